@@ -1,0 +1,66 @@
+# make serve: a server on the built-in model. make test: everything that must hold. Both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help install dev serve test quick lint oracle sim path wheel-test test-gpu clean
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pequod needs Python 3.11 or newer, this is " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+## make install      .venv with Pequod in it (.venv/bin/pequod)
+install: $(VENV)/.installed
+
+dev: $(VENV)/.installed-dev
+
+## make serve        a server on port 8000 with the built-in model; ARGS="--port 8001" passes flags on
+serve: install
+	@exec $(BIN)/pequod serve $(ARGS)
+
+## make test         all checks and tests
+test: dev
+	@$(BIN)/python -m tests.run
+
+## make quick        the same without the slow tests
+quick: dev
+	@$(BIN)/python -m tests.run --quick
+
+## make lint         ruff and mypy alone
+lint: dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+## make oracle       each architecture against transformers' greedy generate, alone, batched, chunked, cached, preempted
+oracle: dev
+	@$(BIN)/python -m tests.oracle
+
+## make sim          the scheduler alone, 200,000 steps
+sim: install
+	@$(BIN)/python -m engine.sim --steps 200000 --seed 1
+
+## make path         the files to read in an afternoon, in their order
+path:
+	@wc -l engine/types.py engine/sequence.py engine/blocks.py engine/scheduler.py engine/loop.py engine/client.py \
+	  engine/runner/runner.py engine/runner/inputs.py engine/runner/sampler.py engine/models/decoder.py \
+	  server/routes/chat.py server/text.py
+
+## make wheel-test   build the wheel, install it into a fresh environment, start it from another directory
+wheel-test: dev
+	@$(BIN)/python -m tests.wheel
+
+## make test-gpu     the tests that need a CUDA device
+test-gpu: dev
+	@$(BIN)/python -m pytest -m gpu tests/gpu
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,41 @@
+"""Pequod's engine: token ids in, token ids out, by continuous batching over a paged KV cache.
+
+This is the whole public surface. Importing it imports no torch.
+"""
+
+from .client import Engine, EngineStatus, LocalEngine, ProcessEngine
+from .config import EngineConfig
+from .types import (
+    ConfigError,
+    EngineDied,
+    EngineError,
+    EngineInfo,
+    EngineRequest,
+    ModelError,
+    RequestError,
+    RequestStats,
+    SamplingParams,
+    StepStats,
+    TokenDelta,
+    TokenLogprob,
+)
+
+__all__ = [
+    "ConfigError",
+    "Engine",
+    "EngineConfig",
+    "EngineDied",
+    "EngineError",
+    "EngineInfo",
+    "EngineRequest",
+    "EngineStatus",
+    "LocalEngine",
+    "ModelError",
+    "ProcessEngine",
+    "RequestError",
+    "RequestStats",
+    "SamplingParams",
+    "StepStats",
+    "TokenDelta",
+    "TokenLogprob",
+]

@@ -1,0 +1,52 @@
+"""Snapshots that the scheduler hands to the runner and gets back: what one step needs, nothing more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .types import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: `token_ids` stand at positions start, start + 1, …"""
+
+    seq_id: int
+    start: int
+    token_ids: list[int]
+    new_block_ids: list[int]  # all of the sequence's blocks in the step that it enters
+    num_logits: int  # of the last positions: 0 while a prompt is not complete, 1 to draw a token
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A sequence that the runner has not seen, or has seen leave."""
+
+    seq_id: int
+    params: SamplingParams
+    prompt_len: int
+    token_ids: list[int]  # prompt and output so far, when params.uses_history; else empty
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. `left` goes before `entered`: a preempted sequence can leave and enter again."""
+
+    step: int
+    rows: list[Row]
+    entered: list[Entered] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What a step drew, aligned with batch.rows."""
+
+    token_ids: list[list[int]]  # as many as the row's num_logits
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per token
+    errors: dict[int, str] = field(default_factory=dict)  # row index -> why this row alone failed
+    seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample

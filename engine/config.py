@@ -1,0 +1,76 @@
+"""EngineConfig: everything that decides how an engine runs, and `resolve`, which turns every `auto` into a value once."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from .types import ConfigError
+
+POLICIES = ("fcfs", "priority", "prefill-first", "static")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """Settings of one engine. None and "auto" mean: chosen by `resolve` for the device and model."""
+
+    model: str  # local folder or hub id
+    revision: str | None = None
+    device: str = "auto"  # cpu | cuda | cuda:N
+    dtype: str = "auto"
+    implementation: str = "auto"  # native | transformers
+    attention: str = "auto"
+    max_len: int | None = None  # tokens of prompt plus output; None: what the model says
+    max_seqs: int | None = None
+    max_batched_tokens: int | None = None  # token budget of one step
+    long_prefill_tokens: int | None = None  # most one prompt may take of a step while others wait; None: half
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    block_size: int = 16
+    num_blocks: int | None = None  # None: from memory
+    kv_cache_memory: int | None = None  # bytes, on CPU; None: a share of RAM
+    gpu_memory_utilization: float = 0.9
+    threads: int | None = None  # of torch on CPU; None: torch's choice
+    debug: bool = False  # check the block invariants after every step
+
+
+def check(config: EngineConfig) -> EngineConfig:
+    """Raise ConfigError for a value that can never work; gives the config back."""
+
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    need(config.policy in POLICIES, f"unknown scheduling policy {config.policy!r}; known: {', '.join(POLICIES)}")
+    need(config.dtype in DTYPES, f"unknown dtype {config.dtype!r}; known: {', '.join(DTYPES)}")
+    need(1 <= config.block_size <= 1024, "the block size must be between 1 and 1024 tokens")
+    need(config.max_len is None or config.max_len >= 1, "the model length must be at least 1 token")
+    need(config.max_seqs is None or config.max_seqs >= 1, "at least 1 sequence must be able to run")
+    need(
+        config.max_batched_tokens is None or config.max_batched_tokens >= 1,
+        "a step must be able to compute at least 1 token",
+    )
+    need(config.num_blocks is None or config.num_blocks >= 1, "the pool needs at least 1 block")
+    need(0 < config.gpu_memory_utilization <= 1, "GPU memory utilization must be above 0 and at most 1")
+    if config.max_seqs is not None and config.max_batched_tokens is not None:
+        need(
+            config.max_batched_tokens >= config.max_seqs,
+            f"a step of {config.max_batched_tokens} tokens cannot serve {config.max_seqs} sequences one token each",
+        )
+    return config
+
+
+def resolve(config: EngineConfig, device: str, model_max_len: int) -> EngineConfig:
+    """Fill what was left open, for a device type ("cpu" or "cuda") and a model's own length."""
+    on_cpu = device == "cpu"
+    seqs = config.max_seqs or min(16 if on_cpu else 256, config.max_batched_tokens or 1 << 30)
+    budget = config.max_batched_tokens or max(256 if on_cpu else 8192, seqs)
+    return check(
+        replace(
+            config,
+            device=device if config.device == "auto" else config.device,
+            max_seqs=seqs,
+            max_batched_tokens=budget,
+            max_len=min(config.max_len or model_max_len, model_max_len),
+        )
+    )

@@ -1,0 +1,395 @@
+"""Scheduler: which sequences compute which tokens in the next step.
+
+Iteration-level ("continuous") batching after Yu et al. 2022, "Orca": sequences join and leave at every step.
+A step has one budget of tokens. There is no prefill phase and no decode phase: a row is the next tokens that a
+sequence has not computed, one for a sequence that is drawing tokens, a chunk for a prompt (Agrawal et al. 2023,
+"SARATHI"). The scheduler is plain Python on integers: it knows neither tensors nor time but through its clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import insort
+from collections.abc import Callable
+
+from .batch import Batch, Entered, Row, StepTokens
+from .blocks import BlockPool, root_hash
+from .config import EngineConfig
+from .sequence import Sequence, Status
+from .types import EngineRequest, StepStats, TokenDelta
+
+# Blocks kept free when a request is admitted, so that those that run can grow before anyone must be preempted.
+WATERMARK = 0.03
+
+
+def order(policy: str) -> Callable[[Sequence], tuple]:
+    """Who is served first in a step, who waits first, and, reversed, who is preempted first."""
+    if policy == "priority":
+        return lambda seq: (seq.request.priority, seq.is_prompt, seq.arrival)
+    if policy == "prefill-first":
+        return lambda seq: (not seq.is_prompt, seq.arrival)
+    return lambda seq: (seq.is_prompt, seq.arrival)
+
+
+class Scheduler:
+    """Owner of all sequences and of the block pool. Every method runs on the loop's thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        vocab_size: int = 1 << 31,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`config` is resolved: max_len, max_seqs and max_batched_tokens are set."""
+        assert config.max_len and config.max_seqs and config.max_batched_tokens
+        self.max_len = min(config.max_len, num_blocks * config.block_size)
+        self.max_seqs = config.max_seqs
+        self.budget = config.max_batched_tokens
+        self.config = config
+        self.pool = BlockPool(num_blocks)
+        self.vocab_size = vocab_size
+        self.clock = clock
+        self.waiting: list[Sequence] = []  # sorted by `order`
+        self.running: list[Sequence] = []  # in order of arrival
+        self.by_id: dict[int, Sequence] = {}
+        self.num_preempted = 0  # in all
+        self.prefix_queries = 0  # tokens, in all
+        self.prefix_hits = 0
+        self._order = order(config.policy)
+        self._filling: dict[bytes, int] = {}  # hash of a block that a running sequence is about to fill -> its id
+        self._left: list[int] = []  # what the runner must forget
+        self._arrivals = 0
+        self._steps = 0
+        self._told = (0, 0, 0)  # preempted, queries, hits when stats were last given
+
+    # -- requests come and go -------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> TokenDelta | None:
+        """Put a request in line. What can never run gets its terminal delta at once."""
+        reason = self._never(request)
+        if reason:
+            return TokenDelta(id=request.id, finish_reason="error", error=reason)
+        seq = Sequence(
+            request=request,
+            arrival=self._arrivals,
+            arrived=self.clock(),
+            block_size=self.config.block_size,
+            root=root_hash("salt:" + request.cache_salt),
+        )
+        self._arrivals += 1
+        self.by_id[seq.id] = seq
+        insort(self.waiting, seq, key=self._order)
+        return None
+
+    def abort(self, request_id: int) -> TokenDelta | None:
+        """Stop a request: now when it is not in a step, else when that step is collected. Unknown ids are ignored."""
+        seq = self.by_id.get(request_id)
+        if seq is None:
+            return None
+        if seq.num_inflight:
+            seq.aborted = True
+            return None
+        return self._end(seq, "abort")
+
+    def _never(self, request: EngineRequest) -> str | None:
+        """Why a request can never run; None when it can. The server refuses these at its door with better words."""
+        length = len(request.prompt_ids) + len(request.output_ids)
+        if request.id in self.by_id:
+            return f"request id {request.id} is in use"
+        if not request.prompt_ids:
+            return "the prompt has no tokens"
+        if length >= self.max_len:
+            return f"the prompt has {length} tokens, and the model takes {self.max_len} of prompt and output together"
+        if request.params.max_tokens <= len(request.output_ids):
+            return "there is no token left to draw"
+        if not all(0 <= token < self.vocab_size for token in (*request.prompt_ids, *request.output_ids)):
+            return f"a token id is outside of [0, {self.vocab_size})"
+        return None
+
+    # -- one step -------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """The rows of the next step, or None when there is nothing to compute."""
+        chosen: dict[Sequence, int] = {}
+        preempted = self.num_preempted
+        share = self._share()
+        budget = self._serve_running(chosen, share)
+        if self.num_preempted == preempted:  # who was preempted is first in line; nobody passes it
+            budget = self._admit(chosen, budget, share)
+        self._top_up(chosen, budget)
+        return self._batch(chosen) if chosen else None
+
+    def _share(self) -> int:
+        """Most tokens that one sequence may take of this step: a part of the budget while several prompts want it."""
+        if len(self.waiting) + sum(seq.is_prompt for seq in self.running) <= 1:
+            return self.budget
+        return self.config.long_prefill_tokens or max(1, self.budget // 2)
+
+    def _serve_running(self, chosen: dict[Sequence, int], share: int) -> int:
+        """Give every running sequence its tokens, in order; gives the budget that is left."""
+        budget = self.budget
+        queue = sorted(self.running, key=self._order)
+        # Every running sequence moves in every step, unless prompts are to come first at any price.
+        keeps = 0 if self.config.policy == "prefill-first" else 1
+        for index, seq in enumerate(queue):
+            count = min(seq.remaining, share, budget - keeps * (len(queue) - index - 1))
+            if seq.status is not Status.RUNNING or count <= 0:
+                continue
+            preempted = self.num_preempted
+            if self._grow(seq, count, chosen):
+                chosen[seq] = count
+                budget -= count
+            if self.num_preempted != preempted:
+                budget = self.budget - sum(chosen.values())
+        return budget
+
+    def _grow(self, seq: Sequence, count: int, chosen: dict[Sequence, int]) -> bool:
+        """Take the blocks for `count` more tokens, preempting the last in order; False when that was `seq` itself."""
+        while True:
+            blocks = self.pool.take(max(0, seq.blocks_for(seq.num_computed + count)))
+            if blocks is not None:
+                seq.block_ids += blocks
+                return True
+            victim = max(self.running, key=self._order)
+            self._preempt(victim)
+            chosen.pop(victim, None)
+            if victim is seq:
+                return False
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take all blocks from a running sequence; it waits, and will compute its tokens again."""
+        self._leave(seq)
+        seq.status = Status.WAITING
+        seq.num_computed = seq.num_published = seq.num_sent_blocks = 0
+        seq.new_to_runner = True
+        seq.preemptions += 1
+        self.num_preempted += 1
+        insort(self.waiting, seq, key=self._order)
+
+    def _admit(self, chosen: dict[Sequence, int], budget: int, share: int) -> int:
+        """Let waiting sequences start, in order, while there are tokens, places and blocks."""
+        if self.config.policy == "static" and self.running:
+            return budget
+        promised = sum(max(0, seq.blocks_for(len(seq.tokens))) for seq in self.running)
+        for seq in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_seqs:
+                break
+            hits = self._match(seq)
+            if hits is None:  # a running sequence is filling the block that this one needs next
+                continue
+            need = seq.blocks_for(len(seq.tokens)) - len(hits)
+            watermark = math.ceil(WATERMARK * self.pool.total) if self.running else 0
+            idle_hits = sum(not self.pool.is_held(block) for block in hits)
+            if self.pool.num_available - idle_hits - promised < need + watermark:
+                break
+            for block in hits:
+                self.pool.share(block)
+            seq.block_ids = hits
+            seq.num_computed = len(hits) * seq.block_size
+            seq.num_published = len(hits)
+            count = min(seq.remaining, budget, share)
+            self._start(seq)
+            grown = self._grow(seq, count, chosen)
+            assert grown, "an admitted sequence found no blocks"
+            promised += max(0, seq.blocks_for(len(seq.tokens)))
+            chosen[seq] = count
+            budget -= count
+        return budget
+
+    def _match(self, seq: Sequence) -> list[int] | None:
+        """Blocks of the sequence's longest cached prefix; None when its next block is being filled."""
+        hits: list[int] = []
+        if not self.config.prefix_caching:
+            return hits
+        # The last token is left to compute, and in a block of its own: shared blocks are never written.
+        for index in range((len(seq.tokens) - 1) // seq.block_size):
+            block = self.pool.find(seq.block_hash(index))
+            if block is None:
+                return None if seq.block_hash(index) in self._filling else hits
+            hits.append(block)
+        return hits
+
+    def _start(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        insort(self.running, seq, key=lambda other: other.arrival)
+        seq.status = Status.RUNNING
+        if self.config.prefix_caching:
+            for index in range(len(seq.block_ids), len(seq.tokens) // seq.block_size):
+                self._filling.setdefault(seq.block_hash(index), seq.id)
+        if not seq.looked_up:
+            seq.looked_up = True
+            seq.scheduled = self.clock()
+            seq.cached_tokens = min(seq.num_computed, seq.prompt_len)
+            if self.config.prefix_caching:
+                self.prefix_queries += len(seq.tokens)
+                self.prefix_hits += seq.num_computed
+
+    def _top_up(self, chosen: dict[Sequence, int], budget: int) -> None:
+        """What nobody could use goes to the prompts in the step, so that a share never wastes a step."""
+        for seq in sorted(chosen, key=self._order):
+            more = min(seq.remaining - chosen[seq], budget)
+            if more > 0:
+                blocks = self.pool.take(max(0, seq.blocks_for(seq.num_computed + chosen[seq] + more)))
+                if blocks is not None:
+                    seq.block_ids += blocks
+                    chosen[seq] += more
+                    budget -= more
+
+    def _batch(self, chosen: dict[Sequence, int]) -> Batch:
+        rows, entered = [], []
+        for seq in self.running:
+            if seq not in chosen:
+                continue
+            start, count = seq.num_computed, chosen[seq]
+            if seq.new_to_runner:
+                history = list(seq.tokens) if seq.request.params.uses_history else []
+                entered.append(Entered(seq.id, seq.request.params, seq.prompt_len, history))
+                seq.new_to_runner = False
+            rows.append(
+                Row(
+                    seq_id=seq.id,
+                    start=start,
+                    token_ids=seq.tokens[start : start + count],
+                    new_block_ids=seq.block_ids[seq.num_sent_blocks :],
+                    num_logits=int(start + count == len(seq.tokens)),
+                )
+            )
+            seq.num_sent_blocks = len(seq.block_ids)
+            seq.num_inflight = count
+        left, self._left = self._left, []
+        self._steps += 1
+        return Batch(self._steps, rows, entered, left)
+
+    def update(self, batch: Batch, tokens: StepTokens) -> list[TokenDelta]:
+        """Take in what a step computed; gives new tokens and terminal deltas, in order of arrival."""
+        deltas = []
+        now = self.clock()
+        for index, row in enumerate(batch.rows):
+            seq = self.by_id[row.seq_id]
+            seq.num_computed += seq.num_inflight
+            seq.num_inflight = 0
+            self._publish_blocks(seq)
+            drawn = tokens.token_ids[index]
+            if seq.aborted:
+                deltas.append(self._end(seq, "abort"))
+            elif index in tokens.errors:
+                deltas.append(self._end(seq, "error", error=tokens.errors[index]))
+            elif drawn:
+                seq.tokens += drawn
+                seq.first_token = seq.first_token or now
+                seq.last_token = now
+                logprobs = tuple(tokens.logprobs[index]) if index in tokens.logprobs else None
+                reason = self._finish_reason(seq)
+                deltas.append(
+                    self._end(seq, reason, tuple(drawn), logprobs)
+                    if reason
+                    else TokenDelta(id=seq.id, token_ids=tuple(drawn), logprobs=logprobs)
+                )
+        return deltas
+
+    def abandon(self, batch: Batch) -> list[TokenDelta]:
+        """A step ran out of memory: nothing of it counts, its largest request fails, and steps get smaller."""
+        largest = max(batch.rows, key=lambda row: (len(row.token_ids), self.by_id[row.seq_id].arrival))
+        self.budget = max(self.max_seqs, self.budget // 2)
+        deltas = []
+        for row in batch.rows:
+            seq = self.by_id[row.seq_id]
+            seq.num_inflight = 0
+            if seq.aborted:
+                deltas.append(self._end(seq, "abort"))
+            elif row is largest:
+                deltas.append(self._end(seq, "error", error="the step that this request was in ran out of memory"))
+        return deltas
+
+    def _finish_reason(self, seq: Sequence) -> str | None:
+        params = seq.request.params
+        if seq.tokens[-1] in params.stop_ids and seq.num_output >= params.min_tokens:
+            return "stop"
+        if seq.num_output >= params.max_tokens or len(seq.tokens) >= self.max_len:
+            return "length"
+        return None
+
+    def _publish_blocks(self, seq: Sequence) -> None:
+        """Full blocks can be found by others from now on, not earlier: their step has been collected."""
+        if not self.config.prefix_caching:
+            return
+        for index in range(seq.num_published, seq.num_computed // seq.block_size):
+            block_hash = seq.block_hash(index)
+            self.pool.publish(seq.block_ids[index], block_hash)
+            if self._filling.get(block_hash) == seq.id:
+                del self._filling[block_hash]
+            seq.num_published = index + 1
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: str,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple | None = None,
+        error: str | None = None,
+    ) -> TokenDelta:
+        if seq.status is Status.RUNNING:
+            self._leave(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = Status.ENDED
+        del self.by_id[seq.id]
+        return TokenDelta(
+            id=seq.id, token_ids=token_ids, logprobs=logprobs, finish_reason=reason, error=error, stats=seq.stats()
+        )
+
+    def _leave(self, seq: Sequence) -> None:
+        """A running sequence gives back its blocks, its marks and its place at the runner."""
+        self.running.remove(seq)
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        for block_hash in seq.hashes[seq.num_published :]:
+            if self._filling.get(block_hash) == seq.id:
+                del self._filling[block_hash]
+        if not seq.new_to_runner:
+            self._left.append(seq.id)
+
+    # -- what others may know -------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.by_id
+
+    def stats(self, batch: Batch, seconds: dict[str, float], wall_time: float) -> StepStats:
+        """The step as the metrics and the step log tell it. Called once per step, after `update`."""
+        preempted, queries, hits = self._told
+        self._told = (self.num_preempted, self.prefix_queries, self.prefix_hits)
+        lengths = [len(row.token_ids) for row in batch.rows]
+        return StepStats(
+            step=batch.step,
+            time=wall_time,
+            rows=tuple((row.seq_id, length) for row, length in zip(batch.rows, lengths, strict=True)),
+            budget=self.budget,
+            prompt_tokens=sum(length for length in lengths if length > 1),
+            decode_tokens=sum(length for length in lengths if length == 1),
+            running=len(self.running),
+            waiting=len(self.waiting),
+            blocks_free=self.pool.num_free,
+            blocks_cached=self.pool.num_cached,
+            blocks_held=self.pool.num_held,
+            blocks_total=self.pool.total,
+            preempted=self.num_preempted - preempted,
+            prefix_queries=self.prefix_queries - queries,
+            prefix_hits=self.prefix_hits - hits,
+            seconds=seconds,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError when the books do not add up; used by tests, the simulator and the idle loop."""
+        self.pool.check()
+        held = {block for seq in self.running for block in seq.block_ids}
+        assert len(held) == self.pool.num_held, "blocks are held by nobody"
+        assert len(self.by_id) == len(self.waiting) + len(self.running), "a sequence is in no list or in two"
+        assert [s.arrival for s in self.running] == sorted(s.arrival for s in self.running), "running is out of order"
+        assert all(not seq.block_ids and not seq.num_computed for seq in self.waiting), (
+            "a waiting sequence holds blocks"
+        )
+        owners = set(self._filling.values())
+        assert owners <= {seq.id for seq in self.running}, "a block is being filled by nobody"

@@ -1,0 +1,305 @@
+"""The real Scheduler and BlockPool with a fake runner and a virtual clock: `python -m engine.sim --steps 200000 --seed 1`.
+
+The fake runner keeps a fake KV cache, in which each slot remembers which token at which position of which salted
+prefix was written there; a row that would read anything but its own past, or write into a block that another
+sequence can see, fails. What a request draws is a function of its tokens alone, so each output is compared with
+what it must be. Every step also checks the scheduler's books and the rules of the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import time
+from dataclasses import dataclass, field
+
+from .batch import Batch, StepTokens
+from .config import POLICIES, EngineConfig
+from .scheduler import Scheduler
+from .types import EngineRequest, SamplingParams, TokenDelta
+
+VOCAB = 97
+STOP = 0
+
+
+class ManualClock:
+    """Time that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def draw(tokens: list[int]) -> int:
+    """The token that follows: any function of all tokens will do."""
+    return (tokens[-1] * 31 + tokens[len(tokens) // 2] * 17 + len(tokens) * 7 + 11) % VOCAB
+
+
+def alone(request: EngineRequest, max_len: int) -> tuple[list[int], str]:
+    """What a request must give in any company: its whole output and its finish reason."""
+    tokens = [*request.prompt_ids, *request.output_ids]
+    output = list(request.output_ids)
+    params = request.params
+    while True:
+        output.append(draw(tokens))
+        tokens.append(output[-1])
+        if output[-1] in params.stop_ids and len(output) >= params.min_tokens:
+            return output, "stop"
+        if len(output) >= params.max_tokens or len(tokens) >= max_len:
+            return output, "length"
+
+
+class FakeRunner:
+    """Keeps what a real runner keeps, block tables and tokens by slot, and checks every read and write."""
+
+    def __init__(self, block_size: int, rng: random.Random) -> None:
+        self.block_size = block_size
+        self.rng = rng
+        self.tables: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}  # all tokens of a sequence that its slots must hold
+        self.salts: dict[int, str] = {}
+        self.holders: dict[int, set[int]] = {}  # block -> sequences whose table has it
+        self.memory: dict[int, tuple[str, int, int]] = {}  # slot -> (salt, position, token)
+
+    def forget(self, seq_id: int) -> None:
+        for block in self.tables.pop(seq_id):
+            self.holders[block].discard(seq_id)
+
+    def compute(self, batch: Batch, requests: dict[int, EngineRequest], tokens: dict[int, list[int]]) -> StepTokens:
+        """`tokens`: what each sequence holds, by the driver's own books."""
+        for seq_id in batch.left:
+            self.forget(seq_id)
+        for entered in batch.entered:
+            assert entered.seq_id not in self.tables, "a sequence entered twice"
+            self.tables[entered.seq_id] = []
+        drawn: list[list[int]] = []
+        for row in batch.rows:
+            table = self.tables[row.seq_id]
+            for block in row.new_block_ids:
+                table.append(block)
+                self.holders.setdefault(block, set()).add(row.seq_id)
+        for row in batch.rows:
+            table, salt, own = self.tables[row.seq_id], requests[row.seq_id].cache_salt, tokens[row.seq_id]
+            end = row.start + len(row.token_ids)
+            assert len(table) * self.block_size >= end, "a token has no slot"
+            assert row.token_ids == own[row.start : end], "a row computes other tokens than its own"
+            entering = len(row.new_block_ids) == len(table)
+            reads = range(row.start) if entering or not row.start else (self.rng.randrange(row.start),)
+            for position in reads:
+                slot = table[position // self.block_size] * self.block_size + position % self.block_size
+                assert self.memory.get(slot) == (salt, position, own[position]), f"position {position} is not ours"
+            for position in range(row.start, end):
+                block = table[position // self.block_size]
+                assert self.holders[block] == {row.seq_id}, f"block {block} is shared and written"
+                self.memory[block * self.block_size + position % self.block_size] = (salt, position, own[position])
+            assert row.num_logits == (end == len(own)), "a token is drawn too early or not at all"
+            drawn.append([draw(own)] if row.num_logits else [])
+        return StepTokens(drawn)
+
+
+@dataclass(eq=False)
+class Episode:
+    """One scheduler from its start until every request has ended."""
+
+    seed: str
+    config: EngineConfig
+    num_blocks: int
+    rng: random.Random
+    clock: ManualClock = field(default_factory=ManualClock)
+    requests: dict[int, EngineRequest] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    aborted: set[int] = field(default_factory=set)
+    ended: dict[int, str] = field(default_factory=dict)
+    steps: int = 0
+    preempted: int = 0
+
+    @classmethod
+    def make(cls, seed: str) -> Episode:
+        rng = random.Random(seed)
+        block_size = rng.choice((1, 2, 4, 16))
+        num_blocks = rng.randint(2, 48)
+        max_seqs = rng.randint(1, 8)
+        config = EngineConfig(
+            model="sim",
+            block_size=block_size,
+            max_len=rng.randint(2, max(2, num_blocks * block_size // rng.choice((1, 2, 4)))),
+            max_seqs=max_seqs,
+            max_batched_tokens=rng.randint(max_seqs, 4 * block_size + max_seqs),
+            long_prefill_tokens=rng.choice((None, None, rng.randint(1, 64))),
+            policy=rng.choice((*POLICIES, "fcfs", "fcfs", "priority")),
+            prefix_caching=rng.random() < 0.8,
+        )
+        return cls(seed, config, num_blocks, rng)
+
+    def run(self, max_steps: int, trace: hashlib._Hash) -> None:
+        """Requests arrive for about `max_steps` steps; then the rest is drained."""
+        self.scheduler = Scheduler(self.config, self.num_blocks, VOCAB, self.clock)
+        self.runner = FakeRunner(self.config.block_size, self.rng)
+        self.prefixes = [[self.rng.randrange(VOCAB) for _ in range(self.scheduler.max_len)] for _ in range(3)]
+        rate = self.rng.choice((0.02, 0.1, 0.3, 0.8))
+        patience = 0
+        while self.steps < max_steps or not self.scheduler.is_idle:
+            self.clock.now += 0.01
+            if self.steps < max_steps:  # computed steps: time may pass with nothing to do
+                for _ in range(3):
+                    if self.rng.random() < rate and len(self.requests) < 64:
+                        self.arrive()
+                if self.rng.random() < 0.01 and self.requests:
+                    self.abort(self.rng.choice(list(self.requests)))
+            elif self.steps > max_steps:
+                patience += 1
+                assert patience < 200_000, "the last requests never end"
+            self.step(trace)
+        assert self.scheduler.pool.num_held == 0, "blocks are held when nobody runs"
+        assert not self.requests, f"requests without a terminal delta: {list(self.requests)}"
+
+    def arrive(self) -> None:
+        rng, max_len = self.rng, self.scheduler.max_len
+        length = rng.randint(1, max_len - 1) if rng.random() < 0.3 else rng.randint(1, max(1, max_len // 3))
+        shared = rng.choice(self.prefixes)[: rng.randint(0, length)]
+        prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(length - len(shared)))]
+        request = EngineRequest(
+            id=len(self.ended) + len(self.requests) + 1,
+            prompt_ids=tuple(prompt),
+            params=SamplingParams(
+                max_tokens=rng.choice((1, rng.randint(1, 8), rng.randint(1, 200), 1000)),
+                min_tokens=rng.choice((0, 0, rng.randint(0, 5))),
+                stop_ids=rng.choice(((STOP,), ())),
+            ),
+            priority=rng.randint(0, 2),
+            cache_salt=rng.choice(("", "", "other")),
+        )
+        if rng.random() < 0.1:  # handed over part-way, as after an engine's death
+            output, _ = alone(request, max_len)
+            request = EngineRequest(
+                id=request.id,
+                prompt_ids=request.prompt_ids,
+                params=request.params,
+                output_ids=tuple(output[: rng.randint(0, len(output) - 1)]),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+        self.requests[request.id] = request
+        self.tokens[request.id] = [*request.prompt_ids, *request.output_ids]
+        delta = self.scheduler.add(request)
+        assert delta is None, f"a possible request was refused: {delta}"
+
+    def abort(self, request_id: int) -> None:
+        self.aborted.add(request_id)
+        delta = self.scheduler.abort(request_id)
+        if delta is not None:
+            self.take([delta])
+
+    def step(self, trace: hashlib._Hash) -> None:
+        scheduler = self.scheduler
+        before = scheduler.num_preempted
+        runs = {seq.id for seq in scheduler.running}
+        batch = scheduler.schedule()
+        if batch is None:
+            assert scheduler.is_idle, "requests wait and nothing runs"
+            return
+        self.steps += 1
+        preempted = scheduler.num_preempted - before
+        self.preempted += preempted
+        self.check_batch(batch, runs, preempted)
+        if self.rng.random() < 0.02:
+            self.abort(self.rng.choice(batch.rows).seq_id)  # while it is in flight
+        out_of_memory = self.rng.random() < 0.002
+        tokens = self.runner.compute(batch, self.requests, self.tokens)
+        deltas = scheduler.abandon(batch) if out_of_memory else scheduler.update(batch, tokens)
+        self.take(deltas, failed=out_of_memory)
+        scheduler.check()
+        stats = scheduler.stats(batch, {}, 0.0)
+        assert stats.blocks_unaccounted == 0, "free + cached + held != total"
+        trace.update(
+            repr(
+                (
+                    [(row.seq_id, row.start, len(row.token_ids)) for row in batch.rows],
+                    stats.rows,
+                    stats.waiting,
+                    stats.blocks_free,
+                    stats.blocks_cached,
+                    stats.prefix_hits,
+                )
+            ).encode()
+        )
+
+    def check_batch(self, batch: Batch, runs: set[int], preempted: int) -> None:
+        scheduler = self.scheduler
+        assert 0 < batch.num_tokens <= scheduler.budget, "a step is over its budget"
+        assert len(batch.rows) <= scheduler.max_seqs, "more rows than may run"
+        ids = [row.seq_id for row in batch.rows]
+        assert len(set(ids)) == len(ids), "a sequence is in a step twice"
+        running = {seq.id for seq in scheduler.running}
+        assert set(ids) <= running, "a row is not running"
+        if scheduler.config.policy != "prefill-first":
+            assert set(ids) == running, "a running sequence was left out of a step"
+        if preempted:
+            assert running <= runs, "somebody was admitted in a step that preempted"
+        if scheduler.config.policy == "static" and running - runs:
+            assert not runs, "a static batch was joined"
+
+    def take(self, deltas: list[TokenDelta], failed: bool = False) -> None:
+        for delta in deltas:
+            assert delta.id in self.requests, f"request {delta.id} was told twice that it ended"
+            self.tokens[delta.id] += delta.token_ids
+            if not delta.finish_reason:
+                continue
+            request = self.requests.pop(delta.id)
+            output = self.tokens.pop(delta.id)[len(request.prompt_ids) :]
+            self.ended[delta.id] = delta.finish_reason
+            expected, reason = alone(request, self.scheduler.max_len)
+            if delta.finish_reason in ("stop", "length"):
+                assert output == expected, f"request {delta.id} drew other tokens than alone"
+                assert delta.finish_reason == reason
+            else:
+                assert output == expected[: len(output)], f"request {delta.id} drew other tokens than alone"
+                assert delta.id in self.aborted if delta.finish_reason == "abort" else failed
+            assert delta.stats is not None
+            assert delta.stats.output_tokens == len(output)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.sim", description=__doc__)
+    parser.add_argument("--steps", type=int, default=200_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--episode", type=int, help="run only this one, as a failure tells")
+    parser.add_argument("--episode-steps", type=int, default=500)
+    args = parser.parse_args(argv)
+    trace = hashlib.sha256()
+    began = time.perf_counter()
+    steps = requests = preempted = 0
+    reasons: dict[str, int] = {}
+    index = args.episode or 0
+    while steps < args.steps:
+        episode = Episode.make(f"{args.seed}/{index}")
+        try:
+            episode.run(args.episode_steps, trace)
+        except Exception:
+            print(f"failed after {episode.steps} steps of an episode; replay with:")
+            print(
+                f"python -m engine.sim --seed {args.seed} --episode {index} --episode-steps {args.episode_steps}",
+                flush=True,
+            )
+            raise
+        steps += episode.steps
+        requests += len(episode.ended)
+        preempted += episode.preempted
+        for reason in episode.ended.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+        index += 1
+        if args.episode is not None:
+            break
+    seconds = time.perf_counter() - began
+    ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    print(f"{steps} steps, {requests} requests ({ends}), {preempted} preemptions: every check held")
+    print(f"{steps / seconds:.0f} steps/s")
+    print(f"trace {trace.hexdigest()}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""Messages that cross the engine's boundary, and the errors that it raises.
+
+Every message is a frozen msgspec Struct encoded as an array: it can be sent to another process and
+never changes. Text has no place here: the engine takes token ids and gives token ids.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
+    """How one sequence draws its tokens. Filters apply in the order of the fields' groups.
+
+    Order: penalties, bias, min_tokens mask, temperature, top_k, top_p, min_p, draw. `temperature` 0 is
+    greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set: the draw is a function of
+    (seed, number of tokens since the end of the prompt).
+    """
+
+    max_tokens: int
+    seed: int = 0  # 64 bits, unsigned
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0  # stop_ids cannot be drawn before this many
+    stop_ids: tuple[int, ...] = ()  # the model's end tokens (unless ignored) and the user's
+    logprobs: int | None = None  # None: none; 0: the drawn token's; k: also the k most likely
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the sampler must know the tokens before the current one."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class EngineRequest(Struct, frozen=True, array_like=True, kw_only=True):
+    """One sequence to continue. `output_ids` is not empty when a request is handed over part-way."""
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    output_ids: tuple[int, ...] = ()
+    priority: int = 0  # lower is served first, under the policy `priority`
+    cache_salt: str = ""  # requests share cached prefixes only within one salt
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """Log-probability of a drawn token in the raw distribution, and the most likely alternatives."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class RequestStats(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a finished request cost. Times are seconds of the engine's monotonic clock; 0.0: never happened."""
+
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens whose keys and values were found in the prefix cache
+    output_tokens: int
+    arrived: float
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    preemptions: int = 0
+
+
+class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
+    """New tokens of one request; the one with a finish_reason is the last."""
+
+    id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None  # as long as token_ids, when asked for
+    finish_reason: str | None = None  # stop | length | abort | error
+    error: str | None = None  # a sentence, with finish_reason error
+    stats: RequestStats | None = None  # with finish_reason
+
+
+class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a loaded engine is; sent once, when it is ready."""
+
+    model: str
+    architecture: str
+    max_len: int  # tokens of prompt plus output
+    vocab_size: int  # width of the logits; token ids are in [0, vocab_size)
+    block_size: int  # tokens per block
+    num_blocks: int
+    max_seqs: int
+    max_batched_tokens: int
+    dtype: str
+    device: str
+    attention: str  # name of the backend
+    implementation: str  # native | transformers
+    exact: bool  # the same bits in any batch
+    num_params: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    weights_hash: str
+    load_seconds: float
+    torch: str
+    notes: tuple[str, ...] = ()  # what was changed from what was asked, one sentence each
+
+
+class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
+    """One step of the loop, as the metrics and the step log tell it."""
+
+    step: int
+    time: float  # seconds since the epoch
+    rows: tuple[tuple[int, int], ...]  # (request id, tokens computed), in arrival order
+    budget: int  # tokens that the step could have computed
+    prompt_tokens: int  # tokens of rows with more than one to compute
+    decode_tokens: int
+    running: int
+    waiting: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    blocks_total: int
+    preempted: int  # sequences preempted in this step
+    prefix_queries: int  # tokens looked up in the prefix cache since the last step
+    prefix_hits: int
+    seconds: dict[str, float] = {}  # schedule, prepare, forward, sample, publish (of the step before)
+
+    @property
+    def blocks_unaccounted(self) -> int:
+        return self.blocks_total - self.blocks_free - self.blocks_cached - self.blocks_held
+
+
+class EngineError(Exception):
+    """Base of all errors that the engine raises on purpose; its text is one sentence for a person."""
+
+
+class ModelError(EngineError):
+    """The model cannot be loaded: a broken folder, an unknown architecture, too little memory."""
+
+
+class ConfigError(EngineError):
+    """A setting is impossible."""
+
+
+class RequestError(EngineError):
+    """This request can never run."""
+
+
+class EngineDied(EngineError):
+    """The engine stopped and could not be restarted."""

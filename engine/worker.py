@@ -1,0 +1,117 @@
+"""The engine's process: `python -m engine.worker FD`, started by ProcessEngine and by nobody else.
+
+It reads from its first line whether the server still lives, also while it loads: end of file means that the server
+died, and then this process must not outlive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+from . import channel
+from .config import EngineConfig
+from .loop import EngineLoop
+from .scheduler import Scheduler
+from .types import EngineError, StepStats, TokenDelta
+
+HEARTBEAT_S = 0.5
+
+
+class _Outbox:
+    def __init__(self, pipe: channel.Channel) -> None:
+        self._pipe = pipe
+        self.drained = pipe.drained
+
+    def started(self, ids: list[int]) -> None:
+        if ids:
+            self._pipe.send(channel.Started(ids))
+
+    def send(self, deltas: list[TokenDelta], stats: StepStats | None) -> None:
+        self._pipe.send(channel.pack(deltas, stats))
+
+
+class _Worker:
+    def __init__(self, pipe: channel.Channel) -> None:
+        self.pipe = pipe
+        self.model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self.loop: EngineLoop | None = None
+        self.share = 0.0
+
+    async def main(self) -> int:
+        load = await self.pipe.receive()
+        assert isinstance(load, channel.Load)
+        tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+        engine = asyncio.create_task(self._engine(load.config))
+        try:
+            await engine
+        except EngineError as error:
+            self.pipe.send(channel.Failed(type(error).__name__, str(error)))
+            await asyncio.sleep(0)
+            self.pipe.close()
+            return 2
+        except BaseException:
+            traceback.print_exc()
+            return 1
+        finally:
+            for task in tasks:
+                task.cancel()
+        return 0
+
+    async def _engine(self, config: EngineConfig) -> None:
+        from .runner import build  # torch, a second and more: the channel is read meanwhile
+
+        runner, info, resolved = await asyncio.get_running_loop().run_in_executor(
+            self.model_thread, build, config, self._progress
+        )
+        gc.collect()
+        gc.freeze()  # what was loaded stays: later collections need not look at it
+        self.loop = EngineLoop(
+            Scheduler(resolved, info.num_blocks, info.vocab_size), runner, _Outbox(self.pipe), self.model_thread
+        )
+        self.pipe.send(channel.Ready(info))
+        await self.loop.run()
+
+    def _progress(self, share: float) -> None:
+        self.share = share
+
+    async def _beat(self) -> None:
+        while True:
+            self.pipe.send(channel.Alive("ready" if self.loop else "loading", self.share))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _listen(self) -> None:
+        while (message := await self.pipe.receive()) is not None:
+            assert self.loop is not None, "a request came before the engine was ready"
+            match message:
+                case channel.Add():
+                    self.loop.add(message.request)
+                case channel.Abort():
+                    self.loop.abort(message.id)
+        os._exit(0)  # the server died or closed: nobody wants what the model thread still computes
+
+
+def main() -> None:
+    # Ctrl-C and a supervisor's SIGTERM reach the whole group; the server alone decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    async def run() -> int:
+        pipe = channel.Channel(channel.Downward)
+        await pipe.open(socket.socket(fileno=int(sys.argv[1])))
+        return await _Worker(pipe).main()
+
+    code = asyncio.run(run())
+    time.sleep(0)
+    os._exit(code)  # threads of a model that hangs must not keep a process that has failed
+
+
+if __name__ == "__main__":
+    main()

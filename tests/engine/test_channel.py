@@ -1,0 +1,112 @@
+"""Channel: what is sent arrives, and a dead peer is noticed."""
+
+import asyncio
+import socket
+
+import msgspec
+import pytest
+
+from engine import channel
+from engine.config import EngineConfig
+from engine.types import EngineRequest, RequestStats, SamplingParams, StepStats, TokenDelta, TokenLogprob
+
+
+async def pair() -> tuple[channel.Channel, channel.Channel, socket.socket]:
+    ours, theirs = socket.socketpair()
+    server, engine = channel.Channel(channel.Upward), channel.Channel(channel.Downward)
+    await server.open(ours)
+    await engine.open(theirs)
+    return server, engine, theirs
+
+
+def test_every_message_arrives_as_it_was():
+    async def main():
+        server, engine, _ = await pair()
+        params = SamplingParams(max_tokens=3, seed=2**64 - 1, logit_bias={5: -100.0}, stop_ids=(1, 2), logprobs=2)
+        request = EngineRequest(id=7, prompt_ids=(1, 2, 3), params=params, output_ids=(4,), cache_salt="s")
+        downward = [
+            channel.Load(EngineConfig(model="m", kv_cache_memory=1 << 40)),
+            channel.Add(request),
+            channel.Abort(7),
+        ]
+        for message in downward:
+            server.send(message)
+        assert [await engine.receive() for _ in downward] == downward
+        upward = [channel.Alive("loading", 0.25), channel.Started([7]), channel.Failed("ModelError", "no weights")]
+        for message in upward:
+            engine.send(message)
+        assert [await server.receive() for _ in upward] == upward
+
+    asyncio.run(main())
+
+
+def test_deltas_cross_in_columns_and_come_back_the_same():
+    entry = TokenLogprob(-0.1234567890123456789, (1, 2), (-0.1, -2.5))
+    deltas = [
+        TokenDelta(id=1, token_ids=(5,)),
+        TokenDelta(id=2, token_ids=(6, 7), logprobs=(entry, entry)),
+        TokenDelta(id=3, finish_reason="error", error="why"),
+        TokenDelta(
+            id=4,
+            token_ids=(8,),
+            finish_reason="stop",
+            stats=RequestStats(prompt_tokens=3, cached_tokens=1, output_tokens=2, arrived=0.5),
+        ),
+    ]
+    stats = StepStats(
+        step=1,
+        time=2.0,
+        rows=((1, 1), (2, 2)),
+        budget=64,
+        prompt_tokens=2,
+        decode_tokens=1,
+        running=2,
+        waiting=0,
+        blocks_free=1,
+        blocks_cached=2,
+        blocks_held=3,
+        blocks_total=6,
+        preempted=0,
+        prefix_queries=0,
+        prefix_hits=0,
+        seconds={"forward": 0.1},
+    )
+    decoder = msgspec.msgpack.Decoder(channel.Upward)
+    tokens = decoder.decode(msgspec.msgpack.encode(channel.pack(deltas, stats)))
+    assert channel.unpack(tokens) == deltas
+    assert tokens.stats == stats
+
+
+def test_a_dead_peer_is_the_end_of_the_stream_also_in_the_middle_of_a_frame():
+    async def main():
+        server, _, theirs = await pair()
+        theirs.sendall((100).to_bytes(4, "little") + b"abc")
+        theirs.close()
+        assert await server.receive() is None
+
+    asyncio.run(main())
+
+
+def test_a_frame_that_is_no_message_is_refused():
+    async def main():
+        server, _, theirs = await pair()
+        body = msgspec.msgpack.encode(["Nonsense", 1])
+        theirs.sendall(len(body).to_bytes(4, "little") + body)
+        with pytest.raises(msgspec.ValidationError):
+            await server.receive()
+
+    asyncio.run(main())
+
+
+def test_a_sender_waits_while_its_peer_does_not_read():
+    async def main():
+        server, engine, _ = await pair()
+        big = channel.Failed("ModelError", "x" * (channel.HIGH_WATER + (4 << 20)))
+        engine.send(big)
+        waiting = asyncio.create_task(engine.drained())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        assert await server.receive() == big
+        await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(main())

@@ -1,0 +1,146 @@
+"""EngineLoop with a runner that computes nothing: order of events, aborts in flight, failures."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engine.batch import Batch, StepTokens
+from engine.config import EngineConfig
+from engine.loop import EngineLoop, StepOutOfMemory
+from engine.scheduler import Scheduler
+from engine.types import EngineRequest, SamplingParams
+
+
+class Runner:
+    """Draws token 9; can be held in the middle of a step and made to fail."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.in_step = threading.Event()
+        self.raises: list[Exception | None] = []
+        self.threads: set[str] = set()
+
+    def launch(self, batch: Batch) -> "Runner":
+        self.batch = batch
+        return self
+
+    def sample(self) -> StepTokens:
+        self.threads.add(threading.current_thread().name)
+        self.in_step.set()
+        assert self.go.wait(10)
+        error = self.raises.pop(0) if self.raises else None
+        if error:
+            raise error
+        return StepTokens([[9] * row.num_logits for row in self.batch.rows], seconds={"forward": 0.25})
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self.events: list = []
+        self.ended = asyncio.Event()
+
+    def started(self, ids) -> None:
+        if ids:
+            self.events.append(("started", *ids))
+
+    def send(self, deltas, stats) -> None:
+        self.events += [(delta.id, delta.finish_reason, *delta.token_ids) for delta in deltas]
+        self.stats = stats or getattr(self, "stats", None)
+        if any(delta.finish_reason for delta in deltas):
+            self.ended.set()
+
+    async def drained(self) -> None:
+        pass
+
+
+class Bench:
+    def __init__(self, **config) -> None:
+        self.runner, self.outbox = Runner(), Outbox()
+        settings = EngineConfig(
+            model="t", max_len=64, max_seqs=4, max_batched_tokens=16, block_size=4, debug=True, **config
+        )
+        self.scheduler = Scheduler(settings, num_blocks=16, vocab_size=100)
+        self.loop = EngineLoop(self.scheduler, self.runner, self.outbox, ThreadPoolExecutor(1, "model"))
+
+    def add(self, request_id: int, prompt=(1, 2), max_tokens: int = 2) -> None:
+        self.loop.add(EngineRequest(id=request_id, prompt_ids=prompt, params=SamplingParams(max_tokens=max_tokens)))
+
+    async def __aenter__(self) -> "Bench":
+        self.task = asyncio.create_task(self.loop.run())
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def end(self) -> None:
+        await asyncio.wait_for(self.outbox.ended.wait(), 10)
+        self.outbox.ended.clear()
+
+
+def test_a_request_is_announced_before_its_first_step_and_ends_once():
+    async def main():
+        async with Bench() as bench:
+            bench.add(1)
+            await bench.end()
+            assert bench.outbox.events == [("started", 1), (1, None, 9), (1, "length", 9)]
+            assert bench.runner.threads == {"model_0"}
+            assert bench.outbox.stats.seconds.keys() >= {"schedule", "forward", "publish"}
+
+    asyncio.run(main())
+
+
+def test_mail_is_read_while_a_step_runs_and_an_abort_takes_effect_when_it_is_collected():
+    async def main():
+        async with Bench() as bench:
+            bench.runner.go.clear()
+            bench.add(1, max_tokens=1000)
+            await asyncio.to_thread(bench.runner.in_step.wait, 10)
+            bench.loop.abort(1)
+            bench.add(2)
+            assert bench.outbox.events == [("started", 1)]
+            bench.runner.go.set()
+            await bench.end()
+            assert bench.outbox.events[1] == (1, "abort")
+            await bench.end()
+            assert bench.outbox.events[2:] == [("started", 2), (2, None, 9), (2, "length", 9)]
+            assert bench.scheduler.pool.num_held == 0
+
+    asyncio.run(main())
+
+
+def test_a_request_that_can_never_run_is_answered_at_once():
+    async def main():
+        async with Bench() as bench:
+            bench.add(1, prompt=(1,) * 64)
+            assert bench.outbox.events == [(1, "error")]
+
+    asyncio.run(main())
+
+
+def test_out_of_memory_fails_one_request_and_the_loop_goes_on():
+    async def main():
+        async with Bench() as bench:
+            bench.runner.raises = [StepOutOfMemory()]
+            bench.add(1, prompt=(1, 2, 3))
+            bench.add(2)
+            await bench.end()
+            assert (1, "error") in bench.outbox.events
+            await bench.end()
+            assert bench.outbox.events[-1] == (2, "length", 9)
+
+    asyncio.run(main())
+
+
+def test_any_other_failure_of_a_step_ends_the_loop():
+    async def main():
+        async with Bench() as bench:
+            bench.runner.raises = [RuntimeError("broken")]
+            bench.add(1)
+            with pytest.raises(RuntimeError, match="broken"):
+                await asyncio.wait_for(asyncio.shield(bench.task), 10)
+
+    asyncio.run(main())

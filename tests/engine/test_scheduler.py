@@ -1,0 +1,309 @@
+"""Scheduler: each test reads as the trace of a few steps, {request: tokens computed}."""
+
+import pytest
+
+from engine.batch import Batch, StepTokens
+from engine.config import EngineConfig
+from engine.scheduler import Scheduler
+from engine.sim import ManualClock
+from engine.types import EngineRequest, SamplingParams, TokenDelta
+
+
+class Driver:
+    """Adds requests by name and runs steps; every drawn token is 9, or the stop id where told."""
+
+    def __init__(self, num_blocks: int = 64, **config) -> None:
+        defaults = {"block_size": 4, "max_len": num_blocks * 4, "max_seqs": 8, "max_batched_tokens": 64}
+        self.clock = ManualClock()
+        self.scheduler = Scheduler(
+            EngineConfig(model="test", **{**defaults, **config}), num_blocks, vocab_size=1000, clock=self.clock
+        )
+        self.names: dict[int, str] = {}
+        self.deltas: list[TokenDelta] = []
+        self.batch: Batch | None = None
+
+    def add(self, name: str, prompt, max_tokens: int = 100, **fields) -> "Driver":
+        ids = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else tuple(prompt)
+        if isinstance(prompt, int) and "salt" not in fields:  # prompts share nothing unless they are told to
+            ids = tuple((ord(name) * 7 + i) % 1000 for i in ids)
+        params = SamplingParams(max_tokens=max_tokens, **fields.pop("params", {}))
+        salt = fields.pop("salt", "")
+        request = EngineRequest(id=len(self.names) + 1, prompt_ids=ids, params=params, cache_salt=salt, **fields)
+        self.names[request.id] = name
+        delta = self.scheduler.add(request)
+        if delta:
+            self.deltas.append(delta)
+        return self
+
+    def id(self, name: str) -> int:
+        return next(i for i, n in self.names.items() if n == name)
+
+    def abort(self, name: str) -> None:
+        delta = self.scheduler.abort(self.id(name))
+        if delta:
+            self.deltas.append(delta)
+
+    def launch(self) -> dict[str, int]:
+        self.batch = self.scheduler.schedule()
+        if self.batch is None:
+            return {}
+        return {self.names[row.seq_id]: len(row.token_ids) for row in self.batch.rows}
+
+    def collect(self, token: int = 9) -> list[TokenDelta]:
+        assert self.batch is not None
+        drawn = StepTokens([[token] * row.num_logits for row in self.batch.rows])
+        deltas = self.scheduler.update(self.batch, drawn)
+        self.deltas += deltas
+        self.clock.now += 1
+        self.scheduler.check()
+        return deltas
+
+    def step(self, token: int = 9) -> dict[str, int]:
+        rows = self.launch()
+        if rows:
+            self.collect(token)
+        return rows
+
+    def ends(self) -> dict[str, str]:
+        return {self.names[d.id]: d.finish_reason for d in self.deltas if d.finish_reason}
+
+
+def test_requests_join_and_leave_at_every_step():
+    driver = Driver().add("a", prompt=3, max_tokens=3)
+    assert driver.step() == {"a": 3}
+    driver.add("b", prompt=2, max_tokens=2)
+    assert driver.step() == {"a": 1, "b": 2}
+    assert driver.step() == {"a": 1, "b": 1}
+    assert driver.ends() == {"a": "length", "b": "length"}
+    assert driver.step() == {}
+    assert driver.scheduler.pool.num_held == 0
+
+
+def test_a_long_prompt_is_chunked_and_decode_rows_come_first():
+    driver = Driver(max_batched_tokens=16).add("a", prompt=2)
+    driver.step()
+    driver.add("b", prompt=40)
+    assert driver.step() == {"a": 1, "b": 15}
+    assert driver.step() == {"a": 1, "b": 15}
+    assert driver.step() == {"a": 1, "b": 10}
+    assert driver.step() == {"a": 1, "b": 1}
+
+
+def test_a_long_prompt_takes_half_of_a_step_while_others_wait_and_all_when_they_do_not():
+    driver = Driver(max_batched_tokens=16).add("a", prompt=40).add("b", prompt=6)
+    assert driver.step() == {"a": 10, "b": 6}, "half is 8; what b cannot use is not wasted"
+    assert driver.step() == {"a": 15, "b": 1}
+    driver = Driver(max_batched_tokens=16).add("a", prompt=40).add("b", prompt=40)
+    assert driver.step() == {"a": 8, "b": 8}
+    driver = Driver(max_batched_tokens=16, long_prefill_tokens=4).add("a", prompt=40).add("b", prompt=40).add("c", 40)
+    assert driver.launch() == {"a": 8, "b": 4, "c": 4}
+
+
+def test_every_running_row_is_in_every_step_even_when_the_budget_is_small():
+    driver = Driver(max_batched_tokens=3, max_seqs=3).add("a", prompt=9).add("b", prompt=9).add("c", prompt=9)
+    assert driver.step() == {"a": 1, "b": 1, "c": 1}
+    for _ in range(5):
+        assert set(driver.step()) == {"a", "b", "c"}
+
+
+def test_the_batch_is_in_order_of_arrival_and_carries_block_ids_once():
+    driver = Driver(max_batched_tokens=8).add("a", prompt=9).add("b", prompt=2)
+    driver.launch()
+    a, b = driver.batch.rows
+    assert (a.seq_id, a.start, len(a.token_ids), len(a.new_block_ids), a.num_logits) == (1, 0, 6, 2, 0)
+    assert (b.seq_id, b.start, len(b.token_ids), len(b.new_block_ids), b.num_logits) == (2, 0, 2, 1, 1)
+    assert [entered.seq_id for entered in driver.batch.entered] == [1, 2]
+    driver.collect()
+    driver.launch()
+    a, b = driver.batch.rows
+    assert (a.start, a.token_ids, len(a.new_block_ids), a.num_logits) == (6, [686, 687, 688], 1, 1)
+    assert (b.start, b.token_ids, b.new_block_ids) == (2, [9], [])
+    assert driver.batch.entered == []
+
+
+def test_the_second_of_two_equal_prompts_finds_all_but_its_last_block():
+    driver = Driver().add("a", range(1, 17), max_tokens=1)
+    driver.step()
+    driver.add("b", range(1, 17), max_tokens=1)
+    assert driver.step() == {"b": 4}, "a shared block is never written, so the last one is computed again"
+    assert driver.deltas[-1].stats.cached_tokens == 12
+    assert (driver.scheduler.prefix_queries, driver.scheduler.prefix_hits) == (32, 12)
+
+
+def test_another_salt_finds_nothing_and_no_prefix_caching_neither():
+    driver = Driver().add("a", range(1, 17), max_tokens=1)
+    driver.step()
+    driver.add("b", range(1, 17), max_tokens=1, salt="mine")
+    assert driver.step() == {"b": 16}
+    driver = Driver(prefix_caching=False).add("a", range(1, 17), max_tokens=1)
+    driver.step()
+    driver.add("b", range(1, 17), max_tokens=1)
+    assert driver.step() == {"b": 16}
+
+
+def test_a_burst_with_one_prompt_costs_one_prefill():
+    driver = Driver(max_batched_tokens=64)
+    for name in "abcd":
+        driver.add(name, range(1, 18), max_tokens=2)
+    assert driver.step() == {"a": 17}, "the others wait for the blocks that a fills"
+    assert driver.step() == {"a": 1, "b": 1, "c": 1, "d": 1}
+
+
+def test_who_waits_for_a_block_goes_on_when_the_one_who_fills_it_is_gone():
+    driver = Driver(max_batched_tokens=8).add("a", range(1, 18)).add("b", range(1, 18))
+    assert driver.step() == {"a": 8}
+    driver.abort("a")
+    assert driver.step() == {"b": 8}, "b found the 8 tokens of a and computes the next 8"
+    assert driver.scheduler.by_id[2].cached_tokens == 8
+
+
+def test_blocks_are_found_only_when_the_step_that_filled_them_was_collected():
+    driver = Driver().add("a", range(1, 9))
+    driver.launch()
+    driver.add("b", range(1, 9))
+    content = driver.scheduler.by_id[1].block_hash(0)
+    assert driver.scheduler.pool.find(content) is None
+    driver.collect()
+    assert driver.scheduler.pool.find(content) is not None
+
+
+def test_the_last_in_order_is_preempted_and_is_first_in_line():
+    driver = Driver(num_blocks=6, max_len=24).add("a", prompt=8, max_tokens=12).add("b", prompt=8, max_tokens=12)
+    driver.step()
+    driver.add("c", prompt=4, max_tokens=1)
+    seen = [driver.step() for _ in range(5)]
+    assert seen[-1] == {"a": 1}, "a took the last block, b gave all of its own, and c was not let in"
+    assert driver.scheduler.num_preempted == 1
+    assert [seq.id for seq in driver.scheduler.waiting] == [2, 3]
+    while driver.step():
+        pass
+    assert driver.ends() == {"a": "length", "b": "length", "c": "length"}
+    stats = {driver.names[d.id]: d.stats for d in driver.deltas if d.stats}
+    assert stats["b"].preemptions == 1 and stats["b"].output_tokens == 12
+
+
+def test_the_victim_under_priority_is_the_least_important():
+    driver = Driver(num_blocks=6, max_len=24, policy="priority")
+    driver.add("a", prompt=8, priority=5).add("b", prompt=8, priority=1)
+    for _ in range(6):
+        driver.step()
+    assert [seq.id for seq in driver.scheduler.waiting] == [1]
+
+
+def test_waiting_requests_start_in_the_order_of_the_policy():
+    driver = Driver(policy="priority", max_seqs=1).add("a", 4, 1, priority=3).add("b", 4, 1, priority=0).add("c", 4, 1)
+    assert [driver.step(), driver.step(), driver.step()] == [{"b": 4}, {"c": 4}, {"a": 4}]
+
+
+def test_prefill_first_lets_prompts_push_decode_rows_out_of_a_step():
+    driver = Driver(policy="prefill-first", max_batched_tokens=8).add("a", prompt=2)
+    driver.step()
+    driver.add("b", prompt=20)
+    assert [driver.step() for _ in range(4)] == [{"a": 1, "b": 7}, {"b": 8}, {"a": 1, "b": 5}, {"a": 1, "b": 1}]
+
+
+def test_static_lets_nobody_in_before_the_last_batch_has_ended():
+    driver = Driver(policy="static").add("a", prompt=2, max_tokens=2).add("b", prompt=2, max_tokens=4)
+    driver.step()
+    driver.add("c", prompt=2)
+    assert [driver.step() for _ in range(4)] == [{"a": 1, "b": 1}, {"b": 1}, {"b": 1}, {"c": 2}]
+
+
+def test_an_abort_in_flight_releases_when_the_step_is_collected():
+    driver = Driver().add("a", prompt=8)
+    driver.launch()
+    driver.abort("a")
+    assert driver.scheduler.pool.num_held == 2 and driver.ends() == {}
+    driver.collect()
+    assert driver.scheduler.pool.num_held == 0 and driver.ends() == {"a": "abort"}
+    assert driver.step() == {}
+    driver.scheduler.abort(99)
+
+
+def test_an_abort_of_a_waiting_request_ends_it_at_once():
+    driver = Driver(max_seqs=1).add("a", prompt=8).add("b", prompt=8)
+    driver.step()
+    driver.abort("b")
+    assert driver.ends() == {"b": "abort"}
+
+
+def test_a_stop_id_ends_a_request_but_not_before_min_tokens():
+    params = {"stop_ids": (7,), "min_tokens": 2}
+    driver = Driver().add("a", prompt=2, params=params)
+    driver.step(token=7)
+    assert driver.ends() == {}
+    driver.step(token=7)
+    assert driver.ends() == {"a": "stop"}
+
+
+def test_a_request_handed_over_part_way_counts_from_the_end_of_its_prompt():
+    driver = Driver().add("a", prompt=3, max_tokens=4, output_ids=(9, 9))
+    assert driver.step() == {"a": 5}
+    assert driver.step() == {"a": 1}
+    assert driver.ends() == {"a": "length"}
+    assert driver.deltas[-1].stats.output_tokens == 4
+
+
+def test_a_request_ends_at_the_length_of_the_model():
+    driver = Driver(max_len=6).add("a", prompt=4, max_tokens=100)
+    driver.step()
+    driver.step()
+    assert driver.ends() == {"a": "length"}
+    assert driver.deltas[-1].stats.output_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "words"),
+    [
+        ((), {}, "no tokens"),
+        (range(24), {}, "24 tokens"),
+        ((1, 1000), {}, "outside"),
+        ((1, -1), {}, "outside"),
+        ((1,), {"output_ids": (1,), "max_tokens": 1}, "no token left"),
+    ],
+)
+def test_what_can_never_run_is_told_at_once(prompt, fields, words):
+    driver = Driver(max_len=24).add("a", prompt, **fields)
+    assert driver.ends() == {"a": "error"}
+    assert words in driver.deltas[0].error
+    assert driver.step() == {}
+
+
+def test_a_row_that_fails_hurts_only_itself():
+    driver = Driver().add("a", prompt=2).add("b", prompt=2)
+    driver.launch()
+    deltas = driver.scheduler.update(driver.batch, StepTokens([[], [9]], errors={0: "its logits are not numbers"}))
+    assert [(d.finish_reason, d.error) for d in deltas] == [("error", "its logits are not numbers"), (None, None)]
+    assert driver.step() == {"b": 1}
+
+
+def test_a_step_out_of_memory_costs_its_largest_request_and_makes_steps_smaller():
+    driver = Driver(max_batched_tokens=32).add("a", prompt=2).add("b", prompt=20).add("c", prompt=3)
+    assert driver.launch() == {"a": 2, "b": 20, "c": 3}
+    driver.deltas += driver.scheduler.abandon(driver.batch)
+    assert driver.ends() == {"b": "error"}
+    assert driver.scheduler.budget == 16
+    assert driver.step() == {"a": 2, "c": 3}, "nothing of the lost step counts"
+
+
+def test_admission_leaves_blocks_for_those_who_run():
+    driver = Driver(num_blocks=10, max_len=40).add("a", prompt=16, max_tokens=20)
+    driver.step()
+    driver.add("b", prompt=21, max_tokens=1)
+    assert driver.step() == {"a": 1}, "5 blocks are free and 6 are needed"
+    driver.abort("b")
+    driver.add("c", prompt=17, max_tokens=1)
+    assert driver.step() == {"a": 1}, "5 are free and 5 are needed, but one is kept"
+    driver.abort("c")
+    driver.add("d", prompt=15, max_tokens=1)
+    assert driver.step() == {"a": 1, "d": 15}
+
+
+def test_the_stats_of_a_step_tell_what_happened_in_it():
+    driver = Driver().add("a", prompt=6).add("b", prompt=1)
+    driver.step()
+    stats = driver.scheduler.stats(driver.batch, {"forward": 0.5}, 12.0)
+    assert stats.rows == ((1, 6), (2, 1))
+    assert (stats.prompt_tokens, stats.decode_tokens, stats.running, stats.waiting) == (6, 1, 2, 0)
+    assert (stats.blocks_held, stats.blocks_unaccounted, stats.prefix_queries) == (3, 0, 7)
+    assert driver.scheduler.stats(driver.batch, {}, 12.0).prefix_queries == 0, "told once"

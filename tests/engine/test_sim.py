@@ -1,0 +1,146 @@
+"""The simulator itself: the same seed gives the same trace, and broken schedulers are caught."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine import blocks, scheduler, sim
+from engine.sequence import Status
+
+
+def run(hash_seed: str, *args: str) -> list[str]:
+    env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    command = [sys.executable, "-m", "engine.sim", *args]
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_the_trace_depends_on_the_seed_alone():
+    one, two = run("1", "--steps", "5000", "--seed", "3"), run("2", "--steps", "5000", "--seed", "3")
+    assert one[-1].startswith("trace ") and one[-1] == two[-1]
+    assert run("1", "--steps", "5000", "--seed", "4")[-1] != one[-1]
+
+
+def lost_block(patch):
+    release = blocks.BlockPool.release
+    patch.setattr(blocks.BlockPool, "release", lambda pool, ids: release(pool, ids[1:] if len(ids) > 3 else ids))
+
+
+def early_publish(patch):
+    publish = scheduler.Scheduler._publish_blocks
+
+    def all_blocks(self, seq):
+        computed, seq.num_computed = seq.num_computed, min(len(seq.tokens), len(seq.block_ids) * seq.block_size)
+        publish(self, seq)
+        seq.num_computed = computed
+
+    patch.setattr(scheduler.Scheduler, "_publish_blocks", all_blocks)
+
+
+def salt_forgotten(patch):
+    patch.setattr(scheduler, "root_hash", lambda *extras: blocks.root_hash("salt:"))
+
+
+def whole_prompt_hit(patch):
+    def match(self, seq):
+        hits = []
+        for index in range(len(seq.tokens) // seq.block_size):
+            block = self.pool.find(seq.block_hash(index))
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    patch.setattr(scheduler.Scheduler, "_match", match)
+
+
+def preempted_keeps_progress(patch):
+    preempt = scheduler.Scheduler._preempt
+
+    def keep(self, seq):
+        computed = seq.num_computed
+        preempt(self, seq)
+        seq.num_computed = computed
+
+    patch.setattr(scheduler.Scheduler, "_preempt", keep)
+
+
+def stop_before_min_tokens(patch):
+    def reason(self, seq):
+        params = seq.request.params
+        if seq.tokens[-1] in params.stop_ids:
+            return "stop"
+        return "length" if seq.num_output >= params.max_tokens or len(seq.tokens) >= self.max_len else None
+
+    patch.setattr(scheduler.Scheduler, "_finish_reason", reason)
+
+
+def abort_lost_in_flight(patch):
+    abort = scheduler.Scheduler.abort
+
+    def lose(self, request_id):
+        seq = self.by_id.get(request_id)
+        return abort(self, request_id) if seq is None or not seq.num_inflight else self._end(seq, "abort")
+
+    patch.setattr(scheduler.Scheduler, "abort", lose)
+
+
+def runner_not_told(patch):
+    leave = scheduler.Scheduler._leave
+
+    def silent(self, seq):
+        leave(self, seq)
+        self._left.clear()
+
+    patch.setattr(scheduler.Scheduler, "_leave", silent)
+
+
+def admits_while_preempting(patch):
+    serve = scheduler.Scheduler._serve_running
+
+    def forget(self, *args):
+        budget = serve(self, *args)
+        return self._admit(args[0], budget, args[1])
+
+    patch.setattr(scheduler.Scheduler, "_serve_running", forget)
+
+
+def budget_off_by_one(patch):
+    top_up = scheduler.Scheduler._top_up
+    patch.setattr(scheduler.Scheduler, "_top_up", lambda self, chosen, budget: top_up(self, chosen, budget + 1))
+
+
+def resumed_blocks_not_sent(patch):
+    batch = scheduler.Scheduler._batch
+
+    def skip(self, chosen):
+        for seq in chosen:
+            if seq.status is Status.RUNNING and seq.new_to_runner:
+                seq.num_sent_blocks = min(1, len(seq.block_ids) - 1)
+        return batch(self, chosen)
+
+    patch.setattr(scheduler.Scheduler, "_batch", skip)
+
+
+MUTANTS = [
+    lost_block,
+    early_publish,
+    salt_forgotten,
+    whole_prompt_hit,
+    preempted_keeps_progress,
+    stop_before_min_tokens,
+    abort_lost_in_flight,
+    runner_not_told,
+    admits_while_preempting,
+    budget_off_by_one,
+    resumed_blocks_not_sent,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_broken_scheduler_is_caught(mutant, monkeypatch, capsys):
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, ValueError, IndexError, RuntimeError)):
+        sim.main(["--steps", "20000", "--seed", "1"])
+    assert "replay with:\npython -m engine.sim --seed 1 --episode" in capsys.readouterr().out
