@@ -152,9 +152,8 @@ class _Client:
                 continue
             entry.output_ids += delta.token_ids
             if delta.finish_reason:
-                delta = _whole(delta, entry)
                 del self._open[delta.id]
-            entry.unread.append(delta)
+            entry.unread.append(_whole(delta, entry))
             entry.news.set()
         if stats is not None:
             self.status.last_step = now
@@ -305,7 +304,7 @@ class ProcessEngine(_Client):
         # The child must find this very package, from whichever directory the server was started.
         path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
         with theirs:
-            self._child = subprocess.Popen(
+            self._child = subprocess.Popen(  # noqa: ASYNC220 - a millisecond, once in a life
                 [sys.executable, "-m", "engine.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""EngineConfig: everything that decides how an engine runs, and `resolve`, which turns every `auto` into a value once."""
+"""EngineConfig: everything that decides how an engine runs; `resolve` turns every `auto` into a value, once."""
 
 from __future__ import annotations
 

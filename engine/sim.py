@@ -1,4 +1,6 @@
-"""The real Scheduler and BlockPool with a fake runner and a virtual clock: `python -m engine.sim --steps 200000 --seed 1`.
+"""The real Scheduler and BlockPool with a fake runner and a virtual clock.
+
+    python -m engine.sim --steps 200000 --seed 1
 
 The fake runner keeps a fake KV cache, in which each slot remembers which token at which position of which salted
 prefix was written there; a row that would read anything but its own past, or write into a block that another
@@ -214,18 +216,8 @@ class Episode:
         scheduler.check()
         stats = scheduler.stats(batch, {}, 0.0)
         assert stats.blocks_unaccounted == 0, "free + cached + held != total"
-        trace.update(
-            repr(
-                (
-                    [(row.seq_id, row.start, len(row.token_ids)) for row in batch.rows],
-                    stats.rows,
-                    stats.waiting,
-                    stats.blocks_free,
-                    stats.blocks_cached,
-                    stats.prefix_hits,
-                )
-            ).encode()
-        )
+        rows = [(row.seq_id, row.start, len(row.token_ids)) for row in batch.rows]
+        trace.update(repr((rows, stats.waiting, stats.blocks_free, stats.blocks_cached, stats.prefix_hits)).encode())
 
     def check_batch(self, batch: Batch, runs: set[int], preempted: int) -> None:
         scheduler = self.scheduler
