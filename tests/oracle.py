@@ -1,0 +1,175 @@
+"""`make oracle`: Pequod's greedy tokens against transformers' `generate`, for each architecture, in five situations.
+
+alone      one request at a time, the whole prompt in one step
+mixed      all requests at once, prompts of many lengths beside decode rows
+chunked    steps of so few tokens that every prompt comes in many chunks
+prefix     every prompt a second time: its beginning comes from the prefix cache
+preempted  so few blocks that requests are preempted and computed again
+
+The trained models are compared in float32 with their committed references; random weights in float64, where a
+difference is an error and not a rounding. All seeds were fixed before the first run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import random
+import sys
+import tempfile
+from dataclasses import dataclass
+
+from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams
+
+NEW_TOKENS = 24
+LENGTHS = (1, 2, 5, 16, 17, 31, 48, 70)
+SITUATIONS = ("alone", "mixed", "chunked", "prefix", "preempted")
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    max_tokens: int
+    stop_ids: tuple[int, ...] = ()
+
+
+async def run(config: EngineConfig, cases: list[Case], situation: str) -> int:
+    """How many of the cases come out as they must; raises AssertionError when the situation did not arise."""
+    preempted = cached = chunks = mixed = 0
+
+    def watch(stats) -> None:
+        nonlocal preempted, chunks, mixed
+        preempted += stats.preempted
+        chunks += stats.waiting + stats.running > 0 and stats.prompt_tokens > 0
+        mixed += stats.prompt_tokens > 0 and stats.decode_tokens > 0
+
+    async with LocalEngine(config) as engine:
+        engine.on_step.append(watch)
+
+        async def one(request_id: int, case: Case) -> tuple[bool, int]:
+            params = SamplingParams(max_tokens=case.max_tokens, temperature=0.0, stop_ids=case.stop_ids)
+            tokens: list[int] = []
+            hits = 0
+            async for delta in engine.generate(EngineRequest(id=request_id, prompt_ids=case.prompt, params=params)):
+                tokens += delta.token_ids
+                if delta.stats:
+                    hits = delta.stats.cached_tokens
+            return tuple(tokens) == case.output, hits
+
+        results = []
+        if situation in ("alone", "prefix"):
+            for request_id, case in enumerate(cases):
+                results.append((await one(request_id, case))[0])
+        if situation == "prefix":
+            results = []
+            for request_id, case in enumerate(cases, start=len(cases)):
+                right, hits = await one(request_id, case)
+                results.append(right)
+                cached += hits > 0
+        if situation in ("mixed", "chunked", "preempted"):
+            gathered = await asyncio.gather(*(one(request_id, case) for request_id, case in enumerate(cases)))
+            results = [right for right, _ in gathered]
+    assert situation != "preempted" or preempted > 0, "nothing was preempted"
+    assert situation != "prefix" or cached > 0, "nothing was found in the cache"
+    assert situation != "mixed" or mixed > 0, "no step had prompts and decode rows"
+    assert situation != "chunked" or chunks > len(cases), "no prompt came in chunks"
+    return sum(results)
+
+
+def settings(folder: pathlib.Path, dtype: str, situation: str, cases: list[Case]) -> EngineConfig:
+    longest = max(len(case.prompt) + case.max_tokens for case in cases)
+    block_size = 4 if situation == "preempted" else 16
+    return EngineConfig(
+        model=str(folder),
+        device=os.environ.get("PEQUOD_ORACLE_DEVICE", "cpu"),
+        dtype=dtype,
+        block_size=block_size,
+        num_blocks=-(-longest // block_size) + 6 if situation == "preempted" else 512,
+        max_seqs=8,
+        max_batched_tokens=11 if situation == "chunked" else 512,
+        prefix_caching=situation in ("prefix", "preempted"),
+        debug=True,
+    )
+
+
+def check(folder: pathlib.Path, dtype: str, cases: list[Case]) -> dict[str, int]:
+    """Situation -> number of cases with transformers' tokens."""
+    return {
+        situation: asyncio.run(run(settings(folder, dtype, situation, cases), cases, situation))
+        for situation in SITUATIONS
+    }
+
+
+def generated(folder: pathlib.Path, dtype: str, seed: int) -> list[Case]:
+    """Greedy continuations of random prompts by transformers, one at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True).eval()
+    rng = random.Random(seed)
+    vocab = model.config.get_text_config().vocab_size
+    cases = []
+    for length in LENGTHS:
+        prompt = [rng.randrange(3, vocab) for _ in range(length)]
+        with torch.inference_mode():
+            output = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, length, dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+                eos_token_id=None,
+                pad_token_id=0,
+            )[0, length:]
+        cases.append(Case(tuple(prompt), tuple(output.tolist()), NEW_TOKENS))
+    return cases
+
+
+def referenced(folder: pathlib.Path) -> list[Case]:
+    """The committed references of a trained model."""
+    reference = json.loads((folder / "reference_greedy.json").read_text())
+    return [
+        Case(tuple(c["prompt_token_ids"]), tuple(c["output_token_ids"]), c["max_new_tokens"], (1, 2))
+        for c in reference["cases"]
+    ]
+
+
+def main(argv: list[str]) -> int:
+    from tests.models import ARCHITECTURES, make
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    rows: list[tuple[str, str, int, dict[str, int]]] = []
+    data = os.environ.get("PEQUOD_TEST_DATA")
+    wanted = set(argv)
+    print(f"{'architecture':28} {'dtype':8} " + " ".join(f"{name:>10}" for name in SITUATIONS), flush=True)
+
+    def show(name: str, dtype: str, cases: list[Case], counts: dict[str, int]) -> None:
+        rows.append((name, dtype, len(cases), counts))
+        cells = " ".join(f"{counts[s]} of {len(cases)}".rjust(10) for s in SITUATIONS)
+        print(f"{name:28} {dtype:8} {cells}", flush=True)
+
+    for name in ("stories260k", "babyllama-char-940k"):
+        if data is None:
+            print(f"{name:28} skipped: PEQUOD_TEST_DATA is not set")
+        elif not wanted or name in wanted:
+            folder = pathlib.Path(data) / "models" / name
+            cases = referenced(folder)
+            show(name, "float32", cases, check(folder, "float32", cases))
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed, name in enumerate(ARCHITECTURES, start=1):
+            if wanted and name not in wanted:
+                continue
+            # transformers' grouped expert products take no float64
+            dtype = "float32" if "moe" in name or name in ("mixtral", "gpt_oss") else "float64"
+            folder = make(name, pathlib.Path(scratch) / name, dtype=dtype, seed=seed)
+            cases = generated(folder, dtype, seed)
+            show(name, dtype, cases, check(folder, dtype, cases))
+    wrong = [f"{name} {s}" for name, _, total, counts in rows for s in SITUATIONS if counts[s] != total]
+    print("all equal" if not wrong else f"different: {', '.join(wrong)}")
+    return 1 if wrong or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""A killed engine costs its users a pause, not an answer; a killed server leaves no process behind."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.live import Server, alive, eventually
+
+pytestmark = pytest.mark.slow
+
+LONG = {"model": "builtin", "prompt": "Tell me a story about the sea.", "max_tokens": 700, "ignore_eos": True}
+REQUESTS = {
+    "greedy": {**LONG, "temperature": 0},
+    "seeded": {**LONG, "temperature": 0.8, "seed": 11},
+    "two choices": {**LONG, "temperature": 0.8, "seed": 12, "n": 2, "max_tokens": 400},
+    "logprobs": {**LONG, "temperature": 0.7, "seed": 13, "logprobs": 2, "max_tokens": 400},
+    "penalties": {**LONG, "temperature": 0.7, "seed": 14, "frequency_penalty": 0.3, "repetition_penalty": 1.05},
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--dtype", "float32") as running:
+        yield running
+
+
+def collect(server: Server, body: dict, first: threading.Event | None = None) -> dict:
+    """The answer's choices, put together from a stream or not."""
+    if not body.get("stream"):
+        answer = server.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return {c["index"]: (c["text"], c["logprobs"], c["finish_reason"]) for c in answer.json()["choices"]}
+    texts: dict[int, str] = {}
+    logprobs: dict[int, dict] = {}
+    reasons: dict[int, str] = {}
+    with server.client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                index = choice["index"]
+                texts[index] = texts.get(index, "") + choice["text"]
+                for key, value in (choice["logprobs"] or {}).items():
+                    logprobs.setdefault(index, {}).setdefault(key, []).extend(value)
+                if choice["finish_reason"]:
+                    reasons[index] = choice["finish_reason"]
+                if first is not None and len(texts[index]) > 20:
+                    first.set()
+    return {index: (texts[index], logprobs.get(index), reasons[index]) for index in sorted(texts)}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_killed_engine_changes_no_byte_of_any_answer(server, name, stream):
+    body = {**REQUESTS[name], "stream": stream}
+    undisturbed = collect(server, body)
+    restarts, resumed = server.metric("pequod:engine_restarts_total"), server.metric("pequod:streams_resumed_total")
+    first = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        before = server.metric("pequod:kv_blocks", state="held")
+        assert before == 0
+        answer = pool.submit(collect, server, body, first)
+        if stream:
+            assert first.wait(30)
+        else:
+            eventually(lambda: server.metric("pequod:kv_blocks", state="held") > 6, every=0.01)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert not answer.done(), "the engine was killed too late to prove anything"
+        disturbed = answer.result(60)
+    assert disturbed == undisturbed
+    assert server.metric("pequod:engine_restarts_total") == restarts + 1
+    assert server.metric("pequod:streams_resumed_total") == resumed + body.get("n", 1)
+    assert server.metric("pequod:kv_blocks_unaccounted") == 0
+
+
+def test_a_request_that_waits_while_the_engine_restarts_is_answered(server):
+    os.kill(server.engine_pid, signal.SIGKILL)
+    eventually(lambda: server.client.get("/ready").status_code == 503, every=0.005)
+    server.wait_ready()
+    assert collect(server, {**LONG, "max_tokens": 5})[0][2] == "length"
+
+
+@pytest.mark.parametrize("moment", ["loading", "idle", "generating"])
+def test_a_killed_server_leaves_no_engine(moment):
+    with Server(wait=moment != "loading") as server:
+        engine = eventually(lambda: _engine(server))
+        if moment == "generating":
+            body = {**LONG, "max_tokens": 1500, "stream": True}
+            with server.client.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+                server.process.kill()
+        else:
+            server.process.kill()
+        eventually(lambda: not alive(engine), seconds=5)
+
+
+def _engine(server: Server) -> int | None:
+    try:
+        return server.engine_pid
+    except LookupError:
+        return None
