@@ -1,0 +1,53 @@
+"""The README's examples are run as they stand."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.live import Server
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as running:
+        yield running
+
+
+def run(command: list[str], text: str | None = None) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_curl_example_answers(server):
+    (block,) = blocks("bash")
+    assert "12" in run(["bash", "-c", block.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")])
+
+
+def test_the_python_examples_print_something_sensible(server):
+    sdk, library = blocks("python")
+    assert "batch" in run([sys.executable, "-"], sdk.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"))
+    assert len(run([sys.executable, "-"], library).strip().splitlines()) >= 3
+
+
+def test_the_first_lines_name_the_two_commands_and_the_makefile_has_them():
+    commands = re.findall(r"^    make (\w+)", README, re.M)
+    assert commands[:2] == ["serve", "test"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in commands)
+
+
+def test_every_path_in_the_readme_exists():
+    names = re.findall(r"`((?:server|engine|tests|configs|docker|benchmarks)/[\w/.]*)`", README)
+    assert names
+    assert not [name for name in names if not (ROOT / name).exists()]
