@@ -5,6 +5,7 @@ This is the whole public surface. Importing it imports no torch.
 
 from .client import Engine, EngineStatus, LocalEngine, ProcessEngine
 from .config import EngineConfig
+from .hub import Folder, fetch
 from .types import (
     ConfigError,
     EngineDied,
@@ -29,6 +30,7 @@ __all__ = [
     "EngineInfo",
     "EngineRequest",
     "EngineStatus",
+    "Folder",
     "LocalEngine",
     "ModelError",
     "ProcessEngine",
@@ -38,4 +40,5 @@ __all__ = [
     "StepStats",
     "TokenDelta",
     "TokenLogprob",
+    "fetch",
 ]

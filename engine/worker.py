@@ -16,7 +16,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 
-from . import channel
+from . import channel, types
 from .config import EngineConfig
 from .loop import EngineLoop
 from .scheduler import Scheduler
@@ -53,7 +53,9 @@ class _Worker:
         try:
             await engine
         except EngineError as error:
-            self.pipe.send(channel.Failed(type(error).__name__, str(error)))
+            # The nearest class that both sides know: a subclass of its own has no place on the wire.
+            kind = next(cls.__name__ for cls in type(error).__mro__ if hasattr(types, cls.__name__))
+            self.pipe.send(channel.Failed(kind, str(error)))
             await asyncio.sleep(0)
             self.pipe.close()
             return 2

@@ -1,0 +1,156 @@
+"""What attention needs to know about a step, the seam that its backends stand behind, and the choice among them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..types import ConfigError
+
+BACKENDS = {"reference": "engine.attention.reference:Reference"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one layer keeps of a token: `num_kv_heads` keys of `head_dim` and values of `v_head_dim` numbers."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers kept per token."""
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMeta:
+    """Where the tokens of one step stand. Row r owns the tokens query_start[r] to query_start[r + 1]: its last ones.
+
+    The two lists hold the same numbers as the tensors beside them, so that nobody waits for the device.
+    """
+
+    query_start: Tensor  # [rows + 1] int32, prefix sum of tokens per row
+    seq_lens: Tensor  # [rows] int32, cached and new tokens
+    slot_mapping: Tensor  # [tokens] int64, block_id * block_size + offset
+    block_table: Tensor  # [rows, max_blocks] int32; entries beyond a row's blocks are any valid block
+    max_query: int
+    max_seq: int
+    query_start_list: list[int]
+    seq_lens_list: list[int]
+    # What a backend derives once per step and shares among the layers; dies with the step.
+    scratch: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[tuple[Sequence[int], int, int]], block_size: int, device: torch.device | str = "cpu"
+    ) -> AttentionMeta:
+        """From rows of (block ids, tokens cached, new tokens)."""
+        queries = [new for _, _, new in rows]
+        lens = [cached + new for _, cached, new in rows]
+        starts = [0, *accumulate(queries)]
+        width = max(len(blocks) for blocks, _, _ in rows)
+        slots = [
+            blocks[position // block_size] * block_size + position % block_size
+            for blocks, cached, new in rows
+            for position in range(cached, cached + new)
+        ]
+        return cls(
+            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+            block_table=torch.tensor(
+                [[*blocks, *[0] * (width - len(blocks))] for blocks, _, _ in rows], dtype=torch.int32, device=device
+            ),
+            max_query=max(queries),
+            max_seq=max(lens),
+            query_start_list=starts,
+            seq_lens_list=lens,
+        )
+
+
+class Attention(Protocol):
+    """Owns the layout of the cache: it allocates, stores and reads; nobody else indexes a cache tensor."""
+
+    def allocate(
+        self, layer: LayerKV, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A layer's cache. Dimension 0 is the block, and a block is one contiguous run of bytes."""
+
+    def attend(
+        self,
+        q: Tensor,  # [tokens, heads, head_dim]
+        k: Tensor,  # [tokens, kv_heads, head_dim]
+        v: Tensor,  # [tokens, kv_heads, v_head_dim]
+        cache: Tensor,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        window: int | None = None,  # a query sees itself and the window - 1 tokens before it
+        softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
+        sinks: Tensor | None = None,  # [heads], a score that takes its share of the softmax and gives no value
+    ) -> Tensor:
+        """Store k and v at meta.slot_mapping, then attend causally; gives [tokens, heads, v_head_dim]."""
+
+
+@dataclass(slots=True, eq=False)
+class KVCache:
+    """The keys and values of every layer, in the layout of `backend`. The model thread's."""
+
+    backend: Attention
+    layers: list[Tensor]
+
+    @classmethod
+    def allocate(
+        cls,
+        backend: Attention,
+        layers: Sequence[LayerKV],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVCache:
+        """A new cache of `num_blocks` blocks for these layers."""
+        return cls(backend, [backend.allocate(layer, num_blocks, block_size, dtype, device) for layer in layers])
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention.attend on the cache of layer number `layer`."""
+        return self.backend.attend(
+            q, k, v, self.layers[layer], meta, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+
+
+def resolve_name(name: str, device: torch.device) -> str:
+    """The backend that a setting means on this device; an unknown name is a ConfigError."""
+    if name == "auto":
+        return "reference"
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
+    return name
+
+
+def select(name: str, device: torch.device) -> Attention:
+    """A new backend by name; "auto" is the best one for the device."""
+    module, _, attribute = BACKENDS[resolve_name(name, device)].partition(":")
+    backend: Attention = getattr(importlib.import_module(module), attribute)()
+    return backend

@@ -1,0 +1,236 @@
+"""Paged attention in plain torch: any device, any float type, any head sizes. The oracle of every faster backend.
+
+A layer's cache is [blocks, kv_heads, block_size * (head_dim + v_head_dim)]: of each KV head first the block's keys,
+then its values, so that one head's share of a block is one run of memory and pages are gathered by copying runs.
+Rows with one token (decode) of similar length are gathered together and computed as one batched product per group,
+each KV head's keys read once for all query heads that share it; longer rows are computed one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import AttentionMeta, LayerKV
+
+# Pages gathered at once, in numbers (keys or values): 2**23 is 16 MiB of bfloat16. Keeps the workspace small beside
+# a model while one gather is still long enough to run at memory speed.
+GATHER_NUMBERS = 1 << 23
+# Scores held at once where they are materialized: 64 MiB of float32.
+SCORE_NUMBERS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """Rows of one token whose lengths are within a factor of two, gathered as one padded batch."""
+
+    tokens: Tensor  # [rows], places in the flattened line
+    pages: Tensor  # [rows, kv_heads, blocks], which head's share of which block
+    visible: Tensor | None  # [rows, 1, 1, blocks * block_size] bool; None: everything
+    hidden: Tensor | None  # the rest as places in the gathered line [rows * kv_heads * blocks * block_size]
+
+
+class Reference:
+    """Attention over gathered pages. Its workspace is reused from call to call: one instance, one thread."""
+
+    def __init__(self) -> None:
+        self._space: dict[str, Tensor] = {}
+
+    def allocate(
+        self, layer: LayerKV, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        # Not cleared: nothing that was not stored is ever read with effect, see _gather.
+        shape = (num_blocks, layer.num_kv_heads, block_size * (layer.head_dim + layer.v_head_dim))
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        head_dim, v_head_dim = k.shape[2], v.shape[2]
+        block_size = cache.shape[2] // (head_dim + v_head_dim)
+        self._store(k, v, cache, meta, block_size)
+
+        compute = partial(_attention, scale=scale, softcap=softcap)
+        kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+        out = q.new_empty(q.shape[0], q.shape[1], v_head_dim)
+        sink = None if sinks is None else sinks.view(kv_heads, group)
+
+        most = max(1, GATHER_NUMBERS // max(head_dim, v_head_dim))
+        for decode in _decode_rows(meta, window, kv_heads, block_size, most):
+            keys, values = self._gather(cache, decode.pages, head_dim, v_head_dim)
+            if decode.hidden is not None:
+                # 0 * NaN: what lies behind a sequence's end may hold anything, so it is cleared, not only masked.
+                keys.view(-1, head_dim).index_fill_(0, decode.hidden, 0)
+                values.view(-1, v_head_dim).index_fill_(0, decode.hidden, 0)
+            queries = q[decode.tokens].view(-1, kv_heads, group, head_dim)
+            result = compute(queries, keys, values, decode.visible, sinks=None if sink is None else sink[:, :, None])
+            out[decode.tokens] = result.reshape(-1, kv_heads * group, v_head_dim)
+
+        for row, start in enumerate(meta.query_start_list[:-1]):
+            end, length = meta.query_start_list[row + 1], meta.seq_lens_list[row]
+            new = end - start
+            if new == 1:
+                continue
+            # Of a window only the pages that the first query of a part can see are gathered.
+            step = max(1, SCORE_NUMBERS // (q.shape[1] * min(length, new + (window or length))))
+            for a in range(0, new, step):
+                b = min(a + step, new)
+                first, last = length - new + a, length - new + b  # positions of the part's queries
+                low = 0 if window is None else max(0, first - window + 1) // block_size
+                high = -(-last // block_size)
+                pages = _pages(meta.block_table[row : row + 1, low:high].long(), kv_heads)
+                keys, values = self._gather(cache, pages, head_dim, v_head_dim)
+                have = last - low * block_size
+                position = torch.arange(first, last, device=q.device)[:, None]
+                key = torch.arange(low * block_size, last, device=q.device)
+                seen = key <= position
+                if window is not None:
+                    seen &= key > position - window
+                # [1, kv_heads, group * part, head_dim]: the query heads of one KV head read its keys together.
+                part_q = q[start + a : start + b].view(b - a, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+                result = compute(
+                    part_q.reshape(1, kv_heads, group * (b - a), head_dim),
+                    keys[:, :, :have],
+                    values[:, :, :have],
+                    seen.repeat(group, 1),
+                    sinks=None if sink is None else sink.repeat_interleave(b - a, dim=1)[:, :, None],
+                )
+                result = result.view(kv_heads, group, b - a, v_head_dim).permute(2, 0, 1, 3)
+                out[start + a : start + b] = result.reshape(b - a, kv_heads * group, v_head_dim)
+        return out
+
+    def _store(self, k: Tensor, v: Tensor, cache: Tensor, meta: AttentionMeta, block_size: int) -> None:
+        place = meta.scratch.get(("slots", block_size))
+        if place is None:
+            slots = meta.slot_mapping
+            place = meta.scratch["slots", block_size] = (slots // block_size, slots % block_size)
+        block, offset = place
+        split = block_size * k.shape[2]
+        cache[..., :split].unflatten(2, (block_size, k.shape[2]))[block, :, offset] = k
+        cache[..., split:].unflatten(2, (block_size, v.shape[2]))[block, :, offset] = v
+
+    def _gather(self, cache: Tensor, pages: Tensor, head_dim: int, v_head_dim: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, kv_heads, tokens, dim] of `pages`, in the workspace."""
+        flat = cache.view(-1, cache.shape[2])
+        split = cache.shape[2] // (head_dim + v_head_dim) * head_dim
+        rows, kv_heads, blocks = pages.shape
+        found = []
+        for name, run, dim in (("keys", flat[:, :split], head_dim), ("values", flat[:, split:], v_head_dim)):
+            space = self._workspace(name, pages.numel() * run.shape[1], cache).view(-1, run.shape[1])
+            torch.index_select(run, 0, pages.reshape(-1), out=space)
+            found.append(space.view(rows, kv_heads, blocks * run.shape[1] // dim, dim))
+        return found[0], found[1]
+
+    def _workspace(self, name: str, numbers: int, like: Tensor) -> Tensor:
+        # Fresh memory of this size would be mapped and faulted in anew in each layer, which costs more than the copy.
+        space = self._space.get(name)
+        if space is None or space.numel() < numbers or space.dtype != like.dtype or space.device != like.device:
+            space = self._space[name] = torch.empty(numbers, dtype=like.dtype, device=like.device)
+        return space[:numbers]
+
+
+def _pages(blocks: Tensor, kv_heads: int) -> Tensor:
+    """[rows, blocks] of block ids to [rows, kv_heads, blocks] of one head's share of a block."""
+    return blocks[:, None, :] * kv_heads + torch.arange(kv_heads, device=blocks.device)[:, None]
+
+
+def _decode_rows(meta: AttentionMeta, window: int | None, kv_heads: int, block_size: int, most: int) -> list[_Decode]:
+    """The step's rows of one token, in groups of similar length; made once per step and kind of layer.
+
+    A group gathers at most `most` keys over its rows and KV heads, or is a single row.
+    """
+    key = ("decode", window, kv_heads, block_size, most)
+    found: list[_Decode] | None = meta.scratch.get(key)
+    if found is not None:
+        return found
+    starts, device = meta.query_start_list, meta.block_table.device
+    spans = []  # (blocks to read, first block, row)
+    for row, length in enumerate(meta.seq_lens_list):
+        if starts[row + 1] - starts[row] == 1:
+            low = 0 if window is None else max(0, length - window) // block_size
+            spans.append((-(-length // block_size) - low, low, row))
+    groups: list[list[tuple[int, int, int]]] = []
+    for span in sorted(spans, reverse=True):
+        # The first of a group is its longest. Padding at most doubles a row's work: few groups, little waste.
+        widest = groups[-1][0][0] if groups else 0
+        if 2 * span[0] >= widest > 0 and (len(groups[-1]) + 1) * widest * block_size * kv_heads <= most:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    found = []
+    for group in groups:
+        blocks = group[0][0]
+        rows = torch.tensor([row for _, _, row in group], device=device)
+        first = torch.tensor([low for _, low, _ in group], device=device)[:, None]
+        column = (first + torch.arange(blocks, device=device)).clamp_max(meta.block_table.shape[1] - 1)
+        position = first * block_size + torch.arange(blocks * block_size, device=device)
+        visible = hidden = None
+        if window is not None or any(meta.seq_lens_list[row] != blocks * block_size for _, _, row in group):
+            lengths = meta.seq_lens[rows][:, None]
+            visible = (position < lengths) & (position >= (0 if window is None else lengths - window))
+            hidden = (~visible)[:, None].expand(-1, kv_heads, -1).reshape(-1).nonzero().view(-1)
+            visible = visible[:, None, None]
+        found.append(
+            _Decode(
+                tokens=torch.tensor([starts[row] for _, _, row in group], device=device),
+                pages=_pages(meta.block_table[rows[:, None], column].long(), kv_heads),
+                visible=visible,
+                hidden=hidden,
+            )
+        )
+    meta.scratch[key] = found
+    return found
+
+
+def _attention(
+    q: Tensor,  # [batch, kv_heads, queries, head_dim]
+    k: Tensor,  # [batch, kv_heads, keys, head_dim]
+    v: Tensor,  # [batch, kv_heads, keys, v_head_dim]
+    visible: Tensor | None,  # bool, broadcasts to [batch, kv_heads, queries, keys]
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # [kv_heads, queries, 1]
+) -> Tensor:
+    """Softmax attention, scores and softmax in float32 at least; gives [batch, kv_heads, queries, v_head_dim]."""
+    if softcap is None and sinks is None and q.shape[2] > 8 and q.shape[3] == v.shape[3]:
+        # Many queries: torch's fused kernel, which never writes the scores to memory. For a few it is slow on CPUs.
+        mask = None if visible is None else visible.expand(q.shape[0], 1, q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    batch, heads, queries, _ = q.shape
+    scores = _product(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(batch, heads, queries, -1).mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if visible is not None:
+        scores = scores.masked_fill_(~visible, -math.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(batch, heads, queries, 1)], -1)
+        weights = scores.softmax(-1)[..., :-1]
+    weights = weights.to(v.dtype).flatten(0, 1)
+    return torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, queries, -1)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32 at least. Rounding scores to 16 bits would blur the weights by percents."""
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())

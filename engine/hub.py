@@ -1,0 +1,76 @@
+"""From the name of a model to a folder with its files: a local folder, the built-in model, or a download from a hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import builtin
+from .types import ModelError
+
+BUILTIN = "builtin"
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configuration, tokenizer, chat templates
+WEIGHTS = ["*.safetensors"]
+# Other copies of the same model that many repositories carry: in subfolders and in their makers' own layout.
+COPIES = ["*/*", "consolidated*"]
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A model's files. `revision` is the commit of a model that came from a hub."""
+
+    path: Path
+    revision: str | None = None
+
+
+def fetch(model: str, revision: str | None = None, *, weights: bool) -> Folder:
+    """The folder of a model, downloaded into the hub's cache if it must be; with `weights` or only the small files.
+
+    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE have the meaning that huggingface_hub gives them. Raises
+    ModelError, one sentence.
+    """
+    if model in ("", BUILTIN):
+        return Folder(builtin.path())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Folder(path)
+    if path.exists():
+        raise ModelError(f"{model} is a file; give the folder that holds config.json and the weights")
+    if not HUB_ID.fullmatch(model):
+        raise ModelError(f"there is no folder {model}, and it is not the name of a model on a hub either")
+    return _download(model, revision, SMALL_FILES + (WEIGHTS if weights else []))
+
+
+def _download(model: str, revision: str | None, patterns: list[str]) -> Folder:
+    from huggingface_hub import constants, errors, snapshot_download  # takes 0.3 s; a local folder needs none of it
+
+    hub, named = constants.ENDPOINT, f" at the revision {revision!r}" if revision else ""
+    try:
+        path = snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=COPIES)
+    except errors.GatedRepoError:
+        raise ModelError(
+            f"{model} is open only to accounts that its owner has let in: ask for access at {hub}/{model} "
+            "and set HF_TOKEN to a token of that account"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(
+            f"there is no folder {model} here and no such model on {hub}, or it is private and HF_TOKEN gives no access"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelError(f"the model {model} on {hub} has no revision {revision or 'main'!r}") from None
+    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled):
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} cannot be reached"
+        raise ModelError(
+            f"{model}{named} is neither a folder here nor complete in the cache {constants.HF_HUB_CACHE}, and {reason}"
+        ) from None
+    except errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "no")
+        raise ModelError(f"{hub} answered with status {status} when asked for {model}{named}") from None
+    except (OSError, ValueError) as error:  # a full disk, a name that the hub's rules forbid
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"cannot download {model}{named} from {hub}: {first}") from None
+    # The cache keeps each commit in a folder of its own name.
+    return Folder(Path(path), os.path.basename(path))

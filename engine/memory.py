@@ -1,0 +1,347 @@
+"""The memory arithmetic: what a model needs, what the machine has, and how many blocks that makes.
+
+The same functions decide in `engine.plan`, before anything is loaded, and in `engine.runner.build`, which loads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from .config import EngineConfig, resolve
+from .types import ConfigError
+
+if TYPE_CHECKING:
+    from .models import ModelSpec
+
+# Of a machine's memory on CPU. The other half is the server's process, the page cache that the weights are read
+# through, and whatever else lives on a machine that was not bought for this.
+CPU_SHARE = 0.5
+# Of what is available this very moment; the rest is for others to grow by a little without the kernel killing us.
+AVAILABLE_SHARE = 0.9
+# More tokens than all sequences at full length can never be held by requests, and as many again keep their prefixes.
+# Beyond that a cache for a tiny model would only take memory from others.
+USEFUL = 2
+# A model length that nobody asked for is lowered to what the pool holds, but not below this: a server that cannot
+# hold a page of text is no answer to "run this model".
+LEAST_TOKENS = 512
+# Bounds of the attention backend's workspace, in numbers: pages gathered, and scores.
+GATHERED, SCORES = 2 << 23, 1 << 24
+# The sampler's columns of a row: logits and a copy (float32), weights (int64), their sums and filtered copy.
+SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The memory of one device, in bytes."""
+
+    kind: str  # cpu | cuda
+    total: int
+    available: int  # free, or freed on demand
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the memory goes, and what the engine can hold with it."""
+
+    config: EngineConfig  # resolved; max_len lowered to what the pool holds
+    memory_bytes: int  # everything together may take this
+    weights_bytes: int
+    activation_bytes: int
+    kv_bytes_per_token: int
+    num_blocks: int
+    notes: tuple[str, ...]
+
+    @property
+    def max_len(self) -> int:
+        assert self.config.max_len
+        return self.config.max_len
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.config.block_size
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.num_tokens * self.kv_bytes_per_token
+
+    @property
+    def full_length_users(self) -> float:
+        return self.num_tokens / self.max_len
+
+
+class Impossible(ConfigError):
+    """Settings that memory does not allow: the arithmetic in one sentence, and three things to try instead."""
+
+    def __init__(self, sentence: str, suggestions: list[str]) -> None:
+        super().__init__("\n".join([sentence, *(f"try: {each}" for each in suggestions)]))
+        self.sentence = sentence
+        self.suggestions = suggestions
+
+
+def measure(device: str, root: Path = Path("/")) -> Machine:
+    """The memory of a device as it is now: "cpu" or "cuda[:N]". `root` is where /proc and /sys are."""
+    if device.startswith("cuda"):
+        import torch
+
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        return Machine("cuda", total, free)
+    total = available = 0
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in ("MemTotal", "MemAvailable"):
+                size = int(rest.split()[0]) * 1024
+                total, available = (size, available) if name == "MemTotal" else (total, size)
+    except OSError:  # not Linux
+        total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit, used in _cgroups(root):
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    return Machine("cpu", total, available)
+
+
+def _cgroups(root: Path) -> list[tuple[int, int]]:
+    """(limit, used) in bytes of every control group that this process is in, versions 1 and 2, with its parents."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, limit_file, used_file, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, cache = root / "sys/fs/cgroup/memory", "total_inactive_file"
+            limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / path.strip("/")
+        for folder in (group, *group.parents):
+            try:
+                limit = int((folder / limit_file).read_text())
+                used = int((folder / used_file).read_text())
+                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+                found.append((limit, used - int(stat.get(cache, 0))))
+            except (OSError, ValueError):  # no such file (a container sees only its own part), or "max"
+                pass
+            if folder == base:
+                break
+    return found
+
+
+def activation_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """What one step takes beside weights and cache, at most; an estimate from the shape, for a resolved config."""
+    assert config.max_len and config.max_seqs and config.max_batched_tokens
+    hidden, inner = _widths(spec.source)
+    size = spec.dtype.itemsize
+    widest = max(spec.layers, key=lambda layer: layer.numbers)
+    heads = _first(spec.source, "num_attention_heads", "n_head") or widest.num_kv_heads
+    numbers = widest.numbers
+    # Residual, norm, output and their float32 twin in the norm; queries and their result; gate, up and their product.
+    token = size * (4 * hidden + 2 * heads * widest.head_dim + numbers + 3 * inner) + 4 * hidden
+    everything = config.max_seqs * config.max_len * numbers
+    gathered = size * min(everything, max(config.max_len * numbers, GATHERED))
+    scores = 3 * 4 * min(SCORES, heads * config.max_batched_tokens * config.max_len)
+    rows = min(config.max_seqs, config.max_batched_tokens)
+    return config.max_batched_tokens * token + gathered + scores + rows * spec.vocab_size * SAMPLER_BYTES
+
+
+def _widths(source: dict[str, Any]) -> tuple[int, int]:
+    """Hidden size, and width of the feed-forward layers that one token passes; names differ by architecture."""
+    hidden = _first(source, "hidden_size", "n_embd", "d_model") or 4096
+    inner = _first(source, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
+    experts = _first(source, "num_experts_per_tok", "num_experts_per_token")
+    if experts:
+        inner = experts * (_first(source, "moe_intermediate_size") or inner)
+    return hidden, inner
+
+
+def _first(source: dict[str, Any], *names: str) -> int | None:
+    nested = source.get("text_config")
+    for place in (source, nested if isinstance(nested, dict) else {}):
+        for name in names:
+            if isinstance(place.get(name), int):
+                return int(place[name])
+    return None
+
+
+def arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations: int | None = None) -> Plan:
+    """Divide the machine's memory. `asked` is not resolved yet; `activations` in bytes, when they have been measured.
+
+    A model length that was asked for is kept or refused; the model's own is lowered to what the pool holds. With
+    `num_blocks` given, that many blocks are made, and the length is lowered to what they hold. Raises Impossible.
+    """
+    try:
+        return _arrange(spec, asked, machine, activations)
+    except _Short as short:
+        sentence, tries = short.sentence, _tries(spec, asked, machine, short.memory_bytes)
+    raise Impossible(sentence, tries[:3])
+
+
+class _Short(Exception):
+    def __init__(self, sentence: str, memory_bytes: int) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.memory_bytes = memory_bytes  # what the settings would need in all
+
+
+def _arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations: int | None = None) -> Plan:
+    config = resolve(asked, machine.kind, spec.max_len)
+    assert config.max_len and config.max_seqs
+    weights = spec.weights_bytes
+    activations = activation_bytes(spec, config) if activations is None else activations
+    block_bytes = spec.kv_bytes_per_token * config.block_size
+    fixed = weights + activations
+    parts = f"weights of {_gb(weights)} and {_gb(activations)} of activations"
+    notes = []
+    if asked.max_len and asked.max_len > spec.max_len:
+        notes.append(
+            f"max_model_len lowered from {asked.max_len} to {spec.max_len} tokens, which is what the model takes"
+        )
+
+    if config.num_blocks is not None or config.kv_cache_memory is not None:
+        budget = _usable(machine)
+        num_blocks = config.num_blocks or (config.kv_cache_memory or 0) // block_bytes
+        if fixed + num_blocks * block_bytes > budget:
+            raise _Short(
+                f"{parts}, with a KV cache of {_gb(num_blocks * block_bytes)} as asked for, are more than the "
+                f"{_gb(budget)} of memory that can be had now",
+                fixed + num_blocks * block_bytes,
+            )
+        budget = fixed + num_blocks * block_bytes
+    else:
+        budget = _budget(machine, config)
+        useful = -(-USEFUL * config.max_seqs * config.max_len // config.block_size)
+        num_blocks = min((budget - fixed) // block_bytes, useful)
+        if num_blocks <= 0:
+            raise _Short(
+                f"{parts} leave nothing for the KV cache of the {_gb(budget)} that may be used "
+                f"({_share(machine, config)})",
+                fixed + block_bytes * -(-min(config.max_len, LEAST_TOKENS) // config.block_size),
+            )
+
+    held = num_blocks * config.block_size
+    least = config.max_len if asked.max_len else min(config.max_len, LEAST_TOKENS)
+    if held < least and config.num_blocks is None:
+        raise _Short(
+            f"after {parts} the KV cache is {_gb(num_blocks * block_bytes)} and holds {held} tokens "
+            f"({spec.kv_bytes_per_token} bytes each), but one request of {least} tokens needs "
+            f"{_gb(least * spec.kv_bytes_per_token)}",
+            fixed + block_bytes * -(-least // config.block_size),
+        )
+    if held < config.max_len:
+        notes.append(f"max_model_len lowered from {config.max_len} to {held} tokens, which is what the KV cache holds")
+        config = structs.replace(config, max_len=held)
+    return Plan(config, budget, weights, activations, spec.kv_bytes_per_token, num_blocks, tuple(notes))
+
+
+def _usable(machine: Machine) -> int:
+    """What can be taken now at most."""
+    return int(machine.available * AVAILABLE_SHARE) if machine.kind == "cpu" else machine.available
+
+
+def _budget(machine: Machine, config: EngineConfig) -> int:
+    """What weights, activations and cache may take together."""
+    if machine.kind == "cpu":
+        return min(int(machine.total * CPU_SHARE), _usable(machine))
+    used = machine.total - machine.available
+    return int(machine.total * config.gpu_memory_utilization) - used
+
+
+def _share(machine: Machine, config: EngineConfig) -> str:
+    if machine.kind == "cuda":
+        return (
+            f"{config.gpu_memory_utilization:.0%} of the GPU's {_gb(machine.total)}, less the "
+            f"{_gb(machine.total - machine.available)} in use"
+        )
+    if _usable(machine) < machine.total * CPU_SHARE:
+        return f"{AVAILABLE_SHARE:.0%} of the {_gb(machine.available)} of memory that are available now"
+    return f"{CPU_SHARE:.0%} of this machine's {_gb(machine.total)} of memory"
+
+
+def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) -> list[str]:
+    """Ways out, each checked by the same arithmetic, the least painful first; always three or more.
+
+    `needed`: bytes that the settings would need in all.
+    """
+    config = resolve(asked, machine.kind, spec.max_len)
+    assert config.max_len and config.max_seqs and config.max_batched_tokens
+    tries = []
+
+    def works(other: ModelSpec = spec, **changes: Any) -> Plan | None:
+        try:
+            return _arrange(other, structs.replace(asked, **changes), machine)
+        except (_Short, ConfigError):
+            return None
+
+    if asked.kv_cache_memory and (plan := works(kv_cache_memory=None)):
+        tries.append(f"no --kv-cache-memory: the KV cache is then {_gb(plan.kv_cache_bytes)}, {plan.num_tokens} tokens")
+    if asked.num_blocks and (plan := works(num_blocks=None)):
+        tries.append(f"no --num-gpu-blocks-override: there are then {plan.num_blocks} blocks, {plan.num_tokens} tokens")
+    if asked.max_len and (plan := works(max_len=None)) and plan.max_len < config.max_len:
+        tries.append(f"--max-model-len {plan.max_len}, a request of which length the KV cache then holds")
+    if machine.kind == "cpu" and asked.num_blocks is None:
+        cache = _cache_that_fits(spec, config, machine)
+        if cache != asked.kv_cache_memory and (plan := works(kv_cache_memory=cache)):
+            tries.append(f"--kv-cache-memory {cache}, which can be had now and makes {plan.num_tokens} tokens")
+    if machine.kind == "cuda":
+        more = [share for share in (0.95, 0.98) if share > asked.gpu_memory_utilization]
+        tries += [f"--gpu-memory-utilization {share}" for share in more if works(gpu_memory_utilization=share)][:1]
+    if spec.dtype.itemsize > 2 and (plan := works(_in_bfloat16(spec), dtype="bfloat16")):
+        tries.append(f"--dtype bfloat16: weights of {_gb(plan.weights_bytes)} leave room for {plan.num_tokens} tokens")
+    small: dict[str, Any] = {
+        "max_seqs": min(config.max_seqs, 4),
+        "max_batched_tokens": min(config.max_batched_tokens, 64),
+    }
+    if works(**small):
+        seqs, tokens = small.values()
+        tries.append(f"--max-num-seqs {seqs} --max-num-batched-tokens {tokens}, so that a step takes less memory")
+
+    # What always helps: another machine, another model, another device.
+    share = CPU_SHARE if machine.kind == "cpu" else asked.gpu_memory_utilization
+    where = "a machine" if machine.kind == "cpu" else "a GPU"
+    tries.append(f"{where} with at least {_gb_up(needed / share)} of memory")
+    params = (_budget(machine, asked) - (needed - spec.weights_bytes)) / 2
+    if 1e6 <= params < spec.num_params:
+        own = _count(spec.num_params)
+        tries.append(f"a model of at most {_count(params)} parameters in bfloat16; this one has {own}")
+    else:
+        tries.append("--model builtin, which needs next to no memory")
+    if machine.kind == "cpu":
+        tries.append(f"--device cuda on a GPU with at least {_gb_up(needed / asked.gpu_memory_utilization)}")
+    else:
+        tries.append(f"--device cpu on a machine with at least {_gb_up(needed / CPU_SHARE)} of memory")
+    return tries
+
+
+def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine) -> int:
+    """Bytes for one request of full length, or the most that can be had with a tenth left; whole MiB."""
+    assert config.max_len
+    room = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config))
+    full = spec.kv_bytes_per_token * (config.max_len + config.block_size)
+    return max(1, int(min(room, full + (1 << 20))) >> 20) << 20
+
+
+def _in_bfloat16(spec: ModelSpec) -> ModelSpec:
+    import torch
+
+    return replace(spec, dtype=torch.bfloat16)
+
+
+def _gb_up(size: float) -> str:
+    return f"{math.ceil(size / 1e9)} GB"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def _count(params: float) -> str:
+    return f"{params / 1e9:.1f} billion" if params >= 1e9 else f"{params / 1e6:.0f} million"

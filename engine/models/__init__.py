@@ -1,0 +1,61 @@
+"""Models: a folder becomes something that computes logits over the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionMeta, KVCache
+from ..config import EngineConfig
+from ..types import ModelError
+from .spec import ModelSpec, read_config, read_spec
+
+Progress = Callable[[float], None]  # gets the share of the weights that is in place, 0 to 1
+
+
+class Model(Protocol):
+    """A loaded model. Nothing of it changes after loading; all state of a request is in the cache."""
+
+    spec: ModelSpec
+    num_params: int
+    weights_bytes: int
+    weights_hash: str
+
+    def forward(self, ids: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache, logits_at: Tensor) -> Tensor:
+        """Store the tokens (ids, positions: [tokens] int64) in the cache; give the logits at the indices `logits_at`.
+
+        `logits_at` is [n] int64, places in the flattened line of tokens; n may be 0. The result is
+        [n, vocab_size] in float32, or float64 where the model runs in it.
+        """
+
+
+def describe(folder: Path, config: EngineConfig) -> ModelSpec:
+    """What the folder's config.json says, under these settings; reads no weights. Raises ModelError."""
+    source = read_config(folder)
+    wanted = config.implementation
+    if wanted != "transformers":
+        spec = read_spec(source, config, native_only=wanted == "native")
+        if spec is not None:
+            return spec
+    from . import hf
+
+    return hf.describe(folder, source, config)
+
+
+def load(config: EngineConfig, folder: Path, device: torch.device, progress: Progress = lambda share: None) -> Model:
+    """Build the model of a folder on a device; the weights are streamed in. Raises ModelError."""
+    spec = describe(folder, config)
+    if spec.implementation == "native":
+        from .decoder import Decoder
+
+        return Decoder.load(spec, folder, device, progress)
+    from . import hf
+
+    return hf.load(spec, folder, device, progress)
+
+
+__all__ = ["Model", "ModelError", "ModelSpec", "Progress", "describe", "load"]

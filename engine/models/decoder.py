@@ -1,0 +1,149 @@
+"""Our own decoder: Llama, Mistral, Qwen2 and Qwen3 (dense) in one file, their differences in a DecoderSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..attention import AttentionMeta, KVCache
+from ..types import ModelError
+from .layers import ACTIVATIONS, Linear, RMSNorm
+from .rope import Rotary, rotate
+from .spec import DecoderSpec, ModelSpec
+from .weights import Checkpoint
+
+# Rows that the weights are packed for: a decode step's, where packing matters most.
+PACK_ROWS = 16
+
+
+class Layer:
+    """One block: attention and a gated feed-forward part, each after a norm and added to what came in."""
+
+    def __init__(self, index: int, model: ModelSpec, spec: DecoderSpec, device: torch.device) -> None:
+        self.index, self.spec, self.window = index, spec, model.windows[index]
+        dtype = model.dtype
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self.q_size, self.kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.attention_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
+        self.qkv = Linear(self.q_size + 2 * self.kv_size, hidden, spec.qkv_bias, dtype, device)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.output = Linear(hidden, self.q_size, spec.output_bias, dtype, device)
+        self.mlp_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
+        self.gate_up = Linear(2 * inner, hidden, spec.mlp_bias, dtype, device)
+        self.down = Linear(hidden, inner, spec.mlp_bias, dtype, device)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], meta: AttentionMeta, cache: KVCache) -> Tensor:
+        x = x + self.attend(self.attention_norm(x), turn, meta, cache)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(self.activation(gate) * up)
+
+    def attend(self, x: Tensor, turn: tuple[Tensor, Tensor], meta: AttentionMeta, cache: KVCache) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, self.spec.head_dim))
+            for part in self.qkv(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *turn), rotate(k, *turn)
+        out = cache.attend(self.index, q, k, v, meta, scale=self.spec.head_dim**-0.5, window=self.window)
+        return self.output(out.flatten(1))
+
+    def places(self) -> dict[str, Tensor]:
+        """Checkpoint name -> where it goes; q, k and v share one matrix, gate and up another."""
+        prefix, q, kv = f"layers.{self.index}.", self.q_size, self.kv_size
+        inner = self.spec.intermediate_size
+        found = {
+            "input_layernorm.weight": self.attention_norm.weight,
+            "post_attention_layernorm.weight": self.mlp_norm.weight,
+        }
+        if self.q_norm is not None and self.k_norm is not None:
+            found |= {"self_attn.q_norm.weight": self.q_norm.weight, "self_attn.k_norm.weight": self.k_norm.weight}
+        parts: list[tuple[str, Linear, int, int]] = [
+            ("self_attn.q_proj", self.qkv, 0, q),
+            ("self_attn.k_proj", self.qkv, q, q + kv),
+            ("self_attn.v_proj", self.qkv, q + kv, q + 2 * kv),
+            ("self_attn.o_proj", self.output, 0, self.spec.hidden_size),
+            ("mlp.gate_proj", self.gate_up, 0, inner),
+            ("mlp.up_proj", self.gate_up, inner, 2 * inner),
+            ("mlp.down_proj", self.down, 0, self.spec.hidden_size),
+        ]
+        for name, linear, begin, end in parts:
+            found[f"{name}.weight"] = linear.weight[begin:end]
+            if linear.bias is not None:
+                found[f"{name}.bias"] = linear.bias[begin:end]
+        return {prefix + name: place for name, place in found.items()}
+
+    def pack(self) -> None:
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            linear.pack(PACK_ROWS)
+
+
+class Decoder:
+    """A loaded model of our own."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, *, tied: bool) -> None:
+        if spec.decoder is None:
+            raise ModelError(f"{spec.architecture} is not one of the native decoder's architectures")
+        decoder, dtype = spec.decoder, spec.dtype
+        self.spec = spec
+        self.embedding = torch.empty(spec.vocab_size, decoder.hidden_size, dtype=dtype, device=device)
+        self.layers = [Layer(index, spec, decoder, device) for index in range(len(spec.layers))]
+        self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps, dtype, device)
+        self.head = None if tied else Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
+        self.rotary = Rotary(decoder.rope, spec.serve_len, dtype, device)
+        self.num_params = self.weights_bytes = 0
+        self.weights_hash = ""
+
+    @classmethod
+    def load(cls, spec: ModelSpec, folder: Path, device: torch.device, progress: Callable[[float], None]) -> Decoder:
+        """A model with the weights of a folder. Raises ModelError for a checkpoint that does not fit the spec."""
+        checkpoint = Checkpoint(folder)
+        prefix = "model." if "model.embed_tokens.weight" in checkpoint.entries else ""
+        tied = spec.decoder is not None and spec.decoder.tied
+        if tied and "lm_head.weight" in checkpoint.entries:
+            # A head that was trained apart is used, whatever the flag says.
+            tied = checkpoint.equal("lm_head.weight", f"{prefix}embed_tokens.weight")
+        model = cls(spec, device, tied=tied)
+        places = {prefix + name: place for name, place in model.places().items()}
+        if model.head is not None:
+            places["lm_head.weight"] = model.head.weight
+        for name in checkpoint.entries.keys() - places.keys():
+            # A tensor without a place means that the model is not what config.json says; these are harmless.
+            if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+                raise ModelError(f"the checkpoint holds the tensor {name}, for which {spec.architecture} has no place")
+        checkpoint.fill(places, progress)
+        model.num_params = sum(place.numel() for place in places.values())
+        model.weights_bytes = sum(place.numel() * place.itemsize for place in places.values())
+        model.weights_hash = checkpoint.weights_hash
+        places.clear()
+        model.pack()
+        return model
+
+    def places(self) -> dict[str, Tensor]:
+        found = {"embed_tokens.weight": self.embedding, "norm.weight": self.norm.weight}
+        for layer in self.layers:
+            found |= layer.places()
+        return found
+
+    def pack(self) -> None:
+        for layer in self.layers:
+            layer.pack()
+        if self.head is not None:
+            self.head.pack(PACK_ROWS)
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache, logits_at: Tensor) -> Tensor:
+        """Model.forward."""
+        x = F.embedding(ids, self.embedding)
+        turn = self.rotary.at(positions)
+        for layer in self.layers:
+            x = layer(x, turn, meta, cache)
+        x = self.norm(x[logits_at])
+        logits = F.linear(x, self.embedding) if self.head is None else self.head(x)
+        return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,0 +1,367 @@
+"""Every other causal model: transformers' own code computes, attention runs on our paged cache.
+
+The rows of a step are flattened into one line of tokens, batch size 1. Attention functions are registered with
+transformers under our names; what a step needs travels as one keyword argument through the model's forward into
+every layer's call. Whether a model can be served so is not a list of names: a trial run without weights (meta
+tensors) shows which layers call the attention function and with what, and a small one with the weights shows that
+nothing but attention carries something from one token to another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+from ..attention import AttentionMeta, KVCache, LayerKV, select
+from ..config import EngineConfig
+from ..types import ModelError
+from .spec import ModelSpec, architecture, choose_dtype, serve_len
+from .weights import Checkpoint
+
+SERVE = "pequod"  # the attention of a step; no mask function is registered under it, so no masks are made
+TRIAL = "pequod_trial"  # notes what it is called with
+# Keyword arguments of attention calls that change nothing here, or that are handled.
+KNOWN = {"dropout", "scaling", "softcap", "sliding_window", "s_aux", "position_ids", "is_causal", "cache_position"}
+NOT_THERE = "its layers do not go through that interface, or hand it nothing of what forward is given"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the attention of one forward needs; handed through the model as a keyword argument."""
+
+    meta: AttentionMeta
+    cache: KVCache
+    windows: tuple[int | None, ...]
+
+
+@dataclass(slots=True)
+class Trial:
+    """What a model did in a trial run: its attention calls by layer, and the first thing that rules it out."""
+
+    layers: dict[int, tuple[LayerKV, int | None]] = field(default_factory=dict)
+    objection: str | None = None
+
+    def object(self, reason: str) -> None:
+        self.objection = self.objection or reason
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Stands for an attention mask in a trial run: the window that the model would mask with."""
+
+    window: int | None
+    objection: str | None = None
+
+
+def _serve(
+    module: Any,
+    query: Tensor,  # [1, heads, tokens, head_dim]; key and value with their own heads and sizes
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    pequod_step: Step | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of a step."""
+    if pequod_step is None:
+        raise RuntimeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
+    step, layer = pequod_step, module.layer_idx
+    out = step.cache.attend(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        step.meta,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=step.windows[layer],
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None], None
+
+
+def _trial(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    pequod_trial: Trial | None = None,
+    sliding_window: int | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of a trial run: notes the layer and gives zeros."""
+    out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    if pequod_trial is None:
+        raise RuntimeError(NOT_THERE)
+    trial, layer = pequod_trial, getattr(module, "layer_idx", None)
+    strange = sorted(name for name, value in given.items() if name not in KNOWN and value is not None)
+    strange = [name for name in strange if not isinstance(given[name], bool)]
+    window = sliding_window
+    if isinstance(attention_mask, Mask):
+        window = attention_mask.window
+        if attention_mask.objection:
+            trial.object(attention_mask.objection)
+    elif attention_mask is not None:
+        trial.object("it makes attention masks of its own")
+    if strange:
+        trial.object(f"its attention depends on {strange[0]}")
+    elif layer is None or layer in trial.layers:
+        trial.object("its attention layers are not numbered")
+    elif not getattr(module, "is_causal", True) or given.get("is_causal") is False:
+        trial.object("its attention is not causal")
+    else:
+        trial.layers[layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3]), window
+    return out, None
+
+
+def _trial_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Mask:
+    """The mask function of a trial run: finds out what would be seen by asking at the edges."""
+    far = 3 * (local_size or 1000) + 1  # not a multiple of the size: the edges of chunks lie elsewhere
+
+    def seen(query: int, key: int) -> bool:
+        zero = torch.zeros((), dtype=torch.int64)
+        return bool(mask_function(zero, zero, zero + query, zero + key))
+
+    for query in (far, far + 1):
+        first = 0 if local_size is None else query - local_size + 1
+        within = seen(query, query) and seen(query, first)
+        beyond = seen(query, query + 1) or (first > 0 and seen(query, first - 1))
+        if beyond or not within:
+            return Mask(local_size, "its attention mask is neither causal nor a sliding window")
+    return Mask(local_size)
+
+
+ALL_ATTENTION_FUNCTIONS.register(SERVE, _serve)
+ALL_ATTENTION_FUNCTIONS.register(TRIAL, _trial)
+ALL_MASK_ATTENTION_FUNCTIONS.register(TRIAL, _trial_mask)
+
+
+def describe(folder: Path, source: dict[str, Any], config: EngineConfig) -> ModelSpec:
+    """The spec of a folder, from its config.json and a trial run without weights. Raises ModelError."""
+    name = architecture(source)
+    settings = _settings(folder, name)
+    kind = _class(settings, name, source)
+    if getattr(kind, "_is_stateful", False):
+        raise ModelError(_refusal(name, "its layers keep a state of their own beside keys and values"))
+    dtype = choose_dtype(source, config)
+    with quiet():
+        trial, vocab_size, num_params = _try(settings, kind, name, dtype)
+    count = settings.get_text_config().num_hidden_layers
+    if trial.objection:
+        raise ModelError(_refusal(name, trial.objection))
+    if sorted(trial.layers) != list(range(count)):
+        reason = f"only {len(trial.layers)} of its {count} layers go through transformers' attention interface"
+        raise ModelError(_refusal(name, reason if trial.layers else NOT_THERE))
+    found = [trial.layers[layer] for layer in range(count)]
+    max_len = _max_len(settings, config, name)
+    return ModelSpec(
+        architecture=name,
+        implementation="transformers",
+        vocab_size=vocab_size,
+        max_len=max_len,
+        serve_len=serve_len(max_len, config),
+        dtype=dtype,
+        layers=[layer for layer, _ in found],
+        windows=tuple(window for _, window in found),
+        num_params=num_params,
+        source=source,
+    )
+
+
+def load(spec: ModelSpec, folder: Path, device: torch.device, progress: Callable[[float], None]) -> Transformers:
+    """The model of a folder with its weights, on the device. Raises ModelError."""
+    checkpoint = Checkpoint(folder)
+    progress(0.0)
+    with quiet():
+        try:
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=spec.dtype,
+                attn_implementation=SERVE,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
+            raise ModelError(f"transformers cannot load {folder}: {_first_line(error)}") from None
+    model, info = found
+    for key in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(item if isinstance(item, str) else item[0]) for item in info.get(key) or ())
+        if names:
+            what = "lacks the tensor" if key == "missing_keys" else "has another shape than config.json for the tensor"
+            raise ModelError(f"the checkpoint in {folder} {what} {names[0]} ({len(names)} in all)")
+    _fix_rotary(model, spec.serve_len)
+    loaded = Transformers(spec, model.to(device).eval(), checkpoint.weights_hash)
+    loaded.check_isolation(device)
+    progress(1.0)
+    return loaded
+
+
+class Transformers:
+    """A loaded model that transformers computes."""
+
+    def __init__(self, spec: ModelSpec, model: Any, weights_hash: str) -> None:
+        self.spec, self.model, self.weights_hash = spec, model, weights_hash
+        parameters = list(model.parameters())
+        self.num_params = sum(parameter.numel() for parameter in parameters)
+        self.weights_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache, logits_at: Tensor) -> Tensor:
+        """Model.forward."""
+        logits: Tensor = self.model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            pequod_step=Step(meta, cache, self.spec.windows),
+            **({"logits_to_keep": logits_at} if self._keeps else {}),
+        ).logits[0]
+        if not self._keeps:
+            logits = logits[logits_at]
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def check_isolation(self, device: torch.device) -> None:
+        """Raise ModelError if a token's logits depend on another sequence's token in the same step."""
+        size = 4
+        backend = select("reference", device)
+        cache = KVCache.allocate(
+            backend, self.spec.layers, num_blocks=2, block_size=size, dtype=self.spec.dtype, device=device
+        )
+        meta = AttentionMeta.of([([0], 0, 2), ([1], 0, 2)], size, device)
+        positions = torch.tensor([0, 1, 0, 1], device=device)
+        some, other = (token % self.spec.vocab_size for token in (11, 47))
+        first, second = (
+            self.forward(
+                torch.tensor([*before, some, other], device=device),
+                positions,
+                meta,
+                cache,
+                positions.new_tensor([2, 3]),
+            )
+            for before in ((some, other), (other, other))
+        )
+        # The same numbers up to rounding; experts may be multiplied in other groups.
+        if (first - second).abs().max() > 0.05 * first.abs().max():
+            raise ModelError(
+                _refusal(self.spec.architecture, "something other than attention passes from one token to another")
+            )
+
+
+def _settings(folder: Path, name: str) -> Any:
+    """transformers' configuration object."""
+    with quiet():
+        try:
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # what a broken config raises is up to each model's class
+            known = f"transformers {transformers.__version__}"
+            if "model type" in str(error) or "trust_remote_code" in str(error):
+                raise ModelError(f"the architecture {name} is known neither here nor to {known}") from None
+            raise ModelError(f"{known} cannot use {folder / 'config.json'}: {_first_line(error)}") from None
+
+
+def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
+    """The class that AutoModelForCausalLM would take, if it is the one that config.json names."""
+    found = AutoModelForCausalLM._model_mapping.get(type(settings), None)
+    kinds = found if isinstance(found, tuple) else (found,)
+    wanted = source.get("architectures") or [kind.__name__ for kind in kinds if kind is not None]
+    for kind in kinds:
+        if kind is not None and kind.__name__ in wanted:
+            return kind
+    raise ModelError(f"{name} is not a causal language model that transformers {transformers.__version__} has")
+
+
+def _try(settings: Any, kind: Any, name: str, dtype: torch.dtype) -> tuple[Trial, int, int]:
+    """A trial run of two tokens on meta tensors: the trial, the logits' width, the number of parameters."""
+    trial, settings = Trial(), deepcopy(settings)
+    settings._experts_implementation = "batched_mm"  # the one form of experts whose shapes do not depend on numbers
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(settings, attn_implementation=TRIAL, dtype=dtype).eval()
+            ones = torch.ones(1, 2, dtype=torch.int64)
+        with torch.inference_mode():
+            logits = model(
+                input_ids=ones, attention_mask=ones, position_ids=ones, use_cache=False, pequod_trial=trial
+            ).logits
+    except Exception as error:  # models fail in their own ways where they cannot be run like this
+        reason = trial.objection or f"it cannot be tried without weights ({_first_line(error)})"
+        raise ModelError(_refusal(name, reason if trial.layers or trial.objection else NOT_THERE)) from None
+    return trial, logits.shape[-1], sum(parameter.numel() for parameter in model.parameters())
+
+
+def _fix_rotary(model: torch.nn.Module, length: int) -> None:
+    """Make length-dependent frequencies once; transformers remakes them from the longest position of a whole batch."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if not isinstance(kinds, str | dict):
+            continue
+        by_layer: dict[str | None, str] = {None: kinds} if isinstance(kinds, str) else dict(kinds)
+        for layer_type, kind in by_layer.items():
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            old: Tensor = getattr(module, f"{prefix}inv_freq")
+            new, scale = ROPE_INIT_FUNCTIONS[kind](module.config, old.device, seq_len=length, layer_type=layer_type)
+            setattr(module, f"{prefix}inv_freq", new.to(old))
+            setattr(module, f"{prefix}attention_scaling", scale)
+            by_layer[layer_type] = "default"  # the name that is never remade
+        module.rope_type = by_layer[None] if isinstance(kinds, str) else by_layer  # type: ignore[assignment]
+
+
+def _max_len(settings: Any, config: EngineConfig, name: str) -> int:
+    text = settings.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+    length = next((value for key in names if isinstance(value := getattr(text, key, None), int)), config.max_len)
+    if length is None:
+        raise ModelError(f"config.json does not tell how long a sequence {name} takes; set --max-model-len")
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor = rope.get("factor") or 1.0
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        return int(length * factor)
+    if rope.get("rope_type") == "yarn":
+        return max(length, int((rope.get("original_max_position_embeddings") or length) * factor))
+    return length
+
+
+def _refusal(name: str, reason: str) -> str:
+    return f"{name} cannot be served through transformers' attention interface: {reason}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).strip().rstrip(".")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its own progress bars and warnings; errors are raised to us anyway."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,126 @@
+"""Rotary position embeddings: the frequencies of each scaling, and the rotation.
+
+Dynamic and longrope scalings are made once, for the longest sequence that this engine serves: what a request
+gets may not depend on how long another one is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Parameters as a config.json has them; those that a scaling does not use are None."""
+
+    head_dim: int
+    theta: float = 10000.0
+    scaling: str = "default"
+    max_positions: int = 2048  # max_position_embeddings
+    factor: float | None = None
+    original_positions: int | None = None  # original_max_position_embeddings
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the scaled embedding is meant for."""
+        if self.scaling in ("linear", "dynamic"):
+            return int(self.max_positions * (self.factor or 1.0))
+        if self.scaling == "yarn":
+            return max(self.max_positions, int((self.original_positions or self.max_positions) * (self.factor or 1.0)))
+        return self.max_positions
+
+
+def frequencies(rope: Rope, max_len: int) -> tuple[Tensor, float]:
+    """Angles per position [head_dim / 2] in float32, and the factor on cosines and sines."""
+    dim, base = rope.head_dim, rope.theta
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    original = rope.original_positions or rope.max_positions
+    factor = rope.factor if rope.factor is not None else rope.max_positions / original
+    if rope.scaling == "linear":
+        return 1.0 / base**exponents / factor, 1.0
+    if rope.scaling == "dynamic":
+        length = max(max_len, rope.max_positions)
+        base *= (factor * length / rope.max_positions - (factor - 1)) ** (dim / (dim - 2))
+        return 1.0 / base**exponents, 1.0
+    if rope.scaling == "yarn":
+        return _yarn(rope, base**exponents, factor, original)
+    if rope.scaling == "longrope":
+        stretch = torch.tensor(rope.long_factor if max_len > original else rope.short_factor, dtype=torch.float32)
+        scale = rope.attention_factor
+        if scale is None:
+            scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return 1.0 / (stretch * base**exponents), scale
+    if rope.scaling == "llama3":
+        return _llama3(rope, 1.0 / base**exponents, factor, original), 1.0
+    return 1.0 / base**exponents, 1.0
+
+
+def _yarn(rope: Rope, spread: Tensor, factor: float, original: int) -> tuple[Tensor, float]:
+    """Low frequencies interpolated, high ones kept, a ramp between; from the YaRN paper (arXiv 2309.00071)."""
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    def dimension(rotations: float) -> float:  # which frequency turns so often over the original length
+        return rope.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    scale = rope.attention_factor
+    if scale is None:
+        both = rope.mscale and rope.mscale_all_dim
+        scale = magnitude(rope.mscale) / magnitude(rope.mscale_all_dim) if both else magnitude(1.0)  # type: ignore[arg-type]
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    keep = 1 - ((torch.arange(rope.head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (factor * spread) * (1 - keep) + 1.0 / spread * keep, scale
+
+
+def _llama3(rope: Rope, plain: Tensor, factor: float, original: int) -> Tensor:
+    """Long wavelengths divided by the factor, short ones kept, the middle blended."""
+    wavelength = 2 * math.pi / plain
+    longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
+    blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * plain / factor + blend * plain
+    scaled = torch.where(wavelength > longest, plain / factor, plain)
+    return torch.where((wavelength >= shortest) & (wavelength <= longest), blended, scaled)
+
+
+class Rotary:
+    """The angles of a model's positions."""
+
+    def __init__(self, rope: Rope, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles, self.scale = frequencies(rope, max_len)
+        self.angles = angles.to(device)
+        self.dtype = dtype
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [tokens, 1, head_dim] for `rotate`: computed in float32, given in the model's dtype."""
+        turns = positions[:, None, None].float() * self.angles
+        cos, sin = (turns.cos() * self.scale).to(self.dtype), (turns.sin() * self.scale).to(self.dtype)
+        # The sine of the first half is negated here, so that rotating is two products and a swap of halves.
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [tokens, heads, head_dim] by its positions' angles; halves are the pairs."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([x[..., half:], x[..., :half]], -1) * sin

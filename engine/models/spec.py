@@ -1,0 +1,329 @@
+"""ModelSpec: what a config.json says about a model, checked, with transformers' defaults for what it omits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..attention import LayerKV
+from ..config import EngineConfig
+from ..types import ModelError
+from .layers import ACTIVATIONS
+from .rope import SCALINGS, Rope
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """In what an architecture of our own decoder differs from Llama, and what its config.json may leave out."""
+
+    qkv_bias: bool | None = None  # None: attention_bias says
+    output_bias: bool | None = None
+    qk_norm: bool = False
+    mlp_bias: bool = False  # whether the key mlp_bias is read
+    head_dim: int | None = None  # None: hidden_size / heads
+    kv_heads: int | None = None  # None: as many as heads
+    max_positions: int = 2048
+    window: int | None = None  # a window on every layer: the default of sliding_window
+    layer_windows: bool = False  # use_sliding_window, max_window_layers and layer_types are read
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(mlp_bias=True),
+    "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, kv_heads=8, max_positions=131072, window=4096),
+    "Qwen2ForCausalLM": Family(
+        qkv_bias=True, output_bias=False, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
+    ),
+    "Qwen3ForCausalLM": Family(
+        qk_norm=True, head_dim=128, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
+    ),
+}
+MODEL_TYPES = {  # for a config.json without `architectures`
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """What the native decoder is built from."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    rope: Rope
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the engine knows of a model before its weights are read."""
+
+    architecture: str
+    implementation: str  # native | transformers
+    vocab_size: int  # width of the logits
+    max_len: int  # tokens that the model itself can take
+    serve_len: int  # tokens that this engine will serve: what length-dependent frequencies are made for
+    dtype: torch.dtype
+    layers: list[LayerKV]
+    windows: tuple[int | None, ...]  # per layer; None: sees everything before
+    num_params: int
+    source: dict[str, Any] = field(repr=False)  # config.json
+    decoder: DecoderSpec | None = None  # of the native implementation
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.num_params * self.dtype.itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(layer.numbers for layer in self.layers) * self.dtype.itemsize
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json as a dict; ModelError where there is none that can be used."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(f"there is no model folder {folder}")
+    if not path.is_file():
+        raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
+    try:
+        source = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(source, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    quantization = source.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"{path} asks for {method} quantization, which is not supported; use the unquantized version of the model"
+        )
+    return source
+
+
+def architecture(source: Mapping[str, Any]) -> str:
+    """The name of the model class; ModelError where config.json tells none."""
+    names = source.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    model_type = source.get("model_type")
+    if isinstance(model_type, str) and model_type:
+        return MODEL_TYPES.get(model_type, model_type)
+    raise ModelError('config.json names no architecture; it needs "architectures" or "model_type"')
+
+
+def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype:
+    """The dtype that is asked for; "auto" is the checkpoint's, and float32 where it tells none."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    name = source.get("dtype") or source.get("torch_dtype") or "float32"
+    name = str(name).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"config.json names the dtype {name!r}; choose one of {', '.join(DTYPES)} with --dtype")
+    return DTYPES[name]
+
+
+def serve_len(max_len: int, config: EngineConfig) -> int:
+    return min(config.max_len or max_len, max_len)
+
+
+def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool = False) -> ModelSpec | None:
+    """The spec for our own decoder; None, or a ModelError if native_only, where only transformers has the model."""
+    name = architecture(source)
+    family = FAMILIES.get(name)
+    reason = None
+    if family is None:
+        reason = f"the native implementation has no {name}; it has {', '.join(FAMILIES)}"
+    else:
+        reason = _beyond(source)
+    if family is None or reason is not None:
+        if native_only:
+            raise ModelError(f"{reason}; leave --implementation to auto")
+        return None
+    heads = _whole(source, "num_attention_heads")
+    omitted = heads if "num_key_value_heads" in source else family.kv_heads or heads  # null means: as many as heads
+    kv_heads = _whole(source, "num_key_value_heads", omitted)
+    hidden = _whole(source, "hidden_size")
+    head_dim = _whole(source, "head_dim", family.head_dim or max(1, hidden // heads))
+    num_layers = _whole(source, "num_hidden_layers")
+    if heads % kv_heads:
+        raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim must be even for rotary embeddings, not {head_dim}")
+    rope = _rope(source, head_dim, _whole(source, "max_position_embeddings", family.max_positions))
+    attention_bias = bool(source.get("attention_bias", False))
+    decoder = DecoderSpec(
+        hidden_size=hidden,
+        intermediate_size=_whole(source, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=_number(source, "rms_norm_eps", 1e-6),
+        activation=source.get("hidden_act") or "silu",
+        rope=rope,
+        tied=bool(source.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=attention_bias if family.output_bias is None else family.output_bias,
+        mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+    )
+    vocab_size = _whole(source, "vocab_size")
+    return ModelSpec(
+        architecture=name,
+        implementation="native",
+        vocab_size=vocab_size,
+        max_len=rope.longest,
+        serve_len=serve_len(rope.longest, config),
+        dtype=choose_dtype(source, config),
+        layers=[LayerKV(kv_heads, head_dim, head_dim)] * num_layers,
+        windows=_windows(source, family, num_layers),
+        num_params=_num_params(decoder, vocab_size, num_layers),
+        source=source,
+        decoder=decoder,
+    )
+
+
+def _beyond(source: Mapping[str, Any]) -> str | None:
+    """Why a model of a known family is not for our own decoder."""
+    activation = source.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        return f"the native implementation has no activation {activation!r}"
+    parameters = _rope_parameters(source)
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return "the native implementation has no rotary embeddings that differ by layer"
+    scaling = parameters.get("rope_type", parameters.get("type", "default")) or "default"
+    if scaling not in SCALINGS:
+        return f"the native implementation has no rotary scaling {scaling!r}"
+    partial = parameters.get("partial_rotary_factor", source.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        return "the native implementation has no partial rotary embeddings"
+    return None
+
+
+def _rope_parameters(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The old form (rope_scaling) or the new one (rope_parameters); the old one wins, as in transformers."""
+    found = source.get("rope_scaling") or source.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise ModelError("config.json: rope_scaling and rope_parameters must be objects")
+    return found
+
+
+def _rope(source: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
+    found = _rope_parameters(source)
+    scaling = found.get("rope_type", found.get("type", "default")) or "default"
+    theta = found.get("rope_theta") or source.get("rope_theta") or 10000.0
+    original = found.get("original_max_position_embeddings")
+    if scaling in ("llama3", "yarn", "longrope"):
+        original = source.get("original_max_position_embeddings") or original or max_positions
+    needed = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": (),
+        "longrope": ("short_factor", "long_factor"),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    }.get(scaling, ())
+    for key in needed:
+        if found.get(key) is None:
+            raise ModelError(f"config.json: rotary scaling {scaling!r} needs {key!r}")
+
+    def optional(key: str) -> float | None:
+        return None if found.get(key) is None else float(found[key])
+
+    factors = {key: tuple(found.get(key) or ()) for key in ("short_factor", "long_factor")}
+    if scaling == "longrope":
+        for key, values in factors.items():
+            if len(values) != head_dim // 2:
+                raise ModelError(f"config.json: {key} must hold {head_dim // 2} numbers, not {len(values)}")
+    try:
+        return Rope(
+            head_dim=head_dim,
+            theta=float(theta),
+            scaling=scaling,
+            max_positions=max_positions,
+            factor=optional("factor"),
+            original_positions=None if original is None else int(original),
+            attention_factor=optional("attention_factor"),
+            beta_fast=float(found.get("beta_fast") or 32),
+            beta_slow=float(found.get("beta_slow") or 1),
+            mscale=optional("mscale"),
+            mscale_all_dim=optional("mscale_all_dim"),
+            truncate=bool(found.get("truncate", True)),
+            low_freq_factor=float(found.get("low_freq_factor") or 1),
+            high_freq_factor=float(found.get("high_freq_factor") or 4),
+            short_factor=factors["short_factor"],
+            long_factor=factors["long_factor"],
+        )
+    except (TypeError, ValueError):
+        raise ModelError("config.json: a rotary parameter is not a number") from None
+
+
+def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window."""
+    window = source.get("sliding_window", family.window)
+    if family.window is None or window is None:
+        return (None,) * num_layers
+    if not isinstance(window, int) or window < 1:
+        raise ModelError(f"config.json: sliding_window must be a positive whole number, not {window!r}")
+    if not family.layer_windows:
+        return (window,) * num_layers
+    if not source.get("use_sliding_window", False):
+        return (None,) * num_layers
+    kinds = source.get("layer_types")
+    if kinds is None:
+        first = _number(source, "max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelError(f"config.json: layer_types must name all {num_layers} layers")
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelError(f"config.json: unknown layer type {sorted(map(str, unknown))[0]!r}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _num_params(decoder: DecoderSpec, vocab_size: int, num_layers: int) -> int:
+    d, q, kv = decoder, decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
+    layer = d.hidden_size * (q + 2 * kv) + q * d.hidden_size + 3 * d.hidden_size * d.intermediate_size
+    layer += 2 * d.hidden_size + (2 * d.head_dim if d.qk_norm else 0)
+    layer += (q + 2 * kv if d.qkv_bias else 0) + (d.hidden_size if d.output_bias else 0)
+    layer += 2 * d.intermediate_size + d.hidden_size if d.mlp_bias else 0
+    return num_layers * layer + vocab_size * d.hidden_size * (1 if d.tied else 2) + d.hidden_size
+
+
+def _whole(source: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = source.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"config.json does not tell {key}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {key} must be a positive whole number, not {value!r}")
+    return value
+
+
+def _number(source: Mapping[str, Any], key: str, default: float) -> float:
+    value = source.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"config.json: {key} must be a number, not {value!r}")
+    return float(value)

@@ -1,0 +1,201 @@
+"""Checkpoints in safetensors files: found, checked before anything is read, and streamed into place piece by piece.
+
+The format is a length (8 bytes, little-endian), a JSON header of that length (name -> dtype, shape, place), and the
+tensors' bytes. A piece of a tensor is read into one small buffer and copied, converted where the dtypes differ, into
+the memory that the model computes with; so loading needs the weights' own memory and little more. Files of other
+formats are never opened: unpickling one runs whatever its author put into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..types import ModelError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+PIECE_BYTES = 16 << 20  # read at once: long enough for full disk speed, small beside any model worth streaming
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+SAMPLE_BYTES = 4096  # of a tensor's start and end, for weights_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a file."""
+
+    file: Path
+    offset: int  # of its first byte in the file
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of a model folder by name. Opening it reads and checks the headers only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._headers: list[tuple[str, int, bytes]] = []  # file name, file size, header
+        listed = _index(folder)
+        for path in sorted({folder / file for file in listed.values()}) if listed else _files(folder):
+            self._open(path)
+        for name, file in listed.items():
+            if name not in self.entries:
+                raise ModelError(f"{folder / file} does not hold the tensor {name} that its index promises")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+    @property
+    def weights_hash(self) -> str:
+        """SHA-256 over the files' names, sizes and headers and the first and last 4 KiB of every tensor.
+
+        It tells checkpoints apart at the cost of a few megabytes of reading; it does not prove that nobody
+        changed a number in the middle of a tensor.
+        """
+        digest = hashlib.sha256()
+        for name, size, header in self._headers:
+            digest.update(f"{name} {size} ".encode() + header)
+        for file, entries in self._by_file(self.entries).items():
+            with file.open("rb") as stream:
+                for _, entry in entries:
+                    for start in {0, max(0, entry.num_bytes - SAMPLE_BYTES)}:
+                        stream.seek(entry.offset + start)
+                        digest.update(stream.read(min(SAMPLE_BYTES, entry.num_bytes)))
+        return digest.hexdigest()
+
+    def fill(self, places: Mapping[str, Tensor], progress: Callable[[float], None]) -> None:
+        """Copy each named tensor into its place, in the order of the files. All names and shapes are checked first."""
+        for name, place in places.items():
+            entry = self.entries.get(name)
+            if entry is None:
+                raise ModelError(f"the checkpoint lacks the tensor {name}; is it complete, and of this architecture?")
+            if entry.shape != tuple(place.shape):
+                raise ModelError(
+                    f"the tensor {name} in {entry.file} has the shape {list(entry.shape)}, "
+                    f"but config.json asks for {list(place.shape)}"
+                )
+        total, done = sum(self.entries[name].num_bytes for name in places) or 1, 0
+        for file, entries in self._by_file({name: self.entries[name] for name in places}).items():
+            with file.open("rb") as stream:
+                for name, entry in entries:
+                    for start, piece in _pieces(stream, entry):
+                        flat = places[name].view(-1)
+                        flat[start : start + piece.numel()].copy_(piece)
+                        done += piece.numel() * piece.itemsize
+                        progress(done / total)
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are the same, byte for byte."""
+        a, b = self.entries[one], self.entries[other]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        with a.file.open("rb") as left, b.file.open("rb") as right:
+            pairs = zip(_pieces(left, a), _pieces(right, b), strict=True)
+            return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for (_, x), (_, y) in pairs)
+
+    def _open(self, path: Path) -> None:
+        if not path.is_file():
+            raise ModelError(f"the weights file {path} is missing; download the model again")
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
+                raise ModelError(f"{path} is not a safetensors file, or it is cut short; download it again")
+            header = stream.read(length)
+        try:
+            found = json.loads(header)
+            tensors = {name: _entry(path, 8 + length, info) for name, info in found.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{path} has a broken safetensors header; download it again") from None
+        end = max((entry.offset + entry.num_bytes for entry in tensors.values()), default=0)
+        if end > size:
+            raise ModelError(f"{path} is cut short: it has {size} bytes and should have {end}; download it again")
+        self.entries.update(tensors)
+        self._headers.append((path.name, size, header))
+
+    @staticmethod
+    def _by_file(entries: Mapping[str, Entry]) -> dict[Path, list[tuple[str, Entry]]]:
+        """Grouped by file, each file's in the order in which they lie: disks like to be read forward."""
+        files: dict[Path, list[tuple[str, Entry]]] = {}
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
+            files.setdefault(entry.file, []).append((name, entry))
+        return files
+
+
+def _entry(path: Path, base: int, info: Mapping[str, Any]) -> Entry:
+    begin, end = info["data_offsets"]
+    shape = tuple(info["shape"])
+    if info["dtype"] not in DTYPES:
+        raise ModelError(f"{path} holds numbers of the type {info['dtype']}, which are not supported")
+    dtype = DTYPES[info["dtype"]]
+    if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+        raise ValueError
+    return Entry(path, base + begin, end - begin, dtype, shape)
+
+
+def _pieces(stream: BinaryIO, entry: Entry) -> Any:
+    """(place of its first number, numbers) of each piece of a tensor; a piece lives until the next one is asked for."""
+    buffer = bytearray(min(PIECE_BYTES, entry.num_bytes))
+    stream.seek(entry.offset)
+    for start in range(0, entry.num_bytes, PIECE_BYTES):
+        view = memoryview(buffer)[: min(PIECE_BYTES, entry.num_bytes - start)]
+        if stream.readinto(view) != len(view):  # type: ignore[attr-defined]
+            raise ModelError(f"{entry.file} ended while it was read; download it again")
+        yield start // entry.dtype.itemsize, torch.frombuffer(view, dtype=entry.dtype)
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file, of a sharded checkpoint; empty for a single file."""
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())["weight_map"]
+        if not all(isinstance(file, str) and Path(file).name == file for file in found.values()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{path} is not a valid index of weights files; download it again") from None
+    return dict(found)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The weights of a folder without an index: model.safetensors, or whatever safetensors files are there."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    files = sorted(folder.glob("*.safetensors"))
+    shards = [file for file in files if "-of-" in file.name]
+    if shards and len(shards) != int(shards[0].stem.rpartition("-of-")[2] or 0):
+        raise ModelError(f"{folder} holds {len(shards)} of the weights' parts and no index; download the model again")
+    if files:
+        return files
+    pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(kind))
+    if pickled:
+        raise ModelError(
+            f"{folder} holds its weights only as {pickled[0]}, a format that can run code when it is read; "
+            "convert the model to safetensors"
+        )
+    raise ModelError(f"{folder} holds no weights: there is no *.safetensors file in it")

@@ -1,0 +1,86 @@
+"""What an engine with these settings would be, from config.json alone:
+
+    python -m engine.plan --json '{"model": "some/folder"}'
+
+takes an EngineConfig as JSON and prints one JSON object, and nothing else, on standard output. Exit code 2 goes
+with an object that holds `error`, a sentence, and `try`, what would work instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from typing import Any
+
+import msgspec
+
+from . import hub, memory, models
+from .config import EngineConfig, check
+from .runner import pick_device
+from .types import EngineError
+
+ASSUMPTIONS = (
+    "activations are estimated from the model's shape",
+    "memory in use is what it is now: a server that runs meanwhile has already taken its part",
+)
+
+
+def plan(config: EngineConfig) -> dict[str, Any]:
+    """The arithmetic as one flat object; sizes in bytes, lengths in tokens. Raises EngineError."""
+    check(config)
+    device = pick_device(config.device)
+    folder = hub.fetch(config.model, config.revision, weights=False)
+    spec = models.describe(folder.path, config)
+    machine = memory.measure(str(device))
+    found = memory.arrange(spec, config, machine)
+    return {
+        "model": config.model,
+        "architecture": spec.architecture,
+        "implementation": spec.implementation,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "device": str(device),
+        "num_params": spec.num_params,
+        "weights_bytes": found.weights_bytes,
+        "activation_bytes": found.activation_bytes,
+        "kv_bytes_per_token": found.kv_bytes_per_token,
+        "memory_total_bytes": machine.total,
+        "memory_available_bytes": machine.available,
+        "memory_bytes": found.memory_bytes,
+        "kv_cache_bytes": found.kv_cache_bytes,
+        "block_size": config.block_size,
+        "num_blocks": found.num_blocks,
+        "num_tokens": found.num_tokens,
+        "max_len": found.max_len,
+        "max_seqs": found.config.max_seqs,
+        "max_batched_tokens": found.config.max_batched_tokens,
+        "full_length_users": round(found.full_length_users, 2),
+        "notes": list(found.notes),
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.plan", description=__doc__)
+    parser.add_argument("--json", required=True, metavar="CONFIG", help="an EngineConfig as a JSON object")
+    given = parser.parse_args(arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not end up inside of the JSON
+        answer, code = _answer(given.json)
+    print(json.dumps(answer))
+    return code
+
+
+def _answer(text: str) -> tuple[dict[str, Any], int]:
+    try:
+        return plan(msgspec.json.decode(text, type=EngineConfig)), 0
+    except msgspec.DecodeError as error:
+        return {"error": f"the settings are not an EngineConfig: {error}", "try": []}, 2
+    except memory.Impossible as error:
+        return {"error": error.sentence, "try": error.suggestions}, 2
+    except EngineError as error:
+        return {"error": str(error), "try": []}, 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

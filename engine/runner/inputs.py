@@ -1,0 +1,129 @@
+"""Inputs: a Batch -> the tensors that one forward pass reads.
+
+Each running sequence has a slot: its place in the columns that live from step to step (here the block table, in
+the sampler its parameters). What a step needs is laid out in one buffer and crosses to the device in one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..attention import AttentionMeta
+from ..batch import Row
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One step's tensors, on the device, and what the sampler needs on the host."""
+
+    ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    meta: AttentionMeta
+    logits_at: Tensor  # [drawing rows] int64, places in the line of tokens
+    slots: Ints  # [rows]
+    drawing: Ints  # [drawing rows], indices of rows
+    lengths: Ints  # [rows] tokens of the sequence up to the end of the row
+
+
+class Inputs:
+    """Slots and block tables of the sequences that the device knows. The model thread's."""
+
+    def __init__(self, max_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        self._free = list(range(max_seqs - 1, -1, -1))
+        self._slot_of: dict[int, int] = {}
+        self._table = np.zeros((max_seqs, max_blocks), np.int32)
+        self._num_blocks = [0] * max_seqs
+
+    def enter(self, seq_id: int) -> int:
+        """Give a sequence a slot, with no blocks."""
+        assert seq_id not in self._slot_of, f"sequence {seq_id} has entered before"
+        slot = self._slot_of[seq_id] = self._free.pop()
+        self._num_blocks[slot] = 0
+        return slot
+
+    def leave(self, seq_id: int) -> int:
+        slot = self._slot_of.pop(seq_id)
+        self._free.append(slot)
+        return slot
+
+    def slots(self, rows: list[Row]) -> Ints:
+        return np.array([self._slot_of[row.seq_id] for row in rows], np.int64)
+
+    def append_blocks(self, rows: list[Row]) -> None:
+        for row in rows:
+            if row.new_block_ids:
+                slot = self._slot_of[row.seq_id]
+                count = self._num_blocks[slot]
+                self._num_blocks[slot] = count + len(row.new_block_ids)
+                self._table[slot, count : self._num_blocks[slot]] = row.new_block_ids
+
+    def prepare(self, rows: list[Row]) -> Prepared:
+        """The tensors of these rows (at least one); their sequences have entered and have their blocks."""
+        slots = self.slots(rows)
+        counts = [len(row.token_ids) for row in rows]
+        query_start = [0, *accumulate(counts)]
+        starts = np.array([row.start for row in rows], np.int64)
+        lengths = starts + counts
+        drawing = np.array([index for index, row in enumerate(rows) if row.num_logits], np.int64)
+        assert all(row.num_logits <= 1 for row in rows), "logits of several positions of one row"
+        width = -(-int(lengths.max()) // self.block_size)
+
+        size = query_start[-1]
+        host = _Buffer((size, size, size, len(drawing)), (len(rows) + 1, len(rows), len(rows) * width), self.device)
+        ids, positions, slot_mapping, logits_at, starts_of, seq_lens, table = host.arrays
+        ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, size)
+        starts_of[:] = query_start
+        seq_lens[:] = lengths
+        if size == len(rows):  # only decode rows: each token is its row
+            of_token, positions[:] = slots, starts
+        else:
+            of_token = np.repeat(slots, counts)
+            positions[:] = np.arange(size) + np.repeat(starts - starts_of[:-1], counts)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
+        logits_at[:] = starts_of[1:][drawing] - 1
+        table[:] = self._table[slots, :width].ravel()
+
+        on_device = host.to_device()
+        meta = AttentionMeta(
+            query_start=on_device[4],
+            seq_lens=on_device[5],
+            slot_mapping=on_device[2],
+            block_table=on_device[6].view(len(rows), width),
+            max_query=max(counts),
+            max_seq=int(lengths.max()),
+            query_start_list=query_start,
+            seq_lens_list=lengths.tolist(),
+        )
+        return Prepared(on_device[0], on_device[1], meta, on_device[3], slots, drawing, lengths)
+
+
+class _Buffer:
+    """Arrays of int64, then of int32, in one piece of host memory; fresh each step, so that a copy may still run."""
+
+    def __init__(self, longs: tuple[int, ...], ints: tuple[int, ...], device: torch.device) -> None:
+        self._device = device
+        sizes = [8 * size for size in longs] + [4 * size for size in ints]
+        self._ends = list(accumulate(sizes))
+        self._dtypes = [torch.int64] * len(longs) + [torch.int32] * len(ints)
+        self._host = torch.empty(self._ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.arrays: list[NDArray] = [view.numpy() for view in self._views(self._host)]
+
+    def to_device(self) -> list[Tensor]:
+        return self._views(self._host.to(self._device, non_blocking=True))
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        starts = [0, *self._ends]
+        return [
+            buffer[start:end].view(dtype) for start, end, dtype in zip(starts, self._ends, self._dtypes, strict=False)
+        ]
