@@ -1,0 +1,1 @@
+"""HTTP, text and users: turns requests into token ids and token ids back into text."""

@@ -1,0 +1,294 @@
+"""From a parsed request to the bytes of its answer: the one line that chat and completions share.
+
+`answer` checks everything that can be known before the first byte. Its Answer then runs a Generation and writes the
+outputs, as one JSON object or as a stream of events: a stream's deltas, joined, are the answer in one piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine import EngineInfo, EngineRequest
+
+from . import sse
+from .errors import ApiError, deadline, from_exception, invalid
+from .generation import Choice, Due, Generation, Gone
+from .limits import Caller, Ticket
+from .prompts import TextTooLong
+from .protocol.common import Head, Json, Output, Prompt, Sampling, TokenText, Writer
+from .state import Pequod
+from .templates import TemplateError
+from .text import TextStream
+
+WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading
+DEADLINE_HEADER = "X-Deadline-Ms"
+MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+CONTEXT_CODE = "context_length_exceeded"
+
+Body = TypeVar("Body", bound=Sampling)
+Encode = Callable[[Pequod, Body], Awaitable[list[Prompt]]]
+MakeWriter = Callable[[Body, Head, list[Prompt], TokenText], Writer]
+
+
+async def answer(
+    app: Pequod,
+    caller: Caller,
+    request: Request,
+    body: Body,
+    *,
+    encode: Encode[Body],
+    write: MakeWriter[Body],
+    prefix: str,
+    default_max_tokens: int | None = None,
+) -> Response:
+    """Take a request in, or raise the ApiError that it deserves; nothing has been sent when this returns.
+
+    `encode` makes the prompts, `write` the API's Writer; `prefix` begins the answer's id. Where the request sets no
+    limit, an answer has at most `default_max_tokens` tokens, None: as many as fit.
+    """
+    began = app.metrics.clock()
+    model = app.check_model(body.model)
+    app.require_ready()
+    due = time_limit(app, request)
+    info = app.engine.info
+    assert info is not None and app.tokenizer is not None
+    check_fields(app, info, body)
+    ticket = app.limits.admit(caller, body.num_prompts * body.num_choices)
+    try:
+        prompts = await encoded(app, body, encode, due)
+        max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
+        ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
+    except BaseException:
+        ticket.release()
+        raise
+    head = Head(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint)
+    requests = engine_requests(app, caller, body, prompts, max_tokens)
+    track = app.metrics.track(
+        request.state.request_id, body.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)
+    )
+    track.began = began  # the client waits since then, not since its prompt was tokenized
+    choices = [Choice(index, each, text_stream(app, body, each)) for index, each in enumerate(requests)]
+    generation = Generation(app, choices, body.num_choices, track, due)
+    return Answer(generation, write(body, head, prompts, app.tokenizer.token_text), ticket, body)
+
+
+# Checks before the first byte
+
+
+def time_limit(app: Pequod, request: Request) -> Due | None:
+    """When the answer must be complete: the client's own deadline or --request-timeout, whichever is sooner."""
+    now = time.monotonic()
+    limits = []
+    if app.settings.request_timeout is not None:
+        limits.append(Due(now + app.settings.request_timeout, "timeout"))
+    if (header := request.headers.get(DEADLINE_HEADER)) is not None:
+        if not (header.isascii() and header.isdigit() and len(header) <= 12 and 1 <= int(header) <= MAX_DEADLINE_MS):
+            message = f"{DEADLINE_HEADER} must be a whole number of milliseconds in 1..{MAX_DEADLINE_MS}."
+            raise invalid(message, DEADLINE_HEADER)
+        limits.append(Due(now + int(header) / 1000, "deadline"))
+    return min(limits, default=None)
+
+
+def check_fields(app: Pequod, info: EngineInfo, body: Sampling) -> None:
+    """What the schema cannot know: the model's vocabulary and the server's settings."""
+    if body.priority and app.settings.scheduling_policy != "priority":
+        raise invalid("Invalid 'priority': the server does not run with --scheduling-policy priority.", "priority")
+    check_token_ids(info, body.stop_token_ids or (), "stop_token_ids")
+    check_token_ids(info, tuple(body.logit_bias or ()), "logit_bias")
+
+
+def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
+    """Raise 400 unless the model has all of these tokens."""
+    if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
+        raise invalid(f"Invalid '{param}': token ids must be in 0..{info.vocab_size - 1}.", param)
+
+
+async def encoded(app: Pequod, body: Body, encode: Encode[Body], due: Due | None) -> list[Prompt]:
+    """The prompts; what the tokenizer or the template refuses becomes a 400."""
+    param = body.prompt_field
+    try:
+        async with asyncio.timeout(due and due.left_s):
+            prompts = await encode(app, body)
+    except TimeoutError:
+        raise deadline() from None
+    except (TemplateError, TextTooLong) as error:
+        raise text_error(error, param) from None
+    if not all(prompt.ids for prompt in prompts):
+        raise invalid(f"Invalid '{param}': the prompt has no tokens.", param)
+    return prompts
+
+
+def text_error(error: TemplateError | TextTooLong, param: str) -> ApiError:
+    """400 for a text that cannot become token ids."""
+    return invalid(str(error), param, CONTEXT_CODE if isinstance(error, TextTooLong) else "invalid_value")
+
+
+def room(info: EngineInfo, body: Sampling, ids: Sequence[int], default: int | None) -> int:
+    """The most tokens that this prompt's answer may have; raises 400 when prompt and answer cannot fit."""
+    left = info.max_len - len(ids)
+    told = (
+        f"The prompt has {len(ids)} tokens, and the context holds {info.max_len} of prompt and answer (--max-model-len)"
+    )
+    if left < 1:
+        raise invalid(f"{told}: there is no room for an answer.", body.prompt_field, CONTEXT_CODE)
+    field, asked = body.limit
+    if asked is not None and asked > left:
+        raise invalid(f"{told}: {asked} more tokens do not fit, at most {left} do.", field, CONTEXT_CODE)
+    most = asked or min(left, default or left)
+    if (body.min_tokens or 0) > most:
+        raise invalid(f"Invalid 'min_tokens': the answer has at most {most} tokens.", "min_tokens")
+    return most
+
+
+# Engine requests
+
+
+def engine_requests(
+    app: Pequod, caller: Caller, body: Sampling, prompts: list[Prompt], max_tokens: list[int]
+) -> list[EngineRequest]:
+    """One request per choice, prompt by prompt."""
+    assert app.tokenizer is not None
+    salt = app.limits.salt_for(caller, body.cache_salt)
+    requests = []
+    for prompt, most in zip(prompts, max_tokens, strict=True):
+        seed = app.new_seed() if body.seed is None else body.seed % 2**64
+        for i in range(body.num_choices):
+            own = seed if body.num_choices == 1 else seed_of_choice(seed, i)
+            params = body.params(app.default_sampling, max_tokens=most, seed=own, eos_ids=app.tokenizer.eos_ids)
+            requests.append(
+                EngineRequest(
+                    id=app.new_id(),
+                    prompt_ids=prompt.ids,
+                    params=params,
+                    priority=body.priority or 0,
+                    cache_salt=salt,
+                )
+            )
+    return requests
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """The seed with which choice `index` of several draws; equal in every run and on every machine."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def text_stream(app: Pequod, body: Sampling, request: EngineRequest) -> TextStream:
+    assert app.tokenizer is not None
+    return TextStream(
+        app.tokenizer,
+        body.stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        context=request.prompt_ids,
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+# Sending
+
+
+class Answer(Response):
+    """Runs a Generation while it is being sent; an error before the first byte leaves as an ordinary exception."""
+
+    def __init__(self, generation: Generation, writer: Writer, ticket: Ticket, body: Sampling) -> None:
+        super().__init__()
+        self.generation = generation
+        self.writer = writer
+        self.ticket = ticket
+        self.request = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.ticket:
+            self.generation.start(receive)
+            try:
+                if self.request.stream:
+                    await Stream(self.generation, self.writer, self.request, send).run()
+                else:
+                    await self._send_whole(scope, receive, send)
+            except Gone:
+                return  # Door counts it
+            finally:
+                await self.generation.close()
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outputs: list[list[Output]] = [[] for _ in self.generation.choices]
+        async for taken in self.generation.outputs():
+            for output in taken:
+                outputs[output.choice].append(output)
+        answer = self.writer.whole([Output.join(each) for each in outputs], self.generation.usage())
+        response = Response(msgspec.json.encode(answer), media_type="application/json")
+        await response(scope, receive, lambda message: self._send_patiently(send, message))
+
+    async def _send_patiently(self, send: Send, message: Any) -> None:
+        await patiently(self.generation, send, message)
+
+
+class Stream:
+    """Writes a generation as server-sent events.
+
+    The head waits for the first token or for HEARTBEAT_S, so that whatever fails until then has its own status.
+    """
+
+    def __init__(self, generation: Generation, writer: Writer, body: Sampling, send: Send) -> None:
+        self.generation = generation
+        self.writer = writer
+        self.request = body
+        self.send = send
+        self.has_begun = False
+
+    async def run(self) -> None:
+        try:
+            async for outputs in self.generation.outputs():
+                await self._begin()
+                await self._write(self._frames(outputs) if outputs else sse.HEARTBEAT)
+            await self._write(self._events(self.writer.closing(self.generation.usage())) + sse.DONE, more=False)
+        except Gone:
+            raise
+        except Exception as error:
+            if not self.has_begun:
+                raise
+            # The status has gone: the error is the last event, never a cut connection.
+            await self._write(sse.frame(from_exception(error).body()) + sse.DONE, more=False)
+
+    async def _begin(self) -> None:
+        if self.has_begun:
+            return
+        self.has_begun = True
+        headers = [(name.lower().encode(), value.encode()) for name, value in sse.HEADERS.items()]
+        await patiently(self.generation, self.send, {"type": "http.response.start", "status": 200, "headers": headers})
+        await self._write(self._events(self.writer.opening()))
+
+    def _frames(self, outputs: list[Output]) -> bytes:
+        running = self.generation.usage() if self.request.continuous_usage else None
+        return b"".join(self._events(self.writer.chunks(output, running)) for output in outputs)
+
+    def _events(self, chunks: list[Json]) -> bytes:
+        return b"".join(sse.frame(msgspec.json.encode(chunk)) for chunk in chunks)
+
+    async def _write(self, data: bytes, more: bool = True) -> None:
+        if data or not more:
+            await patiently(self.generation, self.send, {"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def patiently(generation: Generation, send: Send, message: Any) -> None:
+    """Send, or raise Gone when the client has not read for WRITE_TIMEOUT_S."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await send(message)
+    except TimeoutError:
+        generation.stop(Gone(), "slow_reader")
+        raise Gone from None
+    except OSError:
+        generation.stop(Gone(), "disconnect")
+        raise Gone from None

@@ -1,0 +1,114 @@
+"""build_app: the whole HTTP server as one ASGI app around one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from engine import ConfigError, Engine
+
+from . import errors
+from .__main__ import version
+from .door import Door
+from .limits import roles
+from .logs import StepLog
+from .routes import ROUTERS
+from .settings import Settings
+from .state import Pequod
+
+TICK_S = 0.25
+CORS_HEADERS = ["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id", "X-Deadline-Ms"]
+
+
+def build_app(settings: Settings, engine: Engine) -> FastAPI:
+    """The app, with its state in `app.state.pequod`; its lifespan starts and closes the engine.
+
+    Raises ConfigError when a setting turns out to be impossible.
+    """
+    state = Pequod(settings, engine, version())
+    engine.on_step.append(state.metrics.step)
+    step_log = None
+    if settings.step_log is not None:
+        try:
+            step_log = StepLog(settings.step_log)
+        except OSError as error:
+            raise ConfigError(f"--step-log {settings.step_log} cannot be written: {error.strerror}") from None
+        engine.on_step.append(step_log.write)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        # Nothing here may take time: the port answers only after it.
+        await engine.start()
+        tasks = [asyncio.create_task(state.load(), name="load"), asyncio.create_task(tick(state), name="tick")]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await state.close()
+            if step_log is not None:
+                step_log.close()
+
+    layers = [Middleware(Door, state=state)]
+    if settings.allowed_origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=CORS_HEADERS,
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )
+        )
+    app = FastAPI(
+        title="Pequod",
+        version=state.version,
+        description="Language models over the OpenAI HTTP API.",
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere; routes/ops.py has one that does not
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+        middleware=layers,
+    )
+    app.state.pequod = state
+    errors.install(app)
+    for router in ROUTERS:
+        app.router.routes.extend(router.routes)
+    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
+    undecided = [getattr(route, "path", str(route)) for route in app.routes if not roles(route)]
+    if undecided:
+        raise RuntimeError(f"routes without a role: {', '.join(undecided)}")
+    return app
+
+
+async def tick(state: Pequod) -> None:
+    """Measure how late the event loop wakes up, and notice when the engine has failed for good."""
+    while True:
+        due = time.monotonic() + TICK_S
+        await asyncio.sleep(TICK_S)
+        state.metrics.loop_lag.observe(max(0.0, time.monotonic() - due))
+        state.watch()
+
+
+def openapi(app: FastAPI) -> dict[str, Any]:
+    """The description of the API, with the bodies that routes read themselves."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        shared = schema.setdefault("components", {}).setdefault("schemas", {})
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                for content in operation.get("requestBody", {}).get("content", {}).values():
+                    shared.update(content["schema"].pop("$defs", {}))
+        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,83 @@
+"""Request bodies: from raw bytes to a pydantic model, strictly, or a 400 that names the field."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json, to_json
+
+from .errors import ApiError, from_validation, invalid
+from .limits import UserDep
+
+M = TypeVar("M", bound=BaseModel)
+
+# Numbers that JSON does not have, or that no float holds, can only hide where one of these is written.
+SUSPECT = re.compile(rb"NaN|Infinity|[eE]\+?[0-9]{3}|[0-9]{300}")
+
+
+def parse(model: type[M], raw: bytes, ignore_fields: Collection[str] = ()) -> M:
+    """The body as `model`; raises 400 with the field as param.
+
+    Refused: what is not strict JSON in UTF-8 (a byte order mark, NaN, Infinity, numbers beyond a float, lone
+    surrogates, trailing text), more than about 200 levels of nesting (the parser's own bound), and fields that
+    `model` forbids. Of a key that is written twice the last one counts, as in every JSON parser of note.
+    `ignore_fields` names top-level fields to drop.
+    """
+    if ignore_fields or SUSPECT.search(raw):
+        document = read(raw)
+        if isinstance(document, dict) and any(name in document for name in ignore_fields):
+            raw = to_json({key: value for key, value in document.items() if key not in ignore_fields})
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        if error.errors(include_url=False, include_input=False)[0]["type"] == "json_invalid":
+            read(raw)
+            raise _not_json("it cannot be read") from None
+        raise from_validation(error, read(raw)) from None
+
+
+def read(raw: bytes) -> Any:
+    """The body as plain Python; raises 400 when it is not JSON."""
+    try:
+        document = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        reason = "it begins with a byte order mark" if raw.startswith(b"\xef\xbb\xbf") else str(error)
+        raise _not_json(reason) from None
+    if SUSPECT.search(raw) and not _is_finite(document):
+        raise _not_json("it holds a number that is too large")
+    return document
+
+
+def _not_json(reason: str) -> ApiError:
+    return invalid(f"The request body is not valid JSON: {reason}.", None, "invalid_json")
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(_is_finite(item) for item in value.values())
+    return all(_is_finite(item) for item in value) if isinstance(value, list) else True
+
+
+def body(model: type[M]) -> Callable[[Request, UserDep], Awaitable[M]]:
+    """A dependency that gives the parsed body: `asked: Annotated[ChatRequest, Depends(body(ChatRequest))]`.
+
+    It depends on the role in turn: whoever has no key is told so before a byte of the body is read.
+    """
+
+    async def read_body(request: Request, _: UserDep) -> M:
+        return parse(model, await request.body(), request.app.state.pequod.settings.ignore_fields)
+
+    return read_body
+
+
+def described(model: type[BaseModel]) -> dict[str, Any]:
+    """For a route's `openapi_extra`: what the API page says about a body that FastAPI does not parse itself."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

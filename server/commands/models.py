@@ -1,0 +1,113 @@
+"""`pequod models`: what can be served from this machine without a download."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from . import Failure, Parser, add_settings, settings_from
+from .doctor import cache_folder
+from .plan import make
+
+CHILDREN = 2  # plans at a time: each is a child that imports torch
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model on this machine; `problem` is empty when Pequod can serve it."""
+
+    name: str
+    architecture: str
+    bytes: int
+    folder: str
+    problem: str
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.usage = "pequod models [flags]"
+    parser.description = "List the built-in model and the models in the Hugging Face cache, and which can be served."
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_settings(parser, "engine", model=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one line per model."""
+    from ..banner import size
+
+    config = settings_from(arguments).settings.engine_config()
+
+    def judge(place: tuple[str, Path, int]) -> Found:
+        name, folder, num_bytes = place
+        problem = missing(folder)
+        if not problem:
+            try:
+                code, plan = make(replace(config, model=str(folder), revision=None))
+                problem = str(plan.get("error", "cannot be served")) if code else ""
+            except Failure as error:
+                problem = str(error)
+        return Found(name, architecture(folder), num_bytes, str(folder), problem)
+
+    with ThreadPoolExecutor(CHILDREN) as pool:
+        found = list(pool.map(judge, places()))
+    if arguments.json:
+        told = [asdict(model) | {"can_serve": not model.problem} for model in found]
+        print(json.dumps({"models": told, "cache": str(cache_folder())}, ensure_ascii=False))
+        return 0
+    names, kinds = max(len(model.name) for model in found), max(len(model.architecture) for model in found)
+    for model in found:
+        verdict = f"no: {model.problem}" if model.problem else f"pequod serve {model.name}"
+        print(f"{model.name:<{names}}  {model.architecture:<{kinds}}  {size(model.bytes):>9}  {verdict}")
+    if len(found) == 1:
+        print(f"The Hugging Face cache {cache_folder()} holds no model; `pequod serve NAME` fetches one.")
+    return 0
+
+
+def places() -> list[tuple[str, Path, int]]:
+    """Name, folder and size of every model on this machine: the built-in one, then the cache's by name."""
+    from engine import fetch
+
+    folder = fetch("builtin", None, weights=True).path
+    found = [("builtin", folder, sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))]
+    if not cache_folder().is_dir():
+        return found
+    from huggingface_hub import scan_cache_dir
+
+    for repo in sorted(scan_cache_dir(cache_folder()).repos, key=lambda repo: repo.repo_id):
+        revisions = sorted(repo.revisions, key=lambda revision: revision.last_modified)
+        if repo.repo_type == "model" and revisions:
+            # What `main` points to is what would be served; else the newest.
+            served = next((revision for revision in revisions if "main" in revision.refs), revisions[-1])
+            found.append((repo.repo_id, Path(served.snapshot_path), served.size_on_disk))
+    return found
+
+
+def missing(folder: Path) -> str:
+    """What a snapshot lacks of a servable model, as far as its files tell."""
+    if not (folder / "config.json").is_file():
+        return "no config.json: no language model, or not fetched whole"
+    if not any(folder.glob("*.safetensors")):
+        return "no *.safetensors weights were fetched"
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            return "its weights' index cannot be read"
+        absent = [name for name in files if not (folder / name).is_file()]
+        if absent:
+            return f"{len(absent)} of {len(files)} weight files were not fetched"
+    return ""
+
+
+def architecture(folder: Path) -> str:
+    """What config.json calls the model's class."""
+    try:
+        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return str(read["architectures"][0])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return "unknown"

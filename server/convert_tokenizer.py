@@ -1,0 +1,47 @@
+"""Child program: makes tokenizer.json and tokenizer_config.json from a folder of older tokenizer files.
+
+It runs in a process of its own because transformers, which knows the older formats, would cost the server
+its start-up time and memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main(source: Path, target: Path) -> None:
+    """Write the tokenizer of the folder `source` to the new folder `target`, or exit with one line of reason."""
+    needed = [name for name in ("sentencepiece", "google.protobuf") if not _has(name)]
+    if needed and any(source.glob("*.model")):
+        sys.exit("a sentencepiece model needs two more packages: pip install sentencepiece protobuf")
+    from transformers import AutoTokenizer
+
+    place = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise ValueError(f"{type(tokenizer).__name__} cannot be written as a tokenizer.json")
+        tokenizer.save_pretrained(place)
+        place.rename(target)  # readers see the whole folder or none
+    except Exception as error:
+        if not target.is_dir():  # else another start was faster
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            # A first line that ends in a colon begins a list of internals.
+            sys.exit(lines[0] if lines and not lines[0].endswith(":") else "they are incomplete or of an unknown kind")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _has(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,233 @@
+"""Errors on the wire: whatever goes wrong leaves as `{"error": {"message", "type", "param", "code"}}`.
+
+Texts are fixed sentences: they name fields and limits and never repeat a value of more than SHOWN characters.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+
+from engine import EngineDied, EngineError, RequestError
+
+SHOWN = 64  # characters of a client's own text that a message may repeat
+
+log = logging.getLogger("pequod.server")
+
+
+class ApiError(Exception):
+    """An answer other than the one that was asked for, with its status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,  # seconds
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """The envelope as JSON; also what an error event in a stream carries."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}, separators=(",", ":")).encode()
+
+    def response(self) -> Response:
+        headers = dict(self.headers)
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, self.retry_after))
+        return Response(self.body(), self.status, headers, media_type="application/json")
+
+
+def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    """400: the request itself is wrong; `param` names the field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unauthorized(message: str) -> ApiError:
+    """401: no key, or none of ours."""
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def not_found(message: str, param: str | None = None, code: str = "not_found") -> ApiError:
+    return ApiError(404, message, param=param, code=code)
+
+
+def too_large(message: str) -> ApiError:
+    """413: more bytes than --max-body-bytes."""
+    return ApiError(413, message, code="body_too_large")
+
+
+def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
+    """503: this server cannot take the request now, whoever asks."""
+    return ApiError(503, message, type="server_error", code=code, retry_after=retry_after)
+
+
+def deadline(message: str = "The request took longer than its time limit.") -> ApiError:
+    """504: --request-timeout or the client's own deadline has passed."""
+    return ApiError(504, message, type="server_error", code="deadline_exceeded")
+
+
+def internal() -> ApiError:
+    """500: a bug; the log has what happened, under the request's id."""
+    return ApiError(500, "The server failed on this request.", type="server_error", code="internal_error")
+
+
+def from_engine(error: EngineError) -> ApiError:
+    """What a client is told about an error of the engine, before the first byte or in a stream's error event."""
+    if isinstance(error, RequestError):
+        return invalid(str(error), code="invalid_request")
+    if isinstance(error, EngineDied):
+        return unavailable("The engine stopped while it worked on this request.", "engine_died", 5)
+    return unavailable("The model could not be loaded.", "model_not_loaded", 30)
+
+
+def shown(text: str) -> str:
+    """A client's own word, shortened to what may be repeated."""
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def from_validation(error: ValidationError | RequestValidationError, document: Any = None) -> ApiError:
+    """400 that names the field as its path in the client's own document: messages.0.role."""
+    details: Sequence[ErrorDetails] = error.errors()
+    # A union reports each of its branches: the one that came furthest into the document is what the client meant.
+    rivals = [(_path(item, document), item) for item in details if item["loc"][:1] == details[0]["loc"][:1]]
+    path, chosen = max(rivals, key=lambda rival: len(rival[0]))
+    param = ".".join(shown(str(part)) for part in path) or None
+    return _sentence(chosen, param)
+
+
+def _path(item: ErrorDetails, document: Any) -> list[int | str]:
+    """The parts of an error's place that are in the document; the rest names branches of our own types."""
+    if document is None:
+        return list(item["loc"])
+    path: list[int | str] = []
+    here = document
+    for i, part in enumerate(item["loc"]):
+        is_there = part in here if isinstance(here, dict) else isinstance(here, list) and part in range(len(here))
+        if is_there:
+            here = here[part]
+        elif not (item["type"] == "missing" and i == len(item["loc"]) - 1):
+            continue
+        path.append(part)
+    return path
+
+
+def _sentence(item: ErrorDetails, param: str | None) -> ApiError:
+    kind = item["type"]
+    if kind == "missing":
+        return invalid(f"Missing required field: '{param}'.", param, "missing_required_parameter")
+    if kind == "extra_forbidden":
+        return invalid(f"Unknown field: '{param}'.", param, "unknown_parameter")
+    if kind == "union_tag_invalid":
+        context = item.get("ctx", {})
+        param = ".".join(filter(None, [param, str(context.get("discriminator", "")).strip("'")]))
+        return invalid(f"Invalid '{param}': must be one of {context.get('expected_tags')}.", param)
+    if kind == "unsupported":
+        return invalid(f"Unsupported field: '{param}'; {item['msg']}.", param, "unsupported_parameter")
+    text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    text = text.replace("Input should be", "must be").replace("Input should", "must").rstrip(".")
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    if param is None:
+        return invalid(f"Invalid request: {text}.", None, code)
+    return invalid(f"Invalid '{param}': {text}.", param, code)
+
+
+def from_exception(error: Exception) -> ApiError:
+    """The answer to any exception; what is not known by name is a bug and is logged, without its text.
+
+    An exception's text may hold what a user wrote, so that only its type and place are told.
+    """
+    match error:
+        case ApiError():
+            return error
+        case EngineError():
+            return from_engine(error)
+        case ValidationError() | RequestValidationError():
+            return from_validation(error)
+        case HTTPException(status_code=404):
+            return not_found("There is nothing under this path; /docs lists what there is.")
+        case HTTPException(status_code=405):
+            headers = dict(error.headers or {})
+            return ApiError(405, "This path does not take that method.", code="method_not_allowed", headers=headers)
+        case HTTPException(status_code=status):
+            return ApiError(status, "The request was refused.", headers=dict(error.headers or {}))
+    log.error("%s at %s", type(error).__name__, place(error))
+    return internal()
+
+
+def place(error: BaseException) -> str:
+    """Where an exception was raised, innermost call first, as file:line function."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append(f"{code.co_filename}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    return " < ".join(reversed(frames[-8:]))
+
+
+def install(app: FastAPI) -> None:
+    """Make every exception of a route leave as the envelope."""
+
+    async def handle(_: Request, error: Exception) -> Response:
+        return from_exception(error).response()
+
+    handler: Callable[[Request, Exception], Awaitable[Response]] = handle
+    for kind in (ApiError, EngineError, ValidationError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, handler)
+
+
+# For the `responses=` of routes: what the OpenAPI page says about errors.
+OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": text,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["error"],
+                    "properties": {
+                        "error": {
+                            "type": "object",
+                            "required": ["message", "type", "param", "code"],
+                            "properties": {
+                                "message": {"type": "string"},
+                                "type": {"type": "string"},
+                                "param": {"type": ["string", "null"]},
+                                "code": {"type": ["string", "null"]},
+                            },
+                        }
+                    },
+                }
+            }
+        },
+    }
+    for status, text in {
+        400: "The request is wrong; param names the field",
+        401: "No valid API key",
+        404: "No such model",
+        413: "The body is too large",
+        503: "Loading, draining or full; Retry-After tells when to try again",
+        504: "The time limit has passed",
+    }.items()
+}

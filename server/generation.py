@@ -1,0 +1,185 @@
+"""From the engine's tokens to text: the choices of one request, each with its TextStream, read side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from starlette.types import Receive
+
+from engine import EngineRequest, RequestStats, TokenDelta
+
+from .errors import ApiError, deadline, from_exception, unavailable
+from .metrics import Track
+from .protocol.common import Json, Output, usage
+from .state import Pequod
+from .text import TextStream
+
+HEARTBEAT_S = 15.0  # of silence; most proxies close a connection that says nothing for a minute
+RETRY_DRAINING_S = 5
+
+
+class Gone(Exception):
+    """The client has hung up or does not read: there is nobody to tell."""
+
+
+class Due(NamedTuple):
+    """When an answer must be complete."""
+
+    at: float  # time.monotonic()
+    cause: str  # of the abort: deadline (the client's own) | timeout (the server's)
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.at - time.monotonic())
+
+
+class Choice:
+    """One choice on its way: the engine's request, its text so far, and what it has cost."""
+
+    def __init__(self, index: int, request: EngineRequest, stream: TextStream) -> None:
+        self.index = index
+        self.request = request
+        self.stream = stream
+        self.num_tokens = 0  # delivered
+        self.stats: RequestStats | None = None
+
+    def read(self, delta: TokenDelta) -> Output:
+        """The delta's tokens as text. What comes after a stop string is dropped; a stop token has no text."""
+        reason = delta.finish_reason
+        if reason not in (None, "stop", "length"):
+            raise ApiError(
+                500,
+                f"The engine could not finish this request: {delta.error or reason}.",
+                type="server_error",
+                code="engine_error",
+            )
+        self.stats = delta.stats or self.stats
+        ids = delta.token_ids
+        ended = reason == "stop" and bool(ids) and ids[-1] in self.request.params.stop_ids
+        piece = self.stream.feed(ids[:-1] if ended else ids)
+        text, offsets, count = piece.text, piece.offsets, piece.num_tokens
+        if piece.stopped:
+            reason = "stop"
+        elif reason:
+            if ended:
+                offsets, count = (*offsets, self.stream.offset), count + 1
+            text += self.stream.finish().text
+        return Output(self.index, text, ids[:count], (delta.logprobs or ())[:count], offsets, reason)
+
+
+class Generation:
+    """All choices of one request, from the engine to their text.
+
+    `start` it, read `outputs` to the end, and `close` it whatever happens: that stops what still runs.
+    """
+
+    def __init__(self, app: Pequod, choices: list[Choice], n: int, track: Track, due: Due | None) -> None:
+        self.choices = choices
+        self._app = app
+        self._n = n
+        self._track = track
+        self._due = due
+        self._ready: list[Output] = []  # not yet taken, at most one per choice and one more
+        self._news = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._failure: Exception | None = None
+        self._workers: list[asyncio.Task[None]] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, receive: Receive) -> None:
+        """Begin; `receive` tells when the client hangs up."""
+        loop = asyncio.get_running_loop()
+        self._workers = [loop.create_task(self._work(choice)) for choice in self.choices]
+        self._watchers = [loop.create_task(self._watch_client(receive)), loop.create_task(self._watch_drain())]
+        if self._due is not None:
+            self._timer = loop.call_later(self._due.left_s, self.stop, deadline(), self._due.cause)
+
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        """What has come since the last look, until all choices are complete; [] after HEARTBEAT_S of silence.
+
+        Raises Gone, or the ApiError that ended the request.
+        """
+        left = len(self.choices)
+        while left:
+            taken = await self._take()
+            for output in taken:
+                choice = self.choices[output.choice]
+                choice.num_tokens += len(output.token_ids)
+                self._track.delivered(len(output.token_ids), output.choice)
+                if output.finish_reason:
+                    left -= 1
+                    self._track.finished(output.finish_reason, choice.stats, output.choice)
+            yield taken
+
+    async def _take(self) -> list[Output]:
+        if not self._ready and self._failure is None:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._news.wait()
+            except TimeoutError:
+                return []
+        taken, self._ready = self._ready, []
+        self._taken.set()
+        if not taken and self._failure is not None:
+            raise self._failure
+        return taken
+
+    async def _work(self, choice: Choice) -> None:
+        engine, request_id = self._app.engine, choice.request.id
+        try:
+            async for delta in engine.generate(choice.request):
+                output = choice.read(delta)
+                self._ready.append(output)
+                self._news.set()
+                if output.finish_reason:
+                    return
+                # One output waits here at a time: while the client is slow, tokens gather in the engine's mailbox.
+                self._taken.clear()
+                await self._taken.wait()
+        except Exception as error:
+            self.stop(from_exception(error), "error")
+        finally:
+            engine.abort(request_id)  # no-op when finished
+
+    async def _watch_client(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.stop(Gone(), "disconnect")
+
+    async def _watch_drain(self) -> None:
+        await self._app.deadline_passed.wait()
+        message = "The server shut down before the answer was complete."
+        self.stop(unavailable(message, "draining", RETRY_DRAINING_S), "drain")
+
+    def stop(self, failure: Exception, cause: str) -> None:
+        """End all choices that still run; the reader gets `failure`. Only the first one counts."""
+        if self._failure is None:
+            self._failure = failure
+            self._track.aborted(cause)
+            for worker in self._workers:
+                worker.cancel()
+            self._news.set()
+
+    async def close(self) -> None:
+        """Stop whatever runs; when this returns the engine has been told."""
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = [*self._workers, *self._watchers]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._track.close()
+
+    def usage(self) -> Json:
+        """Tokens so far. What the cache saved is what it saved each prompt's first choice."""
+        first = self.choices[:: self._n]
+        return usage(
+            sum(len(choice.request.prompt_ids) for choice in first),
+            sum(choice.num_tokens for choice in self.choices),
+            sum(choice.stats.cached_tokens for choice in first if choice.stats is not None),
+        )

@@ -1,0 +1,94 @@
+"""Log lines on stderr: text for people, JSON for collectors; structured fields through `extra={"fields": {...}}`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine import StepStats
+
+QUIET = ("uvicorn.error", "uvicorn.access", "httpx", "httpcore", "asyncio", "huggingface_hub")
+
+
+def fields(record: logging.LogRecord) -> dict[str, Any]:
+    """The structured part of a record."""
+    return getattr(record, "fields", {})
+
+
+def _word(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    # Quoted where it would otherwise read as two fields or, with a line feed, as two lines.
+    return json.dumps(text) if not text or not text.isprintable() or any(c in text for c in ' "=') else text
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31 12:00:00 info request id=… prompt_tokens=…`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and a traceback below it where there is one."""
+        when = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S")
+        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        words = [when, record.levelname.lower(), message, *(f"{k}={_word(v)}" for k, v in fields(record).items())]
+        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+        return " ".join(words) + trace
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, message, and the fields beside them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in fields(record).items() if key not in line}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure(form: str, level: str) -> None:
+    """Send all log lines of this process to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, getattr(logging, level.upper())))
+
+
+def request_line(**figures: Any) -> None:
+    """The one line of a finished request: ids, counts and times, never content; figures that are None stay away."""
+    shown = {k: round(v, 6) if isinstance(v, float) else v for k, v in figures.items() if v is not None}
+    logging.getLogger("pequod.request").info("request", extra={"fields": shown})
+
+
+class StepLog:
+    """Appends every engine step to a file, one JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        # Line by line, so that the file tells of the last step also when the process is killed.
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._is_broken = False
+
+    def write(self, stats: StepStats) -> None:
+        """Append a step; when that fails, as on a full disk, the log ends and the server goes on."""
+        if self._is_broken:
+            return
+        try:
+            self._file.write(json.dumps({name: getattr(stats, name) for name in stats.__struct_fields__}) + "\n")
+        except OSError as error:
+            self._is_broken = True
+            logging.getLogger("pequod.server").error("the step log ends here: %s", error.strerror)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()

@@ -1,0 +1,112 @@
+"""Prompts to token ids, on the one thread that tokenizes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypedDict, TypeVar, Unpack
+
+from .templates import MAX_CHARACTERS, ChatTemplates, Message
+from .tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+# Tokenizing this much takes some hundredths of a second: below it, texts are counted and not guessed at (a run of
+# unknown characters can be one token, and normalizing can drop characters).
+ALWAYS_TOKENIZED = 65_536
+
+
+class RenderOptions(TypedDict, total=False):
+    """What else a chat template is told; absent: as ChatTemplates.render has it."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    documents: list[dict[str, Any]] | None
+    template_kwargs: dict[str, Any] | None
+
+
+class TextTooLong(Exception):
+    """A text that cannot fit the context whatever its tokens are; the text of the error is for the client."""
+
+    def __init__(self, characters: int, limit: int) -> None:
+        super().__init__(
+            f"The prompt has {characters} characters; this server's context (--max-model-len) holds at most {limit}."
+        )
+        self.characters = characters
+        self.limit = limit
+
+
+class Prompts:
+    """Everything that needs the tokenizer or the chat template, off the event loop and one at a time.
+
+    `max_len` is the context in tokens, None as long as the engine has not told it. `chat_template` replaces the
+    model's own templates.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_len: int | None = None, chat_template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.max_len = max_len
+        templates = tokenizer.templates if chat_template is None else {"default": chat_template}
+        self._templates = ChatTemplates(templates, tokenizer.special_tokens)
+        # One thread: a burst of long prompts must not take the cores from the engine, and the order of arrival stays.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._templates)
+
+    @property
+    def max_characters(self) -> int:
+        """No text longer than this can fit the context."""
+        if self.max_len is None:
+            return MAX_CHARACTERS
+        return min(MAX_CHARACTERS, max(ALWAYS_TOKENIZED, self.max_len * self.tokenizer.longest))
+
+    async def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a plain prompt; raises TextTooLong."""
+        self._check(text)
+        return await self._run(lambda: self.tokenizer.encode(text, add_special))
+
+    async def chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **options: Unpack[RenderOptions]
+    ) -> list[int]:
+        """Token ids of a conversation; raises TemplateError and TextTooLong."""
+
+        def work() -> list[int]:
+            text = self._templates.render(messages, tools, **options)
+            self._check(text)
+            # The template has written all special tokens itself: adding them would begin the text twice.
+            return self.tokenizer.encode(text, add_special=False)
+
+        return await self._run(work)
+
+    async def render(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **options: Unpack[RenderOptions]
+    ) -> str:
+        """The text of a conversation's prompt; raises TemplateError."""
+        return await self._run(lambda: self._templates.render(messages, tools, **options))
+
+    async def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of token ids."""
+        return await self._run(lambda: self.tokenizer.decode(ids, skip_special))
+
+    async def tokens(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary's spelling of each token."""
+        return await self._run(lambda: self.tokenizer.tokens(ids))
+
+    def check_template(self) -> None:
+        """Compile the chat template, if there is one; raises TemplateError when it is broken."""
+        if self._templates:
+            self._templates.get()
+
+    def close(self) -> None:
+        """Stop the thread; work that has not begun is cancelled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, text: str) -> None:
+        if len(text) > self.max_characters:
+            raise TextTooLong(len(text), self.max_characters)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,84 @@
+"""Token ids on the wire: text to ids, ids to text, and the prompt that a chat template makes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, model_validator
+
+from .chat import Messages, TemplateOptions
+from .common import MAX_LABEL, Text, TokenId, Wire, clash, refused
+from .completions import MAX_PROMPT_IDS
+
+ModelName = Annotated[str, Field(max_length=MAX_LABEL)]
+
+
+class TokenizeRequest(TemplateOptions):
+    """POST /tokenize: a text, or a conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "The sea is", "return_token_strs": True},
+                {"messages": [{"role": "user", "content": "Hello"}]},
+            ]
+        }
+    )
+
+    model: ModelName | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise clash("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise clash("add_special_tokens goes with prompt: a chat template writes them itself")
+        given = TemplateOptions.model_fields.keys() & {name for name, value in self if value is not None}
+        if self.messages is None and given:
+            raise clash("chat template options go with messages")
+        return self
+
+
+class Tokens(Wire):
+    """Token ids, how many, and how many of them the model takes."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Wire):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [11, 12]}]})
+
+    model: ModelName | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
+
+
+class Detokenized(Wire):
+    """The tokens' text, special tokens written out."""
+
+    prompt: str
+
+
+class TemplateRequest(TemplateOptions):
+    """POST /apply-template."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}]}]})
+
+    model: ModelName | None = None
+    messages: Messages
+    add_special_tokens: Annotated[Any, refused(False)] = None
+
+
+class Templated(Wire):
+    """The prompt that the model would see."""
+
+    prompt: str
+    count: int

@@ -1,0 +1,45 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from ..answer import answer
+from ..body import body, described
+from ..errors import OPENAI_ERRORS
+from ..limits import UserDep
+from ..protocol.chat import ChatAnswer, ChatRequest, ChatWriter, as_dicts
+from ..protocol.common import Prompt
+from ..state import AppDep, Pequod
+
+router = APIRouter(tags=["generation"])
+
+STREAM = (
+    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1767225600,"model":"builtin",'
+    '"system_fingerprint":"fp_0","choices":[{"index":0,"delta":{"content":"Hello"},"logprobs":null,'
+    '"finish_reason":null}]}\n\ndata: [DONE]\n\n'
+)
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": ChatAnswer,
+        "description": "The answer; with stream true its pieces, as events that each hold a chat.completion.chunk",
+        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": STREAM}},
+    },
+    **OPENAI_ERRORS,
+}
+
+
+@router.post("/v1/chat/completions", response_class=Response, responses=ANSWERS, openapi_extra=described(ChatRequest))
+async def chat(
+    asked: Annotated[ChatRequest, Depends(body(ChatRequest))], app: AppDep, caller: UserDep, request: Request
+) -> Response:
+    """The next message of a conversation."""
+    return await answer(app, caller, request, asked, encode=encode, write=ChatWriter, prefix="chatcmpl")
+
+
+async def encode(app: Pequod, asked: ChatRequest) -> list[Prompt]:
+    """The conversation as the model's chat template writes it."""
+    assert app.prompts is not None
+    return [Prompt(tuple(await app.prompts.chat(as_dicts(asked.messages), **asked.render_options)))]

@@ -1,0 +1,67 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from ..answer import answer, check_token_ids
+from ..body import body, described
+from ..errors import OPENAI_ERRORS
+from ..limits import UserDep
+from ..protocol.common import Prompt
+from ..protocol.completions import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionRequest, CompletionWriter
+from ..state import AppDep, Pequod
+
+router = APIRouter(tags=["generation"])
+
+STREAM = (
+    'data: {"id":"cmpl-1","object":"text_completion","created":1767225600,"model":"builtin",'
+    '"system_fingerprint":"fp_0","choices":[{"index":0,"text":" the sea","logprobs":null,"finish_reason":null}]}\n\n'
+    "data: [DONE]\n\n"
+)
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": CompletionAnswer,
+        "description": "The continuations; with stream true their pieces, as events that each hold a text_completion",
+        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": STREAM}},
+    },
+    **OPENAI_ERRORS,
+}
+
+
+@router.post("/v1/completions", response_class=Response, responses=ANSWERS, openapi_extra=described(CompletionRequest))
+async def completions(
+    asked: Annotated[CompletionRequest, Depends(body(CompletionRequest))],
+    app: AppDep,
+    caller: UserDep,
+    request: Request,
+) -> Response:
+    """Continuations of prompts that are texts or token ids."""
+    return await answer(
+        app,
+        caller,
+        request,
+        asked,
+        encode=encode,
+        write=CompletionWriter,
+        prefix="cmpl",
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+    )
+
+
+async def encode(app: Pequod, asked: CompletionRequest) -> list[Prompt]:
+    """The prompts as token ids, each with its text where the answer is to begin with it."""
+    assert app.prompts is not None and app.engine.info is not None
+    prompts = []
+    for given in asked.prompts:
+        if isinstance(given, str):
+            ids = await app.prompts.encode(given, asked.add_special_tokens is not False)
+            text = given
+        else:
+            check_token_ids(app.engine.info, given, "prompt")
+            ids = given
+            text = await app.prompts.decode(ids, asked.skip_special_tokens is not False) if asked.echo else ""
+        prompts.append(Prompt(tuple(ids), text if asked.echo else ""))
+    return prompts

@@ -1,0 +1,128 @@
+"""What operators and tools ask: health, version, models, metrics, and the page about the API."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse
+
+from ..errors import OPENAI_ERRORS
+from ..limits import metrics_reader, public, user
+from ..metrics import CONTENT_TYPE
+from ..state import AppDep, Pequod
+
+RETRY_READY_S = 2  # a probe that was told no may look again soon: asking costs nothing
+
+router = APIRouter(tags=["operation"])
+PUBLIC = [Depends(public)]
+USER = [Depends(user)]
+
+
+@router.get("/live", dependencies=PUBLIC)
+async def live(app: AppDep) -> Response:
+    """200 unless only a new process can help: the engine has failed for good or has fallen silent."""
+    return JSONResponse(app.health().body(), 200 if app.is_alive() else 503)
+
+
+@router.get("/ready", dependencies=PUBLIC)
+@router.get("/health", dependencies=PUBLIC)
+async def ready(app: AppDep) -> Response:
+    """200 when new work is taken and gets on; otherwise 503. `state` says why."""
+    health = app.health()
+    if health.is_ready:
+        return JSONResponse(health.body())
+    return JSONResponse(health.body(), 503, {"Retry-After": str(RETRY_READY_S)})
+
+
+@router.get("/version", dependencies=PUBLIC)
+async def version(app: AppDep) -> dict[str, Any]:
+    """What serves: version, and once it is loaded the model, the device and whether results are exact."""
+    told: dict[str, Any] = {"version": app.version, "model": app.model_names[0]}
+    if (info := app.engine.info) is not None:
+        told |= {
+            "architecture": info.architecture,
+            "implementation": info.implementation,
+            "attention": info.attention,
+            "device": info.device,
+            "dtype": info.dtype,
+            "exact": info.exact,
+            "torch": info.torch,
+            "max_model_len": info.max_len,
+            "weights_hash": info.weights_hash,
+            "system_fingerprint": app.fingerprint,
+        }
+    return told
+
+
+def card(app: Pequod, name: str) -> dict[str, Any]:
+    """A model as /v1/models tells it."""
+    info = app.engine.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": app.created,
+        "owned_by": "pequod",
+        "max_model_len": info.max_len if info is not None else app.settings.max_model_len,
+    }
+
+
+@router.get("/v1/models", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
+async def models(app: AppDep) -> dict[str, Any]:
+    """The names under which requests may ask for the model."""
+    return {"object": "list", "data": [card(app, name) for name in app.model_names]}
+
+
+# Hub ids hold a slash.
+@router.get("/v1/models/{model_id:path}", dependencies=USER, responses={s: OPENAI_ERRORS[s] for s in (401, 404)})
+async def model(model_id: str, app: AppDep) -> dict[str, Any]:
+    """One served name."""
+    return card(app, app.check_model(model_id))
+
+
+@router.get("/metrics", dependencies=[Depends(metrics_reader)], response_class=Response)
+async def metrics(app: AppDep) -> Response:
+    """Everything measured, for Prometheus; never waits for the engine."""
+    return Response(app.metrics.render(), media_type=CONTENT_TYPE)
+
+
+@router.get("/openapi.json", dependencies=PUBLIC, include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The description of this API."""
+    schema = request.app.openapi()
+    prefix = request.scope.get("root_path", "")
+    return JSONResponse({**schema, "servers": [{"url": prefix}]} if prefix else schema)
+
+
+@router.get("/docs", dependencies=PUBLIC, include_in_schema=False)
+async def docs() -> Response:
+    """The same, to read and to try, from this server alone."""
+    page, policy = docs_page()
+    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+    return Response(page, media_type="text/html", headers=headers)
+
+
+@router.get("/", dependencies=PUBLIC, include_in_schema=False)
+async def index(request: Request) -> Response:
+    return RedirectResponse(request.scope.get("root_path", "") + "/docs")
+
+
+@cache
+def docs_page() -> tuple[str, str]:
+    """The page, and the policy that lets a browser run its own script and style and nothing else."""
+    page = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+
+    def hashed(tag: str) -> str:
+        match = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert match is not None
+        return "'sha256-" + base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode() + "'"
+
+    return page, (
+        f"default-src 'none'; script-src {hashed('script')}; style-src {hashed('style')}; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

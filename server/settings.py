@@ -1,0 +1,499 @@
+"""Settings: every flag, PEQUOD_* variable and TOML key of the product is one field of one class.
+
+`load` puts the sources together: flag over environment over TOML file over default.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+    from engine import EngineConfig
+
+PREFIX = "PEQUOD_"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+UNITS = {"": 1, **{unit + "b": 1000**i for i, unit in enumerate("kmgt", 1)}, "b": 1}
+# A bare letter counts in 1024s, as docker and the kernel do.
+UNITS |= {suffix: 1024**i for i, unit in enumerate("kmgt", 1) for suffix in (unit, unit + "ib")}
+
+
+class SettingsError(Exception):
+    """A setting is wrong; the text is one sentence that names where it was written."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is most likely a misspelling of."""
+    from difflib import get_close_matches
+
+    plain = {choice.lower().replace("_", "-"): choice for choice in known}
+    close = get_close_matches(name.lower().replace("_", "-"), plain, n=1)
+    return plain[close[0]] if close else None
+
+
+def num_bytes(value: Any) -> Any:
+    """Bytes of a size such as 4GiB, 500MB or 4096."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]{0,3})", value.strip().lower())
+    if match is None or match[2] not in UNITS:
+        raise ValueError("is not a size such as 4GiB, 500MB or a number of bytes")
+    return int(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]
+
+
+def split(value: Any) -> Any:
+    """A list from `a,b`, from `["a","b"]` as JSON, or from several such flags."""
+    if isinstance(value, str):
+        if value.strip().startswith("["):
+            import json
+
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise ValueError("begins as a JSON list but is not one") from None
+        else:
+            value = value.split(",")
+    return [item.strip() if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+
+
+def _no_blank(values: list[Any]) -> list[Any]:
+    if not all(str(value.get_secret_value() if isinstance(value, SecretStr) else value) for value in values):
+        raise ValueError("holds an empty entry")
+    return values
+
+
+def _not_blank(value: SecretStr) -> SecretStr:
+    if not value.get_secret_value():
+        raise ValueError("is empty")
+    return value
+
+
+def _file(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError("is not a file")
+    return path
+
+
+def _in_folder(path: Path) -> Path:
+    if not path.absolute().parent.is_dir():
+        raise ValueError("lies in a folder that does not exist")
+    if path.is_dir():
+        raise ValueError("is a folder, not a file")
+    return path
+
+
+def _socket_path(path: Path) -> Path:
+    if len(os.fsencode(path)) > 107:  # sun_path holds 108 bytes with its final NUL
+        raise ValueError("is longer than the 107 bytes that a socket's path may have")
+    return _in_folder(path)
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
+        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    return value
+
+
+def _generation_config(value: str) -> str:
+    if value in ("auto", "engine"):
+        return value
+    if value in ("vllm", "none"):
+        return "engine"
+    if not Path(value).exists():
+        raise ValueError("must be auto, engine, or a folder or file that exists")
+    return value
+
+
+def _root_path(value: str) -> str:
+    if value and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", value):
+        raise ValueError("must be a path such as /llm")
+    return value.rstrip("/")
+
+
+def _alias(names: Mapping[str, str]) -> BeforeValidator:
+    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
+
+
+Bytes = Annotated[int, BeforeValidator(num_bytes)]
+Names = Annotated[list[str], NoDecode, BeforeValidator(split), AfterValidator(_no_blank)]
+Secrets = Annotated[list[SecretStr], NoDecode, BeforeValidator(split), AfterValidator(_no_blank)]
+Secret = Annotated[SecretStr, AfterValidator(_not_blank)]
+File = Annotated[Path, AfterValidator(_file)]
+NewFile = Annotated[Path, AfterValidator(_in_folder)]
+SocketPath = Annotated[Path, AfterValidator(_socket_path)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+DType = Annotated[
+    Literal["auto", "float32", "float16", "bfloat16", "float64"], _alias({"half": "float16", "float": "float32"})
+]
+Device = Annotated[str, AfterValidator(_device)]
+
+
+def setting(group: str, default: Any, description: str, metavar: str | None = None, **bounds: Any) -> Any:
+    """A field with the group that `--help` lists it under."""
+    return Field(default, description=description, json_schema_extra={"group": group, "metavar": metavar}, **bounds)
+
+
+class Settings(BaseSettings):
+    """Everything that can be set, validated; never changes after that."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), validate_default=False
+    )
+
+    model: str = setting(
+        "model", "builtin", "model folder, hub id, or `builtin`", "MODEL", min_length=1, max_length=4096
+    )
+    revision: str | None = setting("model", None, "branch, tag or commit of a hub model", min_length=1, max_length=256)
+    served_model_name: Names = setting(
+        "model", [], "names that requests may use, the first is reported; several (default: MODEL)", "NAME"
+    )
+    chat_template: File | None = setting("model", None, "Jinja file used instead of the model's chat template", "FILE")
+    generation_config: Annotated[str, AfterValidator(_generation_config)] = setting(
+        "model",
+        "auto",
+        "sampling defaults: auto (the model's own), engine (none from the model), or a path",
+        "auto|engine|PATH",
+    )
+    local_files_only: bool = setting("model", False, "use only models that are on this machine, no network")
+
+    device: Device = setting("engine", "auto", "auto, cpu, cuda or cuda:N", "DEVICE")
+    dtype: DType = setting("engine", "auto", "type of weights and activations")
+    model_impl: Literal["auto", "native", "transformers"] = setting(
+        "engine", "auto", "whose code runs the model: ours, or transformers' on our cache"
+    )
+    attention_backend: str = setting("engine", "auto", "name of the attention backend", "NAME", max_length=64)
+    max_model_len: Count | None = setting(
+        "engine", None, "most tokens of prompt plus output (default: what the model and the cache hold)", "TOKENS"
+    )
+    max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = setting(
+        "engine", None, "most requests in one step (default: 16 on CPU, 256 on CUDA)", "N"
+    )
+    max_num_batched_tokens: Count | None = setting(
+        "engine", None, "most tokens in one step (default: 256 on CPU, 8192 on CUDA)", "TOKENS"
+    )
+    long_prefill_token_threshold: Count | None = setting(
+        "engine", None, "most that one prompt takes of a step while others wait (default: half)", "TOKENS"
+    )
+    scheduling_policy: Literal["fcfs", "priority", "prefill-first", "static"] = setting(
+        "engine", "fcfs", "order in which waiting requests are served"
+    )
+    enable_prefix_caching: bool = setting("engine", True, "share the cached start of prompts")
+    gpu_memory_utilization: float = setting(
+        "engine", 0.9, "share of a GPU's memory to use", "SHARE", gt=0, le=1, allow_inf_nan=False
+    )
+    kv_cache_memory: Annotated[Bytes, Field(ge=1, le=2**50)] | None = setting(
+        "engine", None, "memory of the KV cache on CPU, such as 4GiB (default: a share of RAM)", "SIZE"
+    )
+    num_gpu_blocks_override: Count | None = setting(
+        "engine", None, "number of KV cache blocks, instead of measuring memory", "N"
+    )
+    block_size: int = setting("engine", 16, "tokens in a KV cache block", "TOKENS", ge=1, le=1024)
+    threads: int | None = setting("engine", None, "torch threads on CPU (default: torch's choice)", "N", ge=1, le=1024)
+    seed: int | None = setting(
+        "engine", None, "makes the draws of requests without a seed repeatable", "SEED", ge=0, le=2**64 - 1
+    )
+
+    host: str = setting("http", "127.0.0.1", "address to listen on", "ADDRESS", min_length=1, max_length=255)
+    port: int = setting("http", 8000, "port to listen on; 0 takes a free one", "PORT", ge=0, le=65535)
+    uds: SocketPath | None = setting("http", None, "listen on this Unix socket instead", "PATH")
+    root_path: Annotated[str, AfterValidator(_root_path)] = setting(
+        "http", "", "path under which a proxy publishes the server", "PATH", max_length=1024
+    )
+    ssl_certfile: File | None = setting("http", None, "TLS certificate, PEM", "FILE")
+    ssl_keyfile: File | None = setting("http", None, "key of the TLS certificate, PEM", "FILE")
+    api_key: Secrets = setting("http", [], "keys that clients must send; several (default: none asked)", "KEY")
+    metrics_key: Secret | None = setting("http", None, "key that /metrics asks for (default: public)", "KEY")
+    allowed_origins: Names = setting("http", [], "browser origins allowed by CORS; several", "ORIGIN")
+    allowed_hosts: Names = setting(
+        "http", [], "Host headers to answer, * for any; several (default: loopback names when bound there)", "HOST"
+    )
+
+    max_num_queued_reqs: int = setting("limits", 256, "waiting requests, above it 503", "N", ge=1, le=2**20)
+    max_body_bytes: Annotated[Bytes, Field(ge=1024, le=2**30)] = setting(
+        "limits", 8 << 20, "largest request body, such as 8MiB", "SIZE"
+    )
+    request_timeout: float | None = setting(
+        "limits", None, "most seconds for one request (default: no limit)", "SECONDS", gt=0, le=86400 * 7
+    )
+    stall_seconds: float = setting(
+        "limits", 60.0, "with work and no step for so long, /ready says no", "SECONDS", gt=0, le=86400
+    )
+    drain_seconds: float = setting(
+        "limits", 30.0, "time that running answers get after SIGTERM", "SECONDS", ge=0, le=86400
+    )
+    ignore_fields: Names = setting("limits", [], "unknown request fields to drop instead of refusing: a,b", "FIELD")
+
+    metrics_compat: Literal["vllm", "none"] = setting("logs", "vllm", "metric names of another server beside our own")
+    step_log: NewFile | None = setting("logs", None, "append every engine step as a JSON line", "FILE")
+    log_format: Literal["text", "json"] = setting("logs", "text", "form of the log lines")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("logs", "info", "least severe lines to log")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments over the environment; `load` gives the TOML values as arguments where neither speaks."""
+        assert isinstance(env_settings, EnvSettingsSource)
+        env_settings.env_vars = {
+            name.lower(): value for name, value in environment(os.environ).items() if value is not None
+        }
+        return init_settings, env_settings
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> Settings:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile beside it")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Names under which requests may ask for the model; the first is reported."""
+        return self.served_model_name or [self.model]
+
+    @property
+    def keys(self) -> list[str]:
+        """The API keys in plain text; empty: none is asked for."""
+        return [key.get_secret_value() for key in self.api_key]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.uds is not None or self.host in LOOPBACK or self.host.startswith("127.")
+
+    @property
+    def hosts(self) -> list[str] | None:
+        """What a Host header may say, without port; None: anything."""
+        if "*" in self.allowed_hosts or (not self.allowed_hosts and (self.uds is not None or not self.is_loopback)):
+            return None
+        return self.allowed_hosts or list(dict.fromkeys([*LOOPBACK, self.host]))
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's part of the settings, not yet resolved for a device or a model."""
+        from engine import EngineConfig
+
+        return EngineConfig(
+            model=self.model,
+            revision=self.revision,
+            device=self.device,
+            dtype=self.dtype,
+            implementation=self.model_impl,
+            attention=self.attention_backend,
+            max_len=self.max_model_len,
+            max_seqs=self.max_num_seqs,
+            max_batched_tokens=self.max_num_batched_tokens,
+            long_prefill_tokens=self.long_prefill_token_threshold,
+            policy=self.scheduling_policy,
+            prefix_caching=self.enable_prefix_caching,
+            block_size=self.block_size,
+            num_blocks=self.num_gpu_blocks_override,
+            kv_cache_memory=self.kv_cache_memory,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            threads=self.threads,
+        )
+
+
+FIELDS = Settings.model_fields
+SECRET = frozenset({"api_key", "metrics_key"})
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def group(name: str) -> str:
+    """The group of a field: model, engine, http, limits or logs."""
+    extra = FIELDS[name].json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra["group"])
+
+
+def metavar(name: str) -> str | None:
+    """What `--help` shows in the place of a field's value; None: its choices."""
+    extra = FIELDS[name].json_schema_extra
+    assert isinstance(extra, dict)
+    return None if extra["metavar"] is None else str(extra["metavar"])
+
+
+def shape(name: str) -> tuple[type, tuple[str, ...]]:
+    """A field's plain type (bool, int, float, list or str) and, of a closed set, its choices."""
+    annotation = FIELDS[name].annotation
+    while True:
+        inner = [arg for arg in get_args(annotation) if arg is not NoneType]
+        if annotation in (bool, int, float):
+            assert isinstance(annotation, type)
+            return annotation, ()
+        if getattr(annotation, "__origin__", None) is list:
+            return list, ()
+        if getattr(annotation, "__origin__", None) is Literal:
+            return str, tuple(inner)
+        if not inner:
+            return str, ()
+        annotation = inner[0]
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings among the environment's variables, by their names as written.
+
+    An empty variable counts as absent, as compose files write it, but not for a key: a server that was meant to
+    ask for one must not start open. PEQUOD_PORT=tcp://… is what Kubernetes sets for a service named pequod.
+    """
+    known = {PREFIX + name.upper(): name for name in FIELDS}
+    found = {}
+    for variable, value in environ.items():
+        name = known.get(variable.upper())
+        if name is None or (not value and name not in SECRET) or (name == "port" and value.startswith("tcp://")):
+            continue
+        found[variable] = value
+    return found
+
+
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """One sentence for each PEQUOD_* variable that is no setting but looks like one."""
+    known = [PREFIX + name.upper() for name in FIELDS] + [PREFIX + "CONFIG"]
+    rest = [name for name in environ if name.startswith(PREFIX) and name not in known]
+    close = [(name, nearest(name.removeprefix(PREFIX), [k.removeprefix(PREFIX) for k in known])) for name in rest]
+    return [f"{name} is not a setting; did you mean {PREFIX}{meant}?" for name, meant in close if meant is not None]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file by field name; keys may be written with - or _."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: is not TOML: {error}") from None
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in FIELDS:
+            close = nearest(name, FIELDS)
+            hint = f"did you mean {close}?" if close else "`pequod config show` lists the keys"
+            raise SettingsError(f"{path}: unknown key {key}; {hint}")
+        if name in values:
+            raise SettingsError(f"{path}: {name} is set twice")
+        _check_kind(path, key, name, value)
+        values[name] = value
+    return values
+
+
+def _check_kind(path: Path, key: str, name: str, value: Any) -> None:
+    """TOML has types, so that a quoted number is a mistake and not a number."""
+    kind = shape(name)[0]
+    is_size = metavar(name) == "SIZE"
+    wanted = {
+        bool: "true or false",
+        int: "a size such as 4GiB or a number" if is_size else "a whole number",
+        float: "a number",
+        list: "a list of texts",
+        str: "a text in quotes",
+    }[kind]
+    if kind is bool:
+        fits = isinstance(value, bool)
+    elif isinstance(value, bool):
+        fits = False
+    elif kind is int:
+        fits = isinstance(value, int) or (is_size and isinstance(value, str))
+    elif kind is float:
+        fits = isinstance(value, int | float)
+    elif kind is list:
+        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    else:
+        fits = isinstance(value, str)
+    if not fits:
+        raise SettingsError(f"{path}: {key} must be {wanted}{_told(name, value)}")
+
+
+def _told(name: str, value: Any) -> str:
+    if name in SECRET or isinstance(value, dict):
+        return ""
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return f", not {text}" if len(text) <= 64 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings and, for each field, where its value came from."""
+
+    settings: Settings
+    sources: dict[str, str]
+
+
+def load(flags: Mapping[str, Any], config: Path | None = None) -> Loaded:
+    """Settings from flags, environment, TOML file and defaults, in that order; SettingsError names what is wrong."""
+    from_file = {} if config is None else read_toml(config)
+    from_env = {variable.upper(): variable for variable in environment(os.environ)}
+    sources: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for name in FIELDS:
+        variable = from_env.get(PREFIX + name.upper())
+        if name in flags:
+            sources[name] = f"flag {flag(name)}"
+            values[name] = flags[name]
+        elif variable is not None:
+            sources[name] = f"env {variable}"
+        elif name in from_file:
+            sources[name] = f"{config}: {name}"
+            values[name] = from_file[name]
+        else:
+            sources[name] = "default"
+    try:
+        return Loaded(Settings(**values), sources)
+    except ValidationError as error:
+        raise SettingsError(_sentence(error.errors()[0], sources)) from None
+
+
+def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
+    """One sentence for a validation error: where, what, and what would do."""
+    context = error.get("ctx", {})
+    kind = error["type"]
+    name = str(error["loc"][0]) if error["loc"] else ""
+    if kind == "value_error":
+        text = str(context["error"])
+    elif kind.startswith("int_"):
+        text = "is not a whole number"
+    elif kind.startswith(("float_", "finite_number")):
+        text = "is not a number"
+    elif kind.startswith("bool_"):
+        text = "must be true or false"
+    elif kind == "literal_error":
+        choices = shape(name)[1]
+        close = nearest(str(error["input"]), choices)
+        text = f"must be one of {', '.join(choices)}" + (f"; did you mean {close}?" if close else "")
+    elif kind in ("greater_than_equal", "less_than_equal", "greater_than"):
+        word = {"greater_than_equal": "at least", "less_than_equal": "at most", "greater_than": "above"}[kind]
+        text = f"must be {word} {next(iter(context.values())):g}"
+    elif kind in ("string_too_short", "string_too_long"):
+        text = "is empty" if kind == "string_too_short" else "is too long"
+    else:
+        text = "is not valid: " + error["msg"][:1].lower() + error["msg"][1:]
+    if not name:
+        return text
+    where = sources[name].removeprefix("flag ").removeprefix("env ")
+    shown = str(error["input"])
+    value = "" if name in SECRET or len(shown) > 64 or kind.startswith("string_") else f" {shown}"
+    joint = ":" if value and not text.startswith("is ") else ""
+    return f"{where}{joint}{value} {text}"

@@ -1,0 +1,357 @@
+"""Chat messages to prompt text, by the model's own template, rendered as transformers renders it.
+
+A template comes with the model: it runs in jinja's sandbox, and the number of loop turns and calls, the time
+and the length of the text are bounded, so that a bad one costs its request and not the server. (What it can
+still do is build one huge string by doubling; weights are trusted further than that.)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_TURNS = 2_000_000  # of loops, and calls: seconds of work; a chat of 4,096 messages with tools takes some 20,000
+MAX_SECONDS = 5.0  # other prompts wait meanwhile
+MAX_CHARACTERS = 8_000_000  # as long as the longest body that the server reads
+# Not identifiers, so that no template can reach them by name.
+BUDGET, COUNTED = "budget!", "counted!"
+
+NO_TEMPLATE = (
+    "This model has no chat template, so it cannot serve chat: use /v1/completions, or start the server with "
+    "--chat-template FILE."
+)
+FAILED = "The model's chat template cannot render these messages."
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+Message = dict[str, Any]
+
+
+class TemplateError(Exception):
+    """The messages cannot be rendered; the text is one sentence for the client."""
+
+
+class Budget:
+    """What one rendering may still cost."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._turns = 0
+        self._deadline = clock() + MAX_SECONDS
+
+    def spend(self) -> None:
+        self._turns += 1
+        late = self._turns % 1024 == 0 and self._clock() > self._deadline
+        if late or self._turns > MAX_TURNS:
+            raise TemplateError("The model's chat template takes too long on these messages.")
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is a block like any other."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("render"), [], [], body).set_lineno(line)
+
+    def render(self, caller: Macro) -> str:
+        return caller()
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """jinja's sandbox with what chat templates expect to find, every loop turn and call counted."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.filters[COUNTED] = _counted
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: now().strftime(form)
+        del self.globals["lipsum"]
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, COUNTED, [], [], None, None, lineno=loop.lineno)
+        return template
+
+    def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        context.resolve(BUDGET).spend()
+        return super().call(context, target, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _is_huge(operator, left, right):
+            raise TemplateError(FAILED)
+        return super().call_binop(context, operator, left, right)
+
+
+class ChatTemplate:
+    """One compiled template, and how it wants its messages."""
+
+    def __init__(self, source: str, environment: Environment) -> None:
+        try:
+            tree = environment.parse(source)
+            content = _Content(tree)
+            self._template = environment.from_string(tree)
+        except Exception as error:  # also what Python says of the code that jinja makes: too deep, too large
+            line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise TemplateError(f"The model's chat template has a syntax error{line}.") from error
+        self.loops_over_content = content.is_looped_over()
+        self.tests_content = content.is_tested()
+        self.knows_developer = any(const.value == "developer" for const in tree.find_all(nodes.Const))
+
+    def render(self, variables: dict[str, Any], budget: Budget, limit: int) -> str:
+        """The text, at most `limit` characters."""
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._template.generate({**variables, BUDGET: budget}):
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise TemplateError(
+                        "The prompt that the model's chat template makes of these messages is too long."
+                    )
+        except TemplateError:
+            raise
+        except Exception as error:  # whatever a template does wrong: undefined names, types, the sandbox's refusals
+            raise TemplateError(FAILED) from error
+        return "".join(parts)
+
+
+class ChatTemplates:
+    """A model's chat templates: `default`, perhaps `tool_use`; each compiled when first used."""
+
+    def __init__(
+        self,
+        templates: dict[str, str],
+        special_tokens: dict[str, str],
+        *,
+        now: Callable[[], datetime] = datetime.now,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sources = templates
+        self._special_tokens = special_tokens
+        self._clock = clock
+        self._environment = Environment(now)
+        self._compiled: dict[str, ChatTemplate] = {}  # by name, so never more than the model has
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
+
+    def get(self, name: str = "default") -> ChatTemplate:
+        """A template by name, or the only one there is; raises TemplateError when it is missing or broken."""
+        if not self._sources:
+            raise TemplateError(NO_TEMPLATE)
+        if name not in self._sources:
+            name = "default" if "default" in self._sources else next(iter(self._sources))
+        if name not in self._compiled:
+            self._compiled[name] = ChatTemplate(self._sources[name], self._environment)
+        return self._compiled[name]
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        limit: int = MAX_CHARACTERS,
+    ) -> str:
+        """The prompt's text for messages as they are on the wire; raises TemplateError."""
+        template = self.get("tool_use" if tools else "default")
+        if not messages:
+            raise TemplateError("There are no messages.")
+        if add_generation_prompt and continue_final_message:
+            raise TemplateError("add_generation_prompt and continue_final_message exclude each other.")
+        chat = prepare(messages, template)
+        variables = {
+            **self._special_tokens,
+            "messages": chat,
+            "tools": tools or None,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        own = template_kwargs or {}
+        if clash := sorted(own.keys() & variables.keys()):
+            raise TemplateError(f"chat_template_kwargs cannot set {clash[0]}.")
+        variables |= own
+        budget = Budget(self._clock)
+        if not continue_final_message:
+            return template.render(variables, budget, limit)
+        final = _mark_end(chat)
+        return _cut_at_mark(template.render(variables, budget, limit), final)
+
+
+def prepare(messages: list[Message], template: ChatTemplate) -> list[Message]:
+    """Copies of the messages in the form that the template wants; raises TemplateError."""
+    return _merge_instructions([_prepare(i, message, template) for i, message in enumerate(messages)], template)
+
+
+def _prepare(index: int, message: Message, template: ChatTemplate) -> Message:
+    # Many templates write "None" for a key that is there without a value.
+    message = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
+    content = message.get("content", "")
+    if isinstance(content, list):
+        if not all(_is_text(part) for part in content):
+            raise TemplateError(f"messages[{index}].content holds a part that is not text.")
+        if not template.loops_over_content:
+            content = "\n".join(part["text"] for part in content)
+        else:
+            content = [dict(part) for part in content]
+    elif template.loops_over_content and not template.tests_content:
+        content = [{"type": "text", "text": content}] if content else []
+    message["content"] = content
+    if "tool_calls" in message:
+        message["tool_calls"] = [
+            _parse_arguments(f"messages[{index}].tool_calls[{i}]", call) for i, call in enumerate(message["tool_calls"])
+        ]
+    # The name that most templates read, and the one that gpt-oss's does.
+    reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def _parse_arguments(place: str, call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as templates expect, and not the JSON text of the wire."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise TemplateError(f"{place}.function.arguments is not a JSON object.")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _merge_instructions(messages: list[Message], template: ChatTemplate) -> list[Message]:
+    """All system and developer messages as one, the first: few templates take a later one, and some drop it."""
+    own = [message for message in messages if message.get("role") in ("system", "developer")]
+    if not own:
+        return messages
+    first = dict(own[0])
+    if first["role"] == "developer" and not template.knows_developer:
+        first["role"] = "system"
+    contents = [message["content"] for message in own]
+    if any(isinstance(content, list) for content in contents):
+        first["content"] = [
+            part
+            for content in contents
+            for part in (content if isinstance(content, list) else [{"type": "text", "text": content}])
+        ]
+    else:
+        first["content"] = "\n\n".join(content for content in contents if content)
+    return [first, *(message for message in messages if message.get("role") not in ("system", "developer"))]
+
+
+def _mark_end(chat: list[Message]) -> str:
+    """Put a mark behind the last message's text, where the rendered prompt is to be cut; returns the text."""
+    content = chat[-1]["content"]
+    if isinstance(content, list):
+        if not content:
+            content.append({"type": "text", "text": ""})
+        text = content[-1]["text"]
+        content[-1]["text"] = text + CONTINUE_HERE
+    else:
+        text = content
+        chat[-1]["content"] = text + CONTINUE_HERE
+    return text
+
+
+def _cut_at_mark(prompt: str, final: str) -> str:
+    mark = CONTINUE_HERE.strip()
+    if final.strip() not in prompt or mark not in prompt:
+        raise TemplateError("The model's chat template does not keep the final message, so it cannot be continued.")
+    at = prompt.rindex(mark)
+    # Where the template trims a message's end, its own spacing before the mark goes with it.
+    return prompt[:at] if prompt.startswith(CONTINUE_HERE, at) else prompt[:at].rstrip()
+
+
+class _Content:
+    """What a template does with the content of messages."""
+
+    _TRANSPARENT = frozenset((COUNTED, "list", "reverse", "sort", "selectattr", "rejectattr"))
+
+    def __init__(self, tree: nodes.Template) -> None:
+        self._tree = tree
+        self._names = {"content"}  # what macros call it
+        for assign in tree.find_all(nodes.Assign):
+            if isinstance(assign.target, nodes.Name) and self._is(assign.node):
+                self._names.add(assign.target.name)
+
+    def is_looped_over(self) -> bool:
+        return any(self._is(loop.iter) for loop in self._tree.find_all(nodes.For))
+
+    def is_tested(self) -> bool:
+        kinds = ("string", "iterable", "sequence", "mapping")
+        return any(test.name in kinds and self._is(test.node) for test in self._tree.find_all(nodes.Test))
+
+    def _is(self, node: nodes.Node | None) -> bool:
+        match node:
+            case nodes.Filter():
+                return node.name in self._TRANSPARENT and self._is(node.node)
+            case nodes.CondExpr():
+                return self._is(node.expr1) or self._is(node.expr2)
+            case nodes.Getattr():
+                return node.attr == "content"
+            case nodes.Getitem():
+                return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+            case nodes.Name():
+                return node.name in self._names
+        return False
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes HTML, which would reach the model.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(str(message)[:1000])
+
+
+@jinja2.pass_context
+def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    budget = context.resolve(BUDGET)
+    for item in items:
+        budget.spend()
+        yield item
+
+
+def _is_huge(operator: str, left: Any, right: Any) -> bool:
+    """Whether a product or power would fill the memory."""
+    if operator == "**":
+        return abs(right) > 64 or abs(left) > 1 << 64
+    if isinstance(right, (str, list, tuple)):
+        left, right = right, left
+    return isinstance(left, (str, list, tuple)) and isinstance(right, int) and len(left) * right > MAX_CHARACTERS

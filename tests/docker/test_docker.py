@@ -1,0 +1,500 @@
+"""The image, the compose file and what watches the server, as far as they can be checked without a Docker engine."""
+
+from __future__ import annotations
+
+import fnmatch
+import http.server
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from engine import EngineInfo, EngineStatus
+from server.__main__ import COMMANDS
+from server.limits import Limits
+from server.metrics import Metrics
+from server.settings import FIELDS, PREFIX, Settings
+from tests.live import Server, eventually, free_port
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+PROMETHEUS = DOCKER / "prometheus"
+DASHBOARD = json.loads((DOCKER / "grafana/dashboards/pequod.json").read_text())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+INSTRUCTIONS = re.compile(
+    "ARG|CMD|COPY|ENTRYPOINT|ENV|EXPOSE|FROM|HEALTHCHECK|LABEL|RUN|STOPSIGNAL|USER|VOLUME|WORKDIR"
+)
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        package = "docker-compose" if name == "docker-compose" else "prometheus"
+        pytest.skip(f"{name} is not here (Debian package {package})")
+    return found
+
+
+def run(*command: str | pathlib.Path, **kwargs: Any) -> str:
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=60, **kwargs
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+# The image
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile as (instruction, arguments), continued lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(line.split(None, 1)[0], line.split(None, 1)[1].strip()) for line in joined.splitlines() if line.strip()]
+
+
+def last_stage() -> list[tuple[str, str]]:
+    parts = instructions()
+    return parts[max(i for i, (name, _) in enumerate(parts) if name == "FROM") :]
+
+
+def argument(name: str) -> str:
+    (value,) = [value for instruction, value in last_stage() if instruction == name]
+    return value
+
+
+def test_the_dockerfile_is_made_of_known_instructions_and_each_command_of_it_parses():
+    parts = instructions()
+    for name, value in parts:
+        assert INSTRUCTIONS.fullmatch(name)
+        if name == "RUN":
+            run("sh", "-n", "-c", value)
+
+
+def test_the_stages_are_there_for_both_devices():
+    stages = {value.split(" AS ")[1] for name, value in instructions() if name == "FROM" and " AS " in value}
+    assert stages == {"builder", "runtime-cpu", "runtime-cuda"}
+    assert ("ARG", "DEVICE=cpu") in instructions()
+    assert last_stage()[0] == ("FROM", "runtime-${DEVICE}")
+
+
+def test_what_the_image_copies_is_in_the_repository_and_in_the_build_context():
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout")
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert patterns[0] == "*"  # a context of what is named, so that no secret and no gigabyte slips in
+    allowed = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    dropped = [pattern for pattern in patterns[1:] if not pattern.startswith("!")]
+    sources = [
+        source for name, value in instructions() if name == "COPY" and "--from" not in value
+        for source in value.split()[:-1]
+    ]  # fmt: skip
+    assert len(sources) > 4
+    for source in sources:
+        files = [path for path in listed if path == source or path.startswith(source + "/")]
+        assert files, f"COPY {source}: no such file"
+        assert any(source == name or source.startswith(name + "/") for name in allowed), f".dockerignore hides {source}"
+        hidden = [
+            path for path in files for pattern in dropped if fnmatch.fnmatch("/" + path, pattern.replace("**", "*"))
+        ]
+        assert not hidden
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert set(built["packages"]) | {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]} <= set(sources)
+
+
+def test_the_dependencies_of_the_image_are_those_of_the_project(tmp_path):
+    """The line that reads them from pyproject.toml, run as the build runs it, up to pip."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (command,) = [value for name, value in instructions() if name == "RUN" and "requirements.txt" in value]
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\necho "$*" >> calls\n')
+    pip.chmod(0o755)
+    (tmp_path / "python").symlink_to(sys.executable)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    run("sh", "-c", command, cwd=tmp_path, env={**os.environ, "PATH": path, "TORCH_INDEX": ""})
+    assert (tmp_path / "calls").read_text() == "install -r requirements.txt\n"
+    assert (tmp_path / "requirements.txt").read_text().splitlines() == PROJECT["dependencies"]
+    torch = (tmp_path / "torch.txt").read_text().splitlines()
+    assert torch == [line for line in PROJECT["dependencies"] if line.startswith("torch>")]
+    assert len(torch) == 1
+    run("sh", "-c", command, cwd=tmp_path, env={**os.environ, "PATH": path, "TORCH_INDEX": "file:///other"})
+    assert "install --index-url file:///other -r torch.txt\n" in (tmp_path / "calls").read_text()
+
+
+def test_the_image_runs_our_command_as_a_user_without_rights():
+    (entry,) = json.loads(argument("ENTRYPOINT"))
+    assert entry in PROJECT["scripts"]
+    assert json.loads(argument("CMD"))[0] in COMMANDS
+    user, group = argument("USER").split(":")
+    assert int(user) >= 10000 and int(group) >= 10000
+    created = [value for name, value in last_stage() if name == "RUN" and "useradd" in value]
+    assert f"--uid {user} " in created[0] and f"--gid {group} " in created[0]
+    assert argument("STOPSIGNAL") == "SIGTERM"
+    assert argument("EXPOSE") == str(FIELDS["port"].default)
+    assert ("ARG", f"VERSION={PROJECT['version']}") in last_stage()
+    environment = dict(word.split("=", 1) for name, value in last_stage() if name == "ENV" for word in value.split())
+    for name, value in environment.items():
+        if name.startswith(PREFIX):
+            Settings.model_validate({name.removeprefix(PREFIX).lower(): value})
+    assert environment["PEQUOD_HOST"] == "0.0.0.0"
+    (volume,) = json.loads(argument("VOLUME"))
+    for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME"):
+        assert environment[name].startswith(volume)
+
+
+def test_no_package_index_and_no_image_registry_is_named():
+    texts = [(ROOT / "Dockerfile").read_text(), *(path.read_text() for path in DOCKER.glob("compose*.yaml"))]
+    for text in texts:
+        hosts = set(re.findall(r"https?://([^/:\"\s]+)", text))
+        assert hosts <= {"127.0.0.1"}
+        images = re.findall(r"^\s*image: (\S+)", text, re.MULTILINE) + re.findall(r"PYTHON_IMAGE=(\S+)", text)
+        assert not [image for image in images if "." in image.split("/")[0] and "/" in image]
+
+
+# The health check
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response({"/live": 200, "/ready": 503}.get(self.path, 404))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def answering() -> Iterator[int]:
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def health(*paths: str, **environment: str) -> int:
+    # A proxy of the environment must not be asked for the container's own port.
+    env = {"PATH": os.environ["PATH"], "http_proxy": "http://127.0.0.1:9", **environment}
+    return subprocess.run(
+        [sys.executable, DOCKER / "health.py", *paths], env=env, check=False, capture_output=True, timeout=30
+    ).returncode
+
+
+def test_the_health_check_tells_a_server_that_answers_from_one_that_does_not(answering):
+    port = str(answering)
+    assert health(PEQUOD_PORT=port) == 0
+    assert health("/live", PEQUOD_PORT=port) == 0
+    assert health("/ready", PEQUOD_PORT=port) == 1
+    assert health("/live", PEQUOD_PORT=str(free_port())) == 1
+    assert health("/live", PEQUOD_PORT=port, PEQUOD_SSL_CERTFILE="/x.pem") == 1  # it answers, but not over TLS
+
+
+def test_the_image_and_the_compose_file_use_the_health_check_that_is_there():
+    words = json.loads(argument("HEALTHCHECK").split("CMD", 1)[1])
+    copied = [value.split()[1] for name, value in last_stage() if name == "COPY" and "health.py" in value]
+    assert words == ["python", *copied, "/live"]
+    assert services()["pequod"]["healthcheck"]["test"] == ["CMD", "python", *copied, "/ready"]
+
+
+# Compose
+
+
+def services() -> dict[str, Any]:
+    return yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+
+
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]], ids=["cpu", "cuda"])
+def test_compose_takes_the_files(files):
+    options = [option for name in files for option in ("-f", str(DOCKER / name))]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    text = run(tool("docker-compose"), *options, "config", env={**kept, "PEQUOD_MODEL": "/models/one"})
+    parsed = yaml.safe_load(text[text.index("services:") :])
+    pequod = parsed["services"]["pequod"]
+    assert set(parsed["services"]) == {"pequod", "prometheus", "grafana"}
+    assert pequod["environment"]["PEQUOD_MODEL"] == "/models/one"
+    assert pequod["environment"]["PEQUOD_API_KEY"] is None  # absent, not empty: an empty key is an error
+    assert pequod["build"]["context"] == str(ROOT)
+    devices = pequod.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices")
+    if len(files) == 1:
+        assert devices is None
+    else:
+        assert pequod["build"]["args"]["DEVICE"] == "cuda"
+        assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+
+
+def test_every_setting_that_the_compose_file_hands_on_exists():
+    environment = services()["pequod"]["environment"]
+    assert {name.removeprefix(PREFIX).lower() for name in environment if name.startswith(PREFIX)} <= set(FIELDS)
+    args = {value.partition("=")[0] for name, value in instructions() if name == "ARG"}
+    for name in ("compose.yaml", "compose.cuda.yaml"):
+        assert set(yaml.safe_load((DOCKER / name).read_text())["services"]["pequod"]["build"]["args"]) <= args
+
+
+def test_a_drain_has_the_time_it_needs_before_the_container_is_killed():
+    pequod = services()["pequod"]
+    drain = Settings.model_validate({"drain_seconds": pequod["environment"]["PEQUOD_DRAIN_SECONDS"]}).drain_seconds
+    assert int(pequod["stop_grace_period"].removesuffix("s")) >= drain + 10
+
+
+def test_services_are_pinned_checked_without_rights_and_reachable_from_this_machine_alone():
+    for name, service in services().items():
+        tag = service["image"].partition(":")[2]
+        assert tag and tag != "latest"
+        assert service["healthcheck"]["test"][0] == "CMD"
+        assert service["cap_drop"] == ["ALL"]
+        assert all(port.startswith("${BIND:-127.0.0.1}:") for port in service["ports"]), name
+
+
+def test_what_is_mounted_is_where_the_programs_look():
+    mounts = dict(volume.split(":")[:2] for name in ("prometheus", "grafana") for volume in services()[name]["volumes"])
+    for source, target in mounts.items():
+        if source.startswith("."):
+            assert (DOCKER / source).is_dir()
+        else:
+            assert source in yaml.safe_load((DOCKER / "compose.yaml").read_text())["volumes"]
+        mounts[source] = target
+    assert f"--config.file={mounts['./prometheus']}/prometheus.yml" in services()["prometheus"]["command"]
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    provider = yaml.safe_load((DOCKER / "grafana/provisioning/dashboards/pequod.yml").read_text())["providers"][0]
+    assert provider["options"]["path"] == mounts["./grafana/dashboards"]
+    home = services()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == mounts["./grafana/dashboards"] + "/pequod.json"
+    source = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+    assert source["isDefault"]
+    scraped = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"][0]
+    assert scraped["static_configs"] == [{"targets": ["pequod:8000"]}]
+    assert source["jsonData"]["timeInterval"] == "5s"
+
+
+# Prometheus
+
+
+def test_promtool_takes_the_scrape_configuration_and_the_alerts():
+    assert "SUCCESS" in run(tool("promtool"), "check", "config", PROMETHEUS / "prometheus.yml")
+    assert "FAILED" not in run(tool("promtool"), "check", "rules", PROMETHEUS / "alerts.yml")
+
+
+def test_each_alert_rings_when_it_should_and_only_then():
+    run(tool("promtool"), "test", "rules", PROMETHEUS / "alerts_test.yml")
+    rung = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())["tests"]
+    tried = {case["alertname"] for test in rung for case in test.get("alert_rule_test", []) if case["exp_alerts"]}
+    assert tried == set(alerts())
+
+
+def alerts() -> dict[str, str]:
+    groups = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+# The dashboard
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> dict[str, str]:
+    """Every expression of the dashboard, with its variables filled in, by the panel's title and a letter."""
+    found = {f"{panel['title']}/{t['refId']}": t["expr"] for panel in panels() for t in panel["targets"]}
+    found |= {note["name"]: note["expr"] for note in DASHBOARD["annotations"]["list"]}
+    filled = {
+        name: text.replace("$__rate_interval", "1m").replace("$__interval", "1m").replace("$instance", ".*")
+        for name, text in found.items()
+    }
+    assert not [name for name, text in filled.items() if "$" in text]
+    return filled
+
+
+def named(expression: str) -> set[str]:
+    """The metrics that an expression reads."""
+    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]|\"[^\"]*\"", " ", expression)
+    bare = re.sub(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", " ", bare)
+    words = re.findall(r"(?<![\w:.])([a-zA-Z_:][\w:]*)(?!\s*\()(?![\w:])", bare)
+    operators = {"and", "or", "unless", "bool", "offset", "sum", "max", "min", "count", "avg"}
+    return {word for word in words if word not in operators and not re.fullmatch(r"\d+[smhd]", word)}
+
+
+@pytest.fixture(scope="module")
+def registered() -> set[str]:
+    """The name of every series that a loaded server can expose."""
+    info = EngineInfo(
+        model="m", architecture="a", max_len=2048, vocab_size=10, block_size=16, num_blocks=8, max_seqs=4,
+        max_batched_tokens=64, dtype="float32", device="cpu", attention="reference", implementation="native",
+        exact=False, num_params=1, weights_bytes=1, kv_bytes_per_token=1, weights_hash="", load_seconds=0.0, torch="",
+    )  # fmt: skip
+    settings = Settings()
+    status = EngineStatus(phase="ready", last_step=time.monotonic())
+    engine = SimpleNamespace(status=status, info=info, pid=os.getpid(), on_step=[])
+    metrics = Metrics(settings, engine, Limits(settings))
+    metrics.bind(info)
+    ends = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+    families = [family for registry in (metrics.own, metrics.vllm) for family in registry.collect()]
+    return {family.name + end for family in families for end in ends[family.type]}
+
+
+def test_metrics_are_found_in_an_expression():
+    text = (
+        'histogram_quantile(0.95, sum by (le, x) (rate(vllm:a_bucket{b=~"c"}[5m]))) / on (job) pequod:d offset 5m > 0'
+    )
+    assert named(text) == {"vllm:a_bucket", "pequod:d"}
+
+
+def test_the_dashboard_and_the_alerts_read_metrics_that_the_server_has(registered):
+    known = registered | {"up", "ALERTS"}
+    for name, expression in {**expressions(), **alerts()}.items():
+        found = named(expression)
+        assert found, name
+        assert found <= known, f"{name} reads {found - known}"
+    (variable,) = [entry for entry in DASHBOARD["templating"]["list"] if entry["name"] == "instance"]
+    assert re.findall(r"label_values\(([\w:]+),", variable["definition"])[0] in registered
+
+
+def test_every_expression_of_the_dashboard_is_promql(tmp_path):
+    rules = [{"record": f"x:{number}", "expr": text} for number, text in enumerate(expressions().values())]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    run(tool("promtool"), "check", "rules", file)
+
+
+def test_panels_lie_side_by_side_and_say_what_they_show():
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: dict[tuple[int, int], str] = {}
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, f"{panel['title']} lies over {taken[x, y]}"
+                taken[x, y] = panel["title"]
+    for panel in panels():
+        assert panel["description"] and panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+# All of it, with a server and Debian's Prometheus
+
+
+class Scraper:
+    """Debian's Prometheus over one server, with our configuration."""
+
+    def __init__(self, place: pathlib.Path, target: str) -> None:
+        config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+        config["global"] |= {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}  # for haste
+        config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+        shutil.copy(PROMETHEUS / "alerts.yml", place)
+        (place / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self.port = free_port()
+        self.log = open(place / "log", "w")
+        self.process = subprocess.Popen(
+            [
+                tool("prometheus"),
+                f"--config.file={place / 'prometheus.yml'}",
+                f"--storage.tsdb.path={place / 'data'}",
+                f"--web.listen-address=127.0.0.1:{self.port}",
+            ],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+
+    def get(self, path: str, **params: str) -> Any:
+        try:
+            answer = self.client.get(path, params=params)
+        except httpx.TransportError:
+            return None
+        if answer.status_code in (502, 503):  # it is still starting
+            return None
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"]
+
+    def value(self, expression: str) -> list[float]:
+        data = self.get("/api/v1/query", query=expression)
+        return [float(sample["value"][1]) for sample in data["result"]] if data else []
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+        self.client.close()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    tool("prometheus")
+    with Server("--dtype", "float32", "--num-gpu-blocks-override", "200") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def scraper(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraper]:
+    running = Scraper(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{server.port}")
+    try:
+        eventually(lambda: running.value('up{job="pequod"}') == [1.0], 60, 0.2)
+        yield running
+    finally:
+        running.stop()
+
+
+def ask(server: Server, tokens: int) -> None:
+    body = {"prompt": "The captain looked at the grey sea. " * 8, "max_tokens": tokens, "ignore_eos": True}
+    for stream in (False, True):
+        answer = server.client.post("/v1/completions", json={**body, "stream": stream})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.slow
+def test_prometheus_reads_a_running_server_and_every_panel_has_data(server, scraper):
+    for _ in range(3):  # several scrapes with new counts, so that there are rates
+        ask(server, 20)
+        seen = scraper.value("sum(vllm:generation_tokens_total)")
+        eventually(lambda seen=seen: scraper.value("sum(vllm:generation_tokens_total)") != seen, 20, 0.2)
+    total = server.metric("vllm:generation_tokens_total")
+    assert total == 3 * 2 * 20
+    eventually(lambda: scraper.value("sum(vllm:generation_tokens_total)") == [total], 20, 0.2)
+
+    silent = {"Engine restarts"}  # an annotation: nothing has died
+    for name, expression in expressions().items():
+        values = scraper.value(expression)
+        assert values or name in silent, f"{name} is empty: {expression}"
+        # NaN is what a quantile or a mean of nothing is: some series (an idle route) may be, a whole panel not.
+        assert name in silent or any(math.isfinite(value) for value in values), f"{name} is not a number: {expression}"
+    assert scraper.value(expressions()["Servers up/A"]) == [1.0]
+    assert scraper.value(expressions()["Lost blocks/A"]) == [0.0]
+    assert sum(scraper.value(expressions()["Blocks by state/A"])) == 200
+    assert scraper.value(expressions()["Prefix cache hit rate/A"])[0] > 0.5
+
+
+@pytest.mark.slow
+def test_the_alerts_are_evaluated_and_silent_over_a_healthy_server(scraper):
+    def evaluated() -> list[dict[str, Any]]:
+        rules = scraper.get("/api/v1/rules")["groups"][0]["rules"]
+        return [] if any(rule["health"] == "unknown" for rule in rules) else rules
+
+    rules = eventually(evaluated, 20, 0.2)
+    assert {rule["name"] for rule in rules} == set(alerts())
+    assert [rule for rule in rules if rule["health"] != "ok"] == []
+    assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+
+
+@pytest.mark.slow
+def test_the_health_check_of_the_image_says_yes_to_a_running_server(server):
+    assert health("/live", PEQUOD_PORT=str(server.port)) == 0
+    assert health("/ready", PEQUOD_PORT=str(server.port)) == 0

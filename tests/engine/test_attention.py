@@ -1,0 +1,140 @@
+"""The paged reference against attention written out densely, over random schedules of chunks and single tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ConfigError
+from engine.attention import AttentionMeta, KVCache, LayerKV, reference, resolve_name, select
+from engine.attention.reference import Reference
+
+CPU = torch.device("cpu")
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window=None, softcap=None, sinks=None) -> Tensor:
+    """Of one sequence: q [new, heads, dim] are its last tokens, k and v [all, kv_heads, dim] all of them."""
+    new, heads, _ = q.shape
+    k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position, key = torch.arange(k.shape[0] - new, k.shape[0])[:, None], torch.arange(k.shape[0])
+    hidden = key > position
+    if window:
+        hidden |= key <= position - window
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(heads, new, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : k.shape[0]], v)
+
+
+class Pool:
+    """Sequences with random keys and values in one cache whose unused memory is NaN, their blocks scattered."""
+
+    def __init__(self, seed: int, lengths: list[int], layer: LayerKV, *, group: int, block_size: int, dtype) -> None:
+        self.random, draw = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.lengths, self.block_size = lengths, block_size
+        needs = [-(-length // block_size) for length in lengths]
+        free = list(range(sum(needs) + 3))
+        self.random.shuffle(free)
+        self.blocks = [[free.pop() for _ in range(need)] for need in needs]
+
+        def numbers(heads: int, dim: int) -> list[Tensor]:
+            return [torch.randn(n, heads, dim, generator=draw, dtype=torch.float64).to(dtype) for n in lengths]
+
+        self.q = numbers(layer.num_kv_heads * group, layer.head_dim)
+        self.k = numbers(layer.num_kv_heads, layer.head_dim)
+        self.v = numbers(layer.num_kv_heads, layer.v_head_dim)
+        self.backend = Reference()
+        self.cache = KVCache.allocate(
+            self.backend, [layer], num_blocks=sum(needs) + 3, block_size=block_size, dtype=dtype, device=CPU
+        )
+        self.cache.layers[0].fill_(math.nan)
+        self.done = [0] * len(lengths)
+
+    def step(self, rows: dict[int, int], **kw) -> float:
+        """Run so many tokens of each sequence in one call; gives the largest difference to dense attention."""
+        meta = AttentionMeta.of([(self.blocks[s], self.done[s], new) for s, new in rows.items()], self.block_size)
+        q, k, v = (
+            torch.cat([x[s][self.done[s] : self.done[s] + new] for s, new in rows.items()])
+            for x in (self.q, self.k, self.v)
+        )
+        out, worst, at = self.cache.attend(0, q, k, v, meta, scale=0.3, **kw), 0.0, 0
+        for s, new in rows.items():
+            start, end = self.done[s], self.done[s] + new
+            wide = (x.double() for x in (self.q[s][start:end], self.k[s][:end], self.v[s][:end]))
+            difference = (out[at : at + new].double() - dense(*wide, scale=0.3, **kw)).abs().max().item()
+            assert not math.isnan(difference)
+            worst, at, self.done[s] = max(worst, difference), at + new, end
+        return worst
+
+    def run(self, **kw) -> float:
+        """All sequences in random chunks, many single tokens among them, until all are done."""
+        worst = 0.0
+        while open_ := [s for s, length in enumerate(self.lengths) if self.done[s] < length]:
+            chosen = [s for s in open_ if self.random.random() < 0.8] or open_
+            sizes = {s: self.random.choice([1, 1, 2, 3, 17]) for s in chosen}
+            worst = max(worst, self.step({s: min(n, self.lengths[s] - self.done[s]) for s, n in sizes.items()}, **kw))
+        return worst
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 20])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_mixed_rows_equal_dense_attention(window, softcap, with_sinks):
+    for seed, (block_size, heads, group, dim, v_dim) in enumerate(
+        [(16, 2, 2, 8, 8), (4, 1, 12, 16, 16), (1, 4, 1, 8, 24), (5, 2, 3, 16, 8)]
+    ):
+        layer = LayerKV(heads, dim, v_dim)
+        pool = Pool(seed, [40, 3, 17, 1, 65], layer, group=group, block_size=block_size, dtype=torch.float64)
+        sinks = torch.linspace(-1, 2, heads * group, dtype=torch.float64) if with_sinks else None
+        assert pool.run(window=window, softcap=softcap, sinks=sinks) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str
+)
+def test_other_types_are_as_exact_as_their_rounding(dtype, limit):
+    pool = Pool(1, [200, 30, 31, 90], LayerKV(2, 32, 32), group=2, block_size=16, dtype=dtype)
+    assert pool.run() < limit
+    again = Pool(1, [200, 30, 31, 90], LayerKV(2, 32, 32), group=2, block_size=16, dtype=dtype)
+    assert again.run(softcap=20.0, sinks=torch.zeros(4)) < limit
+
+
+def test_decode_beside_much_longer_and_shorter_rows():
+    pool = Pool(2, [700, 2, 350, 40, 41, 16], LayerKV(2, 8, 8), group=2, block_size=16, dtype=torch.float64)
+    pool.step({s: length - 1 for s, length in enumerate(pool.lengths)})
+    assert pool.step({5: 1, 0: 1, 3: 1, 1: 1, 4: 1, 2: 1}) < 1e-12
+
+
+def test_work_that_is_cut_into_parts_gives_the_same(monkeypatch):
+    monkeypatch.setattr(reference, "GATHER_NUMBERS", 600)
+    monkeypatch.setattr(reference, "SCORE_NUMBERS", 500)
+    pool = Pool(3, [90, 33, 34, 60], LayerKV(2, 8, 8), group=2, block_size=4, dtype=torch.float64)
+    assert pool.run(window=None) < 1e-12
+    pool = Pool(4, [90, 33, 34, 60], LayerKV(2, 8, 8), group=2, block_size=4, dtype=torch.float64)
+    assert pool.run(window=7) < 1e-12
+
+
+def test_a_block_moves_as_bytes():
+    pool = Pool(5, [20], LayerKV(2, 8, 8), group=2, block_size=8, dtype=torch.float64)
+    pool.step({0: 19})
+    cache, spare = pool.cache.layers[0], ({0, 1, 2, 3, 4, 5} - set(pool.blocks[0])).pop()
+    assert cache[0].is_contiguous()
+    cache[spare] = cache[pool.blocks[0][1]]
+    cache[pool.blocks[0][1]] = math.nan
+    pool.blocks[0][1] = spare
+    assert pool.step({0: 1}) < 1e-12
+
+
+def test_backends_are_chosen_by_name():
+    assert isinstance(select("auto", CPU), Reference)
+    assert resolve_name("auto", CPU) == "reference"
+    assert select("reference", CPU) is not select("reference", CPU)
+    with pytest.raises(ConfigError, match="unknown attention backend 'flash'; known: auto, reference"):
+        select("flash", CPU)

@@ -1,0 +1,116 @@
+"""Batches become tensors: random traces against AttentionMeta.of, which is built from lists row by row."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine.attention import AttentionMeta
+from engine.batch import Row
+from engine.runner.inputs import Inputs
+
+CPU = torch.device("cpu")
+
+
+class World:
+    """Sequences that come, grow, stop for a step and go, with blocks that are given again to others."""
+
+    def __init__(self, seed, *, max_seqs=4, block_size=4, max_blocks=8):
+        self.rng = random.Random(seed)
+        self.block_size, self.max_seqs, self.max_blocks = block_size, max_seqs, max_blocks
+        self.free = list(range(40))
+        self.seqs = {}  # id -> [tokens computed, blocks]
+        self.inputs = Inputs(max_seqs, max_blocks, block_size, CPU)
+        self.next_id = 0
+
+    def step(self):
+        rng = self.rng
+        for seq_id in [s for s in self.seqs if rng.random() < 0.15]:
+            self.free += self.seqs.pop(seq_id)[1]
+            self.inputs.leave(seq_id)
+        while len(self.seqs) < self.max_seqs and rng.random() < 0.6:
+            self.seqs[self.next_id] = [0, []]
+            self.inputs.enter(self.next_id)
+            self.next_id += 1
+        rows = []
+        for seq_id, state in self.seqs.items():
+            start, blocks = state
+            room = self.max_blocks * self.block_size - start
+            if room == 0 or rng.random() < 0.1:
+                continue
+            count = min(room, rng.choice([1, 1, 1, 3, 9]))
+            need = -(-(start + count) // self.block_size) - len(blocks)
+            rng.shuffle(self.free)
+            new = [self.free.pop() for _ in range(need)]
+            if start == 0 and rng.random() < 0.3 and need > 1:  # a prefix found in the cache: blocks, not tokens
+                start = self.block_size
+                count = max(1, count - start)
+            blocks += new
+            state[0] = start + count
+            tokens = [rng.randrange(1000) for _ in range(count)]
+            rows.append(Row(seq_id, start, tokens, new, rng.choice([0, 1])))
+        return rows
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traces_equal_the_row_by_row_version(seed):
+    world = World(seed)
+    for _ in range(60):
+        rows = world.step()
+        if not rows:
+            continue
+        world.inputs.append_blocks(rows)
+        got = world.inputs.prepare(rows)
+        want = AttentionMeta.of(
+            [(world.seqs[row.seq_id][1], row.start, len(row.token_ids)) for row in rows], world.block_size
+        )
+        assert got.ids.tolist() == [token for row in rows for token in row.token_ids]
+        assert got.positions.tolist() == [row.start + i for row in rows for i in range(len(row.token_ids))]
+        for name in ("query_start", "seq_lens", "slot_mapping"):
+            mine, theirs = getattr(got.meta, name), getattr(want, name)
+            assert mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist(), name
+        assert got.meta.block_table.dtype == torch.int32
+        for row, line in zip(rows, got.meta.block_table.tolist(), strict=True):
+            used = -(-(row.start + len(row.token_ids)) // world.block_size)
+            assert line[:used] == world.seqs[row.seq_id][1][:used]
+            assert all(0 <= block < 40 for block in line), "what lies behind a row's blocks is still a block"
+        assert (got.meta.max_query, got.meta.max_seq) == (want.max_query, want.max_seq)
+        assert (got.meta.query_start_list, got.meta.seq_lens_list) == (want.query_start_list, want.seq_lens_list)
+        ends = got.meta.query_start_list[1:]
+        assert got.logits_at.tolist() == [end - 1 for row, end in zip(rows, ends, strict=True) if row.num_logits]
+        assert got.drawing.tolist() == [index for index, row in enumerate(rows) if row.num_logits]
+        assert got.lengths.tolist() == want.seq_lens_list
+
+
+def test_a_step_without_draws_asks_for_no_logits():
+    inputs = Inputs(2, 4, 4, CPU)
+    inputs.enter(9)
+    rows = [Row(9, 0, [1, 2, 3], [5], 0)]
+    inputs.append_blocks(rows)
+    got = inputs.prepare(rows)
+    assert got.logits_at.shape == (0,) and got.logits_at.dtype == torch.int64
+    assert got.meta.slot_mapping.tolist() == [20, 21, 22]
+
+
+def test_a_slot_is_given_again_with_an_empty_table():
+    inputs = Inputs(1, 3, 2, CPU)
+    for seq_id, blocks in ((1, [7, 8]), (2, [3])):
+        inputs.enter(seq_id)
+        rows = [Row(seq_id, 0, [1] * (2 * len(blocks)), blocks, 1)]
+        inputs.append_blocks(rows)
+        assert inputs.prepare(rows).meta.block_table.tolist() == [blocks]
+        inputs.leave(seq_id)
+
+
+def test_tensors_of_a_step_stay_when_the_next_is_prepared():
+    inputs = Inputs(1, 3, 2, CPU)
+    inputs.enter(1)
+    first = [Row(1, 0, [5, 6], [2], 1)]
+    inputs.append_blocks(first)
+    kept = inputs.prepare(first)
+    second = [Row(1, 2, [7], [0], 1)]
+    inputs.append_blocks(second)
+    inputs.prepare(second)
+    assert kept.ids.tolist() == [5, 6] and kept.meta.block_table.tolist() == [[2]]

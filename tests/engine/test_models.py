@@ -1,0 +1,307 @@
+"""Logits of every architecture against transformers' own forward, over schedules that a scheduler could make."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import EngineConfig, ModelError, models
+from engine.attention import AttentionMeta, KVCache, select
+from engine.models.layers import Linear, can_pack
+from engine.models.spec import read_spec
+from tests.models import FALLBACK, FLOAT32_ONLY, MAX_LEN, MODELS, NATIVE, VOCAB, make, oracle, prompt
+
+CPU = torch.device("cpu")
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return torch.float32 if name in FLOAT32_ONLY else torch.float64
+
+
+def limit_of(name: str) -> float:
+    """How near to the oracle: gemma2's own softmax is in float32 even where the rest is in float64."""
+    return 2e-5 if name in FLOAT32_ONLY else 1e-5 if name == "gemma2" else 1e-9
+
+
+def load(folder: Path, dtype: torch.dtype, max_len: int | None = None) -> models.Model:
+    config = EngineConfig(model=str(folder), dtype=str(dtype).removeprefix("torch."), max_len=max_len)
+    return models.load(config, folder, CPU)
+
+
+class Bench:
+    """A model with a cache of its own, run row by row."""
+
+    def __init__(self, model: models.Model, num_blocks: int = 128, seed: int = 0) -> None:
+        self.model = model
+        self.cache = KVCache.allocate(
+            select("auto", CPU),
+            model.spec.layers,
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            dtype=model.spec.dtype,
+            device=CPU,
+        )
+        for layer in self.cache.layers:
+            layer.fill_(float("nan"))
+        self.free = list(range(num_blocks))
+        random.Random(seed).shuffle(self.free)
+        self.blocks: dict[int, list[int]] = {}
+        self.done: dict[int, int] = {}
+
+    def step(self, rows: dict[int, list[int]], *, last_only: bool = False) -> dict[int, Tensor]:
+        """Feed each sequence these tokens; gives each row's logits, [tokens, vocab] or of its last token."""
+        table, starts, at = [], [], 0
+        for seq, ids in rows.items():
+            start = self.done.get(seq, 0)
+            blocks = self.blocks.setdefault(seq, [])
+            while len(blocks) * BLOCK < start + len(ids):
+                blocks.append(self.free.pop())
+            table.append((blocks, start, len(ids)))
+            self.done[seq] = start + len(ids)
+        positions = [start + i for _, start, new in table for i in range(new)]
+        for _, _, new in table:
+            starts.append(range(at + new - 1 if last_only else at, at + new))
+            at += new
+        logits = self.model.forward(
+            torch.tensor([token for ids in rows.values() for token in ids]),
+            torch.tensor(positions),
+            AttentionMeta.of(table, BLOCK),
+            self.cache,
+            torch.tensor([place for span in starts for place in span]),
+        )
+        return dict(zip(rows, logits.split([len(span) for span in starts]), strict=True))
+
+
+def whole(reference, ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        return reference(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def serve_len(name: str) -> int:
+    # Where transformers takes other frequencies for long sequences, the lengths at which both take the short ones.
+    return 64 if "longrope" in name else MAX_LEN
+
+
+@pytest.mark.parametrize("name", [*NATIVE, *FALLBACK])
+def test_logits_are_those_of_transformers(home, name):
+    dtype = dtype_of(name)
+    folder = make(name, home / name, dtype=dtype)
+    model, reference = load(folder, dtype, serve_len(name)), oracle(folder, dtype)
+    assert model.spec.implementation == ("native" if name in NATIVE else "transformers")
+    assert model.spec.vocab_size == VOCAB
+    assert model.num_params == model.spec.num_params == sum(p.numel() for p in reference.parameters())
+    prompts = [prompt(length, seed=length) for length in (5, 33, 18, 1)]
+    want = [whole(reference, ids) for ids in prompts]
+
+    def difference(got: list[list[Tensor]]) -> float:
+        found = [torch.cat(parts) for parts in got]
+        assert all(x.dtype == dtype and x.shape == y.shape for x, y in zip(found, want, strict=True))
+        return max((x - y).abs().max().item() for x, y in zip(found, want, strict=True))
+
+    alone = [[Bench(model).step({0: ids})[0]] for ids in prompts]
+    assert difference(alone) < limit_of(name)
+
+    bench, chunked = Bench(model), []
+    for seq, ids in enumerate(prompts):
+        chunked.append([bench.step({seq: ids[at : at + 7]})[seq] for at in range(0, len(ids), 7)])
+    assert difference(chunked) < limit_of(name)
+
+    # Chunks and single tokens of all sequences mixed into one line of tokens
+    bench, dice = Bench(model, seed=3), random.Random(3)
+    mixed: list[list[Tensor]] = [[] for _ in prompts]
+    while open_ := [s for s, ids in enumerate(prompts) if bench.done.get(s, 0) < len(ids)]:
+        chosen = sorted(open_, key=lambda _: dice.random())[: dice.randint(1, len(open_))]
+        starts = {s: bench.done.get(s, 0) for s in chosen}
+        rows = {s: prompts[s][at : at + dice.choice([1, 1, 2, 9])] for s, at in starts.items()}
+        for seq, logits in bench.step(rows).items():
+            mixed[seq].append(logits)
+    assert difference(mixed) < limit_of(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_only_the_wanted_logits_are_made(home, name):
+    model = load(make(name, home / name, dtype=torch.float64), torch.float64)
+    every, last = Bench(model).step({0: prompt(9)})[0], Bench(model).step({0: prompt(9)}, last_only=True)[0]
+    assert last.shape == (1, VOCAB) and torch.allclose(every[-1:], last, atol=1e-12)
+    meta = AttentionMeta.of([([0], 0, 2)], BLOCK)
+    none = model.forward(torch.tensor([5, 6]), torch.arange(2), meta, Bench(model).cache, torch.tensor([], dtype=int))
+    assert none.shape == (0, VOCAB)
+
+
+@pytest.mark.parametrize("name", ["stories260k", "babyllama-char-940k"])
+def test_greedy_text_of_real_models(data, name):
+    folder = data / "models" / name
+    cases = json.loads((folder / "reference_greedy.json").read_text())["cases"]
+    model, ends = load(folder, torch.float32), (1, 2)
+    bench, ids = Bench(model, num_blocks=2048), {i: list(case["prompt_token_ids"]) for i, case in enumerate(cases)}
+    feed = dict(ids)
+    while feed:
+        logits, feed = bench.step(feed, last_only=True), {}
+        for seq, row in logits.items():
+            token, case = int(row.argmax()), cases[seq]
+            ids[seq].append(token)
+            new = len(ids[seq]) - len(case["prompt_token_ids"])
+            if token not in ends and new < len(case["output_token_ids"]):
+                feed[seq] = [token]
+    for seq, case in enumerate(cases):
+        assert ids[seq][len(case["prompt_token_ids"]) :] == case["output_token_ids"]
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
+def test_frequencies_do_not_depend_on_other_requests(home, name):
+    model = load(make(name, home / name, dtype=torch.float64), torch.float64)
+    short = prompt(20)
+    alone = Bench(model).step({0: short})[0]
+    bench = Bench(model)
+    beside = bench.step({1: prompt(100, seed=1), 0: short})[0]
+    assert torch.allclose(alone, beside, atol=1e-12)
+    assert torch.allclose(alone, Bench(model).step({0: short})[0], atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
+def test_long_sequences_have_the_long_frequencies(home, name):
+    # At full length transformers, which looks at the longest position, takes the frequencies that serve_len gives.
+    folder = make(name, home / name, dtype=torch.float64)
+    length = 1024 if "dynamic" in name else MAX_LEN
+    model = load(folder, torch.float64)
+    assert model.spec.serve_len == length
+    want = whole(oracle(folder, torch.float64), prompt(length))
+    assert (Bench(model, num_blocks=300).step({0: prompt(length)})[0] - want).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 1}),
+        ("jamba", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}),
+        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}),
+        ("falcon", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}),
+        ("qwen3_next", {"hidden_size": 32, "num_hidden_layers": 2}),
+        ("bert", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}),
+        ("t5", {"d_model": 32, "num_layers": 1}),
+    ],
+)
+def test_models_that_cannot_run_on_the_cache_are_refused(tmp_path, kind, settings):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind, vocab_size=VOCAB, **settings).save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as error:
+        models.describe(tmp_path, EngineConfig(model=""))
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 300
+    assert "cannot be served through transformers' attention interface" in text or "causal language model" in text
+
+
+def test_state_outside_of_attention_is_noticed(home, monkeypatch):
+    """A model whose attention is in order, but that also looks at the token before in the line."""
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    folder = make("gpt2", home / "gpt2", dtype=torch.float64)
+    forward = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x + x.roll(1, dims=1)))
+    with pytest.raises(ModelError, match="something other than attention passes from one token to another"):
+        load(folder, torch.float64)
+
+
+def test_the_native_model_and_the_fallback_agree(home):
+    for name in ("qwen3", "mistral", "llama-llama3"):
+        folder = make(name, home / name, dtype=torch.float64)
+        native = load(folder, torch.float64)
+        config = EngineConfig(model="", dtype="float64", implementation="transformers")
+        other = models.load(config, folder, CPU)
+        assert (native.spec.implementation, other.spec.implementation) == ("native", "transformers")
+        assert native.spec.layers == other.spec.layers and native.spec.windows == other.spec.windows
+        assert native.spec.num_params == other.spec.num_params and native.weights_hash == other.weights_hash
+        ids = prompt(30)
+        assert (Bench(native).step({0: ids})[0] - Bench(other).step({0: ids})[0]).abs().max() < 1e-9
+
+
+def test_native_can_be_demanded(home):
+    folder = make("gpt2", home / "gpt2", dtype=torch.float64)
+    with pytest.raises(ModelError, match="the native implementation has no GPT2LMHeadModel"):
+        models.describe(folder, EngineConfig(model="", implementation="native"))
+
+
+BASE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, (4, 16, None, 2048)),
+        ({"model_type": "llama", "num_key_value_heads": None}, (4, 16, None, 2048)),
+        ({"model_type": "mistral", "num_attention_heads": 8}, (8, 8, 4096, 131072)),
+        ({"model_type": "mistral", "num_attention_heads": 8, "sliding_window": None}, (8, 8, None, 131072)),
+        ({"model_type": "qwen3", "num_key_value_heads": 2}, (2, 128, None, 32768)),
+        ({"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": 9}, (2, 16, None, 32768)),
+        (
+            {"model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": True, "max_window_layers": 0},
+            (2, 16, 4096, 32768),
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "num_key_value_heads": 2,
+                "use_sliding_window": True,
+                "sliding_window": 7,
+                "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+            },
+            (2, 128, 7, 32768),
+        ),
+    ],
+)
+def test_what_config_json_leaves_out(source, expected):
+    spec = read_spec({**BASE, **source}, EngineConfig(model=""))
+    assert spec is not None
+    layer = spec.layers[-1]
+    assert (layer.num_kv_heads, layer.head_dim, spec.windows[-1], spec.max_len) == expected
+    assert spec.kv_bytes_per_token == 4 * 4 * layer.numbers
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_spec_agrees_with_transformers_about_the_windows(name):
+    from tests.models import config
+
+    theirs = config(name)
+    spec = read_spec({**theirs.to_dict(), "architectures": [arch(name)]}, EngineConfig(model=""))
+    assert spec is not None
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    window = getattr(theirs, "sliding_window", None)
+    assert spec.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def arch(name: str) -> str:
+    return {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[MODELS[name][0]] + "ForCausalLM"
+
+
+def test_packed_products_in_bfloat16(home):
+    linear = Linear(48, 64, True, torch.bfloat16, CPU)
+    weight, bias = torch.randn(48, 64).bfloat16(), torch.randn(48).bfloat16()
+    linear.weight.copy_(weight)
+    assert linear.bias is not None
+    linear.bias.copy_(bias)
+    packs = can_pack(linear.weight)
+    linear.pack(16)
+    assert linear.weight.numel() == (0 if packs else weight.numel())
+    for rows in (1, 2, 16, 300):
+        x = torch.randn(rows, 64).bfloat16()
+        want = x.double() @ weight.double().t() + bias.double()
+        assert (linear(x).double() - want).abs().max() < 0.01 * want.abs().max()
+
+
+def test_bfloat16_is_near_float32(home):
+    folder = make("qwen3-tied", home / "qwen3-tied", dtype=torch.float64)
+    exact, rough = (Bench(load(folder, dtype)).step({0: prompt(40)})[0] for dtype in (torch.float32, torch.bfloat16))
+    assert rough.dtype == torch.float32
+    assert (rough - exact).norm() < 0.05 * exact.norm()

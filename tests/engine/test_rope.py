@@ -1,0 +1,88 @@
+"""Rotary frequencies against transformers' own, for every scaling and both forms of config.json."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from engine import EngineConfig
+from engine.models.rope import Rotary, frequencies, rotate
+from engine.models.spec import ModelSpec, read_spec
+from tests.models import BASE, ROPES
+
+PLAIN = {"default": {"rope_type": "default"}, **ROPES}
+EXTRA = {
+    "yarn-factor-of-attention": {**ROPES["yarn"], "attention_factor": 0.7, "beta_fast": 20, "beta_slow": 2},
+    "yarn-one-frequency": {**ROPES["yarn"], "beta_fast": 1.0, "beta_slow": 1.0},
+    "longrope-factor-of-attention": {**ROPES["longrope"], "attention_factor": 1.3},
+    "longrope-without-factor": {key: value for key, value in ROPES["longrope"].items() if key != "factor"},
+    "llama3-as-released": {**ROPES["llama3"], "factor": 32.0, "original_max_position_embeddings": 128},
+}
+
+
+def spec(max_len: int | None = None, **source) -> ModelSpec:
+    found = read_spec(
+        {"architectures": ["LlamaForCausalLM"], **BASE, **source}, EngineConfig(model="", max_len=max_len)
+    )
+    assert found is not None and found.decoder is not None
+    return found
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *EXTRA])
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+def test_frequencies_are_those_of_transformers(name, form):
+    rope = {**PLAIN, **EXTRA}[name]
+    theta = 50000.0
+    source = (
+        {"rope_scaling": rope, "rope_theta": theta}
+        if form == "rope_scaling"
+        else {"rope_parameters": {**rope, "rope_theta": theta}}
+    )
+    config = LlamaConfig(**BASE, rope_parameters={**rope, "rope_theta": theta})
+    kind = rope["rope_type"]
+    for length in (64, 256) if kind == "longrope" else (256, 700) if kind == "dynamic" else (256,):
+        found, scale = frequencies(spec(length, **source).decoder.rope, length)
+        if kind == "default":
+            expected, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+        else:
+            expected, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
+        assert torch.equal(found, expected)
+        assert scale == factor
+
+
+def test_an_old_file_says_type():
+    assert spec(rope_scaling={"type": "linear", "factor": 2.0}).decoder.rope.scaling == "linear"
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (None, 256),
+        (ROPES["linear"], 1024),
+        (ROPES["dynamic"], 1024),
+        (ROPES["yarn"], 256),
+        ({**ROPES["yarn"], "original_max_position_embeddings": 256}, 1024),
+        (ROPES["llama3"], 256),
+        (ROPES["longrope"], 256),
+    ],
+)
+def test_a_scaling_tells_the_longest_sequence(rope, longest):
+    assert spec(rope_scaling=rope).max_len == longest
+    assert spec(100, rope_scaling=rope).serve_len == 100
+    assert spec(5000, rope_scaling=rope).serve_len == longest
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_rotation_is_that_of_transformers(dtype):
+    config = LlamaConfig(**BASE, rope_parameters={**ROPES["yarn"], "rope_theta": 10000.0})
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(7, heads, 16, generator=draw, dtype=torch.float64).to(dtype) for heads in (4, 2))
+    positions = torch.tensor([0, 1, 2, 200, 201, 5, 255])
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
+    want = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    turn = Rotary(spec(rope_scaling=ROPES["yarn"]).decoder.rope, 256, dtype, torch.device("cpu")).at(positions)
+    assert torch.equal(rotate(q, *turn), want[0][0].transpose(0, 1))
+    assert torch.equal(rotate(k, *turn), want[1][0].transpose(0, 1))

@@ -1,0 +1,307 @@
+"""The runner: steps as the scheduler makes them, with a model whose logits show everything that the cache holds."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine import runner as package
+from engine.attention import LayerKV
+from engine.batch import Batch, Entered, Row
+from engine.config import EngineConfig, resolve
+from engine.loop import StepOutOfMemory
+from engine.runner import Runner, build, pick_device
+from engine.types import ConfigError, SamplingParams
+
+VOCAB = 11
+
+
+class MeanModel:
+    """Logits are a function of the mean of all the sequence's tokens, as read back from the cache."""
+
+    def __init__(self):
+        layers = [LayerKV(1, VOCAB, VOCAB)]
+        self.spec = types.SimpleNamespace(vocab_size=VOCAB, max_len=64, dtype=torch.float64, layers=layers)
+        self.matrix = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 5
+        self.fails_with = None
+        self.poison = None  # a token after which this model computes no numbers
+        self.calls = []
+
+    def forward(self, ids, positions, meta, cache, logits_at):
+        self.calls.append((ids.numel(), logits_at.numel()))
+        if self.fails_with is not None:
+            raise self.fails_with
+        kv = torch.nn.functional.one_hot(ids, VOCAB).double().unsqueeze(1)
+        mean = cache.attend(0, torch.zeros_like(kv), kv, kv, meta, scale=1.0).squeeze(1)
+        logits = mean[logits_at] @ self.matrix
+        if self.poison is not None:
+            logits[ids[logits_at] == self.poison] = torch.nan
+        return logits
+
+    def greedy(self, tokens):
+        mean = torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).double().mean(0)
+        return int((mean @ self.matrix).argmax())
+
+
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+
+
+def make(num_blocks=12, **config):
+    model = MeanModel()
+    defaults = {"model": "mean", "device": "cpu", "block_size": 4, "max_seqs": 3, "max_batched_tokens": 16}
+    resolved = resolve(EngineConfig(**{**defaults, **config}), "cpu", model.spec.max_len)
+    return model, Runner(model, resolved, num_blocks)
+
+
+def step(runner, rows, entered=(), left=()):
+    return runner.launch(Batch(1, rows, list(entered), list(left))).sample()
+
+
+def test_chunks_decodes_and_neighbours_read_their_own_past():
+    model, runner = make()
+    one, two = [3, 1, 4, 1, 5, 9, 2], [6, 5]
+    got = step(runner, [Row(1, 0, one[:5], [7, 2], 0)], [Entered(1, GREEDY, 7, [])])
+    assert got.token_ids == [[]] and model.calls == [(5, 0)]
+    got = step(runner, [Row(1, 5, one[5:], [], 1), Row(2, 0, two, [5], 1)], [Entered(2, GREEDY, 2, [])])
+    assert got.token_ids == [[model.greedy(one)], [model.greedy(two)]]
+    assert set(got.seconds) == {"prepare", "forward", "sample"}
+    for _ in range(4):
+        one, two = one + got.token_ids[0], two + got.token_ids[1]
+        new = [0] if len(one) == 9 else []
+        got = step(
+            runner,
+            [
+                Row(1, len(one) - 1, one[-1:], new, 1),
+                Row(2, len(two) - 1, two[-1:], [8] if len(two) == 5 else [], 1),
+            ],
+        )
+        assert got.token_ids == [[model.greedy(one)], [model.greedy(two)]]
+
+
+def test_a_sequence_that_left_comes_back_and_goes_on_as_if_it_had_stayed():
+    """Preempted with tokens drawn: it enters with other blocks and must draw what it would have drawn."""
+    params = SamplingParams(max_tokens=9, seed=77, temperature=1.5, presence_penalty=0.7, repetition_penalty=1.1)
+    prompt = [2, 7, 1]
+
+    def run(preempt_at):
+        _, runner = make()
+        tokens, entered, left, start, blocks = list(prompt), True, [], 0, [1, 2, 3]
+        for index in range(6):
+            if index == preempt_at:
+                entered, left, start, blocks = True, [5], 0, [9, 4, 6]
+            enter = [Entered(5, params, 3, list(tokens))] if entered else []
+            got = step(runner, [Row(5, start, tokens[start:], blocks if entered else [], 1)], enter, left)
+            start, entered, left = len(tokens), False, []
+            tokens += got.token_ids[0]
+        return tokens
+
+    assert run(2) == run(4) == run(None)
+
+
+def test_a_block_and_a_slot_go_from_one_sequence_to_the_next():
+    model, runner = make(max_seqs=1)
+    for seq_id, tokens in ((1, [3, 3, 3, 8]), (2, [5, 6])):
+        left = [seq_id - 1] if seq_id > 1 else []
+        got = step(runner, [Row(seq_id, 0, tokens, [0], 1)], [Entered(seq_id, GREEDY, len(tokens), [])], left)
+        assert got.token_ids == [[model.greedy(tokens)]]
+    assert step(runner, [], left=[2]).token_ids == []
+
+
+def test_results_stand_at_the_index_of_their_row():
+    model, runner = make()
+    told = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2)
+    bad = SamplingParams(max_tokens=3, logit_bias={VOCAB: 1.0})
+    got = step(
+        runner,
+        [Row(1, 0, [1, 2], [0], 0), Row(2, 0, [3], [1], 0), Row(3, 0, [4, 5], [2], 1)],
+        [Entered(1, told, 4, []), Entered(2, bad, 4, []), Entered(3, told, 2, [])],
+    )
+    assert got.token_ids == [[], [], [model.greedy([4, 5])]]
+    assert list(got.errors) == [1] and "logit_bias" in got.errors[1]
+    assert list(got.logprobs) == [2] and len(got.logprobs[2]) == 1
+    assert got.logprobs[2][0].top_ids[0] == got.token_ids[2][0]
+
+
+def test_a_row_whose_logits_are_no_numbers_fails_alone():
+    model, runner = make()
+    model.poison = 4
+    got = step(
+        runner,
+        [Row(1, 0, [3, 4], [0], 1), Row(2, 0, [3], [1], 1)],
+        [Entered(1, GREEDY, 2, []), Entered(2, GREEDY, 1, [])],
+    )
+    assert list(got.errors) == [0] and "not finite" in got.errors[0]
+    assert got.token_ids == [[], [model.greedy([3])]]
+
+
+def test_a_mask_reaches_the_draw():
+    model, runner = make()
+    best = model.greedy([4])
+    masks = torch.ones(1, VOCAB, dtype=torch.bool)
+    masks[0, best] = False
+    batch = Batch(1, [Row(1, 0, [4], [0], 1)], [Entered(1, GREEDY, 1, [])])
+    assert runner.launch(batch).sample(masks).token_ids != [[best]]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_step_without_memory_can_be_launched_again(error):
+    model, runner = make()
+    params = SamplingParams(max_tokens=3, temperature=0.0, frequency_penalty=1.0)
+    model.fails_with = error
+    rows = [Row(1, 0, [3, 1, 4, 1, 5], [6, 3], 1)]
+    with pytest.raises(StepOutOfMemory):
+        step(runner, rows, [Entered(1, params, 5, [3, 1, 4, 1, 5])])
+    model.fails_with = None
+    # Half of it now: the blocks are known, nothing is counted twice.
+    assert step(runner, [Row(1, 0, [3, 1], [], 0)]).token_ids == [[]]
+    got = step(runner, [Row(1, 2, [4, 1, 5], [], 1)])
+    assert got.token_ids == [[model.greedy([3, 1, 4, 1, 5])]]
+
+
+def test_memory_that_runs_out_in_the_draw_is_told_alike(monkeypatch):
+    _, runner = make()
+    batch = Batch(1, [Row(1, 0, [4], [0], 1)], [Entered(1, GREEDY, 1, [])])
+    in_flight = runner.launch(batch)
+    monkeypatch.setattr(runner.sampler, "sample", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(StepOutOfMemory):
+        in_flight.sample()
+
+
+def test_other_errors_are_not_taken_for_missing_memory():
+    model, runner = make()
+    model.fails_with = RuntimeError("shapes do not match")
+    with pytest.raises(RuntimeError, match="shapes"):
+        step(runner, [Row(1, 0, [4], [0], 1)], [Entered(1, GREEDY, 1, [])])
+
+
+def test_nothing_needs_a_gradient():
+    _, runner = make()
+    got = runner.launch(Batch(1, [Row(1, 0, [4], [0], 1)], [Entered(1, GREEDY, 1, [])]))
+    assert got.logits.is_inference()
+
+
+@pytest.mark.parametrize(("num_blocks", "config"), [(1, {}), (2, {"max_seqs": 8}), (50, {"max_batched_tokens": 64})])
+def test_warming_up_stays_inside_the_pool_and_leaves_nobody(num_blocks, config):
+    model, runner = make(num_blocks, **config)
+    runner.warm_up()
+    assert len(model.calls) == 2 and max(tokens for tokens, _ in model.calls) <= num_blocks * 4
+    entered = [Entered(seq_id, GREEDY, 1, []) for seq_id in range(runner.config.max_seqs)]
+    rows = [Row(entry.seq_id, 0, [5], [0], 0) for entry in entered]
+    step(runner, rows, entered)  # every slot is free again
+
+
+# -- devices, and building everything ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tpu", "meta", "cuda:x", ""])
+def test_an_unknown_device_is_refused(name):
+    with pytest.raises(ConfigError, match="unknown device"):
+        pick_device(name)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto").type == "cpu"
+    with pytest.raises(ConfigError, match="--device cuda"):
+        pick_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert pick_device("auto").type == "cuda"
+    with pytest.raises(ConfigError, match="1 CUDA"):
+        pick_device("cuda:3")
+
+
+def tiny_llama(folder, max_positions=64):
+    """A folder with a random Llama of two layers."""
+    hidden, inner, heads, kv_heads, vocab = 16, 32, 4, 2, 40
+    source = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (hidden,),
+            prefix + "post_attention_layernorm.weight": (hidden,),
+            prefix + "self_attn.q_proj.weight": (hidden, hidden),
+            prefix + "self_attn.k_proj.weight": (hidden // heads * kv_heads, hidden),
+            prefix + "self_attn.v_proj.weight": (hidden // heads * kv_heads, hidden),
+            prefix + "self_attn.o_proj.weight": (hidden, hidden),
+            prefix + "mlp.gate_proj.weight": (inner, hidden),
+            prefix + "mlp.up_proj.weight": (inner, hidden),
+            prefix + "mlp.down_proj.weight": (hidden, inner),
+        }
+    generator = torch.Generator().manual_seed(3)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(source))
+    save_file(
+        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}, folder / "model.safetensors"
+    )
+    return str(folder)
+
+
+def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
+    shares: list[float] = []
+    runner, info, config = build(EngineConfig(model=tiny_llama(tmp_path), device="cpu"), shares.append)
+    assert (info.architecture, info.implementation, info.attention) == ("LlamaForCausalLM", "native", "reference")
+    assert (info.dtype, info.device, info.vocab_size, info.max_len) == ("float32", "cpu", 40, 64)
+    assert info.num_params == 40 * 16 + 16 + 2 * (2 * 16 + 2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 32)
+    assert info.weights_bytes == 4 * info.num_params
+    assert info.kv_bytes_per_token == 2 * 2 * 2 * 4 * 4
+    assert info.num_blocks == 2 * 16 * 64 // 16, "twice what all sequences at full length can hold"
+    assert not info.exact and info.notes == () and info.torch == torch.__version__
+    assert shares and shares[-1] == 1.0 and shares == sorted(shares)
+    assert (config.max_seqs, config.max_batched_tokens, config.num_blocks) == (16, 256, info.num_blocks)
+    assert runner.config == config and runner.cache.layers[0].shape[0] == info.num_blocks
+    got = step(runner, [Row(1, 0, [3, 1, 4], [0], 1)], [Entered(1, GREEDY, 3, [])])
+    assert 0 <= got.token_ids[0][0] < 40
+
+
+def test_given_blocks_are_made_and_lower_the_length(tmp_path):
+    _, info, config = build(EngineConfig(model=tiny_llama(tmp_path), device="cpu", num_blocks=3, max_len=60))
+    assert (info.num_blocks, info.max_len, config.max_len) == (3, 48, 48)
+    assert info.notes == ("max_model_len lowered from 60 to 48 tokens, which is what the KV cache holds",)
+
+
+def test_what_memory_does_not_allow_is_a_config_error_with_ways_out(tmp_path):
+    config = EngineConfig(model=tiny_llama(tmp_path), device="cpu", kv_cache_memory=128 * 16, max_len=64)
+    with pytest.raises(ConfigError) as caught:
+        build(config)
+    assert type(caught.value) is ConfigError, "the wire knows no subclasses"
+    assert str(caught.value).count("\ntry: ") == 3
+
+
+def test_the_number_of_threads_is_set(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        build(EngineConfig(model=tiny_llama(tmp_path), device="cpu", threads=1))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_unknown_backend_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match="known: auto, reference"):
+        package.build(EngineConfig(model=str(tmp_path / "nothing"), attention="magic"))

@@ -1,0 +1,231 @@
+"""Checkpoints: streamed into place, and refused in one sentence when broken."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import EngineConfig, ModelError, models
+from engine.models import weights
+from engine.models.weights import Checkpoint
+from tests.models import make
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3", tmp_path_factory.mktemp("weights") / "qwen3", dtype=torch.float32)
+
+
+@pytest.fixture
+def folder(source: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(source, tmp_path / "model"))
+
+
+def edit(folder: Path, **changes: object) -> None:
+    """Change config.json; None removes a key."""
+    path = folder / "config.json"
+    found = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+
+def load(folder: Path, **settings):
+    return models.load(EngineConfig(model=str(folder), **settings), folder, CPU)
+
+
+def refused(folder: Path, **settings) -> str:
+    with pytest.raises(ModelError) as error:
+        load(folder, **settings)
+    text = str(error.value)
+    assert "\n" not in text and "Traceback" not in text
+    return text
+
+
+def shard(folder: Path) -> list[Path]:
+    """Split the weights into three files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, index = sorted(tensors), {}
+    for part in range(3):
+        file = f"model-{part + 1:05d}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in names[part::3]}, folder / file)
+        index |= dict.fromkeys(names[part::3], file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return sorted(folder.glob("*.safetensors"))
+
+
+def same(a: models.Model, b: models.Model) -> bool:
+    return all(torch.equal(x, b.places()[name]) for name, x in a.places().items())
+
+
+def test_every_number_gets_to_its_place(folder, monkeypatch):
+    # Pieces that end inside of rows; and parts of one matrix that come from three tensors.
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1000)
+    shares: list[float] = []
+    model = models.load(EngineConfig(model=""), folder, CPU, shares.append)
+    tensors = load_file(folder / "model.safetensors")
+    attention = "model.layers.1.self_attn"
+    qkv = torch.cat([tensors[f"{attention}.{part}_proj.weight"] for part in "qkv"])
+    assert torch.equal(model.layers[1].qkv.weight, qkv)
+    assert model.num_params == sum(x.numel() for x in tensors.values()) == model.spec.num_params
+    assert model.weights_bytes == 4 * model.num_params == model.spec.weights_bytes
+    assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 100
+
+
+def test_shards_are_the_same_model(folder, source):
+    shard(folder)
+    assert same(load(folder), load(source))
+
+
+def test_numbers_are_converted_on_the_way(folder):
+    model = load(folder, dtype="float64")
+    assert model.embedding.dtype == torch.float64
+    assert torch.equal(model.embedding, load_file(folder / "model.safetensors")["model.embed_tokens.weight"].double())
+
+
+def test_a_base_model_without_its_prefix(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("model."): x for name, x in tensors.items()}, folder / "model.safetensors")
+    assert torch.equal(load(folder).embedding, tensors["model.embed_tokens.weight"])
+
+
+def test_a_head_in_the_file_decides_over_the_flag(folder):
+    tensors = load_file(folder / "model.safetensors")
+    edit(folder, tie_word_embeddings=True)
+    assert torch.equal(load(folder).head.weight, tensors["lm_head.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    assert load(folder).head is None
+
+
+def test_hash_tells_checkpoints_apart(folder, source):
+    before = Checkpoint(source).weights_hash
+    assert Checkpoint(folder).weights_hash == before == load(source).weights_hash
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][-1] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert Checkpoint(folder).weights_hash != before
+
+
+def test_no_folder_and_no_config(folder):
+    assert refused(folder / "nowhere") == f"there is no model folder {folder / 'nowhere'}"
+    (folder / "config.json").unlink()
+    assert "holds no config.json" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "is not valid JSON"), ("[]", "must hold a JSON object"), ("{}", "names no architecture")]
+)
+def test_config_that_is_none(folder, text, says):
+    (folder / "config.json").write_text(text)
+    assert says in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["NovelForCausalLM"], "model_type": "novel"}, "NovelForCausalLM is known neither here"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "asks for gptq quantization, which is not supported"),
+        ({"hidden_size": None}, "does not tell hidden_size"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers must be a positive whole number, not '3'"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads evenly"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
+        ({"dtype": "float4"}, "names the dtype 'float4'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rotary scaling 'linear' needs 'factor'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "x"}}, "a rotary parameter is not a number"),
+        ({"intermediate_size": 96}, "mlp.gate_proj.weight"),
+        ({"vocab_size": 301}, "has the shape [300, 64], but config.json asks for [301, 64]"),
+        ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3"),
+        ({"num_hidden_layers": 2}, "model.layers.2"),
+    ],
+)
+def test_config_that_does_not_fit(folder, changes, says):
+    edit(folder, **changes)
+    assert says in refused(folder)
+
+
+def test_weights_that_only_pickle_could_read(folder):
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (folder / "it ran",)
+
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    assert "only as pytorch_model.bin, a format that can run code" in refused(folder)
+    assert not (folder / "it ran").exists()
+    (folder / "pytorch_model.bin").unlink()
+    assert "holds no weights" in refused(folder)
+
+
+def test_shards_that_are_missing(folder):
+    files = shard(folder)
+    files[1].rename(folder / "elsewhere")
+    assert refused(folder) == f"the weights file {files[1]} is missing; download the model again"
+    (folder / "model.safetensors.index.json").unlink()
+    assert "holds 2 of the weights' parts and no index" in refused(folder)
+
+
+def test_an_index_that_promises_too_much(folder):
+    shard(folder)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.bias"] = "model-00001-of-00003.safetensors"
+    path.write_text(json.dumps(index))
+    assert "does not hold the tensor model.norm.bias" in refused(folder)
+    index["weight_map"]["model.norm.bias"] = "../other/model.safetensors"
+    path.write_text(json.dumps(index))
+    assert "is not a valid index" in refused(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 200, -1])
+def test_a_file_that_is_cut_short(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    text = refused(folder)
+    assert str(path) in text and "cut short" in text
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (b"not json", "broken safetensors header"),
+        (b"[]", "broken safetensors header"),
+        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "broken safetensors header"),
+        (b'{"a":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}', "numbers of the type F8_E4M3"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "lacks the tensor"),
+    ],
+)
+def test_a_header_that_lies(folder, header, says):
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    assert says in refused(folder)
+
+
+def test_a_tensor_without_a_place(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.layers.0.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
+    load(folder)
+    save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.ones(128)}, folder / "model.safetensors")
+    assert "for which Qwen3ForCausalLM has no place" in refused(folder)
+
+
+def test_weights_missing_from_a_model_of_transformers(tmp_path):
+    folder = make("gpt2", tmp_path / "gpt2")
+    tensors = load_file(folder / "model.safetensors")
+    gone = "transformer.h.1.mlp.c_fc.weight"
+    save_file({name: x for name, x in tensors.items() if name != gone}, folder / "model.safetensors", {"format": "pt"})
+    assert f"lacks the tensor {gone}" in refused(folder)
+    tensors[gone] = torch.ones(3, 3)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert gone in refused(folder) or "shape" in refused(folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert "cut short" in refused(folder)

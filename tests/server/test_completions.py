@@ -1,0 +1,139 @@
+"""Completions over a fake engine: every form of prompt, echo, and log-probabilities in columns."""
+
+import pytest
+
+from server.protocol.completions import CompletionAnswer, CompletionRequest
+from tests.fakes import FakeEngine, model_folder
+from tests.server.wire import COMPLETIONS, END, Odds, ask, chunks, float32, ids, joined, odds, saying, whole
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("model") / "fake")
+
+
+def test_an_answer_has_what_openai_has(folder):
+    answer = ask(folder, COMPLETIONS, {"model": "fake", "prompt": "the sea"}, FakeEngine(saying(" the whale"))).json()
+    CompletionAnswer.model_validate(answer)
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [{"index": 0, "text": " the whale", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["usage"]["prompt_tokens"] == len(ids("the sea"))
+    assert answer["usage"]["completion_tokens"] == len(ids(" the whale")) + 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("the sea", [ids("the sea")]),
+        (["the sea", "a whale"], [ids("the sea"), ids("a whale")]),
+        ([11, 339], [[11, 339]]),
+        ([[11], [12, 13]], [[11], [12, 13]]),
+    ],
+    ids=["text", "texts", "ids", "lists of ids"],
+)
+@pytest.mark.parametrize("n", [1, 3])
+def test_every_form_of_prompt_is_answered_n_times_prompt_by_prompt(folder, prompt, expected, n):
+    engine = FakeEngine(saying("a", "b", "c", "d", "e", "f"))
+    answer = ask(folder, COMPLETIONS, {"prompt": prompt, "n": n, "return_token_ids": True, "seed": 1}, engine).json()
+    prompts = [each for each in expected for _ in range(n)]
+    assert [list(request.prompt_ids) for request in engine.requests] == prompts
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(prompts)))
+    assert [choice["text"] for choice in answer["choices"]] == list("abcdef")[: len(prompts)]
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == prompts
+    assert [choice["token_ids"] for choice in answer["choices"]] == [[*ids(c), END] for c in "abcdef"[: len(prompts)]]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected)), "a prompt costs once, however many answers"
+    assert answer["usage"]["completion_tokens"] == 2 * len(prompts)
+
+
+def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(folder):
+    assert ask(folder, COMPLETIONS, {"prompt": "the sea"}).json()["usage"]["completion_tokens"] == 16
+    assert ask(folder, COMPLETIONS, {"prompt": "the sea", "max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
+    nearly_full = ask(folder, COMPLETIONS, {"prompt": [11] * 509})
+    assert nearly_full.json()["usage"]["completion_tokens"] == 3
+    assert nearly_full.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["the sea", ids("the sea")], ids=["text", "ids"])
+def test_echo_begins_with_the_prompt(folder, prompt, stream):
+    body = {"prompt": prompt, "echo": True, "n": 2, "stream": stream}
+    response = ask(folder, COMPLETIONS, body, FakeEngine(saying(" calls", "!")))
+    choices = joined(chunks(response.text)) if stream else whole(response.json())
+    assert [choice["text"] for choice in choices.values()] == ["the sea calls", "the sea!"]
+
+
+@pytest.mark.parametrize("per_delta", [1, 4])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"logprobs": 2},
+        {"logprobs": 0, "n": 2, "stop": ["ale; sh"], "return_token_ids": True},
+        {"prompt": ["the", "a"], "n": 2, "echo": True, "return_token_ids": True},
+        {"stop": [" never", "x"], "max_tokens": 5},
+    ],
+    ids=lambda more: ",".join(more) or "plain",
+)
+def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, per_delta):
+    texts = (" the whale; ship 🐳", " sailing", " é", " whale; ships")
+    body = {"prompt": "the sea", "max_tokens": 100, "seed": 1, **more}
+    answer = ask(folder, COMPLETIONS, body, Odds(saying(*texts))).json()
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    seen = chunks(ask(folder, COMPLETIONS, body, Odds(saying(*texts), per_delta=per_delta)).text)
+    for chunk in seen:
+        CompletionAnswer.model_validate(chunk)
+    assert joined(seen) == whole(answer)
+    assert seen[-1]["usage"] == answer["usage"]
+    assert seen[-1]["choices"] == []
+
+
+def test_logprobs_are_columns_and_offsets_count_characters(folder):
+    answer = ask(folder, COMPLETIONS, {"prompt": "the sea", "logprobs": 2}, Odds(saying("a 🐳."))).json()
+    said = [*ids("a 🐳."), END]
+    columns = answer["choices"][0]["logprobs"]
+    assert [float32(number) for number in columns["token_logprobs"]] == [odds(i, t) for i, t in enumerate(said)]
+    assert columns["tokens"][0] == "a" and columns["tokens"][-1] == "<|end|>"
+    assert [len(top) for top in columns["top_logprobs"]] == [2] * len(said)
+    assert columns["text_offset"][0] == 0
+    assert columns["text_offset"][-1] == len("a 🐳.")
+    assert columns["text_offset"] == sorted(columns["text_offset"])
+
+
+def test_the_drawn_token_is_among_the_likely_ones_even_when_none_was_asked_for(folder):
+    columns = ask(folder, COMPLETIONS, {"prompt": "the sea", "logprobs": 0}, Odds(saying("a"))).json()["choices"][0][
+        "logprobs"
+    ]
+    assert [list(top) for top in columns["top_logprobs"]] == [["a"], ["<|end|>"]]
+
+
+def test_special_tokens_around_a_text_can_be_left_out(tmp_path):
+    own = model_folder(
+        tmp_path / "own",
+        tokenizer_config={"eos_token": "<|end|>", "bos_token": "<|user|>", "add_bos_token": True},
+    )
+    for more, expected in (({}, [1, *ids("the")]), ({"add_special_tokens": False}, ids("the"))):
+        engine = FakeEngine(saying("a"))
+        ask(own, COMPLETIONS, {"prompt": "the", **more}, engine)
+        assert list(engine.requests[0].prompt_ids) == expected
+
+
+def test_too_long_is_told_with_both_numbers_and_the_flag(folder):
+    for body, param in (
+        ({"prompt": [11] * 512}, "prompt"),
+        ({"prompt": "sea " * 100_000}, "prompt"),
+        ({"prompt": ["a", "sea " * 600]}, "prompt"),
+        ({"prompt": [11] * 500, "max_tokens": 13}, "max_tokens"),
+    ):
+        response = ask(folder, COMPLETIONS, body)
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+        assert "--max-model-len" in error["message"]
+    assert ask(folder, COMPLETIONS, {"prompt": [11] * 500, "max_tokens": 12}).status_code == 200
+
+
+def test_the_examples_of_the_api_page_work(folder):
+    for example in CompletionRequest.model_config["json_schema_extra"]["examples"]:
+        response = ask(folder, COMPLETIONS, {**example, "model": "fake"}, FakeEngine(saying("a")))
+        assert response.status_code == 200, response.text

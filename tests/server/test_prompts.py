@@ -1,0 +1,142 @@
+"""Prompts: the tokenizer's own thread, and texts that are too long before they are tokenized."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.prompts import Prompts, TextTooLong
+from server.templates import TemplateError
+from server.tokenizer import Tokenizer
+from tests.toys import byte_fallback
+
+Make = Callable[[str], Tokenizer]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+HELLO = [{"role": "user", "content": "the sea"}]
+
+
+def test_encode_decode_tokens(made: Make) -> None:
+    tokenizer = made("byte fallback")
+    prompts = Prompts(tokenizer)
+
+    async def main() -> None:
+        ids = await prompts.encode("the sea")
+        assert ids == tokenizer.encode("the sea")
+        assert await prompts.encode("the sea", add_special=False) == ids[1:]
+        assert await prompts.decode(ids) == "the sea"
+        assert await prompts.decode(ids, skip_special=False) == "<s> the sea"
+        assert await prompts.tokens(ids) == ["<s>", "▁the", "▁sea"]
+
+    asyncio.run(main())
+    prompts.close()
+
+
+def test_a_chat_begins_with_bos_once(folder: Callable[..., Path]) -> None:
+    config = {"bos_token": "<s>", "chat_template": TEMPLATE}
+    tokenizer = Tokenizer(folder(byte_fallback(), tokenizer_config=config))
+    prompts = Prompts(tokenizer)
+    ids = asyncio.run(prompts.chat(HELLO))
+    assert tokenizer.encode("")[:1] == [1]  # plain prompts get their bos from the tokenizer
+    assert ids.count(1) == 1
+    assert ids[0] == 1
+    assert asyncio.run(prompts.render(HELLO)) == "<s>the sea"
+
+
+def test_a_given_template_replaces_the_models(made: Make) -> None:
+    prompts = Prompts(made("byte level"), chat_template="{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    assert prompts.has_template
+    assert asyncio.run(prompts.render(HELLO)) == "<the sea>"
+
+
+def test_a_model_without_a_template_says_so(made: Make) -> None:
+    prompts = Prompts(made("byte level"))
+    assert not prompts.has_template
+    prompts.check_template()
+    with pytest.raises(TemplateError, match="--chat-template"):
+        asyncio.run(prompts.chat(HELLO))
+
+
+def test_a_broken_template_is_found_at_start(made: Make) -> None:
+    with pytest.raises(TemplateError, match="syntax error in line 2"):
+        Prompts(made("byte level"), chat_template="{{ bos_token }}\n{% for").check_template()
+
+
+def test_everything_runs_on_one_other_thread(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made("byte level")
+    prompts = Prompts(tokenizer, chat_template=TEMPLATE)
+    threads: set[str] = set()
+
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(tokenizer, name, noting(getattr(tokenizer, name)))
+
+    async def main() -> None:
+        work = [prompts.encode("the whale") for _ in range(20)]
+        await asyncio.gather(*work, prompts.chat(HELLO), prompts.decode([1, 2]))
+
+    asyncio.run(main())
+    assert len(threads) == 1
+    assert threading.current_thread().name not in threads
+
+
+def test_what_can_never_fit_is_not_tokenized(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made("byte level")
+    prompts = Prompts(tokenizer, max_len=20_000, chat_template="{{ messages[0].content }}")
+    limit = 20_000 * tokenizer.longest
+    assert prompts.max_characters == limit
+    assert len(asyncio.run(prompts.encode("." * limit))) >= 20_000
+
+    monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: pytest.fail("tokenized"))
+    with pytest.raises(TextTooLong, match=f"{limit + 1} characters.*at most {limit}") as caught:
+        asyncio.run(prompts.encode("." * (limit + 1)))
+    assert (caught.value.characters, caught.value.limit) == (limit + 1, limit)
+    with pytest.raises(TextTooLong):
+        asyncio.run(prompts.chat([{"role": "user", "content": "." * (limit + 1)}]))
+
+
+def test_short_texts_are_always_tokenized(made: Make) -> None:
+    """Four hundred unknown characters can be one token: only long texts are judged by their length."""
+    prompts = Prompts(made("metaspace"), max_len=2)
+    assert len(asyncio.run(prompts.encode("語" * 400))) <= 2
+
+
+def test_cancelled_work_does_not_run(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made("byte level")
+    prompts = Prompts(tokenizer)
+    seen: list[str] = []
+    busy, go = threading.Event(), threading.Event()
+
+    def encode(text: str, add_special: bool = True) -> list[int]:
+        busy.set()
+        go.wait(10)
+        seen.append(text)
+        return []
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+
+    async def main() -> None:
+        first = asyncio.create_task(prompts.encode("first"))
+        await asyncio.to_thread(busy.wait, 10)
+        second = asyncio.create_task(prompts.encode("second"))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        await first
+        with pytest.raises(asyncio.CancelledError):
+            await second
+
+    asyncio.run(main())
+    prompts.close()
+    assert seen == ["first"]

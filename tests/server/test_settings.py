@@ -1,0 +1,240 @@
+"""Settings: four sources in order, bounds, and errors that name where a value was written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from server import settings
+from server.settings import Settings, SettingsError, load, misspelt, num_bytes, read_toml
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(settings.PREFIX):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "my.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(flags=None, config=None) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(flags or {}, config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_flag_over_environment_over_file_over_default(monkeypatch, toml):
+    path = toml("port = 1\nblock_size = 2\nmax-num-seqs = 3\n")
+    monkeypatch.setenv("PEQUOD_PORT", "11")
+    monkeypatch.setenv("PEQUOD_BLOCK_SIZE", "12")
+    loaded = load({"port": "21"}, path)
+    assert (loaded.settings.port, loaded.settings.block_size, loaded.settings.max_num_seqs) == (21, 12, 3)
+    assert loaded.settings.host == "127.0.0.1"
+    assert loaded.sources["port"] == "flag --port"
+    assert loaded.sources["block_size"] == "env PEQUOD_BLOCK_SIZE"
+    assert loaded.sources["max_num_seqs"] == f"{path}: max_num_seqs"
+    assert loaded.sources["host"] == "default"
+
+
+def test_a_value_that_a_higher_source_replaces_is_not_an_error(monkeypatch):
+    monkeypatch.setenv("PEQUOD_PORT", "no port")
+    assert load({"port": "21"}).settings.port == 21
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prot = 1", "my.toml: unknown key prot; did you mean port?"),
+        ("max-modle-len = 1", "my.toml: unknown key max-modle-len; did you mean max_model_len?"),
+        ("zzz = 1", "my.toml: unknown key zzz; `pequod config show` lists the keys"),
+        ("[serve]\nport = 1", "my.toml: unknown key serve"),
+        ('port = "8000"', "my.toml: port must be a whole number, not '8000'"),
+        ("port = true", "my.toml: port must be a whole number, not true"),
+        ("port = 1.5", "my.toml: port must be a whole number, not 1.5"),
+        ("enable_prefix_caching = 1", "my.toml: enable_prefix_caching must be true or false, not 1"),
+        ("model = 7", "my.toml: model must be a text in quotes, not 7"),
+        ('api_key = "secret-canary"', "my.toml: api_key must be a list of texts"),
+        ("served_model_name = [1]", "my.toml: served_model_name must be a list of texts"),
+        ("max_num_seqs = 0", "my.toml: max_num_seqs: 0 must be at least 1"),
+        ('dtype = "bf16"', "my.toml: dtype: bf16 must be one of auto, float32"),
+        ("port = 1\nport = 2", "my.toml: is not TOML"),
+        ("max_num_seqs = 1\nmax-num-seqs = 2", "my.toml: max_num_seqs is set twice"),
+    ],
+)
+def test_a_toml_error_names_file_and_key(toml, text, said):
+    sentence = refusal(config=toml(text))
+    assert said in sentence
+    assert "canary" not in sentence
+
+
+def test_a_toml_file_that_is_not_there_is_named(tmp_path):
+    assert "none.toml: cannot be read" in refusal(config=tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"port": "abc"}, "--port abc is not a whole number"),
+        ({"port": "65536"}, "--port: 65536 must be at most 65535"),
+        ({"port": "-1"}, "--port: -1 must be at least 0"),
+        ({"gpu_memory_utilization": "0"}, "--gpu-memory-utilization: 0 must be above 0"),
+        ({"gpu_memory_utilization": "nan"}, "--gpu-memory-utilization nan is not a number"),
+        ({"drain_seconds": "inf"}, "--drain-seconds"),
+        ({"scheduling_policy": "prioritty"}, "did you mean priority?"),
+        ({"kv_cache_memory": "4 parsecs"}, "--kv-cache-memory 4 parsecs is not a size"),
+        ({"device": "tpu"}, "--device: tpu must be auto, cpu, cuda or cuda:N"),
+        ({"chat_template": "/nowhere/x.jinja"}, "--chat-template /nowhere/x.jinja is not a file"),
+        ({"step_log": "/nowhere/steps.jsonl"}, "--step-log"),
+        ({"model": ""}, "--model is empty"),
+        ({"api_key": ["good", ""]}, "--api-key holds an empty entry"),
+        ({"root_path": "llm"}, "--root-path: llm must be a path"),
+        ({"seed": str(2**64)}, "--seed"),
+        ({"uds": "/tmp/" + "x" * 200}, "--uds is longer"),
+        ({"log_level": "x" * 500}, "--log-level must be one of"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_its_value(flags, said):
+    assert said in refusal(flags)
+
+
+def test_an_environment_error_names_the_variable(monkeypatch):
+    monkeypatch.setenv("PEQUOD_MAX_NUM_SEQS", "many")
+    assert refusal() == "PEQUOD_MAX_NUM_SEQS many is not a whole number"
+
+
+def test_tls_needs_both_files(tmp_path):
+    (tmp_path / "key.pem").write_text("")
+    assert refusal({"ssl_keyfile": str(tmp_path / "key.pem")}) == "--ssl-keyfile needs --ssl-certfile beside it"
+
+
+def test_an_empty_variable_is_absent_but_an_empty_key_is_refused(monkeypatch):
+    monkeypatch.setenv("PEQUOD_REVISION", "")
+    assert load({}).settings.revision is None
+    monkeypatch.setenv("PEQUOD_API_KEY", "")
+    assert "PEQUOD_API_KEY holds an empty entry" in refusal()
+
+
+def test_what_kubernetes_sets_for_a_service_named_pequod_is_not_a_port(monkeypatch):
+    monkeypatch.setenv("PEQUOD_PORT", "tcp://10.0.0.7:8000")
+    loaded = load({})
+    assert (loaded.settings.port, loaded.sources["port"]) == (8000, "default")
+
+
+def test_lists_from_every_source(monkeypatch, toml):
+    monkeypatch.setenv("PEQUOD_API_KEY", "a, b")
+    monkeypatch.setenv("PEQUOD_ALLOWED_ORIGINS", '["https://x.org", "https://y.org"]')
+    loaded = load({"ignore_fields": ["user", "store"]}, toml('served_model_name = ["m", "n,o"]')).settings
+    assert loaded.keys == ["a", "b"]
+    assert loaded.allowed_origins == ["https://x.org", "https://y.org"]
+    assert loaded.ignore_fields == ["user", "store"]
+    assert loaded.names == ["m", "n,o"]
+    assert Settings().names == ["builtin"]
+
+
+@pytest.mark.parametrize(
+    ("text", "num"),
+    [("4096", 4096), ("4GiB", 4 << 30), ("4g", 4 << 30), ("1.5 MiB", 3 << 19), ("2GB", 2 * 10**9), ("1kb", 1000)],
+)
+def test_sizes(text, num):
+    assert num_bytes(text) == num
+    assert load({"kv_cache_memory": text}).settings.kv_cache_memory == num
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "4 GiBs", "٤", "1" * 40])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="is not a size"):
+        num_bytes(text)
+
+
+def test_keys_stay_out_of_texts():
+    made = Settings(api_key=["canary-1"], metrics_key="canary-2")
+    assert made.keys == ["canary-1"]
+    for text in (repr(made), str(made), made.model_dump_json(), repr(made.model_dump())):
+        assert "canary" not in text
+
+
+def test_a_misspelt_variable_is_told():
+    told = misspelt({"PEQUOD_MAX_MODLE_LEN": "1", "PEQUOD_TEST_DATA": "/d", "PEQUOD_CONFIG": "x", "PATH": "/bin"})
+    assert told == ["PEQUOD_MAX_MODLE_LEN is not a setting; did you mean PEQUOD_MAX_MODEL_LEN?"]
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts"),
+    [
+        ({}, ["127.0.0.1", "localhost", "::1"]),
+        ({"host": "127.0.0.9"}, ["127.0.0.1", "localhost", "::1", "127.0.0.9"]),
+        ({"host": "0.0.0.0"}, None),
+        ({"host": "0.0.0.0", "allowed_hosts": ["llm.example.org"]}, ["llm.example.org"]),
+        ({"allowed_hosts": ["*"]}, None),
+        ({"uds": "/tmp/pequod-test.sock"}, None),
+    ],
+)
+def test_which_host_headers_are_answered(given, hosts):
+    assert Settings(**given).hosts == hosts
+
+
+def test_the_engine_gets_what_was_set():
+    flags = {
+        "model": "m",
+        "revision": "r",
+        "device": "cpu",
+        "dtype": "half",
+        "model_impl": "native",
+        "attention_backend": "reference",
+        "max_model_len": "10",
+        "max_num_seqs": "2",
+        "max_num_batched_tokens": "9",
+        "long_prefill_token_threshold": "4",
+        "scheduling_policy": "static",
+        "enable_prefix_caching": False,
+        "block_size": "8",
+        "num_gpu_blocks_override": "7",
+        "kv_cache_memory": "1MiB",
+        "gpu_memory_utilization": "0.5",
+        "threads": "2",
+    }
+    config = load(flags).settings.engine_config()
+    assert (config.model, config.revision, config.device, config.dtype) == ("m", "r", "cpu", "float16")
+    assert (config.implementation, config.attention, config.policy) == ("native", "reference", "static")
+    assert (config.max_len, config.max_seqs, config.max_batched_tokens, config.long_prefill_tokens) == (10, 2, 9, 4)
+    assert (config.prefix_caching, config.block_size, config.num_blocks) == (False, 8, 7)
+    assert (config.kv_cache_memory, config.gpu_memory_utilization, config.threads) == (1 << 20, 0.5, 2)
+
+
+def test_settings_never_change():
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().port = 1
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configs_that_come_along(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 30 and lines[0].startswith("# ")
+    loaded = load({}, path)
+    assert {name for name, source in loaded.sources.items() if source != "default"} == set(read_toml(path))
+    loaded.settings.engine_config()
+
+
+def test_there_are_configs():
+    assert 4 <= len(CONFIGS) <= 6
+
+
+def test_every_field_is_described_and_grouped():
+    for name, field in settings.FIELDS.items():
+        assert field.description and len(field.description) < 100, name
+        assert settings.group(name) in ("model", "engine", "http", "limits", "logs")
+        assert settings.shape(name)[0] in (bool, int, float, list, str)
