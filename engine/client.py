@@ -26,9 +26,8 @@ from .loop import EngineLoop
 from .scheduler import Scheduler
 from .types import EngineDied, EngineError, EngineInfo, EngineRequest, StepStats, TokenDelta
 
-MAX_RESTARTS = 3  # in a row; a life longer than HEALTHY_S starts the count anew
-HEALTHY_S = 60.0
-BACKOFF_S = 0.5  # before the first restart; doubled for each further one
+MAX_RESTARTS = 3  # in a row that do not become ready
+BACKOFF_S = 0.5  # before the first restart; doubled for each further one in a row
 MAX_DEATHS = 2  # a request that was running at this many deaths of the engine is not handed over again
 
 
@@ -156,7 +155,7 @@ class _Client:
             entry.unread.append(_whole(delta, entry))
             entry.news.set()
         if stats is not None:
-            self.status.last_step = now
+            self.status.last_step = now if stats.rows else self.status.last_step
             self.status.running, self.status.waiting = stats.running, stats.waiting
             for listener in self.on_step:
                 listener(stats)
@@ -283,19 +282,19 @@ class ProcessEngine(_Client):
     async def _supervise(self) -> None:
         failures = 0
         while True:
-            began = time.monotonic()
             try:
                 await self._live()
             except EngineError as error:
                 self._fail(error)
                 return
-            failures = 1 if time.monotonic() - began > HEALTHY_S else failures + 1
+            # An engine that was ready is worth another try whatever killed it: a request that kills is failed itself.
+            failures = 0 if self.status.phase == "ready" else failures + 1
             if failures > MAX_RESTARTS:
-                self._fail(EngineDied(f"the engine died {failures} times in a row and is not started again"))
+                self._fail(EngineDied(f"the engine died {failures} times in a row before it was ready"))
                 return
             self.status.phase = "restarting"
             self._bury()
-            await asyncio.sleep(BACKOFF_S * 2 ** (failures - 1))
+            await asyncio.sleep(BACKOFF_S * 2 ** max(0, failures - 1))
             self.status.restarts += 1
 
     async def _live(self) -> None:

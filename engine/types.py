@@ -106,7 +106,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
-    """One step of the loop, as the metrics and the step log tell it."""
+    """One step of the loop, as the metrics and the step log tell it. Without rows: only the books changed."""
 
     step: int
     time: float  # seconds since the epoch

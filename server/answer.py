@@ -23,7 +23,7 @@ from engine import EngineInfo, EngineRequest
 from . import sse
 from .errors import ApiError, deadline, from_exception, invalid
 from .generation import Choice, Due, Generation, Gone
-from .limits import Caller, Ticket
+from .limits import Caller
 from .prompts import TextTooLong
 from .protocol.common import Head, Json, Output, Prompt, Sampling, TokenText, Writer
 from .state import Pequod
@@ -63,14 +63,11 @@ async def answer(
     info = app.engine.info
     assert info is not None and app.tokenizer is not None
     check_fields(app, info, body)
+    # The ticket is the caller's: it ends with the HTTP request, however that ends.
     ticket = app.limits.admit(caller, body.num_prompts * body.num_choices)
-    try:
-        prompts = await encoded(app, body, encode, due)
-        max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
-        ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
-    except BaseException:
-        ticket.release()
-        raise
+    prompts = await encoded(app, body, encode, due)
+    max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
+    ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     head = Head(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint)
     requests = engine_requests(app, caller, body, prompts, max_tokens)
     track = app.metrics.track(
@@ -79,7 +76,7 @@ async def answer(
     track.began = began  # the client waits since then, not since its prompt was tokenized
     choices = [Choice(index, each, text_stream(app, body, each)) for index, each in enumerate(requests)]
     generation = Generation(app, choices, body.num_choices, track, due)
-    return Answer(generation, write(body, head, prompts, app.tokenizer.token_text), ticket, body)
+    return Answer(generation, write(body, head, prompts, app.tokenizer.token_text), body)
 
 
 # Checks before the first byte
@@ -201,25 +198,23 @@ def text_stream(app: Pequod, body: Sampling, request: EngineRequest) -> TextStre
 class Answer(Response):
     """Runs a Generation while it is being sent; an error before the first byte leaves as an ordinary exception."""
 
-    def __init__(self, generation: Generation, writer: Writer, ticket: Ticket, body: Sampling) -> None:
+    def __init__(self, generation: Generation, writer: Writer, body: Sampling) -> None:
         super().__init__()
         self.generation = generation
         self.writer = writer
-        self.ticket = ticket
         self.request = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.ticket:
-            self.generation.start(receive)
-            try:
-                if self.request.stream:
-                    await Stream(self.generation, self.writer, self.request, send).run()
-                else:
-                    await self._send_whole(scope, receive, send)
-            except Gone:
-                return  # Door counts it
-            finally:
-                await self.generation.close()
+        self.generation.start(receive)
+        try:
+            if self.request.stream:
+                await Stream(self.generation, self.writer, self.request, send).run()
+            else:
+                await self._send_whole(scope, receive, send)
+        except Gone:
+            return  # there is nobody to answer; what has happened is counted
+        finally:
+            await self.generation.close()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         outputs: list[list[Output]] = [[] for _ in self.generation.choices]

@@ -81,7 +81,7 @@ class StepLog:
 
     def write(self, stats: StepStats) -> None:
         """Append a step; when that fails, as on a full disk, the log ends and the server goes on."""
-        if self._is_broken:
+        if self._is_broken or not stats.rows:  # without rows: only the books changed
             return
         try:
             self._file.write(json.dumps({name: getattr(stats, name) for name in stats.__struct_fields__}) + "\n")

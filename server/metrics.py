@@ -165,7 +165,8 @@ class Metrics:
         """One engine step; registered in engine.on_step."""
         self.last_step = stats
         self._life = self.engine.status.restarts
-        self.iteration_tokens.observe(stats.prompt_tokens + stats.decode_tokens)
+        if stats.rows:  # without: only the books changed, as after an abort between two steps
+            self.iteration_tokens.observe(stats.prompt_tokens + stats.decode_tokens)
         self.preemptions.inc(stats.preempted)
         self.prefix_queries.inc(stats.prefix_queries)
         self.prefix_hits.inc(stats.prefix_hits)

@@ -120,9 +120,8 @@ def make(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(name)).to(dtype)
     with torch.no_grad():
-        for key, value in model.named_parameters():
+        for value in model.parameters():
             value.copy_(torch.randn_like(value) * 0.15 if value.dim() > 1 else value + torch.randn_like(value) * 0.1)
-            del key
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
     return folder
 

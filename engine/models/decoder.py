@@ -113,7 +113,8 @@ class Decoder:
         places = {prefix + name: place for name, place in model.places().items()}
         if model.head is not None:
             places["lm_head.weight"] = model.head.weight
-        for name in checkpoint.entries.keys() - places.keys():
+        checkpoint.check(places)
+        for name in sorted(checkpoint.entries.keys() - places.keys()):
             # A tensor without a place means that the model is not what config.json says; these are harmless.
             if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 raise ModelError(f"the checkpoint holds the tensor {name}, for which {spec.architecture} has no place")

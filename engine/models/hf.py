@@ -201,6 +201,7 @@ def load(spec: ModelSpec, folder: Path, device: torch.device, progress: Callable
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are told as missing ones are, below
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:

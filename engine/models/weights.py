@@ -85,8 +85,8 @@ class Checkpoint:
                         digest.update(stream.read(min(SAMPLE_BYTES, entry.num_bytes)))
         return digest.hexdigest()
 
-    def fill(self, places: Mapping[str, Tensor], progress: Callable[[float], None]) -> None:
-        """Copy each named tensor into its place, in the order of the files. All names and shapes are checked first."""
+    def check(self, places: Mapping[str, Tensor]) -> None:
+        """Raise ModelError unless every name is there with the shape of its place."""
         for name, place in places.items():
             entry = self.entries.get(name)
             if entry is None:
@@ -96,6 +96,9 @@ class Checkpoint:
                     f"the tensor {name} in {entry.file} has the shape {list(entry.shape)}, "
                     f"but config.json asks for {list(place.shape)}"
                 )
+
+    def fill(self, places: Mapping[str, Tensor], progress: Callable[[float], None]) -> None:
+        """Copy each named tensor into its place, in the order of the files; `check` has passed."""
         total, done = sum(self.entries[name].num_bytes for name in places) or 1, 0
         for file, entries in self._by_file({name: self.entries[name] for name in places}).items():
             with file.open("rb") as stream:

@@ -46,7 +46,8 @@ class _Label:
 LABEL = _Label()
 
 
-@dataclass(frozen=True)
+# Compared by identity: typing keeps one Annotated of equal marks, and (1,) equals (True,).
+@dataclass(frozen=True, eq=False)
 class Refused:
     """Marks a field that is known but not supported: null and `defaults`, which ask for nothing, count as absent."""
 

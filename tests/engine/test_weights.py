@@ -225,7 +225,7 @@ def test_weights_missing_from_a_model_of_transformers(tmp_path):
     assert f"lacks the tensor {gone}" in refused(folder)
     tensors[gone] = torch.ones(3, 3)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert gone in refused(folder) or "shape" in refused(folder)
+    assert f"another shape than config.json for the tensor {gone}" in refused(folder)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     assert "cut short" in refused(folder)

@@ -134,7 +134,7 @@ def test_logprobs_tell_each_token_its_bytes_and_all_bits(folder):
     assert entries[-1]["token"] == "<|end|>"
     for place, (token, entry) in enumerate(zip(said, entries, strict=True)):
         assert float32(entry["logprob"]) == odds(place, token)
-        assert len(repr(entry["logprob"]).lstrip("-0.")) <= 9
+        assert sum(letter.isdigit() for letter in repr(entry["logprob"])) <= 9
         top = [float32(other["logprob"]) for other in entry["top_logprobs"]]
         assert top == [odds(place, token), odds(place, token + 1)]
 
@@ -152,6 +152,18 @@ def test_a_stop_string_across_tokens_ends_the_text_and_drops_the_rest(folder):
     assert "a; th" in LIBRARY.decode(spoken[:count]) and "a; th" not in LIBRARY.decode(spoken[: count - 1])
     assert answer["usage"]["completion_tokens"] == count
     assert engine.open == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_counts_and_has_no_text(folder, stream):
+    the, whale = ids("the whale")
+    body = {"messages": QUESTION, "stop_token_ids": [whale], "return_token_ids": True, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    response = ask(folder, CHAT, body, FakeEngine(saying("the whale, sailing")))
+    choice = (joined(chunks(response.text)) if stream else whole(response.json()))[0]
+    assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("the", "stop", [the, whale])
+    usage = (chunks(response.text)[-1] if stream else response.json())["usage"]
+    assert usage["completion_tokens"] == 2
 
 
 def test_a_stop_string_that_never_completes_is_part_of_the_text(folder):

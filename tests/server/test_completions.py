@@ -5,6 +5,7 @@ import pytest
 from server.protocol.completions import CompletionAnswer, CompletionRequest
 from tests.fakes import FakeEngine, model_folder
 from tests.server.wire import COMPLETIONS, END, Odds, ask, chunks, float32, ids, joined, odds, saying, whole
+from tests.toys import byte_fallback
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,17 @@ def test_special_tokens_around_a_text_can_be_left_out(tmp_path):
         engine = FakeEngine(saying("a"))
         ask(own, COMPLETIONS, {"prompt": "the", **more}, engine)
         assert list(engine.requests[0].prompt_ids) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_goes_on_where_its_prompt_ends(tmp_path, stream):
+    library = byte_fallback()  # at the start of a text it drops the space of the first word
+    own = model_folder(tmp_path / "own", tokenizer_config={"eos_token": "</s>"})
+    library.save(str(own / "tokenizer.json"))
+    sea, end = library.token_to_id("▁sea"), library.token_to_id("</s>")
+    body = {"prompt": "the", "echo": True, "stream": stream, "logprobs": None}
+    response = ask(own, COMPLETIONS, body, FakeEngine(lambda _: [sea, end]))
+    assert (joined(chunks(response.text)) if stream else whole(response.json()))[0]["text"] == "the sea"
 
 
 def test_too_long_is_told_with_both_numbers_and_the_flag(folder):

@@ -98,7 +98,7 @@ def test_good_values_of_chat(folder, value):
 
 
 SHARED = [
-    ("temperature", [-0.1, 2.1, "1", True, [1], 1e400]),
+    ("temperature", [-0.1, 2.1, "1", True, [1]]),
     ("top_p", [0, 1.01, -1, "x"]),
     ("top_k", [-2, 2**31, 1.5, "5", True]),
     ("min_p", [-0.1, 1.1]),
@@ -115,7 +115,7 @@ SHARED = [
     ("include_stop_str_in_output", [1]),
     ("skip_special_tokens", ["no"]),
     ("return_token_ids", [1]),
-    ("stream", [1, "true", None, []][:2]),
+    ("stream", [1, "true"]),
     ("stream_options", [{}, {"include_usage": True}]),
     (
         "logit_bias",
@@ -126,7 +126,7 @@ SHARED = [
     ("user", [5, "a" * 513]),
     ("model", [5]),
     ("echo", ["yes"]),
-    ("messages" , [5]),
+    ("messages", [5]),
     ("prompt", [5]),
     ("colour", [None, "red"]),
 ]  # fmt: skip
@@ -168,9 +168,8 @@ def test_bad_values_are_refused_by_name(folder, path, field, values):
     body = {"max_tokens": 16} if field == "min_tokens" else {}
     if (path, field) == (CHAT, "min_tokens"):
         body = {"max_completion_tokens": 16}
-    for value, (status, param, message) in zip(
-        values, answers(folder, path, [body | {field: value} for value in values if value != 1e400]), strict=False
-    ):
+    seen = answers(folder, path, [body | {field: value} for value in values])
+    for value, (status, param, message) in zip(values, seen, strict=True):
         assert status == 400, value
         assert param is not None, value
         assert param == field or param.startswith(f"{field}."), value
