@@ -57,7 +57,9 @@ class Failed(Struct, frozen=True, array_like=True, tag=True):
 
 
 class End(Struct, frozen=True, array_like=True):
-    reason: str
+    """What the first and the last delta of a request have and others do not."""
+
+    reason: str | None
     error: str | None
     stats: RequestStats | None
 
@@ -86,7 +88,7 @@ def pack(deltas: list[TokenDelta], stats: StepStats | None = None) -> Tokens:
         ends={
             i: End(delta.finish_reason, delta.error, delta.stats)
             for i, delta in enumerate(deltas)
-            if delta.finish_reason
+            if delta.finish_reason or delta.stats
         },
         stats=stats,
     )

@@ -92,7 +92,12 @@ class _Open:
         logprobs = None
         if any(delta.logprobs is not None for delta in deltas):
             logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
-        return replace(last, token_ids=tuple(t for delta in deltas for t in delta.token_ids), logprobs=logprobs)
+        return replace(
+            last,
+            token_ids=tuple(t for delta in deltas for t in delta.token_ids),
+            logprobs=logprobs,
+            stats=next((delta.stats for delta in reversed(deltas) if delta.stats), None),
+        )
 
 
 class _Client:
@@ -176,7 +181,7 @@ class _Client:
 
 
 def _whole(delta: TokenDelta, entry: _Open) -> TokenDelta:
-    """The last delta with figures of the whole request, also when the engine saw only its second life."""
+    """A delta with figures of the whole request, also when the engine saw only its second life."""
     if delta.stats is None:
         return delta
     return replace(delta, stats=replace(delta.stats, arrived=entry.arrived, output_tokens=len(entry.output_ids)))

@@ -278,6 +278,7 @@ class Scheduler:
                 deltas.append(self._end(seq, "error", error=tokens.errors[index]))
             elif drawn:
                 seq.tokens += drawn
+                begins = not seq.first_token
                 seq.first_token = seq.first_token or now
                 seq.last_token = now
                 logprobs = tuple(tokens.logprobs[index]) if index in tokens.logprobs else None
@@ -285,7 +286,13 @@ class Scheduler:
                 deltas.append(
                     self._end(seq, reason, tuple(drawn), logprobs)
                     if reason
-                    else TokenDelta(id=seq.id, token_ids=tuple(drawn), logprobs=logprobs)
+                    else TokenDelta(
+                        id=seq.id,
+                        token_ids=tuple(drawn),
+                        logprobs=logprobs,
+                        # A reader who ends a request at a stop string never sees its last delta.
+                        stats=seq.stats() if begins else None,
+                    )
                 )
         return deltas
 

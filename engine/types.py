@@ -77,7 +77,7 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] | None = None  # as long as token_ids, when asked for
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None  # a sentence, with finish_reason error
-    stats: RequestStats | None = None  # with finish_reason
+    stats: RequestStats | None = None  # with the first token and with the finish_reason
 
 
 class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):

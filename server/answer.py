@@ -213,6 +213,9 @@ class Answer(Response):
                 await self._send_whole(scope, receive, send)
         except Gone:
             return  # there is nobody to answer; what has happened is counted
+        except Exception as error:
+            self.generation.stop(error, "error")
+            raise
         finally:
             await self.generation.close()
 
@@ -253,6 +256,7 @@ class Stream:
         except Exception as error:
             if not self.has_begun:
                 raise
+            self.generation.stop(error, "error")
             # The status has gone: the error is the last event, never a cut connection.
             await self._write(sse.frame(from_exception(error).body()) + sse.DONE, more=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -103,7 +104,7 @@ def config(name: str) -> Any:
     from transformers import AutoConfig
 
     kind, settings = MODELS[name]
-    return AutoConfig.for_model(kind, **settings)
+    return AutoConfig.for_model(kind, **copy.deepcopy(settings))  # it writes into nested settings
 
 
 def make(

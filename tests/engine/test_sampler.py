@@ -259,8 +259,8 @@ def test_equal_tokens_at_the_edge_of_top_k_all_stay():
 
 def test_equal_tokens_at_the_edge_of_top_p_all_stay_also_beyond_the_candidates(monkeypatch):
     monkeypatch.setattr(module, "CANDIDATES", 200)  # half of the mass is reached at the 150th of 300 equals
-    logits = torch.zeros(3000, VOCAB)
-    drawn = draw(logits, [params(seed=i, top_p=0.5) for i in range(3000)])
+    logits = torch.zeros(6000, VOCAB)
+    drawn = draw(logits, [params(seed=i, top_p=0.5) for i in range(6000)])
     assert set(drawn.token_ids) == set(range(VOCAB))
 
 

@@ -357,6 +357,47 @@ def test_a_bug_is_a_500_that_tells_nothing(folder, stream):
 
 
 @WHOLE_OR_STREAM
+def test_a_bug_while_the_answer_is_written_is_an_error_too(folder, stream):
+    async def main():
+        engine = FakeEngine(saying(LONG))
+        async with serving(folder, engine) as (client, app):
+
+            def broken(token_id):
+                raise ValueError("the secret")
+
+            app.state.pequod.tokenizer.token_text = broken
+            response = await client.post(COMPLETIONS, json=body(stream=stream, logprobs=1))
+            assert "secret" not in response.text
+            error = events(response.text)[-2] if stream else response.json()
+            assert error["error"]["code"] == "internal_error"
+            assert engine.open == []
+            reason = "error" if stream else "stop"  # whole: all tokens had come before they were written
+            assert await metric(client, "vllm:request_success_total", finished_reason=reason) == 1
+
+    asyncio.run(main())
+
+
+@WHOLE_OR_STREAM
+def test_a_server_that_is_stopped_at_once_stops_the_work(folder, stream):
+    async def main():
+        engine = FakeEngine(saying(LONG), delay=0.01)
+        async with serving(folder, engine) as (client, app):
+            driver = Driver(app, body(stream=stream))
+            driver.may_send.set()
+            task = asyncio.create_task(driver.run())
+            await until(lambda: engine.status.last_step)
+            assert app.state.pequod.limits.open_tokens == len(ids("the sea"))
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert engine.open == []
+            assert app.state.pequod.limits.open_choices == app.state.pequod.limits.open_tokens == 0
+            assert await metric(client, "vllm:request_success_total", finished_reason="abort") == 1
+
+    asyncio.run(main())
+
+
+@WHOLE_OR_STREAM
 def test_a_full_queue_is_refused_before_the_first_byte(folder, stream):
     async def main():
         engine = FakeEngine(saying(LONG))
