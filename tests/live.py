@@ -34,7 +34,7 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         # Lives as long as this object.
-        self._log = tempfile.NamedTemporaryFile("w+b", prefix="pequod-", suffix=".log")  # noqa: SIM115
+        self._log = tempfile.NamedTemporaryFile("w+b", prefix="pequod-", suffix=".log")
         command = [sys.executable, "-m", "server", "serve", "--port", str(self.port), *args]
         self.process = subprocess.Popen(
             command,

@@ -1,0 +1,31 @@
+"""The oracle's table on a CUDA device: the same code, the same tokens. `make test-gpu`."""
+
+import pathlib
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.models import FLOAT32_ONLY, MODELS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("name", ["stories260k", "babyllama-char-940k"])
+def test_trained_models_give_their_references(name, data, monkeypatch):
+    monkeypatch.setenv("PEQUOD_ORACLE_DEVICE", "cuda")
+    folder = data / "models" / name
+    cases = oracle.referenced(folder)
+    assert oracle.check(folder, "float32", cases) == dict.fromkeys(oracle.SITUATIONS, len(cases))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_random_models_give_the_tokens_of_transformers(name, tmp_path: pathlib.Path, monkeypatch):
+    monkeypatch.setenv("PEQUOD_ORACLE_DEVICE", "cuda")
+    dtype = "float32" if name in FLOAT32_ONLY else "float64"
+    cases = oracle.generated(name, tmp_path / name, dtype, seed=list(MODELS).index(name) + 1)
+    found = oracle.check(tmp_path / name, dtype, cases, oracle.MAX_LEN.get(name))
+    assert found == dict.fromkeys(oracle.SITUATIONS, len(cases))

@@ -1,0 +1,98 @@
+"""The rules of the architecture, held by looking at the code and at what a process has imported."""
+
+import ast
+import asyncio
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import engine
+from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams
+
+ROOT = pathlib.Path(__file__).parent.parent
+HEAVY = {"torch", "transformers"}
+# Runs in a child process of its own, for tokenizers that only transformers can read.
+CONVERTER = ROOT / "server/convert_tokenizer.py"
+NO_TORCH = ["types", "config", "batch", "sequence", "blocks", "scheduler", "loop", "client", "channel", "sim", "hub"]
+
+
+def imports(path: pathlib.Path) -> set[tuple[str, tuple[str, ...]]]:
+    """(module, names) of every absolute import of a file, wherever it stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, ()) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "", tuple(alias.name for alias in node.names)))
+    return found
+
+
+def files(package: str) -> list[pathlib.Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def test_the_engine_knows_nothing_of_the_server():
+    assert not [p for p in files("engine") for module, _ in imports(p) if module.partition(".")[0] == "server"]
+
+
+def test_the_server_takes_from_the_engine_only_what_it_exports():
+    for path in files("server"):
+        for module, names in imports(path):
+            if module.partition(".")[0] == "engine":
+                assert module == "engine", f"{path} reaches into {module}"
+                assert set(names) <= set(engine.__all__), f"{path} takes {names}"
+
+
+def test_the_server_imports_neither_torch_nor_transformers():
+    for path in files("server"):
+        if path != CONVERTER:
+            assert not {module.partition(".")[0] for module, _ in imports(path)} & HEAVY, path
+
+
+@pytest.mark.parametrize(
+    "modules", [[f"engine.{name}" for name in NO_TORCH], ["engine", "server.app", "server.commands.serve"]]
+)
+def test_no_torch_comes_in_by_a_detour(modules):
+    code = f"import sys, {', '.join(modules)}; print([m for m in {sorted(HEAVY)} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_there_is_no_text_in_the_engine():
+    words = {"tokenizers", "jinja2"}
+    found = [p for p in files("engine") if {module.partition(".")[0] for module, _ in imports(p)} & words]
+    assert [p.relative_to(ROOT).as_posix() for p in found] == ["engine/builtin/train.py"]
+
+
+@pytest.mark.parametrize("package", ["engine", "server"])
+def test_no_module_keeps_state_that_changes(package):
+    """Two engines and two apps in one process work only when nothing is shared by accident."""
+    for path in files(package):
+        tree = ast.parse(path.read_text())
+        assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path} has a global statement"
+        for node in tree.body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(target, ast.Name):
+                value = node.value
+                empty = isinstance(value, (ast.List, ast.Dict)) and not (
+                    value.elts if isinstance(value, ast.List) else value.keys
+                )
+                assert not empty, f"{path}: {target.id} starts empty, so something fills it"
+
+
+def test_two_engines_in_one_process_do_not_disturb_each_other():
+    async def tokens(engine: LocalEngine, prompt: tuple[int, ...]) -> list[int]:
+        params = SamplingParams(max_tokens=12, temperature=0.0)
+        request = EngineRequest(id=1, prompt_ids=prompt, params=params)
+        return [token async for delta in engine.generate(request) for token in delta.token_ids]
+
+    async def main() -> None:
+        config = EngineConfig(model="builtin", num_blocks=32, debug=True)
+        async with LocalEngine(config) as one, LocalEngine(config) as two:
+            alone = [await tokens(one, (5, 6, 7)), await tokens(two, (8, 9))]
+            both = await asyncio.gather(tokens(one, (5, 6, 7)), tokens(two, (8, 9)))
+            assert both == alone
+
+    asyncio.run(main())

@@ -1,0 +1,88 @@
+"""`make wheel-test`: the wheel is built, installed beside this environment's packages, and started from elsewhere.
+
+A second environment sees the first one's packages through a .pth file, so that torch is not installed twice; Pequod
+itself must come from the wheel, and nothing of this checkout may be needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.request
+import venv
+import zipfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+CODE = "import server, engine; print(server.__file__); print(engine.__file__)"
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        place = pathlib.Path(scratch)
+        build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(place), "."]
+        subprocess.run(build, cwd=ROOT, check=True)
+        (wheel,) = place.glob("pequod-*.whl")
+        names = zipfile.ZipFile(wheel).namelist()
+        tops = {name.partition("/")[0] for name in names}
+        assert {top for top in tops if not top.endswith(".dist-info")} == {"server", "engine"}, tops
+        assert "engine/builtin/model/model.safetensors" in names, "the built-in model is not in the wheel"
+
+        environment = place / "env"
+        venv.create(environment, with_pip=False)
+        python = environment / "bin" / "python"
+        packages = pathlib.Path(
+            subprocess.check_output(
+                [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+            ).strip()
+        )
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(packages)
+        (packages / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        found = subprocess.check_output([python, "-c", CODE], cwd=place, env=clean, text=True).split()
+        assert all(path.startswith(str(packages)) for path in found), f"not from the wheel: {found}"
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {len(names)} files", flush=True)
+
+        command = [python, "-m", "server", "complete", "--prompt", "Hello", "--max-tokens", "8", "--json"]
+        answer = json.loads(subprocess.check_output(command, cwd=place, env=clean, text=True))
+        assert answer["generated_tokens"] > 0, answer
+        serve(python, place, clean)
+    print("the wheel works by itself")
+    return 0
+
+
+def serve(python: pathlib.Path, place: pathlib.Path, environment: dict[str, str]) -> None:
+    from tests.live import free_port
+
+    port = free_port()
+    command = [python, "-m", "server", "serve", "--port", str(port)]
+    process = subprocess.Popen(command, cwd=place, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as ready:
+                    if ready.status == 200:
+                        break
+            except OSError:
+                time.sleep(0.1)
+        else:
+            raise AssertionError("the installed server did not become ready")
+        body = json.dumps({"messages": [{"role": "user", "content": "What is 2 + 2?"}], "temperature": 0}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert "4" in json.load(answer)["choices"][0]["message"]["content"]
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0, "the installed server did not end cleanly"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
