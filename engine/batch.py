@@ -15,7 +15,13 @@ class Row:
     start: int
     token_ids: list[int]
     new_block_ids: list[int]  # all of the sequence's blocks in the step that it enters
-    num_logits: int  # of the last positions: 0 while a prompt is not complete, 1 to draw a token
+    num_logits: int  # of the last positions: 0 while a prompt is not complete, 1 to draw a token, all to score a prompt
+    scored: list[int] = field(default_factory=list)  # prompt tokens that the first of these positions predict
+
+    @property
+    def draws(self) -> bool:
+        """Whether the last position draws a token."""
+        return self.num_logits > len(self.scored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,8 @@ class Batch:
 class StepTokens:
     """What a step drew, aligned with batch.rows."""
 
-    token_ids: list[list[int]]  # as many as the row's num_logits
+    token_ids: list[list[int]]  # one where the row draws
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per token
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per scored token
     errors: dict[int, str] = field(default_factory=dict)  # row index -> why this row alone failed
     seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample

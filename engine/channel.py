@@ -65,12 +65,13 @@ class End(Struct, frozen=True, array_like=True):
 
 
 class Tokens(Struct, frozen=True, array_like=True, tag=True):
-    """All deltas of a step in columns; `logprobs` and `ends` are by place in `ids`."""
+    """All deltas of a step in columns; the dicts are by place in `ids`."""
 
     ids: list[int]
     counts: list[int]
     token_ids: list[int]
     logprobs: dict[int, tuple[TokenLogprob, ...]]
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     ends: dict[int, End]
     stats: StepStats | None
 
@@ -85,6 +86,7 @@ def pack(deltas: list[TokenDelta], stats: StepStats | None = None) -> Tokens:
         counts=[len(delta.token_ids) for delta in deltas],
         token_ids=[token for delta in deltas for token in delta.token_ids],
         logprobs={i: delta.logprobs for i, delta in enumerate(deltas) if delta.logprobs is not None},
+        prompt_logprobs={i: d.prompt_logprobs for i, d in enumerate(deltas) if d.prompt_logprobs is not None},
         ends={
             i: End(delta.finish_reason, delta.error, delta.stats)
             for i, delta in enumerate(deltas)
@@ -103,6 +105,7 @@ def unpack(tokens: Tokens) -> list[TokenDelta]:
                 id=request_id,
                 token_ids=tuple(tokens.token_ids[at : at + count]),
                 logprobs=tokens.logprobs.get(i),
+                prompt_logprobs=tokens.prompt_logprobs.get(i),
                 finish_reason=end.reason if end else None,
                 error=end.error if end else None,
                 stats=end.stats if end else None,

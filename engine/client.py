@@ -96,6 +96,7 @@ class _Open:
             last,
             token_ids=tuple(t for delta in deltas for t in delta.token_ids),
             logprobs=logprobs,
+            prompt_logprobs=deltas[0].prompt_logprobs,
             stats=next((delta.stats for delta in reversed(deltas) if delta.stats), None),
         )
 
@@ -350,7 +351,11 @@ class ProcessEngine(_Client):
     def _hand_over(self) -> None:
         """Give the new engine every open request, each with the tokens that its reader already has."""
         for entry in list(self._open.values()):
-            self._send_add(replace(entry.request, output_ids=(*entry.request.output_ids, *entry.output_ids)))
+            params = entry.request.params
+            if entry.output_ids:  # the prompt's scores came with the first token
+                params = replace(params, prompt_logprobs=None)
+            output_ids = (*entry.request.output_ids, *entry.output_ids)
+            self._send_add(replace(entry.request, output_ids=output_ids, params=params))
             if entry.deaths or entry.output_ids:
                 self.status.streams_resumed += 1
 

@@ -13,12 +13,16 @@ import time
 from bisect import insort
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from .batch import Batch, Entered, Row, StepTokens
 from .blocks import BlockPool, root_hash
 from .config import EngineConfig
 from .sequence import Sequence, Status
-from .types import EngineRequest, StepStats, TokenDelta
+from .types import EngineRequest, StepStats, TokenDelta, TokenLogprob
 
+# Logits of every position of a chunk are wide: 64 rows of a vocabulary of 152,000 are 39 MB in float32.
+SCORED_TOKENS = 64
 # Blocks kept free when a request is admitted, so that those that run can grow before anyone must be preempted.
 WATERMARK = 0.03
 
@@ -134,7 +138,7 @@ class Scheduler:
         # Every running sequence moves in every step, unless prompts are to come first at any price.
         keeps = 0 if self.config.policy == "prefill-first" else 1
         for index, seq in enumerate(queue):
-            count = min(seq.remaining, share, budget - keeps * (len(queue) - index - 1))
+            count = min(self._most(seq), share, budget - keeps * (len(queue) - index - 1))
             if seq.status is not Status.RUNNING or count <= 0:
                 continue
             preempted = self.num_preempted
@@ -144,6 +148,10 @@ class Scheduler:
             if self.num_preempted != preempted:
                 budget = self.budget - sum(chosen.values())
         return budget
+
+    def _most(self, seq: Sequence) -> int:
+        """Tokens that a sequence could take of a step."""
+        return min(seq.remaining, SCORED_TOKENS) if seq.is_scored else seq.remaining
 
     def _grow(self, seq: Sequence, count: int, chosen: dict[Sequence, int]) -> bool:
         """Take the blocks for `count` more tokens, preempting the last in order; False when that was `seq` itself."""
@@ -189,7 +197,7 @@ class Scheduler:
             seq.block_ids = hits
             seq.num_computed = len(hits) * seq.block_size
             seq.num_published = len(hits)
-            count = min(seq.remaining, budget, share)
+            count = min(self._most(seq), budget, share)
             self._start(seq)
             grown = self._grow(seq, count, chosen)
             assert grown, "an admitted sequence found no blocks"
@@ -201,7 +209,7 @@ class Scheduler:
     def _match(self, seq: Sequence) -> list[int] | None:
         """Blocks of the sequence's longest cached prefix; None when its next block is being filled."""
         hits: list[int] = []
-        if not self.config.prefix_caching:
+        if not self.config.prefix_caching or seq.is_scored:  # what is found is not computed, so it has no logits
             return hits
         # The last token is left to compute, and in a block of its own: shared blocks are never written.
         for index in range((len(seq.tokens) - 1) // seq.block_size):
@@ -229,7 +237,7 @@ class Scheduler:
     def _top_up(self, chosen: dict[Sequence, int], budget: int) -> None:
         """What nobody could use goes to the prompts in the step, so that a share never wastes a step."""
         for seq in sorted(chosen, key=self._order):
-            more = min(seq.remaining - chosen[seq], budget)
+            more = min(self._most(seq) - chosen[seq], budget)
             if more > 0:
                 blocks = self.pool.take(max(0, seq.blocks_for(seq.num_computed + chosen[seq] + more)))
                 if blocks is not None:
@@ -247,13 +255,15 @@ class Scheduler:
                 history = list(seq.tokens) if seq.request.params.uses_history else []
                 entered.append(Entered(seq.id, seq.request.params, seq.prompt_len, history))
                 seq.new_to_runner = False
+            scored = seq.tokens[start + 1 : start + count + 1] if seq.is_scored else []
             rows.append(
                 Row(
                     seq_id=seq.id,
                     start=start,
                     token_ids=seq.tokens[start : start + count],
                     new_block_ids=seq.block_ids[seq.num_sent_blocks :],
-                    num_logits=int(start + count == len(seq.tokens)),
+                    num_logits=len(scored) + (start + count == len(seq.tokens)),
+                    scored=scored,
                 )
             )
             seq.num_sent_blocks = len(seq.block_ids)
@@ -271,6 +281,8 @@ class Scheduler:
             seq.num_computed += seq.num_inflight
             seq.num_inflight = 0
             self._publish_blocks(seq)
+            if index in tokens.prompt_logprobs:  # a preempted prompt is scored again; what is known stays
+                seq.prompt_logprobs += tokens.prompt_logprobs[index][max(0, len(seq.prompt_logprobs) - row.start) :]
             drawn = tokens.token_ids[index]
             if seq.aborted:
                 deltas.append(self._end(seq, "abort"))
@@ -281,19 +293,16 @@ class Scheduler:
                 begins = not seq.first_token
                 seq.first_token = seq.first_token or now
                 seq.last_token = now
-                logprobs = tuple(tokens.logprobs[index]) if index in tokens.logprobs else None
                 reason = self._finish_reason(seq)
-                deltas.append(
-                    self._end(seq, reason, tuple(drawn), logprobs)
-                    if reason
-                    else TokenDelta(
-                        id=seq.id,
-                        token_ids=tuple(drawn),
-                        logprobs=logprobs,
-                        # A reader who ends a request at a stop string never sees its last delta.
-                        stats=seq.stats() if begins else None,
-                    )
+                delta = TokenDelta(
+                    id=seq.id,
+                    token_ids=tuple(drawn),
+                    logprobs=tuple(tokens.logprobs[index]) if index in tokens.logprobs else None,
+                    prompt_logprobs=self._scores(seq) if begins else None,
+                    # A reader who ends a request at a stop string never sees its last delta.
+                    stats=seq.stats() if begins else None,
                 )
+                deltas.append(self._end(seq, reason, delta=delta) if reason else delta)
         return deltas
 
     def abandon(self, batch: Batch) -> list[TokenDelta]:
@@ -329,23 +338,21 @@ class Scheduler:
                 del self._filling[block_hash]
             seq.num_published = index + 1
 
+    def _scores(self, seq: Sequence) -> tuple[TokenLogprob, ...] | None:
+        asked = seq.request.params.prompt_logprobs is not None
+        return tuple(seq.prompt_logprobs) if asked else None
+
     def _end(
-        self,
-        seq: Sequence,
-        reason: str,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple | None = None,
-        error: str | None = None,
+        self, seq: Sequence, reason: str, *, error: str | None = None, delta: TokenDelta | None = None
     ) -> TokenDelta:
+        """The terminal delta: `delta`, the sequence's last tokens, with its end in it, or one without tokens."""
         if seq.status is Status.RUNNING:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
         seq.status = Status.ENDED
         del self.by_id[seq.id]
-        return TokenDelta(
-            id=seq.id, token_ids=token_ids, logprobs=logprobs, finish_reason=reason, error=error, stats=seq.stats()
-        )
+        return replace(delta or TokenDelta(id=seq.id), finish_reason=reason, error=error, stats=seq.stats())
 
     def _leave(self, seq: Sequence) -> None:
         """A running sequence gives back its blocks, its marks and its place at the runner."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .blocks import chain
-from .types import EngineRequest, RequestStats
+from .types import EngineRequest, RequestStats, TokenLogprob
 
 
 class Status(Enum):
@@ -38,6 +38,7 @@ class Sequence:
     new_to_runner: bool = True  # the next row carries all block ids
     num_sent_blocks: int = 0  # block ids that the runner has
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first start
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
     looked_up: bool = False  # in the prefix cache; later lookups are not counted again
     scheduled: float = 0.0
     first_token: float = 0.0
@@ -54,6 +55,12 @@ class Sequence:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        asked = self.request.params.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < self.prompt_len - 1
 
     @property
     def num_output(self) -> int:

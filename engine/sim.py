@@ -16,10 +16,12 @@ import random
 import time
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from .batch import Batch, StepTokens
 from .config import POLICIES, EngineConfig
 from .scheduler import Scheduler
-from .types import EngineRequest, SamplingParams, TokenDelta
+from .types import EngineRequest, SamplingParams, TokenDelta, TokenLogprob
 
 VOCAB = 97
 STOP = 0
@@ -83,7 +85,8 @@ class FakeRunner:
             for block in row.new_block_ids:
                 table.append(block)
                 self.holders.setdefault(block, set()).add(row.seq_id)
-        for row in batch.rows:
+        scores: dict[int, list[TokenLogprob]] = {}
+        for index, row in enumerate(batch.rows):
             table, salt, own = self.tables[row.seq_id], requests[row.seq_id].cache_salt, tokens[row.seq_id]
             end = row.start + len(row.token_ids)
             assert len(table) * self.block_size >= end, "a token has no slot"
@@ -97,9 +100,12 @@ class FakeRunner:
                 block = table[position // self.block_size]
                 assert self.holders[block] == {row.seq_id}, f"block {block} is shared and written"
                 self.memory[block * self.block_size + position % self.block_size] = (salt, position, own[position])
-            assert row.num_logits == (end == len(own)), "a token is drawn too early or not at all"
-            drawn.append([draw(own)] if row.num_logits else [])
-        return StepTokens(drawn)
+            assert row.draws == (end == len(own)), "a token is drawn too early or not at all"
+            assert len(row.scored) in (0, row.num_logits - row.draws), "a position is scored and not computed"
+            drawn.append([draw(own)] if row.draws else [])
+            if row.scored:
+                scores[index] = [TokenLogprob(-float(token)) for token in row.scored]
+        return StepTokens(drawn, prompt_logprobs=scores)
 
 
 @dataclass(eq=False)
@@ -170,6 +176,7 @@ class Episode:
                 max_tokens=rng.choice((1, rng.randint(1, 8), rng.randint(1, 200), 1000)),
                 min_tokens=rng.choice((0, 0, rng.randint(0, 5))),
                 stop_ids=rng.choice(((STOP,), ())),
+                prompt_logprobs=rng.choice((None, None, None, 0)),
             ),
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(("", "", "other")),
@@ -179,7 +186,7 @@ class Episode:
             request = EngineRequest(
                 id=request.id,
                 prompt_ids=request.prompt_ids,
-                params=request.params,
+                params=replace(request.params, prompt_logprobs=None),
                 output_ids=tuple(output[: rng.randint(0, len(output) - 1)]),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
@@ -238,9 +245,13 @@ class Episode:
         for delta in deltas:
             assert delta.id in self.requests, f"request {delta.id} was told twice that it ended"
             self.tokens[delta.id] += delta.token_ids
+            request = self.requests[delta.id]
+            if delta.prompt_logprobs is not None:
+                scores = [-entry.logprob for entry in delta.prompt_logprobs]
+                assert scores == list(request.prompt_ids[1:]), "a prompt's scores are not its tokens'"
             if not delta.finish_reason:
                 continue
-            request = self.requests.pop(delta.id)
+            del self.requests[delta.id]
             output = self.tokens.pop(delta.id)[len(request.prompt_ids) :]
             self.ended[delta.id] = delta.finish_reason
             expected, reason = alone(request, self.scheduler.max_len)

@@ -30,11 +30,14 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     min_tokens: int = 0  # stop_ids cannot be drawn before this many
     stop_ids: tuple[int, ...] = ()  # the model's end tokens (unless ignored) and the user's
     logprobs: int | None = None  # None: none; 0: the drawn token's; k: also the k most likely
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, but the first, which nothing predicts
+    allowed_ids: tuple[int, ...] | None = None  # only these can be drawn
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of such a run cannot follow the others in the output
 
     @property
     def uses_history(self) -> bool:
         """Whether the sampler must know the tokens before the current one."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return bool(self.bad_words or self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
 
 class EngineRequest(Struct, frozen=True, array_like=True, kw_only=True):
@@ -75,6 +78,7 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
     id: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None  # as long as token_ids, when asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # all at once with the first token, when asked for
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None  # a sentence, with finish_reason error
     stats: RequestStats | None = None  # with the first token and with the finish_reason

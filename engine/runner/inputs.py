@@ -27,10 +27,12 @@ class Prepared:
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     meta: AttentionMeta
-    logits_at: Tensor  # [drawing rows] int64, places in the line of tokens
+    logits_at: Tensor  # [logits] int64, places in the line of tokens
     slots: Ints  # [rows]
     drawing: Ints  # [drawing rows], indices of rows
     lengths: Ints  # [rows] tokens of the sequence up to the end of the row
+    draws_at: Ints | None  # [drawing rows], places among the logits; None: they are all the logits
+    scored: dict[int, slice]  # row -> its places among the logits that score the prompt
 
 
 class Inputs:
@@ -74,12 +76,12 @@ class Inputs:
         query_start = [0, *accumulate(counts)]
         starts = np.array([row.start for row in rows], np.int64)
         lengths = starts + counts
-        drawing = np.array([index for index, row in enumerate(rows) if row.num_logits], np.int64)
-        assert all(row.num_logits <= 1 for row in rows), "logits of several positions of one row"
+        drawing = np.array([index for index, row in enumerate(rows) if row.draws], np.int64)
+        draws_at, scored, places = _logits(rows, query_start)
         width = -(-int(lengths.max()) // self.block_size)
 
         size = query_start[-1]
-        host = _Buffer((size, size, size, len(drawing)), (len(rows) + 1, len(rows), len(rows) * width), self.device)
+        host = _Buffer((size, size, size, len(places)), (len(rows) + 1, len(rows), len(rows) * width), self.device)
         ids, positions, slot_mapping, logits_at, starts_of, seq_lens, table = host.arrays
         ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, size)
         starts_of[:] = query_start
@@ -91,7 +93,7 @@ class Inputs:
             positions[:] = np.arange(size) + np.repeat(starts - starts_of[:-1], counts)
         blocks, offsets = np.divmod(positions, self.block_size)
         slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
-        logits_at[:] = starts_of[1:][drawing] - 1
+        logits_at[:] = places
         table[:] = self._table[slots, :width].ravel()
 
         on_device = host.to_device()
@@ -105,7 +107,21 @@ class Inputs:
             query_start_list=query_start,
             seq_lens_list=lengths.tolist(),
         )
-        return Prepared(on_device[0], on_device[1], meta, on_device[3], slots, drawing, lengths)
+        return Prepared(on_device[0], on_device[1], meta, on_device[3], slots, drawing, lengths, draws_at, scored)
+
+
+def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints | None, dict[int, slice], list[int]]:
+    """draws_at and scored of Prepared, and the places in the line of tokens that need logits: each row's last ones."""
+    places: list[int] = []
+    draws: list[int] = []
+    scored: dict[int, slice] = {}
+    for index, row in enumerate(rows):
+        if row.scored:
+            scored[index] = slice(len(places), len(places) + len(row.scored))
+        places += range(query_start[index + 1] - row.num_logits, query_start[index + 1])
+        if row.draws:
+            draws.append(len(places) - 1)
+    return (np.array(draws, np.int64) if scored else None), scored, places
 
 
 class _Buffer:

@@ -45,12 +45,17 @@ class Step:
         began = time.perf_counter()
         token_ids: list[list[int]] = [[] for _ in self.batch.rows]
         logprobs: dict[int, list[TokenLogprob]] = {}
+        scores: dict[int, list[TokenLogprob]] = {}
         errors: dict[int, str] = {}
         if self.prepared is not None:
             sampler, prepared = self.runner.sampler, self.prepared
             logits, self.logits = self.logits, None
+            assert logits is not None, "a step is sampled once"
+            for row, places in prepared.scored.items():
+                scores[row] = sampler.score(logits[places], int(prepared.slots[row]), self.batch.rows[row].scored)
             if len(prepared.drawing):
-                assert logits is not None, "a step draws its tokens once"
+                if prepared.draws_at is not None:
+                    logits = logits[torch.from_numpy(prepared.draws_at).to(logits.device)]
                 slots, lengths = prepared.slots[prepared.drawing], prepared.lengths[prepared.drawing]
                 drawn = sampler.sample(logits, slots, lengths, masks)
                 rows = prepared.drawing.tolist()
@@ -64,7 +69,7 @@ class Step:
             for row in errors:
                 token_ids[row] = []
         self.seconds["sample"] = time.perf_counter() - began
-        return StepTokens(token_ids, logprobs, errors, self.seconds)
+        return StepTokens(token_ids, logprobs, scores, errors, self.seconds)
 
 
 class Runner:

@@ -16,8 +16,10 @@ or exclusive selection").
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import isfinite, isnan
 
 import numpy as np
@@ -82,8 +84,14 @@ def problem(params: SamplingParams, vocab_size: int) -> str | None:
             return f"logit_bias names token {token_id}, but token ids end at {vocab_size - 1}"
         if isnan(bias):
             return f"the logit_bias of token {token_id} is not a number"
-    if params.logprobs is not None and params.logprobs < 0:
-        return f"logprobs {params.logprobs} is out of range"
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count < 0:
+            return f"{name} {count} is out of range"
+    for name, ids in (("allowed_ids", params.allowed_ids or ()), ("bad_words", chain.from_iterable(params.bad_words))):
+        if not all(0 <= token_id < vocab_size for token_id in ids):
+            return f"{name} names a token outside of the vocabulary of {vocab_size} tokens"
+    if params.allowed_ids == ():
+        return "allowed_ids allows no token"
     return None
 
 
@@ -96,12 +104,14 @@ class History:
     index: dict[int, int]  # token id -> place in the columns
     ids: Ints
     counts: NDArray[np.float64]  # in the output alone; 0 for a token of the prompt
+    tail: deque[int]  # the output's last tokens, as many as the longest bad word looks back
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], prompt_len: int) -> History:
+    def of(cls, token_ids: Sequence[int], prompt_len: int, tail: int = 0) -> History:
         ids = np.unique(np.asarray(token_ids[:prompt_len], dtype=np.int64))
         index = {token_id: place for place, token_id in enumerate(ids.tolist())}
-        history = cls(prompt_len, min(prompt_len, len(token_ids)), index, ids, np.zeros(len(ids)))
+        seen = min(prompt_len, len(token_ids))
+        history = cls(prompt_len, seen, index, ids, np.zeros(len(ids)), deque(maxlen=tail))
         history.add(token_ids[prompt_len:])
         return history
 
@@ -117,7 +127,9 @@ class History:
                 self.ids = np.concatenate([self.ids, np.zeros(room, np.int64)])
                 self.counts = np.concatenate([self.counts, np.zeros(room)])
             self.ids[place] = token_id
-            self.counts[place] += self.seen >= self.prompt_len
+            if self.seen >= self.prompt_len:
+                self.counts[place] += 1
+                self.tail.append(token_id)
             self.seen += 1
 
 
@@ -152,6 +164,9 @@ class Sampler:
         self._stop_ids: list[Ints] = [np.empty(0, np.int64)] * max_seqs
         self._bias: dict[int, tuple[Ints, NDArray[np.float64]]] = {}  # slot -> token ids and what is added
         self._only: dict[int, Ints] = {}  # slot -> the only tokens that may be drawn
+        self._allowed: dict[int, Ints] = {}  # slot -> token ids, where not all are
+        self._bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._prompt_logprobs = np.full(max_seqs, -1, np.int64)  # -1: none asked for
         self._history: dict[int, History] = {}
         self.problems: dict[int, str] = {}  # slot -> why its parameters cannot be sampled with
 
@@ -175,6 +190,11 @@ class Sampler:
         self._frequency[slot] = params.frequency_penalty
         self._min_tokens[slot] = min(params.min_tokens, 1 << 62)  # a wire's integer may be wider than a column
         self._logprobs[slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+        self._prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        if params.allowed_ids is not None:
+            self._allowed[slot] = np.unique(np.array(params.allowed_ids, np.int64))
+        if params.bad_words:
+            self._bad_words[slot] = tuple(word for word in params.bad_words if word)
         stop_ids = [t for t in params.stop_ids if 0 <= t < self.vocab_size]  # others cannot be drawn anyway
         self._stop_ids[slot] = np.array(stop_ids, np.int64)
         if params.logit_bias:
@@ -186,10 +206,11 @@ class Sampler:
             # An infinite bias has said all it can as never or only; added to a logit it would leave no number.
             self._bias[slot] = ids, np.where(values <= NEVER, -np.inf, np.minimum(values, np.finfo(np.float32).max / 4))
         if params.uses_history:
-            self._history[slot] = History.of(entered.token_ids, entered.prompt_len)
+            longest = max((len(word) for word in params.bad_words), default=1)
+            self._history[slot] = History.of(entered.token_ids, entered.prompt_len, max(0, longest - 1))
 
     def remove(self, slot: int) -> None:
-        for table in (self._bias, self._only, self._history, self.problems):
+        for table in (self._bias, self._only, self._allowed, self._bad_words, self._history, self.problems):
             table.pop(slot, None)
 
     def observe(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
@@ -232,7 +253,7 @@ class Sampler:
     # -- the logits before temperature ------------------------------------------------------------------------
 
     def _has_changes(self, slots: Ints, positions: Ints) -> bool:
-        tables = self._bias.keys() | self._history.keys()
+        tables = self._bias.keys() | self._history.keys() | self._allowed.keys()
         return not tables.isdisjoint(slots.tolist()) or bool((positions < self._min_tokens[slots]).any())
 
     def _change(self, x: Tensor, slots: Ints, positions: Ints) -> None:
@@ -243,16 +264,37 @@ class Sampler:
             columns = [self._bias[slot] for slot in slots[biased].tolist()]
             rows, ids = self._places(biased, [ids for ids, _ in columns])
             x[rows, ids] += self._device(np.concatenate([values for _, values in columns])).to(x.dtype)
-        exclusive = [row for row in biased if int(slots[row]) in self._only]
-        if exclusive:
-            rows, ids = self._places(exclusive, [self._only[slot] for slot in slots[exclusive].tolist()])
-            kept = x[rows, ids]
-            x[self._device(np.array(exclusive))] = -torch.inf
-            x[rows, ids] = kept
+        for table in (self._only, self._allowed):
+            exclusive = [row for row, slot in enumerate(slots.tolist()) if slot in table]
+            if exclusive:
+                rows, ids = self._places(exclusive, [table[slot] for slot in slots[exclusive].tolist()])
+                kept = x[rows, ids]
+                x[self._device(np.array(exclusive))] = -torch.inf
+                x[rows, ids] = kept
+        banned = [(row, self._banned(slot)) for row, slot in enumerate(slots.tolist()) if slot in self._bad_words]
+        if banned:
+            rows, ids = self._places([row for row, _ in banned], [ids for _, ids in banned])
+            x[rows, ids] = -torch.inf
         young = np.flatnonzero(positions < self._min_tokens[slots]).tolist()
         if young:
             rows, ids = self._places(young, [self._stop_ids[slot] for slot in slots[young].tolist()])
             x[rows, ids] = -torch.inf
+
+    def _banned(self, slot: int) -> Ints:
+        """Tokens that would complete a bad word now."""
+        tail = tuple(self._history[slot].tail)
+        words = [word for word in self._bad_words[slot] if len(word) <= len(tail) + 1]
+        return np.array([w[-1] for w in words if tail[len(tail) + 1 - len(w) :] == w[:-1]], np.int64)
+
+    def score(self, logits: Tensor, slot: int, targets: list[int]) -> list[TokenLogprob]:
+        """Log-probabilities of a prompt's own tokens. logits: [targets, vocab], each row predicts its target."""
+        count = min(int(self._prompt_logprobs[slot]), self.vocab_size)
+        if count < 0:
+            return []  # its parameters cannot be sampled with: the row fails, see `problems`
+        raw = logits.log_softmax(dim=1)
+        own = raw.gather(1, self._device(np.array(targets, np.int64)).unsqueeze(1)).squeeze(1).tolist()
+        values, ids = (each.tolist() for each in _most_likely(raw, count))
+        return [TokenLogprob(o, tuple(i), tuple(v)) for o, i, v in zip(own, ids, values, strict=True)]
 
     def _penalize(self, x: Tensor, slots: Ints) -> None:
         """Repetition divides what is positive and multiplies what is not (Keskar et al. 2019, CTRL); frequency counts,

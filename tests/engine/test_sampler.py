@@ -490,3 +490,52 @@ def test_history_outside_of_the_vocabulary_is_told():
     sampler = Sampler(1, VOCAB, CPU)
     sampler.add(0, Entered(1, params(presence_penalty=1.0), 1, [VOCAB]))
     assert "vocabulary" in sampler.problems[0]
+
+
+def test_only_allowed_tokens_are_drawn_also_beside_a_row_that_may_draw_all():
+    logits = torch.randn(400, VOCAB, generator=torch.Generator().manual_seed(1))
+    limited = [params(seed=i, allowed_ids=(5, 90, 200)) for i in range(200)]
+    drawn = draw(logits, limited + [params(seed=i) for i in range(200)]).token_ids
+    assert set(drawn[:200]) == {5, 90, 200}
+    assert len(set(drawn[200:])) > 50
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [
+        ([], {3}),
+        ([7], {3, 8}),
+        ([7, 8], {3, 9}),
+        ([8, 7], {3, 8}),
+        ([7, 8, 9], {3}),
+    ],
+)
+def test_a_bad_word_is_never_completed(output, banned):
+    words = ((3,), (7, 8), (7, 8, 9))
+    sampler = Sampler(1, 12, torch.device("cpu"))
+    sampler.add(0, Entered(1, params(bad_words=words), 2, [7, 8, *output]))  # the prompt's own 7, 8 do not count
+    drawn = set()
+    for i in range(400):
+        sampler._seed[0] = i
+        logits = torch.zeros(1, 12)
+        drawn |= set(sampler.sample(logits, np.array([0]), np.array([2 + len(output)])).token_ids)
+    assert drawn == set(range(12)) - banned
+
+
+def test_a_bad_word_counts_the_tokens_that_were_drawn_since():
+    sampler = Sampler(1, 12, torch.device("cpu"))
+    sampler.add(0, Entered(1, params(bad_words=((7, 8),), temperature=0.0), 2, [1, 2]))
+    sampler.observe(0, 2, [7])
+    logits = torch.zeros(1, 12)
+    logits[0, 8] = 5.0
+    assert sampler.sample(logits, np.array([0]), np.array([3])).token_ids == [0]
+
+
+def test_a_prompt_is_scored_in_the_raw_distribution():
+    sampler = Sampler(1, VOCAB, torch.device("cpu"))
+    sampler.add(0, Entered(1, params(prompt_logprobs=2, temperature=0.1, logit_bias={4: 50.0}), 4, []))
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
+    expected = logits.log_softmax(1)
+    for row, (target, entry) in enumerate(zip([4, 9, 200], sampler.score(logits, 0, [4, 9, 200]), strict=True)):
+        assert entry.logprob == expected[row, target].item()
+        assert list(entry.top_ids) == expected[row].topk(2).indices.tolist()
