@@ -55,7 +55,8 @@ def curl(settings: Settings, where: tuple[str, int] | Path, has_template: bool) 
     words += [f"{base}/v1/{path}", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     line = " ".join(shlex.quote(word) for word in words)
     # The shell puts the key in, so that it stays off the screen and out of the scroll-back.
-    return line + (' -H "Authorization: Bearer $PEQUOD_API_KEY"' if settings.keys else "")
+    key = "$PEQUOD_API_KEY" if len(settings.keys) == 1 else "${PEQUOD_API_KEY%%,*}"  # of several the first
+    return line + (f' -H "Authorization: Bearer {key}"' if settings.keys else "")
 
 
 def count(number: int, unit: str) -> str:
@@ -140,16 +141,17 @@ def announce(
     stream = stream or sys.stdout
     lines = facts(info, settings, where, seconds)
     command = curl(settings, where, has_template)
+    heading = "Try it, with the key in PEQUOD_API_KEY:" if settings.keys else "Try it:"
     if stream.isatty() and os.environ.get("TERM") != "dumb":
-        _print_rich(lines, command, stream)
+        _print_rich(lines, heading, command, stream)
         return
     print("Pequod is ready", file=stream)
     for label, text in lines:
         print(f"  {label:<9} {text}", file=stream)
-    print(f"Try it:\n  {command}", file=stream, flush=True)
+    print(f"{heading}\n  {command}", file=stream, flush=True)
 
 
-def _print_rich(lines: list[tuple[str, str]], command: str, stream: TextIO) -> None:
+def _print_rich(lines: list[tuple[str, str]], heading: str, command: str, stream: TextIO) -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
@@ -162,7 +164,7 @@ def _print_rich(lines: list[tuple[str, str]], command: str, stream: TextIO) -> N
     for label, text in lines:
         table.add_row(label, Text(text, style="yellow" if label in ("warning", "note") else ""))
     console.print(Panel(table, title="[bold]Pequod is ready[/bold]", title_align="left", expand=False))
-    console.print("Try it:")
+    console.print(heading)
     console.print(Text(command, style="green"), soft_wrap=True)  # unbroken, so that it can be copied
     stream.flush()
 

@@ -119,7 +119,8 @@ class GracefulServer(uvicorn.Server):
 
     async def _finish(self) -> None:
         """Let the running answers end, within --drain-seconds; the port answers meanwhile."""
-        log.info("draining", extra={"fields": {"seconds": self.settings.drain_seconds}})
+        fields = {"open_answers": self.state.limits.open_choices, "at_most_seconds": self.settings.drain_seconds}
+        log.info("draining", extra={"fields": fields})
         self.state.begin_drain()
         try:
             async with asyncio.timeout(self.settings.drain_seconds + MARGIN_S):

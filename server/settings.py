@@ -157,9 +157,7 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), validate_default=False
     )
 
-    model: str = setting(
-        "model", "builtin", "model folder, hub id, or `builtin`", "MODEL", min_length=1, max_length=4096
-    )
+    model: str = setting("model", "builtin", "the same as MODEL", "MODEL", min_length=1, max_length=4096)
     revision: str | None = setting("model", None, "branch, tag or commit of a hub model", min_length=1, max_length=256)
     served_model_name: Names = setting(
         "model", [], "names that requests may use, the first is reported; several (default: MODEL)", "NAME"

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
-import json
 import logging
-import math
 import random
 import secrets
 import time
@@ -20,6 +18,7 @@ from fastapi import Depends, Request
 
 from engine import ConfigError, Engine, EngineDied, EngineError, EngineInfo, ModelError
 
+from .defaults import read_defaults
 from .errors import not_found, place, shown
 from .limits import Limits
 from .metrics import Metrics
@@ -32,15 +31,6 @@ HEARTBEAT_S = 5.0  # the engine's process beats twice a second; ten missed beats
 CUT_S = 5.0  # for streams to write their error event after the drain's deadline
 RETRY_LOADING_S = 5
 RETRY_FAILED_S = 30  # a supervisor starts a process anew in about that time
-
-# What --generation-config takes over, and the values that the API itself would allow.
-DEFAULTS: dict[str, tuple[type, float, float]] = {
-    "temperature": (float, 0, 2),
-    "top_p": (float, 1e-9, 1),
-    "top_k": (int, -1, 2**31 - 1),
-    "min_p": (float, 0, 1),
-    "repetition_penalty": (float, 1e-9, 2),
-}
 
 log = logging.getLogger("pequod.server")
 
@@ -284,35 +274,6 @@ def _first(errors: BaseExceptionGroup[Any]) -> Any:
     """The first error of a group, however deep."""
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
-
-
-def read_defaults(choice: str, folder: Path) -> dict[str, float | int]:
-    """Sampling defaults from the generation_config.json that --generation-config means; {} where there is none."""
-    if choice == "engine":
-        return {}
-    path = folder if choice == "auto" else Path(choice)
-    path = path / "generation_config.json" if path.is_dir() else path
-    if not path.is_file():
-        if choice != "auto":
-            raise ConfigError(f"--generation-config {choice}: there is no generation_config.json")
-        return {}
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(read, dict)
-    except (OSError, ValueError, AssertionError):
-        raise ModelError(f"{path} is not a JSON object") from None
-    defaults: dict[str, float | int] = {}
-    for name, (kind, low, high) in DEFAULTS.items():
-        value = read.get(name)
-        if value is None or (name == "top_k" and value == 0):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            log.warning("%s: %s is not a number and is not used as a default", path, name)
-        elif not low <= value <= high:
-            log.warning("%s: %s is outside %g..%g and is not used as a default", path, name, low, high)
-        else:
-            defaults[name] = kind(value)
-    return defaults
 
 
 def pequod(request: Request) -> Pequod:

@@ -93,7 +93,9 @@ def _items(word: str) -> list[str]:
 def add_settings(parser: Parser, *groups: str, model: bool = True, extra: Sequence[str] = ()) -> None:
     """Flags for all settings of the groups and for the named ones, --config, and MODEL as an argument."""
     if model:
-        parser.add_argument("positional_model", nargs="?", metavar="MODEL", default=None, help="the same as --model")
+        parser.add_argument(
+            "positional_model", nargs="?", metavar="MODEL", default=None, help="model folder, hub id, or `builtin`"
+        )
     box = parser.add_argument_group("settings")
     box.add_argument("--config", metavar="FILE", type=Path, default=None, help="TOML file with settings")
     for group, title in TITLES.items():

@@ -37,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends."""
-    from .source import choose
+    from .source import NO_TEMPLATE, choose
 
     loaded = settings_from(arguments)
     source = choose(loaded, arguments.url)
@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     with asyncio.Runner() as runner:
         try:
             runner.run(source.open())
+            if not source.can_chat:
+                raise UsageError(NO_TEMPLATE)
             return Talk(runner, source, options, arguments.system).run()
         finally:
             runner.run(source.close())
@@ -109,6 +111,8 @@ class Talk:
         return True
 
     def _answer(self, line: str) -> None:
+        from .source import TooLong
+
         messages = [{"role": "system", "content": self.system}] if self.system else []
         self.turns.append({"role": "user", "content": line})
         pieces: list[str] = []
@@ -122,8 +126,11 @@ class Talk:
         except (Failure, UsageError) as error:
             self.failed = True
             self.turns.pop()
-            print()
-            warn(str(error))
+            if pieces:
+                print()
+            warn(
+                f"{error}; /clear forgets the conversation" if self.turns and isinstance(error, TooLong) else str(error)
+            )
             return
         # What was stopped stays in the conversation: the model sees what the user saw.
         self.turns.append({"role": "assistant", "content": "".join(pieces)})

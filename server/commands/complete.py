@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from . import Parser, UsageError, add_settings, settings_from
+from . import Parser, UsageError, add_settings, settings_from, warn
 
 if TYPE_CHECKING:
     from .source import Answer, Options, Source
@@ -74,11 +74,17 @@ async def _complete(arguments: argparse.Namespace, source: Source, prompt: str |
     try:
         await source.open()
         answer = Answer()
+        if source.model == "builtin" and sys.stdout.isatty() and not arguments.json:
+            warn("the built-in model was trained on chats alone and continues other text with nonsense: `pequod chat`")
         async for text in source.complete(prompt, options, answer):
             pieces.append(text)
             if not arguments.json:
                 sys.stdout.write(text)
                 sys.stdout.flush()
+    except BaseException:
+        if pieces and sys.stdout.isatty():
+            print()  # what follows begins on a line of its own
+        raise
     finally:
         await source.close()
     text = "".join(pieces)

@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -270,7 +271,7 @@ def open_files() -> Finding:
 
 def torch_facts() -> dict[str, Any] | Finding:
     """What torch says about itself, asked in a child so that this process stays small."""
-    fix = "pip install 'torch>=2.11,<2.14' (without a GPU: --index-url https://download.pytorch.org/whl/cpu)"
+    fix = "pip install 'torch>=2.11,<2.14' (without a GPU: from the CPU index that the torch website names)"
     try:
         done = subprocess.run(
             [sys.executable, "-c", TORCH],
@@ -316,7 +317,9 @@ def engine(settings: Settings) -> Iterator[Finding]:
     from engine import EngineError
 
     try:
+        began = time.monotonic()
         info, runtimes = asyncio.run(_answer(settings))
+        seconds = time.monotonic() - began
     except TimeoutError:
         yield Finding(
             "engine", "fail", f"gave no answer in {ENGINE_S:.0f} s", "look for what keeps the CPU busy: `top`"
@@ -325,7 +328,7 @@ def engine(settings: Settings) -> Iterator[Finding]:
     except EngineError as error:
         yield Finding("engine", "fail", str(error), "install Pequod again: make install")
         return
-    yield Finding("engine", "ok", f"answers on {info.device} after {info.load_seconds:.1f} s of loading")
+    yield Finding("engine", "ok", f"answers on {info.device}; start, built-in model and answer took {seconds:.1f} s")
     exact = "exact: a request gives the same bits alone and in any batch"
     yield Finding("results", "ok", exact if info.exact else "equal up to rounding between batches")
     if runtimes is None:

@@ -27,6 +27,13 @@ COMPLETION_TOKENS = 100  # of a continuation, where nothing else was asked for: 
 SILENCE_S = 600.0  # a long prompt on a slow machine, behind a queue, sends nothing for minutes
 
 
+NO_TEMPLATE = "this model has no chat template: use `pequod complete`, or give one by --chat-template"
+
+
+class TooLong(UsageError):
+    """The prompt and what shall follow it are more than the context holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the user asked for; None: the model's or the server's default."""
@@ -74,6 +81,7 @@ class Source(Protocol):
     model: str
     device: str
     dtype: str
+    can_chat: bool  # False: there is no chat template; a server tells only when it is asked
 
     async def open(self) -> None:
         """Load, or connect."""
@@ -100,6 +108,7 @@ class InProcess:
     """An engine in a child process of this one; no server between."""
 
     device = dtype = "unknown"
+    can_chat = False
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -124,10 +133,11 @@ class InProcess:
             self._info = await self._engine.ready()
         template = settings.chat_template.read_text(encoding="utf-8") if settings.chat_template else None
         self._prompts: Prompts = Prompts(self._tokenizer, max_len=self._info.max_len, chat_template=template)
+        self.can_chat = self._prompts.has_template
         self.device, self.dtype = self._info.device, self._info.dtype
 
     def _read_defaults(self, folder: Path) -> dict[str, Any]:
-        from ..state import read_defaults
+        from ..defaults import read_defaults
 
         defaults: dict[str, Any] = dict(read_defaults(self.settings.generation_config, folder))
         if "top_k" in defaults:
@@ -152,12 +162,14 @@ class InProcess:
         from ..prompts import TextTooLong
         from ..templates import TemplateError
 
-        if not self._prompts.has_template:
-            raise UsageError("this model has no chat template: use `pequod complete`, or give one by --chat-template")
+        if not self.can_chat:
+            raise UsageError(NO_TEMPLATE)
         try:
             ids = await self._prompts.chat(list(messages))
-        except (TemplateError, TextTooLong) as error:
+        except TemplateError as error:
             raise UsageError(str(error)) from None
+        except TextTooLong as error:
+            raise TooLong(str(error)) from None
         async for text in self._generate(ids, self._params(len(ids), options, None), answer):
             yield text
 
@@ -195,7 +207,7 @@ class InProcess:
 
         room = self._info.max_len - num_prompt
         if room < 1 or (options.max_tokens or 1) > room:
-            raise UsageError(
+            raise TooLong(
                 f"{num_prompt} prompt tokens and {options.max_tokens or 1} to generate are more than the"
                 f" {self._info.max_len} that fit; raise --max-model-len, or ask for less"
             )
@@ -214,6 +226,7 @@ class OverHttp:
     """A server that speaks the OpenAI API."""
 
     device = dtype = "unknown"
+    can_chat = True
 
     def __init__(self, url: str, model: str | None, keys: Sequence[str]) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -252,7 +265,7 @@ class OverHttp:
         try:
             response = await self._client.get(path)
             if response.status_code != 200:
-                raise Failure(_refusal(response.status_code, response.content))
+                raise _refusal(response.status_code, response.content)
             body = response.json()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Failure(
@@ -287,10 +300,10 @@ class OverHttp:
         try:
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
-                    raise Failure(_refusal(response.status_code, await response.aread()))
+                    raise _refusal(response.status_code, await response.aread())
                 async for event in _events(response.aiter_bytes()):
                     if "error" in event:
-                        raise Failure(_message(event) or "the server broke the answer off")
+                        raise Failure(_told(event, "message") or "the server broke the answer off")
                     if usage := event.get("usage"):
                         answer.prompt_tokens = usage.get("prompt_tokens", 0)
                         answer.generated_tokens = usage.get("completion_tokens", 0)
@@ -324,15 +337,21 @@ async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]
                 yield event
 
 
-def _message(body: object) -> str | None:
+def _told(body: object, name: str) -> str | None:
+    """`message` or `code` of an error in OpenAI's form; a message may also stand alone."""
     error = body.get("error") if isinstance(body, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return message if isinstance(message, str) else None
+    told = error.get(name) if isinstance(error, dict) else error if name == "message" else None
+    return told if isinstance(told, str) else None
 
 
-def _refusal(status: int, content: bytes) -> str:
+def _refusal(status: int, content: bytes) -> Failure | UsageError:
+    """The server's refusal: what was asked is impossible, or the server cannot do it now."""
     try:
-        message = _message(json.loads(content))
+        body = json.loads(content)
     except ValueError:
-        message = None
-    return f"the server answered {status}" + (f": {message}" if message else "")
+        body = None
+    message = _told(body, "message")
+    text = f"the server answered {status}" + (f": {message}" if message else "")
+    if _told(body, "code") == "context_length_exceeded":
+        return TooLong(text)
+    return UsageError(text) if status in (400, 404) else Failure(text)

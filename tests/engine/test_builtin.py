@@ -1,5 +1,6 @@
 """The built-in model: its files, the text it was made from, and what it answers."""
 
+import hashlib
 import itertools
 import json
 import re
@@ -193,3 +194,15 @@ def test_turns_end_with_a_system_message_and_after_other_turns(loaded):
     assert [ended for _, ended in texts] == [True] * 3
     assert texts[0][0] == "2 + 3 = 5."
     assert "/metrics" in texts[1][0] and "/metrics" in texts[2][0]
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_files(tmp_path):
+    """A short run of the real script, twice: tokenizer, weights and all."""
+    hashes = []
+    for name in ("one", "two"):
+        train = ["-m", "engine.builtin.train", "--conversations", "120", "--out", str(tmp_path / name)]
+        subprocess.run([sys.executable, *train], check=True, capture_output=True)
+        files = sorted((tmp_path / name).iterdir())
+        hashes.append({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files})
+    assert hashes[0] == hashes[1] and "model.safetensors" in hashes[0]

@@ -17,9 +17,10 @@ from fastapi.responses import StreamingResponse
 
 from engine import ConfigError, EngineDied, EngineRequest, ModelError, SamplingParams
 from server.app import build_app
+from server.defaults import read_defaults
 from server.limits import Caller, UserDep, user
 from server.settings import Settings
-from server.state import AppDep, read_defaults
+from server.state import AppDep
 from tests.fakes import INFO, FakeEngine, listening, model_folder, serving, until
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from server.__main__ import COMMANDS, main
 from server.commands import UsageError
 from server.commands.serve import listen
 from server.settings import Settings
+from tests.live import Server, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -211,6 +213,30 @@ def test_a_certificate_that_is_none_is_one_sentence(pequod, tmp_path):
     code, _, err = pequod("serve", "--port", "0", "--ssl-certfile", str(tmp_path / "cert.pem"))
     assert code == 2
     assert "cannot be used" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("keys", [None, "canary", "canary,second"])
+def test_the_banners_curl_line_gets_an_answer(keys):
+    key = {} if keys is None else {"PEQUOD_API_KEY": keys}
+    with Server(env=key) as server:
+        (line,) = eventually(lambda: re.findall("^  (curl .*)\n", server.log, re.M))  # the banner follows /ready
+        done = subprocess.run(
+            ["bash", "-c", line], env={**os.environ, **key}, capture_output=True, text=True, timeout=60, check=True
+        )
+    answer = json.loads(done.stdout)
+    assert "batch" in answer["choices"][0]["message"]["content"]
+    assert "canary" not in line
+
+
+def test_a_completion_in_process_imports_no_web_framework_and_no_torch():
+    script = (
+        "import sys; from server.__main__ import main\n"
+        "assert main(['complete', '--prompt', 'x', '--max-tokens', '2']) == 0\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'starlette', 'uvicorn'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_output_that_nobody_reads_ends_quietly():

@@ -240,6 +240,31 @@ def test_chat_goes_on_after_a_message_that_is_too_long(pequod, fake):
     assert "word" not in fake.made.tokenizer.decode(fake.made.requests[-1].prompt_ids)
 
 
+def test_chat_tells_how_to_go_on_when_the_conversation_is_full(pequod, fake):
+    code, out, err = pequod(
+        "chat", "--ignore-eos", "--max-tokens", "5", stdin="Hello\n" + "word " * 2000 + "\n/clear\nHi\n"
+    )
+    assert code == 1
+    assert out.count("\n") == 2  # an answer that never began leaves no empty line
+    assert err.count("; /clear forgets the conversation\n") == 1
+
+
+def test_chat_without_a_template_ends_before_the_first_question(pequod, fake, monkeypatch):
+    monkeypatch.setattr("server.prompts.Prompts.has_template", False)
+    code, out, err = pequod("chat", stdin="Hello\n")
+    assert (code, out) == (2, "")
+    assert "--chat-template" in err and err.count("\n") == 1
+    assert fake.made.closed
+
+
+def test_continuing_text_with_the_built_in_model_is_told_to_be_nonsense(pequod, fake, monkeypatch):
+    assert pequod("complete", "--prompt", "Once")[2] == ""  # no terminal: scripts see the text alone
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    code, out, err = pequod("complete", "--prompt", "Once")
+    assert (code, out) == (0, fake.says + "\n")
+    assert "pequod chat" in err
+
+
 def test_ctrl_c_stops_one_answer_and_not_the_conversation(fake, monkeypatch, capsys):
     from server.commands.chat import Talk
     from server.commands.source import InProcess, Options
@@ -385,6 +410,9 @@ def test_a_refusal_over_http_is_told(pequod, server, monkeypatch):
     monkeypatch.setattr(Handler, "status", 503)
     code, _, err = pequod("complete", "--url", server, "--prompt", "Hi")
     assert (code, err) == (1, "pequod: the server answered 503: not today\n")
+    monkeypatch.setattr(Handler, "status", 400)
+    code, _, err = pequod("complete", "--url", server, "--prompt", "Hi")
+    assert (code, err) == (2, "pequod: the server answered 400: not today\n")
 
 
 def test_an_error_event_after_the_first_text_is_told(pequod, server, monkeypatch):
@@ -516,6 +544,7 @@ def test_the_curl_line_fits_the_model_and_the_server(tmp_path):
     words = curl_of(spoken(api_key=["canary"]))
     assert "Authorization: Bearer $PEQUOD_API_KEY" in words
     assert "canary" not in spoken(api_key=["canary"])
+    assert "with the key in PEQUOD_API_KEY" in spoken(api_key=["canary"])
     assert curl_of(spoken(allowed_hosts=["llm.org"]))[1:3] == ["-H", "Host: llm.org"]
     assert curl_of(spoken(where=tmp_path / "s"))[1:3] == ["--unix-socket", str(tmp_path / "s")]
     assert "http://[::1]:8000/v1/chat/completions" in curl_of(spoken(host="::1"))

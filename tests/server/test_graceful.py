@@ -33,6 +33,7 @@ class State:
     draining = False
     prompts = SimpleNamespace(has_template=False)
     failed = None
+    limits = SimpleNamespace(open_choices=0)
     async def ready(self):
         if case == "model": raise ModelError("the model is broken")
         if case == "loading": await asyncio.sleep(3600)

@@ -1,0 +1,50 @@
+"""Sampling defaults from a model's generation_config.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+from engine import ConfigError, ModelError
+
+# What --generation-config takes over, and the values that the API itself would allow.
+DEFAULTS: dict[str, tuple[type, float, float]] = {
+    "temperature": (float, 0, 2),
+    "top_p": (float, 1e-9, 1),
+    "top_k": (int, -1, 2**31 - 1),
+    "min_p": (float, 0, 1),
+    "repetition_penalty": (float, 1e-9, 2),
+}
+
+log = logging.getLogger("pequod.server")
+
+
+def read_defaults(choice: str, folder: Path) -> dict[str, float | int]:
+    """Sampling defaults from the generation_config.json that --generation-config means; {} where there is none."""
+    if choice == "engine":
+        return {}
+    path = folder if choice == "auto" else Path(choice)
+    path = path / "generation_config.json" if path.is_dir() else path
+    if not path.is_file():
+        if choice != "auto":
+            raise ConfigError(f"--generation-config {choice}: there is no generation_config.json")
+        return {}
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(read, dict)
+    except (OSError, ValueError, AssertionError):
+        raise ModelError(f"{path} is not a JSON object") from None
+    defaults: dict[str, float | int] = {}
+    for name, (kind, low, high) in DEFAULTS.items():
+        value = read.get(name)
+        if value is None or (name == "top_k" and value == 0):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            log.warning("%s: %s is not a number and is not used as a default", path, name)
+        elif not low <= value <= high:
+            log.warning("%s: %s is outside %g..%g and is not used as a default", path, name, low, high)
+        else:
+            defaults[name] = kind(value)
+    return defaults
