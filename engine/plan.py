@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from . import hub, memory, models
+from . import attention, hub, memory, models
 from .config import EngineConfig, check
 from .runner import pick_device
 from .types import EngineError
@@ -31,6 +31,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
     """The arithmetic as one flat object; sizes in bytes, lengths in tokens. Raises EngineError."""
     check(config)
     device = pick_device(config.device)
+    backend = attention.resolve_name(config.attention, device)
     folder = hub.fetch(config.model, config.revision, weights=False)
     spec = models.describe(folder.path, config)
     machine = memory.measure(str(device))
@@ -41,6 +42,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "implementation": spec.implementation,
         "dtype": str(spec.dtype).removeprefix("torch."),
         "device": str(device),
+        "attention": backend,
         "num_params": spec.num_params,
         "weights_bytes": found.weights_bytes,
         "activation_bytes": found.activation_bytes,
