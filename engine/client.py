@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -101,21 +102,35 @@ class _Open:
         )
 
 
-class _Client:
-    """What both engines share: open requests, their mailboxes, and the status."""
+class _Client(ABC):
+    """What both engines share: open requests, their mailboxes, the status, and the task that runs or watches the loop."""
 
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
         self.status = EngineStatus()
         self.on_step: list[Callable[[StepStats], None]] = []
         self._open: dict[int, _Open] = {}
-        self._settled = asyncio.Event()  # ready, failed or closed
+        self._settled = asyncio.Event()  # ready or failed
+        self._task: asyncio.Task[None] | None = None
 
-    def _send_add(self, request: EngineRequest) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _send_add(self, request: EngineRequest) -> None: ...
 
-    def _send_abort(self, request_id: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _send_abort(self, request_id: int) -> None: ...
+
+    @abstractmethod
+    async def _run(self) -> None: ...
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="engine")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._task
+        self._fail(EngineDied("the engine was closed"), phase="closed")
 
     async def ready(self) -> EngineInfo:
         await self._settled.wait()
@@ -166,19 +181,16 @@ class _Client:
             for listener in self.on_step:
                 listener(stats)
 
-    def _fail(self, error: EngineError) -> None:
+    def _fail(self, error: EngineError, phase: str = "failed") -> None:
         """The engine is gone for good."""
         if self.status.error is None:
             self.status.error = error
-        self.status.phase = "failed"
-        self._fail_open(error)
-        self._settled.set()
-
-    def _fail_open(self, error: EngineError) -> None:
+        self.status.phase = phase
         for entry in self._open.values():
             entry.error = error
             entry.news.set()
         self._open.clear()
+        self._settled.set()
 
 
 def _whole(delta: TokenDelta, entry: _Open) -> TokenDelta:
@@ -195,7 +207,6 @@ class LocalEngine(_Client):
         super().__init__()
         self.config = check(config)
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._task: asyncio.Task[None] | None = None
         self._loop: EngineLoop | None = None
 
     async def __aenter__(self) -> LocalEngine:
@@ -205,9 +216,6 @@ class LocalEngine(_Client):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    async def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="engine")
 
     async def _run(self) -> None:
         from .runner import build
@@ -243,12 +251,7 @@ class LocalEngine(_Client):
         self._loop.abort(request_id)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._task
-        self.status.phase = "closed"
-        self._fail_open(EngineDied("the engine was closed"))
+        await super().close()
         await asyncio.get_running_loop().run_in_executor(None, self._model_thread.shutdown)
 
 
@@ -275,17 +278,14 @@ class ProcessEngine(_Client):
         self.config = check(config)
         self._child: subprocess.Popen[bytes] | None = None
         self._channel: channel.Channel | None = None
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
         """The child's process id."""
         return self._child.pid if self._child else None
 
-    async def start(self) -> None:
-        self._task = asyncio.create_task(self._supervise(), name="engine supervisor")
-
-    async def _supervise(self) -> None:
+    async def _run(self) -> None:
+        """Supervise: one life of the child after the other."""
         failures = 0
         while True:
             try:
@@ -377,11 +377,3 @@ class ProcessEngine(_Client):
     def _send_abort(self, request_id: int) -> None:
         assert self._channel is not None
         self._channel.send(channel.Abort(request_id))
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._task
-        self.status.phase = "closed"
-        self._fail_open(EngineDied("the engine was closed"))
