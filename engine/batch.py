@@ -42,6 +42,7 @@ class Batch:
     rows: list[Row]
     entered: list[Entered] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0  # of all tokens, those that complete a prompt or are computed again
 
     @property
     def num_tokens(self) -> int:

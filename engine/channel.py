@@ -121,19 +121,23 @@ class Channel:
     def __init__(self, receives: object) -> None:
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()
+        self._writer: asyncio.StreamWriter | None = None
 
     async def open(self, sock: socket.socket) -> None:
-        self._reader, self._writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
-        self._writer.transport.set_write_buffer_limits(high=HIGH_WATER)
+        self._reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
+        self._writer = writer
+        writer.transport.set_write_buffer_limits(high=HIGH_WATER)
 
     def send(self, message: Struct) -> None:
         """Queue a message; it is lost when the other side is dead, which `receive` tells."""
         body = self._encoder.encode(message)
-        if not self._writer.is_closing():
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.writelines((len(body).to_bytes(4, "little"), body))
 
     async def drained(self) -> None:
         """Wait while more than HIGH_WATER bytes are unsent."""
+        if self._writer is None:
+            return
         try:
             await self._writer.drain()
         except ConnectionError:
@@ -150,4 +154,5 @@ class Channel:
             return None
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

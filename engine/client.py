@@ -25,7 +25,7 @@ from . import channel, types
 from .config import EngineConfig, check
 from .loop import EngineLoop
 from .scheduler import Scheduler
-from .types import EngineDied, EngineError, EngineInfo, EngineRequest, StepStats, TokenDelta
+from .types import EngineDied, EngineError, EngineInfo, EngineRequest, RequestStats, StepStats, TokenDelta
 
 MAX_RESTARTS = 3  # in a row that do not become ready
 BACKOFF_S = 0.5  # before the first restart; doubled for each further one in a row
@@ -81,12 +81,14 @@ class _Open:
     arrived: float = field(default_factory=time.monotonic)
     started: bool = False  # in this life of the engine
     deaths: int = 0
+    begun: RequestStats | None = None  # as told with the first token, in whichever life
     error: EngineError | None = None
 
     def take(self) -> TokenDelta:
         """Everything unread as one delta: a slow reader costs memory for tokens, not for messages."""
         deltas, self.unread = self.unread, []
-        self.news.clear()
+        if self.error is None:  # else there is one more thing to tell, and nobody will ring again
+            self.news.clear()
         last = deltas[-1]
         if len(deltas) == 1:
             return last
@@ -103,7 +105,7 @@ class _Open:
 
 
 class _Client(ABC):
-    """What both engines share: open requests, their mailboxes, the status, and the task that runs or watches the loop."""
+    """What both engines share: open requests, their mailboxes, the status, and the task behind them."""
 
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
@@ -157,11 +159,17 @@ class _Client(ABC):
                 if delta.finish_reason:
                     return
         finally:
-            self.abort(request.id)
+            if self._open.get(request.id) is entry:
+                self.abort(request.id)
 
     def abort(self, request_id: int) -> None:
-        if self._open.pop(request_id, None) is not None and self.status.phase == "ready":
+        entry = self._open.pop(request_id, None)
+        if entry is None:
+            return
+        if self.status.phase == "ready":
             self._send_abort(request_id)
+        entry.unread.append(TokenDelta(id=request_id, finish_reason="abort"))  # for a reader that did not ask for it
+        entry.news.set()
 
     def _receive(self, deltas: list[TokenDelta], stats: StepStats | None) -> None:
         now = time.monotonic()
@@ -197,7 +205,18 @@ def _whole(delta: TokenDelta, entry: _Open) -> TokenDelta:
     """A delta with figures of the whole request, also when the engine saw only its second life."""
     if delta.stats is None:
         return delta
-    return replace(delta, stats=replace(delta.stats, arrived=entry.arrived, output_tokens=len(entry.output_ids)))
+    if entry.begun is None:
+        entry.begun = delta.stats
+    begun = entry.begun
+    stats = replace(
+        delta.stats,
+        arrived=entry.arrived,
+        scheduled=begun.scheduled,
+        first_token=begun.first_token,
+        cached_tokens=begun.cached_tokens,
+        output_tokens=len(entry.output_ids),
+    )
+    return replace(delta, stats=stats)
 
 
 class LocalEngine(_Client):
@@ -211,7 +230,11 @@ class LocalEngine(_Client):
 
     async def __aenter__(self) -> LocalEngine:
         await self.start()
-        await self.ready()
+        try:
+            await self.ready()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -288,15 +311,21 @@ class ProcessEngine(_Client):
         """Supervise: one life of the child after the other."""
         failures = 0
         while True:
+            reason: EngineError | None = None
             try:
                 await self._live()
-            except EngineError as error:
-                self._fail(error)
-                return
+            except (EngineError, OSError) as error:
+                if self.info is None and isinstance(error, EngineError):
+                    self._fail(error)  # nothing was ever served: the setting or the model is wrong
+                    return
+                reason = EngineDied(f"the engine could not be started again: {error}")
+            except Exception as error:
+                self._fail(EngineDied(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
+                raise
             # An engine that was ready is worth another try whatever killed it: a request that kills is failed itself.
             failures = 0 if self.status.phase == "ready" else failures + 1
             if failures > MAX_RESTARTS:
-                self._fail(EngineDied(f"the engine died {failures} times in a row before it was ready"))
+                self._fail(reason or EngineDied(f"the engine died {failures} times in a row before it was ready"))
                 return
             self.status.phase = "restarting"
             self._bury()
@@ -316,8 +345,8 @@ class ProcessEngine(_Client):
                 env={**os.environ, "PYTHONPATH": path},
             )
         self._channel = channel.Channel(channel.Upward)
-        await self._channel.open(ours)
         try:
+            await self._channel.open(ours)
             self._channel.send(channel.Load(self.config))
             while (message := await self._channel.receive()) is not None:
                 self._take(message)
@@ -341,6 +370,8 @@ class ProcessEngine(_Client):
                     self.status.share = message.share
             case channel.Ready():
                 self.info = message.info
+                # A restart serves the very files of the first start, wherever a branch of the hub has gone since.
+                self.config = replace(self.config, revision=message.info.revision or self.config.revision)
                 self.status.phase, self.status.share = "ready", 1.0
                 self._settled.set()
                 self._hand_over()
@@ -355,7 +386,13 @@ class ProcessEngine(_Client):
             if entry.output_ids:  # the prompt's scores came with the first token
                 params = replace(params, prompt_logprobs=None)
             output_ids = (*entry.request.output_ids, *entry.output_ids)
-            self._send_add(replace(entry.request, output_ids=output_ids, params=params))
+            try:
+                self._send_add(replace(entry.request, output_ids=output_ids, params=params))
+            except Exception as error:  # values that do not encode
+                del self._open[entry.request.id]
+                entry.error = types.RequestError(f"the request cannot be sent: {error}")
+                entry.news.set()
+                continue
             if entry.deaths or entry.output_ids:
                 self.status.streams_resumed += 1
 

@@ -58,12 +58,14 @@ class EngineLoop:
                 continue
             self.outbox.started([entered.seq_id for entered in batch.entered])
             scheduled = time.perf_counter()
+            told = batch
             try:
                 tokens = await asyncio.get_running_loop().run_in_executor(self.model_thread, self._compute, batch)
                 deltas = self.scheduler.update(batch, tokens)
             except StepOutOfMemory:
                 tokens, deltas = None, self.scheduler.abandon(batch)
-            self._publish(batch, tokens, deltas, scheduled - began)
+                told = Batch(batch.step, [])  # nothing of it counts
+            self._publish(told, tokens, deltas, scheduled - began)
             await self.outbox.drained()
 
     def _compute(self, batch: Batch) -> StepTokens:
@@ -79,8 +81,9 @@ class EngineLoop:
 
     async def _idle(self) -> None:
         """Wait for mail; never spin. Nothing runs, so the books must add up now."""
-        if self.scheduler.is_idle:
-            self.scheduler.check()
+        pool = self.scheduler.pool
+        if self.scheduler.is_idle and pool.num_held:
+            raise AssertionError(f"{pool.num_held} blocks are held and nobody runs")
         self._mail.clear()
         await self._mail.wait()
 

@@ -66,6 +66,7 @@ class Scheduler:
         self._left: list[int] = []  # what the runner must forget
         self._arrivals = 0
         self._steps = 0
+        self._cohort: set[int] = set()  # under the policy `static`: who belongs to the batch that runs
         self._told = (0, 0, 0)  # preempted, queries, hits when stats were last given
 
     # -- requests come and go -------------------------------------------------------------------------------
@@ -178,11 +179,13 @@ class Scheduler:
 
     def _admit(self, chosen: dict[Sequence, int], budget: int, share: int) -> int:
         """Let waiting sequences start, in order, while there are tokens, places and blocks."""
-        if self.config.policy == "static" and self.running:
-            return budget
+        if self.config.policy == "static" and not self._cohort:
+            self._cohort = {seq.id for seq in self.waiting[: self.max_seqs]}
         promised = sum(max(0, seq.blocks_for(len(seq.tokens))) for seq in self.running)
         for seq in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_seqs:
+                break
+            if self._cohort and seq.id not in self._cohort:
                 break
             hits = self._match(seq)
             if hits is None:  # a running sequence is filling the block that this one needs next
@@ -246,11 +249,12 @@ class Scheduler:
                     budget -= more
 
     def _batch(self, chosen: dict[Sequence, int]) -> Batch:
-        rows, entered = [], []
+        rows, entered, prompt_tokens = [], [], 0
         for seq in self.running:
             if seq not in chosen:
                 continue
             start, count = seq.num_computed, chosen[seq]
+            prompt_tokens += count if seq.is_prompt or not seq.num_output else 0
             if seq.new_to_runner:
                 history = list(seq.tokens) if seq.request.params.uses_history else []
                 entered.append(Entered(seq.id, seq.request.params, seq.prompt_len, history))
@@ -270,7 +274,7 @@ class Scheduler:
             seq.num_inflight = count
         left, self._left = self._left, []
         self._steps += 1
-        return Batch(self._steps, rows, entered, left)
+        return Batch(self._steps, rows, entered, left, prompt_tokens)
 
     def update(self, batch: Batch, tokens: StepTokens) -> list[TokenDelta]:
         """Take in what a step computed; gives new tokens and terminal deltas, in order of arrival."""
@@ -307,6 +311,8 @@ class Scheduler:
 
     def abandon(self, batch: Batch) -> list[TokenDelta]:
         """A step ran out of memory: nothing of it counts, its largest request fails, and steps get smaller."""
+        if self.budget <= self.max_seqs:  # fewer tokens did not help: fewer rows
+            self.max_seqs = max(1, min(self.max_seqs, len(batch.rows)) - 1)
         largest = max(batch.rows, key=lambda row: (len(row.token_ids), self.by_id[row.seq_id].arrival))
         self.budget = max(self.max_seqs, self.budget // 2)
         deltas = []
@@ -352,6 +358,7 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status = Status.ENDED
         del self.by_id[seq.id]
+        self._cohort.discard(seq.id)
         return replace(delta or TokenDelta(id=seq.id), finish_reason=reason, error=error, stats=seq.stats())
 
     def _leave(self, seq: Sequence) -> None:
@@ -381,8 +388,8 @@ class Scheduler:
             time=wall_time,
             rows=tuple((row.seq_id, length) for row, length in zip(batch.rows, lengths, strict=True)),
             budget=self.budget,
-            prompt_tokens=sum(length for length in lengths if length > 1),
-            decode_tokens=sum(length for length in lengths if length == 1),
+            prompt_tokens=batch.prompt_tokens,
+            decode_tokens=sum(lengths) - batch.prompt_tokens,
             running=len(self.running),
             waiting=len(self.waiting),
             blocks_free=self.pool.num_free,

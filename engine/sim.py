@@ -120,6 +120,7 @@ class Episode:
     requests: dict[int, EngineRequest] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
+    batched: set[int] = field(default_factory=set)  # who was there when the last static batch was formed
     ended: dict[int, str] = field(default_factory=dict)
     steps: int = 0
     preempted: int = 0
@@ -206,6 +207,8 @@ class Episode:
         scheduler = self.scheduler
         before = scheduler.num_preempted
         runs = {seq.id for seq in scheduler.running}
+        if not runs:  # the last static batch has ended
+            self.batched = set(self.requests)
         batch = scheduler.schedule()
         if batch is None:
             assert scheduler.is_idle, "requests wait and nothing runs"
@@ -238,8 +241,8 @@ class Episode:
             assert set(ids) == running, "a running sequence was left out of a step"
         if preempted:
             assert running <= runs, "somebody was admitted in a step that preempted"
-        if scheduler.config.policy == "static" and running - runs:
-            assert not runs, "a static batch was joined"
+        if scheduler.config.policy == "static":
+            assert running <= self.batched, "a static batch was joined"
 
     def take(self, deltas: list[TokenDelta], failed: bool = False) -> None:
         for delta in deltas:

@@ -43,7 +43,7 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
 class EngineRequest(Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to continue. `output_ids` is not empty when a request is handed over part-way."""
 
-    id: int
+    id: int  # unique among all requests that an engine ever gets
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     output_ids: tuple[int, ...] = ()
@@ -106,6 +106,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     weights_hash: str
     load_seconds: float
     torch: str
+    revision: str | None = None  # the commit that all files came from, of a model from a hub
     notes: tuple[str, ...] = ()  # what was changed from what was asked, one sentence each
 
 
@@ -116,7 +117,7 @@ class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
     time: float  # seconds since the epoch
     rows: tuple[tuple[int, int], ...]  # (request id, tokens computed), in arrival order
     budget: int  # tokens that the step could have computed
-    prompt_tokens: int  # tokens of rows with more than one to compute
+    prompt_tokens: int  # of prompts, or computed again
     decode_tokens: int
     running: int
     waiting: int

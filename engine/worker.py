@@ -47,6 +47,8 @@ class _Worker:
 
     async def main(self) -> int:
         load = await self.pipe.receive()
+        if load is None:
+            return 0  # the server died before it said anything
         assert isinstance(load, channel.Load)
         tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
         engine = asyncio.create_task(self._engine(load.config))
@@ -68,7 +70,7 @@ class _Worker:
         return 0
 
     async def _engine(self, config: EngineConfig) -> None:
-        from .runner import build  # torch, a second and more: the channel is read meanwhile
+        from .runner import build  # torch: a second and more
 
         runner, info, resolved = await asyncio.get_running_loop().run_in_executor(
             self.model_thread, build, config, self._progress
@@ -90,6 +92,14 @@ class _Worker:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _listen(self) -> None:
+        try:
+            await self._take_mail()
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)  # an engine that no longer listens must not look alive
+        os._exit(0)  # the server died or closed: nobody wants what the model thread still computes
+
+    async def _take_mail(self) -> None:
         while (message := await self.pipe.receive()) is not None:
             assert self.loop is not None, "a request came before the engine was ready"
             match message:
@@ -97,7 +107,6 @@ class _Worker:
                     self.loop.add(message.request)
                 case channel.Abort():
                     self.loop.abort(message.id)
-        os._exit(0)  # the server died or closed: nobody wants what the model thread still computes
 
 
 def main() -> None:

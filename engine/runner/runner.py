@@ -236,6 +236,7 @@ def build(
         weights_bytes=model.weights_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token,
         weights_hash=model.weights_hash,
+        revision=folder.revision,
         load_seconds=time.monotonic() - began,
         torch=str(torch.__version__),
         notes=plan.notes,

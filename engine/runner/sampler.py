@@ -190,7 +190,9 @@ class Sampler:
         self._frequency[slot] = params.frequency_penalty
         self._min_tokens[slot] = min(params.min_tokens, 1 << 62)  # a wire's integer may be wider than a column
         self._logprobs[slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
-        self._prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self._prompt_logprobs[slot] = (
+            -1 if params.prompt_logprobs is None else min(params.prompt_logprobs, self.vocab_size)
+        )
         if params.allowed_ids is not None:
             self._allowed[slot] = np.unique(np.array(params.allowed_ids, np.int64))
         if params.bad_words:
@@ -288,7 +290,7 @@ class Sampler:
 
     def score(self, logits: Tensor, slot: int, targets: list[int]) -> list[TokenLogprob]:
         """Log-probabilities of a prompt's own tokens. logits: [targets, vocab], each row predicts its target."""
-        count = min(int(self._prompt_logprobs[slot]), self.vocab_size)
+        count = int(self._prompt_logprobs[slot])
         if count < 0:
             return []  # its parameters cannot be sampled with: the row fails, see `problems`
         raw = logits.log_softmax(dim=1)

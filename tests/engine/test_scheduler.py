@@ -304,6 +304,27 @@ def test_the_stats_of_a_step_tell_what_happened_in_it():
     driver.step()
     stats = driver.scheduler.stats(driver.batch, {"forward": 0.5}, 12.0)
     assert stats.rows == ((1, 6), (2, 1))
-    assert (stats.prompt_tokens, stats.decode_tokens, stats.running, stats.waiting) == (6, 1, 2, 0)
+    assert (stats.prompt_tokens, stats.decode_tokens, stats.running, stats.waiting) == (7, 0, 2, 0)
     assert (stats.blocks_held, stats.blocks_unaccounted, stats.prefix_queries) == (3, 0, 7)
     assert driver.scheduler.stats(driver.batch, {}, 12.0).prefix_queries == 0, "told once"
+
+
+def test_a_static_batch_is_formed_once_also_when_a_step_cannot_take_all_of_it():
+    driver = Driver(policy="static", max_batched_tokens=8, max_seqs=4)
+    for name in "abc":
+        driver.add(name, prompt=8, max_tokens=2)
+    driver.step()
+    driver.add("d", prompt=8, max_tokens=2)
+    seen = [set(driver.step()) for _ in range(8)]
+    assert {"a", "b", "c"} <= set.union(*seen)
+    assert all(not ("d" in rows and rows & {"a", "b", "c"}) for rows in seen), "d joined a batch that was running"
+
+
+def test_rows_are_cut_when_fewer_tokens_did_not_help_against_a_lack_of_memory():
+    driver = Driver(max_batched_tokens=8, max_seqs=8)
+    for name in "abcdefgh":
+        driver.add(name, prompt=1)
+    driver.launch()
+    driver.deltas += driver.scheduler.abandon(driver.batch)
+    assert driver.scheduler.max_seqs == 7
+    assert len(driver.step()) == 7

@@ -1,0 +1,147 @@
+"""The clients' promises, with the built-in model: every reader gets an end, whatever happens to the engine."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from engine import EngineConfig, EngineDied, EngineRequest, LocalEngine, ModelError, ProcessEngine, SamplingParams
+
+CONFIG = EngineConfig(model="builtin", num_blocks=64, debug=True)
+PROMPT = (5, 6, 7)
+
+
+def request(number: int, max_tokens: int = 400, **fields) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields)
+    return EngineRequest(id=number, prompt_ids=PROMPT, params=params)
+
+
+async def read(engine, asked: EngineRequest) -> tuple[list[int], str | None]:
+    tokens: list[int] = []
+    reason = None
+    async for delta in engine.generate(asked):
+        tokens += delta.token_ids
+        reason = delta.finish_reason
+    return tokens, reason
+
+
+def run(main) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(limited())
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, ProcessEngine])
+def test_a_closed_engine_answers_nobody_and_says_so(kind):
+    async def main() -> None:
+        engine = kind(CONFIG)
+        await engine.start()
+        await engine.ready()
+        reader = asyncio.create_task(read(engine, request(1)))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        with pytest.raises(EngineDied, match="closed"):
+            await reader
+        with pytest.raises(EngineDied, match="closed"):
+            await read(engine, request(2))
+        with pytest.raises(EngineDied, match="closed"):
+            await engine.ready()
+
+    run(main)
+
+
+def test_an_engine_closed_while_it_loads_wakes_who_waits_for_it():
+    async def main() -> None:
+        for turns in (0, 1, 3):
+            engine = ProcessEngine(CONFIG)
+            await engine.start()
+            waiting = asyncio.create_task(engine.ready())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await engine.close()
+            with pytest.raises(EngineDied):
+                await waiting
+            assert engine._child is None or engine._child.returncode is not None, "the child was not reaped"
+
+    run(main)
+
+
+def test_a_folder_that_is_no_model_is_told_and_leaves_nothing_behind(tmp_path):
+    async def main() -> None:
+        with pytest.raises(ModelError, match=r"config\.json"):
+            async with LocalEngine(EngineConfig(model=str(tmp_path))):
+                pass
+        assert [task for task in asyncio.all_tasks() if task.get_name() == "engine"] == []
+
+    run(main)
+
+
+def test_an_abort_from_elsewhere_ends_the_reader_with_it():
+    async def main() -> None:
+        async with LocalEngine(CONFIG) as engine:
+            reader = asyncio.create_task(read(engine, request(1, max_tokens=1900)))
+            await asyncio.sleep(0.05)
+            engine.abort(1)
+            assert (await reader)[1] == "abort"
+            assert (await read(engine, request(2, max_tokens=3)))[1] == "length"
+
+    run(main)
+
+
+def test_a_reader_with_unread_tokens_is_told_that_the_engine_died():
+    async def main() -> None:
+        async with LocalEngine(CONFIG) as engine:
+            stream = engine.generate(request(1, max_tokens=1900))
+            await anext(stream)
+            await asyncio.sleep(0.1)
+            await engine.close()
+            with pytest.raises(EngineDied):
+                while True:
+                    await anext(stream)
+
+    run(main)
+
+
+def test_a_request_that_ran_at_two_deaths_fails_and_the_others_go_on():
+    async def main() -> None:
+        engine = ProcessEngine(CONFIG)
+        await engine.start()
+        await engine.ready()
+        try:
+            unlucky = asyncio.create_task(read(engine, request(1, max_tokens=1900)))
+            for _ in range(2):
+                before = engine.status.last_step
+                while engine.status.phase != "ready" or engine.status.last_step == before:
+                    await asyncio.sleep(0.01)
+                assert engine.pid is not None
+                os.kill(engine.pid, signal.SIGKILL)
+                while engine.status.phase == "ready":
+                    await asyncio.sleep(0.01)
+            late = asyncio.create_task(read(engine, request(2, max_tokens=3)))
+            with pytest.raises(EngineDied, match="2 times while this request was running"):
+                await unlucky
+            assert (await late)[1] == "length"
+            assert engine.status.restarts == 2
+        finally:
+            await engine.close()
+
+    run(main)
+
+
+def test_a_value_that_does_not_encode_hurts_only_its_own_request():
+    async def main() -> None:
+        engine = ProcessEngine(CONFIG)
+        await engine.start()
+        try:
+            bad = asyncio.create_task(read(engine, request(1, seed=1 << 70)))
+            good = asyncio.create_task(read(engine, request(2, max_tokens=3)))
+            with pytest.raises(Exception, match="cannot be sent"):
+                await bad
+            assert (await good)[1] == "length"
+        finally:
+            await engine.close()
+
+    run(main)
