@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from starlette.exceptions import HTTPException
 from engine import EngineDied, EngineError, RequestError
 
 SHOWN = 64  # characters of a client's own text that a message may repeat
+
+# How pydantic begins a sentence about a value.
+PYDANTIC_SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should")
 
 log = logging.getLogger("pequod.server")
 
@@ -108,11 +112,16 @@ def shown(text: str) -> str:
 
 def from_validation(error: ValidationError | RequestValidationError, document: Any = None) -> ApiError:
     """400 that names the field as its path in the client's own document: messages.0.role."""
-    details: Sequence[ErrorDetails] = error.errors()
-    # A union reports each of its branches: the one that came furthest into the document is what the client meant.
+    details: Sequence[ErrorDetails]
+    if isinstance(error, ValidationError):
+        details = error.errors(include_url=False, include_input=False)
+    else:
+        details = error.errors()
+    # A union reports each of its branches: the one that came furthest into the document is what the client meant,
+    # and of several the one that takes values of this type.
     rivals = [(_path(item, document), item) for item in details if item["loc"][:1] == details[0]["loc"][:1]]
-    path, chosen = max(rivals, key=lambda rival: len(rival[0]))
-    param = ".".join(shown(str(part)) for part in path) or None
+    path, chosen = max(rivals, key=lambda rival: (len(rival[0]), not rival[1]["type"].endswith("_type")))
+    param = ".".join(shown(str(part)) for part in path) if path else None
     return _sentence(chosen, param)
 
 
@@ -138,14 +147,17 @@ def _sentence(item: ErrorDetails, param: str | None) -> ApiError:
         return invalid(f"Missing required field: '{param}'.", param, "missing_required_parameter")
     if kind == "extra_forbidden":
         return invalid(f"Unknown field: '{param}'.", param, "unknown_parameter")
-    if kind == "union_tag_invalid":
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
         context = item.get("ctx", {})
         param = ".".join(filter(None, [param, str(context.get("discriminator", "")).strip("'")]))
+        if kind == "union_tag_not_found":
+            return invalid(f"Missing required field: '{param}'.", param, "missing_required_parameter")
         return invalid(f"Invalid '{param}': must be one of {context.get('expected_tags')}.", param)
     if kind == "unsupported":
         return invalid(f"Unsupported field: '{param}'; {item['msg']}.", param, "unsupported_parameter")
     text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    text = text.replace("Input should be", "must be").replace("Input should", "must").rstrip(".")
+    text = PYDANTIC_SUBJECT.sub("must", text).replace(" after validation", "").rstrip(".")
+    text = text.replace("must be False", "must be false").replace("must be True", "must be true")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     if param is None:
         return invalid(f"Invalid request: {text}.", None, code)

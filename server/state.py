@@ -11,7 +11,6 @@ import random
 import secrets
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -54,6 +53,16 @@ class Health:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """What was made of a model's small files, and the commit that they are of."""
+
+    revision: str | None
+    tokenizer: Tokenizer
+    prompts: Prompts
+    defaults: dict[str, float | int]
+
+
 class Pequod:
     """One app's state; lives in `app.state.pequod` from build_app on."""
 
@@ -82,8 +91,12 @@ class Pequod:
         """Wait for the engine, and meanwhile build what turns text into tokens; the first error ends both."""
         try:
             async with asyncio.TaskGroup() as both:
-                text = both.create_task(self._load_text())
+                text = both.create_task(self._load_text(self.settings.revision))
                 engine = both.create_task(self.engine.ready())
+            found = text.result()
+            if engine.result().revision not in (None, found.revision):
+                # A branch of the hub moved between our look and the engine's: take the text files of its commit.
+                found = await self._load_text(engine.result().revision)
         except* EngineError as errors:
             self._load_error = _first(errors)
         except* Exception as errors:
@@ -92,7 +105,8 @@ class Pequod:
             log.error("%s at %s", type(error).__name__, place(error))
             self._load_error = self._load_error or ModelError(f"the model could not be loaded: {type(error).__name__}")
         else:
-            info, (self.tokenizer, self.prompts, self.default_sampling) = engine.result(), text.result()
+            info = engine.result()
+            self.tokenizer, self.prompts, self.default_sampling = found.tokenizer, found.prompts, found.defaults
             self.prompts.max_len = info.max_len
             self.limits.max_seqs = info.max_seqs
             self.metrics.bind(info)
@@ -100,27 +114,24 @@ class Pequod:
         self._settled.set()
         self.watch()
 
-    async def _load_text(self) -> tuple[Tokenizer, Prompts, dict[str, float | int]]:
-        folder = await asyncio.to_thread(self._fetch)
-        return await asyncio.to_thread(self._read_text_files, folder)
+    async def _load_text(self, revision: str | None) -> TextFiles:
+        return await asyncio.to_thread(self._read_text_files, revision)
 
-    def _fetch(self) -> Path:
+    def _read_text_files(self, revision: str | None) -> TextFiles:
         from engine import fetch  # with the hub's client only where a model is not a folder
 
-        return fetch(self.settings.model, self.settings.revision, weights=False).path
-
-    def _read_text_files(self, folder: Path) -> tuple[Tokenizer, Prompts, dict[str, float | int]]:
-        defaults = read_defaults(self.settings.generation_config, folder)
-        tokenizer = Tokenizer(folder)
+        folder = fetch(self.settings.model, revision, weights=False)
+        defaults = read_defaults(self.settings.generation_config, folder.path)
+        tokenizer = Tokenizer(folder.path)
         path = self.settings.chat_template
         if path is None:
-            return tokenizer, Prompts(tokenizer), defaults
+            return TextFiles(folder.revision, tokenizer, Prompts(tokenizer), defaults)
         try:
             prompts = Prompts(tokenizer, chat_template=path.read_text(encoding="utf-8"))
             prompts.check_template()
         except (OSError, UnicodeDecodeError, TemplateError) as error:
             raise ConfigError(f"--chat-template {path} cannot be used: {error}") from None
-        return tokenizer, prompts, defaults
+        return TextFiles(folder.revision, tokenizer, prompts, defaults)
 
     async def ready(self) -> EngineInfo:
         """Wait until generation works: engine and tokenizer; raises the EngineError that prevents it."""

@@ -203,6 +203,8 @@ def load(spec: ModelSpec, folder: Path, device: torch.device, progress: Callable
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # they are told as missing ones are, below
                 output_loading_info=True,
+                # The grouped products of experts take no float64.
+                **({"experts_implementation": "eager"} if spec.dtype == torch.float64 else {}),
             )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
             raise ModelError(f"transformers cannot load {folder}: {_first_line(error)}") from None
@@ -268,6 +270,20 @@ class Transformers:
             raise ModelError(
                 _refusal(self.spec.architecture, "something other than attention passes from one token to another")
             )
+        # Alone and without positions the model counts them itself: it must come to the same.
+        alone = AttentionMeta.of([([0], 0, 2)], size, device)
+        with torch.inference_mode():
+            own = self.model(
+                input_ids=torch.tensor([[some, other]], device=device),
+                use_cache=False,
+                pequod_step=Step(alone, cache, self.spec.windows),
+            ).logits[0, -1]
+        again = self.forward(
+            torch.tensor([some, other, some, other], device=device), positions, meta, cache, positions.new_tensor([3])
+        )[0]
+        rounding = 0.05 if self.spec.dtype.itemsize == 2 else 0.001
+        if (again - own).abs().max() > rounding * own.abs().max():
+            raise ModelError(_refusal(self.spec.architecture, "it counts the positions of tokens in its own way"))
 
 
 def _settings(folder: Path, name: str) -> Any:

@@ -129,8 +129,11 @@ class InProcess:
         async with loading(self._engine, settings):
             folder = await asyncio.to_thread(fetch, settings.model, settings.revision, weights=False)
             self._tokenizer: Tokenizer = await asyncio.to_thread(Tokenizer, folder.path)
-            self._defaults = await asyncio.to_thread(self._read_defaults, folder.path)
             self._info = await self._engine.ready()
+            if self._info.revision not in (None, folder.revision):  # a branch of the hub moved in between
+                folder = await asyncio.to_thread(fetch, settings.model, self._info.revision, weights=False)
+                self._tokenizer = await asyncio.to_thread(Tokenizer, folder.path)
+            self._defaults = await asyncio.to_thread(self._read_defaults, folder.path)
         template = settings.chat_template.read_text(encoding="utf-8") if settings.chat_template else None
         self._prompts: Prompts = Prompts(self._tokenizer, max_len=self._info.max_len, chat_template=template)
         self.can_chat = self._prompts.has_template

@@ -12,10 +12,10 @@ from engine import TokenLogprob
 from .common import (
     LABEL,
     MAX_LABEL,
-    MAX_TEXT,
     Count,
     Head,
     Json,
+    OneError,
     Output,
     Prompt,
     Sampling,
@@ -120,7 +120,7 @@ Message = Annotated[
     Field(discriminator="role"),
 ]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-TemplateValue = bool | int | float | Annotated[str, Field(max_length=MAX_TEXT)] | None
+TemplateValue = Annotated[bool | int | float | Text, OneError("must be a string, a number, true, false or null")] | None
 TemplateKwargs = Annotated[dict[Name, TemplateValue], Field(max_length=MAX_TEMPLATE_KWARGS)]
 
 

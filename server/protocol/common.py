@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, LiteralString, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    field_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from pydantic_core.core_schema import ValidationInfo
 
@@ -29,6 +37,7 @@ MAX_STOP_TEXT = 1024  # characters; as much may be held back at the end of a str
 MAX_STOP_IDS = 256
 MAX_BIASES = 1024
 MAX_LABEL = 512  # characters
+MIN_PENALTY = 1e-9  # logits are divided by it, and must stay finite in float32
 # JSON has no infinity. The probability is 0 in float32; clients know this number from OpenAI.
 NO_CHANCE = -9999.0
 
@@ -86,7 +95,27 @@ def clash(message: LiteralString) -> PydanticCustomError:
     return PydanticCustomError("clash", message)
 
 
+def token_name(value: str) -> int:
+    """A token id that is a JSON name: its decimal digits as they stand, and nothing that Python would read as them."""
+    if not (value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_INT)) and str(int(value)) == value):
+        raise clash("the names must be token ids")
+    return int(value)
+
+
+class OneError:
+    """Marks a union of plain types: what fits none of them is one error, not one for each."""
+
+    def __init__(self, message: LiteralString) -> None:
+        self.message = message
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        assert schema["type"] == "union"
+        return {**schema, "custom_error_type": "union_type", "custom_error_message": self.message}
+
+
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+TokenName = Annotated[TokenId, BeforeValidator(token_name)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_TEXT)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
@@ -111,11 +140,11 @@ class Sampling(Wire):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     logit_bias: (
-        Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+        Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
 
     max_tokens: Count | None = None

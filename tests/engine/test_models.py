@@ -309,3 +309,24 @@ def test_bfloat16_is_near_float32(home):
     exact, rough = (Bench(load(folder, dtype)).step({0: prompt(40)})[0] for dtype in (torch.float32, torch.bfloat16))
     assert rough.dtype == torch.float32
     assert (rough - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("bart", {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 128}),
+        ("roberta", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}),
+    ],
+)
+def test_a_model_that_counts_positions_in_its_own_way_is_refused(kind, settings, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **settings, vocab_size=300, max_position_embeddings=130, is_decoder=True)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.copy_(torch.randn_like(value) * 0.2)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="positions"):
+        load(EngineConfig(model=str(tmp_path)), tmp_path, torch.device("cpu"), lambda share: None)
