@@ -329,4 +329,4 @@ def test_a_model_that_counts_positions_in_its_own_way_is_refused(kind, settings,
             value.copy_(torch.randn_like(value) * 0.2)
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="positions"):
-        load(EngineConfig(model=str(tmp_path)), tmp_path, torch.device("cpu"), lambda share: None)
+        load(tmp_path, torch.float32)

@@ -115,7 +115,7 @@ def fake(monkeypatch):
     if not (BUILTIN / "tokenizer.json").is_file():
         pytest.skip("the built-in model is not made")
     monkeypatch.setattr(engine, "ProcessEngine", FakeEngine)
-    monkeypatch.setattr(engine, "fetch", lambda *_, **__: SimpleNamespace(path=BUILTIN), raising=False)
+    monkeypatch.setattr(engine, "fetch", lambda *_, **__: SimpleNamespace(path=BUILTIN, revision=None), raising=False)
     monkeypatch.setattr(FakeEngine, "error", None)
     return FakeEngine
 

@@ -1,0 +1,45 @@
+"""Text files and weights come from one commit, also when a branch of the hub moves while the server starts."""
+
+import asyncio
+import shutil
+from types import SimpleNamespace
+
+from msgspec.structs import replace
+
+import engine
+from engine import fetch
+from server.settings import Settings
+from server.state import Pequod
+from tests.fakes import FakeEngine
+
+
+def test_the_text_files_follow_the_commit_of_the_weights(tmp_path, monkeypatch):
+    looked: list[str | None] = []
+    built_in = fetch("builtin", weights=False).path
+    commits = {None: "aaaa", "bbbb": "bbbb"}
+
+    def fake(model: str, revision: str | None = None, *, weights: bool) -> SimpleNamespace:
+        looked.append(revision)
+        folder = tmp_path / commits[revision]
+        shutil.copytree(built_in, folder, dirs_exist_ok=True)
+        return SimpleNamespace(path=folder, revision=commits[revision])
+
+    monkeypatch.setattr(engine, "fetch", fake)
+
+    async def main() -> None:
+        fakes = FakeEngine()
+        app = Pequod(Settings(model="org/model"), fakes, "test")
+        await fakes.start()
+        info = await fakes.ready()
+        moved = replace(info, revision="bbbb")
+
+        async def ready() -> engine.EngineInfo:
+            return moved
+
+        fakes.ready = ready
+        await app.load()
+        assert looked == [None, "bbbb"]
+        assert app.tokenizer is not None and app.tokenizer.folder.name == "bbbb"
+        await fakes.close()
+
+    asyncio.run(main())
