@@ -266,11 +266,18 @@ class Stream:
         self.has_begun = True
         headers = [(name.lower().encode(), value.encode()) for name, value in sse.HEADERS.items()]
         await patiently(self.generation, self.send, {"type": "http.response.start", "status": 200, "headers": headers})
-        await self._write(self._events(self.writer.opening()))
+        usage = self._running()
+        if usage is not None:  # none of the first tokens has been sent yet
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        await self._write(self._events(self.writer.opening(usage)))
 
     def _frames(self, outputs: list[Output]) -> bytes:
-        running = self.generation.usage() if self.request.continuous_usage else None
+        running = self._running()
         return b"".join(self._events(self.writer.chunks(output, running)) for output in outputs)
+
+    def _running(self) -> Json | None:
+        """Usage so far, where every chunk is to tell it."""
+        return self.generation.usage() if self.request.continuous_usage else None
 
     def _events(self, chunks: list[Json]) -> bytes:
         return b"".join(sse.frame(msgspec.json.encode(chunk)) for chunk in chunks)

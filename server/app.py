@@ -25,7 +25,6 @@ from .settings import Settings
 from .state import Pequod
 
 TICK_S = 0.25
-CORS_HEADERS = ["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id", "X-Deadline-Ms"]
 
 
 def build_app(settings: Settings, engine: Engine) -> FastAPI:
@@ -65,7 +64,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
                 CORSMiddleware,
                 allow_origins=settings.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=CORS_HEADERS,
+                allow_headers=["*"],  # OpenAI's JavaScript client adds a dozen of its own
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         )
@@ -107,8 +106,25 @@ def openapi(app: FastAPI) -> dict[str, Any]:
         shared = schema.setdefault("components", {}).setdefault("schemas", {})
         for operations in schema["paths"].values():
             for operation in operations.values():
+                operation["responses"].pop("422", None)  # FastAPI's own; here a wrong request is a 400
                 for content in operation.get("requestBody", {}).get("content", {}).values():
                     shared.update(content["schema"].pop("$defs", {}))
-        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for name in ("HTTPValidationError", "ValidationError"):
+            shared.pop(name, None)
+        tell_keys(app, schema)
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def tell_keys(app: FastAPI, schema: dict[str, Any]) -> None:
+    """Say in the description which operations ask for a key on this very server."""
+    settings: Settings = app.state.pequod.settings
+    asked = {role for role, keys in (("user", settings.keys), ("metrics_reader", settings.metrics_key)) if keys}
+    schema["components"]["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    for route in app.routes:
+        if roles(route) & asked:
+            for operation in schema["paths"].get(getattr(route, "path_format", None), {}).values():
+                operation["security"] = [{"bearer": []}, {"header": []}]

@@ -262,10 +262,10 @@ class ChatWriter(Writer):
         super().__init__(head, prompts, token_text)
         self.request = request
 
-    def opening(self) -> list[Json]:
+    def opening(self, usage: Json | None) -> list[Json]:
         """The role, for each choice: it stands in the first delta."""
         role = {"role": "assistant", "content": "", "refusal": None}
-        chunks = [self._chunk([self._choice(i, role)]) for i in range(self.request.num_choices)]
+        chunks = [self._chunk([self._choice(i, role)], usage) for i in range(self.request.num_choices)]
         if self.request.return_token_ids:
             chunks[0]["prompt_token_ids"] = self.prompts[0].ids
         return chunks

@@ -297,8 +297,8 @@ class Writer:
         self.prompts = prompts
         self.token_text = token_text
 
-    def opening(self) -> list[Json]:
-        """Chunks before the first token."""
+    def opening(self, usage: Json | None) -> list[Json]:
+        """Chunks before the first token; `usage` so far where every chunk is to tell it."""
         raise NotImplementedError
 
     def chunks(self, output: Output, usage: Json | None) -> list[Json]:

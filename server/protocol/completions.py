@@ -107,11 +107,12 @@ class CompletionWriter(Writer):
         super().__init__(head, prompts, token_text)
         self.request = request
 
-    def opening(self) -> list[Json]:
+    def opening(self, usage: Json | None) -> list[Json]:
         """The prompts, where the answer begins with them."""
         if not (self.request.echo or self.request.return_token_ids):
             return []
-        return [self._chunk([self._choice(i, self._echo(i)) | self._prompt_ids(i)]) for i in range(self._num_choices)]
+        choices = [self._choice(i, self._echo(i)) | self._prompt_ids(i) for i in range(self._num_choices)]
+        return [self._chunk([choice], usage) for choice in choices]
 
     def chunks(self, output: Output, usage: Json | None) -> list[Json]:
         """The text in one chunk, the end in one of its own."""

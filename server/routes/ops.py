@@ -7,7 +7,7 @@ import hashlib
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
@@ -15,7 +15,8 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from ..errors import OPENAI_ERRORS
 from ..limits import metrics_reader, public, user
 from ..metrics import CONTENT_TYPE
-from ..state import AppDep, Pequod
+from ..protocol.common import Wire
+from ..state import AppDep, Health, Pequod
 
 RETRY_READY_S = 2  # a probe that was told no may look again soon: asking costs nothing
 
@@ -24,14 +25,22 @@ PUBLIC = [Depends(public)]
 USER = [Depends(user)]
 
 
-@router.get("/live", dependencies=PUBLIC)
+def healthy(good: str, bad: str) -> dict[int | str, dict[str, Any]]:
+    """For the `responses=` of the health routes."""
+    return {200: {"description": good, "model": Health}, 503: {"description": bad, "model": Health}}
+
+
+@router.get("/live", dependencies=PUBLIC, responses=healthy("The process works", "Only a new process can help"))
 async def live(app: AppDep) -> Response:
     """200 unless only a new process can help: the engine has failed for good or has fallen silent."""
     return JSONResponse(app.health().body(), 200 if app.is_alive() else 503)
 
 
-@router.get("/ready", dependencies=PUBLIC)
-@router.get("/health", dependencies=PUBLIC)
+READY = healthy("New work is taken", "New work is refused; state says why")
+
+
+@router.get("/ready", dependencies=PUBLIC, responses=READY)
+@router.get("/health", dependencies=PUBLIC, responses=READY)
 async def ready(app: AppDep) -> Response:
     """200 when new work is taken and gets on; otherwise 503. `state` says why."""
     health = app.health()
@@ -60,32 +69,53 @@ async def version(app: AppDep) -> dict[str, Any]:
     return told
 
 
-def card(app: Pequod, name: str) -> dict[str, Any]:
+class Card(Wire):
     """A model as /v1/models tells it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["pequod"] = "pequod"
+    max_model_len: int | None  # null until the model is loaded, unless it was set
+
+
+class Cards(Wire):
+    """The names under which requests may ask for the model."""
+
+    object: Literal["list"] = "list"
+    data: list[Card]
+
+
+def card(app: Pequod, name: str) -> Card:
+    """One served name."""
     info = app.engine.info
-    return {
-        "id": name,
-        "object": "model",
-        "created": app.created,
-        "owned_by": "pequod",
-        "max_model_len": info.max_len if info is not None else app.settings.max_model_len,
-    }
+    length = info.max_len if info is not None else app.settings.max_model_len
+    return Card(id=name, created=app.created, max_model_len=length)
 
 
 @router.get("/v1/models", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
-async def models(app: AppDep) -> dict[str, Any]:
+async def models(app: AppDep) -> Cards:
     """The names under which requests may ask for the model."""
-    return {"object": "list", "data": [card(app, name) for name in app.model_names]}
+    return Cards(data=[card(app, name) for name in app.model_names])
 
 
 # Hub ids hold a slash.
 @router.get("/v1/models/{model_id:path}", dependencies=USER, responses={s: OPENAI_ERRORS[s] for s in (401, 404)})
-async def model(model_id: str, app: AppDep) -> dict[str, Any]:
+async def model(model_id: str, app: AppDep) -> Card:
     """One served name."""
     return card(app, app.check_model(model_id))
 
 
-@router.get("/metrics", dependencies=[Depends(metrics_reader)], response_class=Response)
+METRICS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Prometheus' text format",
+        "content": {"text/plain": {"schema": {"type": "string"}, "example": "vllm:num_requests_running 0\n"}},
+    },
+    401: OPENAI_ERRORS[401],
+}
+
+
+@router.get("/metrics", dependencies=[Depends(metrics_reader)], response_class=Response, responses=METRICS)
 async def metrics(app: AppDep) -> Response:
     """Everything measured, for Prometheus; never waits for the engine."""
     return Response(app.metrics.render(), media_type=CONTENT_TYPE)

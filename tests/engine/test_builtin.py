@@ -201,7 +201,7 @@ def test_the_same_seed_gives_the_same_files(tmp_path):
     """A short run of the real script, twice: tokenizer, weights and all."""
     hashes = []
     for name in ("one", "two"):
-        train = ["-m", "engine.builtin.train", "--conversations", "120", "--out", str(tmp_path / name)]
+        train = ["-m", "engine.builtin.train", "--threads", "1", "--conversations", "40", "--out", str(tmp_path / name)]
         subprocess.run([sys.executable, *train], check=True, capture_output=True)
         files = sorted((tmp_path / name).iterdir())
         hashes.append({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files})

@@ -314,7 +314,16 @@ def test_bfloat16_is_near_float32(home):
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("bart", {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 128}),
+        (
+            "bart",
+            {
+                "d_model": 64,
+                "encoder_layers": 2,
+                "decoder_layers": 2,
+                "decoder_attention_heads": 4,
+                "decoder_ffn_dim": 128,
+            },
+        ),
         ("roberta", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}),
     ],
 )

@@ -86,7 +86,7 @@ def test_continuous_usage_counts_up_with_the_chunks(folder):
     body = {"messages": QUESTION, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     seen = chunks(ask(folder, CHAT, body, FakeEngine(saying("the whale"))).text)
     counts = [chunk["usage"]["completion_tokens"] for chunk in seen if "usage" in chunk]
-    assert counts == [1, 2, 3]
+    assert counts == [0, 1, 2, 3]
     assert all(chunk["choices"] for chunk in seen), "the last chunk of usage was not asked for"
 
 
