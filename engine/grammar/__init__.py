@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 KINDS = ("json_schema", "regex", "choice", "lark")
 MAX_SOURCE = 64 << 10  # bytes of UTF-8
-MAX_SHOWN = 120  # characters of what llguidance says; it may repeat a part of the grammar
+MAX_SHOWN = 120  # characters of what llguidance says
+QUOTED = re.compile(r"""(["'/])[^"'/]{40,}(?:\1|\Z)""")  # what it repeats of the grammar
 
 # `lenient` and `coerce_one_of` would let answers through that the schema forbids.
 JSON_OPTIONS: JsonCompileOptions = {
@@ -107,6 +108,7 @@ def _without_anchors(pattern: str) -> str:
 
 
 def shown(message: str) -> str:
-    """The beginning of what llguidance says."""
-    first = " ".join((message.strip().splitlines() or ["it cannot be read"])[0].split()).rstrip(".")
+    """The beginning of what llguidance says, without the advice to programmers and without long quotations."""
+    first = " ".join((message.strip().splitlines() or ["it cannot be read"])[0].split())
+    first = QUOTED.sub(r"\1...\1", first.partition(". Enable '")[0]).rstrip(".:")
     return first if len(first) <= MAX_SHOWN else first[: MAX_SHOWN - 3] + "..."
