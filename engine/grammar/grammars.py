@@ -8,13 +8,14 @@ pass runs and tells it what was drawn. Nothing here is asked about a sequence wi
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from .. import hub
@@ -32,6 +33,8 @@ WAIT_S = 30.0  # for a compiled grammar, with all that are before it in line; on
 COMPILED_FACTOR = 128
 COMPILED_LEAST = 64 << 10
 CACHED_BYTES = 64 << 20
+# A mask takes 0.1 ms, to wake other threads as long and, on a machine that is busy, ten times as long.
+MASK_THREADS, MANY_ROWS = 8, 16
 REFUSED = "a token was drawn that the grammar does not allow"
 TOO_COMPLEX = "the grammar takes more work for one token than is allowed"
 
@@ -40,7 +43,7 @@ class Matcher:
     """How far one sequence has come in its grammar. The loop's."""
 
     def __init__(self, library: LLMatcher, table: Table, params: SamplingParams) -> None:
-        self._library = library
+        self.library = library
         self._table = table
         self._stop_ids = [token for token in params.stop_ids if 0 <= token < table.width]
         self._hidden = {table.end_id, *self._stop_ids}
@@ -49,30 +52,27 @@ class Matcher:
 
     @property
     def has_failed(self) -> bool:
-        return self._library.is_error()
+        return self.library.is_error()
 
     @property
     def is_accepting(self) -> bool:
         """Whether the output may end here."""
-        return self._library.is_accepting()
+        return self.library.is_accepting()
 
     @property
     def is_finished(self) -> bool:
         """Whether the output must end here."""
-        return self._library.is_stopped() and self._library.is_accepting()
+        return self.library.is_stopped() and self.library.is_accepting()
 
-    def fill(self, bits: Bits) -> None:
-        """Write one bit for each token of the vocabulary: whether it can be drawn. bits: [words].
+    def finish(self, bits: Bits) -> None:
+        """Make of llguidance's mask, [words], what can be drawn.
 
         Stop tokens are no text: they can be drawn where the output may end and nowhere else, also those that are
         letters in other places.
         """
-        words = -(-self._library_width // 32)
-        row = bits if words == len(bits) else np.zeros(words, np.int32)
-        self._library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if row is not bits:
-            bits[:] = 0
-            bits[: min(words, len(bits))] = row[: len(bits)]
+        if self.has_failed:  # it draws like any other row; nobody will see what
+            bits[:] = -1
+            return
         for token in self._hidden:
             bits[token // 32] &= ~_bit(token)
         if self.is_accepting:
@@ -83,7 +83,7 @@ class Matcher:
         """Go on behind a drawn token; False when the grammar does not allow it."""
         if token in self._hidden:
             return self.is_end(token) and self.is_accepting
-        return self._library.consume_token(token)
+        return self.library.consume_token(token)
 
     def is_end(self, token: int) -> bool:
         """Whether a token is one that ends the output."""
@@ -92,18 +92,14 @@ class Matcher:
     def jump(self, room: int) -> list[int]:
         """Go on behind the tokens that the grammar leaves no choice about, at most `room`; gives them."""
         taken: list[int] = []
-        while self._jumps and len(taken) < room and not self._library.is_stopped():
-            forced = self._library.compute_ff_tokens()[: room - len(taken)]
+        while self._jumps and len(taken) < room and not self.library.is_stopped():
+            forced = self.library.compute_ff_tokens()[: room - len(taken)]
             # A user may have made a stop token of a letter that the grammar wants.
             hidden = next((i for i, token in enumerate(forced) if token in self._hidden), len(forced))
-            if not hidden or not self._library.consume_tokens(forced[:hidden]):
+            if not hidden or not self.library.consume_tokens(forced[:hidden]):
                 break
             taken += forced[:hidden]
         return taken
-
-    @property
-    def _library_width(self) -> int:
-        return self._table.library.vocab_size
 
 
 class Grammars:
@@ -122,6 +118,8 @@ class Grammars:
         except (GrammarError, EngineError) as error:  # only those who bring a grammar need to know
             self._table = GrammarError(str(error))
         self._matchers: dict[int, Matcher] = {}  # by request id
+        threads = min(MASK_THREADS, (os.cpu_count() or 1) // 4)
+        self._executor = LLExecutor(threads) if threads > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # the thread's; oldest use first
         self._compiled_bytes = 0
@@ -182,12 +180,21 @@ class Grammars:
         return [i for i, row in enumerate(batch.rows) if row.draws and row.seq_id in self._matchers]
 
     def masks(self, batch: Batch, rows: list[int]) -> Masks:
-        bits = np.zeros((len(rows), -(-self.width // 32)), np.int32)
-        for place, row in enumerate(rows):
-            matcher = self._matchers[batch.rows[row].seq_id]
-            matcher.fill(bits[place])
-            if matcher.has_failed:  # it draws like any other row; nobody will see what
-                bits[place] = -1
+        """Which tokens these rows may draw."""
+        assert isinstance(self._table, Table)
+        matchers = [self._matchers[batch.rows[row].seq_id] for row in rows]
+        bits = np.zeros((len(rows), -(-self._table.library.vocab_size // 32)), np.int32)
+        if self._executor is None or len(rows) < MANY_ROWS:
+            for row, matcher in zip(bits, matchers, strict=True):
+                matcher.library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        else:
+            libraries = [(matcher.library, place) for place, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(libraries, bits.ctypes.data, bits[0].nbytes, len(rows))
+        words = -(-self.width // 32)
+        if bits.shape[1] != words:
+            bits = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, max(0, words - bits.shape[1]))))[:, :words])
+        for row, matcher in zip(bits, matchers, strict=True):
+            matcher.finish(row)
         return Masks(rows, bits)
 
     def advance(self, batch: Batch, rows: list[int], tokens: StepTokens, room: Callable[[int], int]) -> StepTokens:
