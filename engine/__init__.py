@@ -5,6 +5,7 @@ This is the whole public surface. Importing it imports no torch.
 
 from .client import Engine, EngineStatus, LocalEngine, ProcessEngine
 from .config import EngineConfig
+from .grammar import problem as grammar_problem
 from .hub import Folder, fetch
 from .types import (
     ConfigError,
@@ -41,4 +42,5 @@ __all__ = [
     "TokenDelta",
     "TokenLogprob",
     "fetch",
+    "grammar_problem",
 ]

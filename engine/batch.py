@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .types import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:  # half of those who import this have no other use for it
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Why a row failed whose filters and grammar exclude each other.
+NOTHING_LEFT = "logit_bias, min_tokens and the grammar leave no token that could be drawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +58,23 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens the rows that have a grammar may draw."""
+
+    rows: list[int]  # indices of batch.rows, ascending; all of them draw
+    bits: NDArray[np.int32]  # [rows, ceil(vocab / 32)], token 0 is the lowest bit of the first word
+
+
+@dataclass(frozen=True, slots=True)
 class StepTokens:
     """What a step drew, aligned with batch.rows."""
 
-    token_ids: list[list[int]]  # one where the row draws
+    token_ids: list[list[int]]  # one where the row draws, and those that its grammar forces behind it
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per token
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per scored token
     errors: dict[int, str] = field(default_factory=dict)  # row index -> why this row alone failed
     seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample
+    fields: dict[int, str] = field(
+        default_factory=dict
+    )  # row index -> for errors: the field of SamplingParams to blame
+    ended: frozenset[int] = frozenset()  # rows whose grammar has nothing more to say

@@ -61,6 +61,7 @@ class End(Struct, frozen=True, array_like=True):
 
     reason: str | None
     error: str | None
+    field: str | None
     stats: RequestStats | None
 
 
@@ -88,7 +89,7 @@ def pack(deltas: list[TokenDelta], stats: StepStats | None = None) -> Tokens:
         logprobs={i: delta.logprobs for i, delta in enumerate(deltas) if delta.logprobs is not None},
         prompt_logprobs={i: d.prompt_logprobs for i, d in enumerate(deltas) if d.prompt_logprobs is not None},
         ends={
-            i: End(delta.finish_reason, delta.error, delta.stats)
+            i: End(delta.finish_reason, delta.error, delta.field, delta.stats)
             for i, delta in enumerate(deltas)
             if delta.finish_reason or delta.stats
         },
@@ -108,6 +109,7 @@ def unpack(tokens: Tokens) -> list[TokenDelta]:
                 prompt_logprobs=tokens.prompt_logprobs.get(i),
                 finish_reason=end.reason if end else None,
                 error=end.error if end else None,
+                field=end.field if end else None,
                 stats=end.stats if end else None,
             )
         )

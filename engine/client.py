@@ -241,6 +241,7 @@ class LocalEngine(_Client):
         await self.close()
 
     async def _run(self) -> None:
+        from .grammar.grammars import Grammars
         from .runner import build
 
         self.status.phase = "loading"
@@ -248,8 +249,11 @@ class LocalEngine(_Client):
             runner, info, config = await asyncio.get_running_loop().run_in_executor(
                 self._model_thread, build, self.config, self._progress
             )
+            grammars = await asyncio.get_running_loop().run_in_executor(
+                self._model_thread, Grammars, config, info.vocab_size
+            )
             scheduler = Scheduler(config, info.num_blocks, info.vocab_size)
-            self._loop = EngineLoop(scheduler, runner, _LocalOutbox(self), self._model_thread)
+            self._loop = EngineLoop(scheduler, runner, _LocalOutbox(self), self._model_thread, grammars)
             self.info = info
             self.status.phase, self.status.share = "ready", 1.0
             self._settled.set()

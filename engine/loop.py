@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
 
-from .batch import Batch, StepTokens
+from .batch import Batch, Masks, StepTokens
+from .grammar import GrammarError
 from .scheduler import Scheduler
 from .types import EngineRequest, StepStats, TokenDelta
+
+if TYPE_CHECKING:
+    from .grammar.grammars import Grammars
 
 
 class StepOutOfMemory(Exception):
@@ -19,7 +23,7 @@ class StepOutOfMemory(Exception):
 class Step(Protocol):
     """A step in flight on the device."""
 
-    def sample(self) -> StepTokens: ...
+    def sample(self, masks: Masks | None = None) -> StepTokens: ...
 
 
 class Runner(Protocol):
@@ -39,40 +43,77 @@ class Outbox(Protocol):
 class EngineLoop:
     """Schedules on the event loop's thread, computes on a thread of its own, so that mail is read meanwhile."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, outbox: Outbox, model_thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        outbox: Outbox,
+        model_thread: ThreadPoolExecutor,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.scheduler = scheduler
+        self.grammars = grammars
         self.runner = runner
         self.outbox = outbox
         self.model_thread = model_thread
         self.debug = scheduler.config.debug
         self._mail = asyncio.Event()
+        self._compiling: dict[int, asyncio.Task[None]] = {}  # by request id; not yet known to the scheduler
         self._publish_s = 0.0
 
     async def run(self) -> None:
         """Step for ever; ends by cancellation or with the exception that a step raised."""
-        while True:
-            began = time.perf_counter()
-            batch = self.scheduler.schedule()
-            if batch is None:
-                await self._idle()
-                continue
-            self.outbox.started([entered.seq_id for entered in batch.entered])
-            scheduled = time.perf_counter()
-            told = batch
-            try:
-                tokens = await asyncio.get_running_loop().run_in_executor(self.model_thread, self._compute, batch)
-                deltas = self.scheduler.update(batch, tokens)
-            except StepOutOfMemory:
-                tokens, deltas = None, self.scheduler.abandon(batch)
-                told = Batch(batch.step, [])  # nothing of it counts
-            self._publish(told, tokens, deltas, scheduled - began)
-            await self.outbox.drained()
+        try:
+            while True:
+                await self._step()
+        finally:
+            for task in self._compiling.values():
+                task.cancel()
+            if self.grammars is not None:
+                self.grammars.close()
 
-    def _compute(self, batch: Batch) -> StepTokens:
-        return self.runner.launch(batch).sample()
+    async def _step(self) -> None:
+        began = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            await self._idle()
+            return
+        self.outbox.started([entered.seq_id for entered in batch.entered])
+        scheduled = time.perf_counter()
+        told = batch
+        try:
+            tokens = await self._tokens(batch)
+            deltas = self.scheduler.update(batch, tokens)
+        except StepOutOfMemory:
+            tokens, deltas = None, self.scheduler.abandon(batch)
+            told = Batch(batch.step, [])  # nothing of it counts
+        self._publish(told, tokens, deltas, scheduled - began)
+        await self.outbox.drained()
+
+    async def _tokens(self, batch: Batch) -> StepTokens:
+        """Compute a step; where rows have a grammar, their masks are filled here while the forward pass runs there."""
+        rows = self.grammars.rows(batch) if self.grammars is not None else []
+        masks: Future[Masks] | None = Future() if rows else None
+        computing = asyncio.get_running_loop().run_in_executor(self.model_thread, self._compute, batch, masks)
+        if self.grammars is None or masks is None:
+            return await computing
+        began = time.perf_counter()
+        try:
+            masks.set_result(self.grammars.masks(batch, rows))
+        except BaseException as error:
+            masks.set_exception(error)  # the model thread waits for it
+        seconds = time.perf_counter() - began
+        tokens = self.grammars.advance(batch, rows, await computing, self.scheduler.room_of)
+        tokens.seconds["masks"] = seconds
+        return tokens
+
+    def _compute(self, batch: Batch, masks: Future[Masks] | None) -> StepTokens:
+        step = self.runner.launch(batch)
+        return step.sample() if masks is None else step.sample(masks.result())
 
     def _publish(self, batch: Batch, tokens: StepTokens | None, deltas: list[TokenDelta], schedule_s: float) -> None:
         began = time.perf_counter()
+        self._forget(deltas)
         seconds = {"schedule": schedule_s, "publish": self._publish_s, **(tokens.seconds if tokens else {})}
         self.outbox.send(deltas, self.scheduler.stats(batch, seconds, time.time()))
         self._publish_s = time.perf_counter() - began  # told with the next step: this one's frame has gone
@@ -88,13 +129,48 @@ class EngineLoop:
         await self._mail.wait()
 
     def add(self, request: EngineRequest) -> None:
-        self._answer(self.scheduler.add(request))
+        if request.params.grammar is None:
+            self._answer(self.scheduler.add(request))
+        elif request.id in self._compiling:
+            error = f"request id {request.id} is in use"
+            self._answer(TokenDelta(id=request.id, finish_reason="error", error=error))
+        else:
+            self.outbox.started([request.id])  # a grammar may be what kills this process
+            self._compiling[request.id] = asyncio.create_task(self._compile(request), name="grammar")
+
+    async def _compile(self, request: EngineRequest) -> None:
+        """A request with a grammar is put in line when that is compiled."""
+        try:
+            if self.grammars is None:
+                raise GrammarError("this engine takes no grammars")
+            matcher = await self.grammars.compile(request)
+        except GrammarError as error:
+            delta: TokenDelta | None = TokenDelta(
+                id=request.id, finish_reason="error", error=str(error), field="grammar"
+            )
+        else:
+            delta = self.scheduler.add(request, matcher.jump(self.scheduler.room(request) - 1))
+            if delta is None:
+                self.grammars.add(request.id, matcher)
+        del self._compiling[request.id]
+        self._answer(delta)
 
     def abort(self, request_id: int) -> None:
-        self._answer(self.scheduler.abort(request_id))
+        task = self._compiling.pop(request_id, None)
+        if task is None:
+            self._answer(self.scheduler.abort(request_id))
+        else:
+            task.cancel()
+            self._answer(TokenDelta(id=request_id, finish_reason="abort"))
+
+    def _forget(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason and self.grammars is not None:
+                self.grammars.remove(delta.id)
 
     def _answer(self, delta: TokenDelta | None) -> None:
         if delta is not None:
+            self._forget([delta])
             # With stats of a step without rows: when this was the last request, no further step would tell its blocks.
             self.outbox.send([delta], self.scheduler.stats(Batch(0, []), {}, time.time()))
         self._mail.set()

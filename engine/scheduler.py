@@ -59,6 +59,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.by_id: dict[int, Sequence] = {}
         self.num_preempted = 0  # in all
+        self.num_forced = 0  # tokens that nobody drew
         self.prefix_queries = 0  # tokens, in all
         self.prefix_hits = 0
         self._order = order(config.policy)
@@ -67,12 +68,15 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._cohort: set[int] = set()  # under the policy `static`: who belongs to the batch that runs
-        self._told = (0, 0, 0)  # preempted, queries, hits when stats were last given
+        self._told = (0, 0, 0, 0)  # preempted, queries, hits, forced when stats were last given
 
     # -- requests come and go -------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest) -> TokenDelta | None:
-        """Put a request in line. What can never run gets its terminal delta at once."""
+    def add(self, request: EngineRequest, forced: list[int] | None = None) -> TokenDelta | None:
+        """Put a request in line. What can never run gets its terminal delta at once.
+
+        `forced`: the first tokens of its output, fewer than `room`; they are delivered with the first that is drawn.
+        """
         reason = self._never(request)
         if reason:
             return TokenDelta(id=request.id, finish_reason="error", error=reason)
@@ -83,6 +87,10 @@ class Scheduler:
             block_size=self.config.block_size,
             root=root_hash("salt:" + request.cache_salt),
         )
+        if forced:
+            seq.tokens += forced
+            seq.num_untold = len(forced)
+            self.num_forced += len(forced)
         self._arrivals += 1
         self.by_id[seq.id] = seq
         insort(self.waiting, seq, key=self._order)
@@ -97,6 +105,16 @@ class Scheduler:
             seq.aborted = True
             return None
         return self._end(seq, "abort")
+
+    def room(self, request: EngineRequest) -> int:
+        """Tokens that a new request's output may have; 0 or less: it can never run."""
+        length = len(request.prompt_ids) + len(request.output_ids)
+        return min(request.params.max_tokens - len(request.output_ids), self.max_len - length)
+
+    def room_of(self, request_id: int) -> int:
+        """Tokens that the output of a request that runs may still have; more are cut off."""
+        seq = self.by_id[request_id]
+        return min(seq.request.params.max_tokens - seq.num_output, self.max_len - len(seq.tokens))
 
     def _never(self, request: EngineRequest) -> str | None:
         """Why a request can never run; None when it can. The server refuses these at its door with better words."""
@@ -291,16 +309,16 @@ class Scheduler:
             if seq.aborted:
                 deltas.append(self._end(seq, "abort"))
             elif index in tokens.errors:
-                deltas.append(self._end(seq, "error", error=tokens.errors[index]))
-            elif drawn:
-                seq.tokens += drawn
+                deltas.append(self._end(seq, "error", error=tokens.errors[index], field=tokens.fields.get(index)))
+            elif drawn or index in tokens.ended:
                 begins = not seq.first_token
                 seq.first_token = seq.first_token or now
                 seq.last_token = now
-                reason = self._finish_reason(seq)
+                reason = self._extend(seq, drawn, index in tokens.ended)
+                told, seq.num_untold = len(seq.tokens) - seq.num_untold, 0
                 delta = TokenDelta(
                     id=seq.id,
-                    token_ids=tuple(drawn),
+                    token_ids=tuple(seq.tokens[told:]),
                     logprobs=tuple(tokens.logprobs[index]) if index in tokens.logprobs else None,
                     prompt_logprobs=self._scores(seq) if begins else None,
                     # A reader who ends a request at a stop string never sees its last delta.
@@ -324,6 +342,20 @@ class Scheduler:
             elif row is largest:
                 deltas.append(self._end(seq, "error", error="the step that this request was in ran out of memory"))
         return deltas
+
+    def _extend(self, seq: Sequence, drawn: list[int], is_whole: bool) -> str | None:
+        """Append what was drawn and what the grammar forces behind it, up to the sequence's end; gives its reason.
+
+        `is_whole`: behind all of them the output must end.
+        """
+        self.num_forced += max(0, len(drawn) - 1)
+        for place, token in enumerate(drawn, 1):
+            seq.tokens.append(token)
+            seq.num_untold += 1
+            reason = self._finish_reason(seq)
+            if reason:
+                return "stop" if is_whole and place == len(drawn) else reason
+        return "stop" if is_whole else None
 
     def _finish_reason(self, seq: Sequence) -> str | None:
         params = seq.request.params
@@ -349,7 +381,13 @@ class Scheduler:
         return tuple(seq.prompt_logprobs) if asked else None
 
     def _end(
-        self, seq: Sequence, reason: str, *, error: str | None = None, delta: TokenDelta | None = None
+        self,
+        seq: Sequence,
+        reason: str,
+        *,
+        error: str | None = None,
+        field: str | None = None,
+        delta: TokenDelta | None = None,
     ) -> TokenDelta:
         """The terminal delta: `delta`, the sequence's last tokens, with its end in it, or one without tokens."""
         if seq.status is Status.RUNNING:
@@ -359,7 +397,8 @@ class Scheduler:
         seq.status = Status.ENDED
         del self.by_id[seq.id]
         self._cohort.discard(seq.id)
-        return replace(delta or TokenDelta(id=seq.id), finish_reason=reason, error=error, stats=seq.stats())
+        delta = delta or TokenDelta(id=seq.id)
+        return replace(delta, finish_reason=reason, error=error, field=field, stats=seq.stats())
 
     def _leave(self, seq: Sequence) -> None:
         """A running sequence gives back its blocks, its marks and its place at the runner."""
@@ -380,8 +419,8 @@ class Scheduler:
 
     def stats(self, batch: Batch, seconds: dict[str, float], wall_time: float) -> StepStats:
         """The step as the metrics and the step log tell it. Called once per step, after `update`."""
-        preempted, queries, hits = self._told
-        self._told = (self.num_preempted, self.prefix_queries, self.prefix_hits)
+        preempted, queries, hits, forced = self._told
+        self._told = (self.num_preempted, self.prefix_queries, self.prefix_hits, self.num_forced)
         lengths = [len(row.token_ids) for row in batch.rows]
         return StepStats(
             step=batch.step,
@@ -399,6 +438,7 @@ class Scheduler:
             preempted=self.num_preempted - preempted,
             prefix_queries=self.prefix_queries - queries,
             prefix_hits=self.prefix_hits - hits,
+            forced_tokens=self.num_forced - forced,
             seconds=seconds,
         )
 

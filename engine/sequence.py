@@ -28,6 +28,7 @@ class Sequence:
     block_size: int
     root: bytes  # where the chain of block hashes starts
     tokens: list[int] = field(default_factory=list)  # prompt, then output
+    num_untold: int = 0  # of the last tokens: forced by a grammar before the first draw, and not yet delivered
     num_computed: int = 0  # tokens whose keys and values are in the cache (collected steps only)
     num_inflight: int = 0  # tokens in the step that runs now
     block_ids: list[int] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Sequence:
         return RequestStats(
             prompt_tokens=self.prompt_len,
             cached_tokens=self.cached_tokens,
-            output_tokens=self.num_output,
+            output_tokens=self.num_output - self.num_untold,
             arrived=self.arrived,
             scheduled=self.scheduled,
             first_token=self.first_token,

@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -42,18 +43,44 @@ def draw(tokens: list[int]) -> int:
     return (tokens[-1] * 31 + tokens[len(tokens) // 2] * 17 + len(tokens) * 7 + 11) % VOCAB
 
 
+def forced(tokens: list[int], room: int) -> list[int]:
+    """What a request's grammar leaves no choice about, behind these tokens; at most `room` tokens."""
+    run: list[int] = []
+    while len(run) < room and draw(tokens + run) % 3 == 0:
+        run.append((draw(tokens + run) + len(run)) % VOCAB)
+    return run
+
+
+def is_whole(tokens: list[int]) -> bool:
+    """Whether a request's grammar has nothing more to say behind these tokens."""
+    return tokens[-1] % 29 == 7
+
+
 def alone(request: EngineRequest, max_len: int) -> tuple[list[int], str]:
     """What a request must give in any company: its whole output and its finish reason."""
     tokens = [*request.prompt_ids, *request.output_ids]
     output = list(request.output_ids)
     params = request.params
+
+    def room() -> int:
+        return min(params.max_tokens - len(output), max_len - len(tokens))
+
+    if params.grammar:
+        run = forced(tokens, room() - 1)
+        output += run
+        tokens += run
     while True:
-        output.append(draw(tokens))
-        tokens.append(output[-1])
-        if output[-1] in params.stop_ids and len(output) >= params.min_tokens:
-            return output, "stop"
-        if len(output) >= params.max_tokens or len(tokens) >= max_len:
-            return output, "length"
+        drawn = [draw(tokens)]
+        if params.grammar:
+            drawn += forced([*tokens, *drawn], room() - 1)
+        for place, token in enumerate(drawn, 1):
+            output.append(token)
+            tokens.append(token)
+            ends = token in params.stop_ids and len(output) >= params.min_tokens
+            if ends or (params.grammar and place == len(drawn) and is_whole(tokens)):
+                return output, "stop"
+            if len(output) >= params.max_tokens or len(tokens) >= max_len:
+                return output, "length"
 
 
 class FakeRunner:
@@ -72,8 +99,14 @@ class FakeRunner:
         for block in self.tables.pop(seq_id):
             self.holders[block].discard(seq_id)
 
-    def compute(self, batch: Batch, requests: dict[int, EngineRequest], tokens: dict[int, list[int]]) -> StepTokens:
-        """`tokens`: what each sequence holds, by the driver's own books."""
+    def compute(
+        self,
+        batch: Batch,
+        requests: dict[int, EngineRequest],
+        tokens: dict[int, list[int]],
+        room: Callable[[int], int],
+    ) -> StepTokens:
+        """`tokens`: what each sequence holds, by the driver's own books. `room`: as for a matcher's jump."""
         for seq_id in batch.left:
             self.forget(seq_id)
         for entered in batch.entered:
@@ -86,6 +119,7 @@ class FakeRunner:
                 table.append(block)
                 self.holders.setdefault(block, set()).add(row.seq_id)
         scores: dict[int, list[TokenLogprob]] = {}
+        ended: set[int] = set()
         for index, row in enumerate(batch.rows):
             table, salt, own = self.tables[row.seq_id], requests[row.seq_id].cache_salt, tokens[row.seq_id]
             end = row.start + len(row.token_ids)
@@ -103,9 +137,13 @@ class FakeRunner:
             assert row.draws == (end == len(own)), "a token is drawn too early or not at all"
             assert len(row.scored) in (0, row.num_logits - row.draws), "a position is scored and not computed"
             drawn.append([draw(own)] if row.draws else [])
+            if row.draws and requests[row.seq_id].params.grammar:
+                drawn[-1] += forced([*own, *drawn[-1]], room(row.seq_id) - 1)
+                if is_whole(own + drawn[-1]):
+                    ended.add(index)
             if row.scored:
                 scores[index] = [TokenLogprob(-float(token)) for token in row.scored]
-        return StepTokens(drawn, prompt_logprobs=scores)
+        return StepTokens(drawn, prompt_logprobs=scores, ended=frozenset(ended))
 
 
 @dataclass(eq=False)
@@ -119,6 +157,7 @@ class Episode:
     clock: ManualClock = field(default_factory=ManualClock)
     requests: dict[int, EngineRequest] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    untold: dict[int, int] = field(default_factory=dict)  # of the tokens, those forced before the first draw
     aborted: set[int] = field(default_factory=set)
     batched: set[int] = field(default_factory=set)  # who was there when the last static batch was formed
     ended: dict[int, str] = field(default_factory=dict)
@@ -178,6 +217,7 @@ class Episode:
                 min_tokens=rng.choice((0, 0, rng.randint(0, 5))),
                 stop_ids=rng.choice(((STOP,), ())),
                 prompt_logprobs=rng.choice((None, None, None, 0)),
+                grammar=rng.choice((None, None, ("sim", ""))),
             ),
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(("", "", "other")),
@@ -192,9 +232,14 @@ class Episode:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
+        tokens = [*request.prompt_ids, *request.output_ids]
+        if request.params.grammar and request.params.prompt_logprobs is not None:  # as a matcher has it: no jumps
+            request = replace(request, params=replace(request.params, grammar=None))
+        run = forced(tokens, self.scheduler.room(request) - 1) if request.params.grammar else []
         self.requests[request.id] = request
-        self.tokens[request.id] = [*request.prompt_ids, *request.output_ids]
-        delta = self.scheduler.add(request)
+        self.tokens[request.id] = tokens + run
+        self.untold[request.id] = len(run)
+        delta = self.scheduler.add(request, run)
         assert delta is None, f"a possible request was refused: {delta}"
 
     def abort(self, request_id: int) -> None:
@@ -220,7 +265,7 @@ class Episode:
         if self.rng.random() < 0.02:
             self.abort(self.rng.choice(batch.rows).seq_id)  # while it is in flight
         out_of_memory = self.rng.random() < 0.002
-        tokens = self.runner.compute(batch, self.requests, self.tokens)
+        tokens = self.runner.compute(batch, self.requests, self.tokens, scheduler.room_of)
         deltas = scheduler.abandon(batch) if out_of_memory else scheduler.update(batch, tokens)
         self.take(deltas, failed=out_of_memory)
         scheduler.check()
@@ -247,15 +292,20 @@ class Episode:
     def take(self, deltas: list[TokenDelta], failed: bool = False) -> None:
         for delta in deltas:
             assert delta.id in self.requests, f"request {delta.id} was told twice that it ended"
-            self.tokens[delta.id] += delta.token_ids
-            request = self.requests[delta.id]
+            request, untold = self.requests[delta.id], self.untold[delta.id]
+            if delta.token_ids:
+                known = self.tokens[delta.id][len(self.tokens[delta.id]) - untold :]
+                assert list(delta.token_ids[:untold]) == known, "what was forced at first was not delivered"
+                self.tokens[delta.id] += delta.token_ids[untold:]
+                self.untold[delta.id] = untold = 0
             if delta.prompt_logprobs is not None:
                 scores = [-entry.logprob for entry in delta.prompt_logprobs]
                 assert scores == list(request.prompt_ids[1:]), "a prompt's scores are not its tokens'"
             if not delta.finish_reason:
                 continue
             del self.requests[delta.id]
-            output = self.tokens.pop(delta.id)[len(request.prompt_ids) :]
+            held = self.tokens.pop(delta.id)
+            output = held[len(request.prompt_ids) : len(held) - self.untold.pop(delta.id)]
             self.ended[delta.id] = delta.finish_reason
             expected, reason = alone(request, self.scheduler.max_len)
             if delta.finish_reason in ("stop", "length"):

@@ -12,7 +12,7 @@ from msgspec import Struct
 class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     """How one sequence draws its tokens. Filters apply in the order of the fields' groups.
 
-    Order: penalties, bias, min_tokens mask, temperature, top_k, top_p, min_p, draw. `temperature` 0 is
+    Order: penalties, bias, min_tokens mask, grammar, temperature, top_k, top_p, min_p, draw. `temperature` 0 is
     greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set: the draw is a function of
     (seed, number of tokens since the end of the prompt).
     """
@@ -33,6 +33,7 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, but the first, which nothing predicts
     allowed_ids: tuple[int, ...] | None = None  # only these can be drawn
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of such a run cannot follow the others in the output
+    grammar: tuple[str, str] | None = None  # (kind, text), see engine/grammar; what ends with "stop" follows it
 
     @property
     def uses_history(self) -> bool:
@@ -81,6 +82,7 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # all at once with the first token, when asked for
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None  # a sentence, with finish_reason error
+    field: str | None = None  # with error: the field of SamplingParams that is to blame, where there is one
     stats: RequestStats | None = None  # with the first token and with the finish_reason
 
 
@@ -128,7 +130,8 @@ class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
     preempted: int  # sequences preempted in this step
     prefix_queries: int  # tokens looked up in the prefix cache since the last step
     prefix_hits: int
-    seconds: dict[str, float] = {}  # schedule, prepare, forward, sample, publish (of the step before)
+    forced_tokens: int = 0  # that grammars left no choice about, and that were not drawn
+    seconds: dict[str, float] = {}  # schedule, prepare, forward, masks, sample, publish (of the step before)
 
     @property
     def blocks_unaccounted(self) -> int:

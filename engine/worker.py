@@ -70,16 +70,16 @@ class _Worker:
         return 0
 
     async def _engine(self, config: EngineConfig) -> None:
+        from .grammar.grammars import Grammars
         from .runner import build  # torch: a second and more
 
-        runner, info, resolved = await asyncio.get_running_loop().run_in_executor(
-            self.model_thread, build, config, self._progress
-        )
+        loop = asyncio.get_running_loop()
+        runner, info, resolved = await loop.run_in_executor(self.model_thread, build, config, self._progress)
+        grammars = await loop.run_in_executor(self.model_thread, Grammars, resolved, info.vocab_size)
         gc.collect()
         gc.freeze()  # what was loaded stays: later collections need not look at it
-        self.loop = EngineLoop(
-            Scheduler(resolved, info.num_blocks, info.vocab_size), runner, _Outbox(self.pipe), self.model_thread
-        )
+        scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
+        self.loop = EngineLoop(scheduler, runner, _Outbox(self.pipe), self.model_thread, grammars)
         self.pipe.send(channel.Ready(info))
         await self.loop.run()
 

@@ -26,6 +26,7 @@ from .generation import Choice, Due, Generation, Gone
 from .limits import Caller
 from .prompts import TextTooLong
 from .protocol.common import Head, Json, Output, Prompt, Sampling, TokenText, Writer
+from .schemas import Grammar
 from .state import Pequod
 from .templates import TemplateError
 from .text import TextStream
@@ -63,6 +64,7 @@ async def answer(
     info = app.engine.info
     assert info is not None and app.tokenizer is not None
     check_fields(app, info, body)
+    grammar = await checked_grammar(app, body)
     # The ticket is the caller's: it ends with the HTTP request, however that ends.
     ticket = app.limits.admit(caller, body.num_prompts * body.num_choices)
     prompts = await encoded(app, body, encode, due)
@@ -74,7 +76,8 @@ async def answer(
         request.state.request_id, body.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)
     )
     track.began = began  # the client waits since then, not since its prompt was tokenized
-    choices = [Choice(index, each, text_stream(app, body, each)) for index, each in enumerate(requests)]
+    field = grammar.field if grammar else ""
+    choices = [Choice(index, each, text_stream(app, body, each), field) for index, each in enumerate(requests)]
     generation = Generation(app, choices, body.num_choices, track, due)
     return Answer(generation, write(body, head, prompts, app.tokenizer.token_text), body)
 
@@ -108,6 +111,21 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
     """Raise 400 unless the model has all of these tokens."""
     if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
         raise invalid(f"Invalid '{param}': token ids must be in 0..{info.vocab_size - 1}.", param)
+
+
+async def checked_grammar(app: Pequod, body: Sampling) -> Grammar | None:
+    """The grammar of a request, if it has one; raises 400 when it cannot be used."""
+    grammar = body.grammar
+    if grammar is None:
+        return None
+    assert app.tokenizer is not None
+    if not app.tokenizer.takes_grammars:
+        raise invalid(f"Invalid '{grammar.field}': this model's tokenizer cannot be used with it.", grammar.field)
+    if body.stops:
+        # What a stop string cuts off may be what makes the answer valid.
+        raise invalid("Invalid 'stop': must be absent where the answer has to follow a grammar.", "stop")
+    await app.grammars.check(grammar)
+    return grammar
 
 
 async def encoded(app: Pequod, body: Body, encode: Encode[Body], due: Due | None) -> list[Prompt]:
@@ -188,6 +206,7 @@ def text_stream(app: Pequod, body: Sampling, request: EngineRequest) -> TextStre
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         context=request.prompt_ids,
+        strip=body.grammar is None,
         min_tokens=body.min_tokens or 0,
     )
 

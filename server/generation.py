@@ -14,6 +14,7 @@ from engine import EngineRequest, RequestStats, TokenDelta
 from .errors import ApiError, deadline, from_exception, unavailable
 from .metrics import Track
 from .protocol.common import Json, Output, usage
+from .schemas import refusal
 from .state import Pequod
 from .text import TextStream
 
@@ -39,8 +40,10 @@ class Due(NamedTuple):
 class Choice:
     """One choice on its way: the engine's request, its text so far, and what it has cost."""
 
-    def __init__(self, index: int, request: EngineRequest, stream: TextStream) -> None:
+    def __init__(self, index: int, request: EngineRequest, stream: TextStream, grammar_field: str = "") -> None:
+        """`grammar_field` of the client's request is where its grammar stands."""
         self.index = index
+        self.grammar_field = grammar_field
         self.request = request
         self.stream = stream
         self.num_tokens = 0  # delivered
@@ -49,6 +52,8 @@ class Choice:
     def read(self, delta: TokenDelta) -> Output:
         """The delta's tokens as text. What comes after a stop string is dropped; a stop token has no text."""
         reason = delta.finish_reason
+        if reason == "error" and delta.field == "grammar":
+            raise refusal(self.grammar_field, delta.error or "it cannot be used")
         if reason not in (None, "stop", "length"):
             raise ApiError(
                 500,

@@ -90,6 +90,15 @@ class Metrics:
             "pequod:step_seconds", "Seconds of one engine step by phase.", ["phase"], buckets=FINE, registry=registry
         )
         self.step_seconds = {phase: step_seconds.labels(phase) for phase in PHASES}
+        self.grammar_masks = Histogram(
+            "pequod:grammar_mask_seconds",
+            "Seconds to tell which tokens the grammars of one step allow; the model computes meanwhile.",
+            buckets=FINE,
+            registry=registry,
+        )
+        self.forced_tokens = Counter(
+            "pequod:grammar_forced_tokens", "Tokens that a grammar left no choice about.", registry=registry
+        )
         self.loop_lag = Histogram(
             "pequod:event_loop_lag_seconds",
             "Seconds by which the server's event loop woke up late.",
@@ -170,6 +179,9 @@ class Metrics:
         self.preemptions.inc(stats.preempted)
         self.prefix_queries.inc(stats.prefix_queries)
         self.prefix_hits.inc(stats.prefix_hits)
+        self.forced_tokens.inc(stats.forced_tokens)
+        if "masks" in stats.seconds:
+            self.grammar_masks.observe(stats.seconds["masks"])
         for phase, seconds in stats.seconds.items():
             if phase in self.step_seconds:
                 self.step_seconds[phase].observe(seconds)

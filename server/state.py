@@ -22,6 +22,7 @@ from .errors import not_found, place, shown
 from .limits import Limits
 from .metrics import Metrics
 from .prompts import Prompts
+from .schemas import Gate
 from .settings import Settings
 from .templates import TemplateError
 from .tokenizer import Tokenizer
@@ -71,6 +72,7 @@ class Pequod:
         self.engine = engine
         self.version = version
         self.limits = Limits(settings)
+        self.grammars = Gate()
         self.metrics = Metrics(settings, engine, self.limits)
         self.is_loaded = False  # generation has worked at some time: engine, tokenizer and prompts are there
         self.tokenizer: Tokenizer | None = None

@@ -57,7 +57,9 @@ class TextStream:
     `context` is the prompt's ids (or their end): with it, the pieces joined are what decoding prompt and output
     together adds to decoding the prompt. The first token at which a stop string is complete ends the text; of
     several that one token completes, the one that begins first. A stop string that is complete within the first
-    `min_tokens` tokens does not count. The pieces joined do not depend on how the ids were cut into feeds.
+    `min_tokens` tokens does not count. `strip`: a text that nothing comes before loses the space that some
+    vocabularies put before every word; where a grammar counts each letter it must not. The pieces joined do not
+    depend on how the ids were cut into feeds.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class TextStream:
         skip_special: bool = True,
         context: Sequence[int] = (),
         min_tokens: int = 0,
+        strip: bool = True,
     ) -> None:
         self.stopped = False
         self.offset = 0  # characters decoded so far: where the next token's text begins
@@ -77,6 +80,7 @@ class TextStream:
         self._stops = [Stop(stop) for stop in stops if stop]
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._strip = strip
         self._num_tokens = 0
         self._held = ""  # decoded, and perhaps the beginning of a stop string
         self._after: int | None  # the last token that has text
@@ -106,7 +110,8 @@ class TextStream:
     def _append(self, token_id: int) -> str:
         """Text that one more token makes certain."""
         self._num_tokens += 1
-        data = None if token_id in self._hidden else self._decoder.piece(token_id, self._after)
+        after = self._after if self._strip or self._after is not None else token_id
+        data = None if token_id in self._hidden else self._decoder.piece(token_id, after)
         if data is None:
             return ""
         self._after = token_id

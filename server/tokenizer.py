@@ -159,6 +159,11 @@ class Tokenizer:
         shape = ByteShape.of(_decoder_steps(self._library))
         self.decoder: Decoder = ByteDecoder(self._library, shape) if shape else PairDecoder(self._library)
 
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether the engine can read this tokenizer too, and knows the bytes of every token."""
+        return isinstance(self.decoder, ByteDecoder) and (self.folder / "tokenizer.json").is_file()
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special` adds what the model expects around a text (a bos token, mostly)."""
         # The batch call is the one that lets other threads run meanwhile.

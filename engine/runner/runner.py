@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from .. import attention, hub, memory, models
-from ..batch import Batch, Entered, Row, StepTokens
+from ..batch import Batch, Entered, Masks, Row, StepTokens
 from ..config import EngineConfig, check
 from ..loop import StepOutOfMemory
 from ..types import ConfigError, EngineInfo, SamplingParams, TokenLogprob
@@ -37,11 +38,11 @@ class Step:
     logits: Tensor | None  # [drawing rows, vocab]
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def sample(self, masks: Tensor | None = None) -> StepTokens:
-        """Draw the step's tokens; once. masks: [drawing rows, vocab] bool, False where a token is forbidden."""
+    def sample(self, masks: Masks | None = None) -> StepTokens:
+        """Draw the step's tokens; once."""
         return _guarded(lambda: self._sample(masks))
 
-    def _sample(self, masks: Tensor | None) -> StepTokens:
+    def _sample(self, masks: Masks | None) -> StepTokens:
         began = time.perf_counter()
         token_ids: list[list[int]] = [[] for _ in self.batch.rows]
         logprobs: dict[int, list[TokenLogprob]] = {}
@@ -57,7 +58,10 @@ class Step:
                 if prepared.draws_at is not None:
                     logits = logits[torch.from_numpy(prepared.draws_at).to(logits.device)]
                 slots, lengths = prepared.slots[prepared.drawing], prepared.lengths[prepared.drawing]
-                drawn = sampler.sample(logits, slots, lengths, masks)
+                allowed = None
+                if masks is not None:
+                    allowed = np.searchsorted(prepared.drawing, masks.rows), masks.bits
+                drawn = sampler.sample(logits, slots, lengths, allowed)
                 rows = prepared.drawing.tolist()
                 for row, token_id in zip(rows, drawn.token_ids, strict=True):
                     token_ids[row] = [token_id]

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..batch import Entered
+from ..batch import NOTHING_LEFT, Entered
 from ..types import SamplingParams, TokenLogprob
 
 # Below this a temperature is greedy: (logit - max) / temperature would leave float32's range of useful values.
@@ -42,10 +42,10 @@ CPU_LOGITS = 1 << 19
 CHUNK = 128
 
 NEVER, ONLY = -100.0, 100.0
-NOT_FINITE, NOTHING_LEFT = -1, -2  # in place of a token id
+NOT_FINITE, NOTHING = -1, -2  # in place of a token id
 ERRORS = {
     NOT_FINITE: "the logits for this request, or what its penalties make of them, are not finite numbers",
-    NOTHING_LEFT: "logit_bias, min_tokens and the grammar leave no token that could be drawn",
+    NOTHING: NOTHING_LEFT,
 }
 
 Ints = NDArray[np.int64]
@@ -221,11 +221,14 @@ class Sampler:
         if history is not None:
             history.add([t for t in token_ids[max(0, history.seen - start) :] if 0 <= t < self.vocab_size])
 
-    def sample(self, logits: Tensor, slots: Ints, lengths: Ints, masks: Tensor | None = None) -> Drawn:
+    def sample(
+        self, logits: Tensor, slots: Ints, lengths: Ints, masks: tuple[Ints, NDArray[np.int32]] | None = None
+    ) -> Drawn:
         """Draw one token per row.
 
         logits: [rows, vocab] float32 or float64, overwritten. slots: [rows]. lengths: [rows] tokens before the drawn
-        one. masks: [rows, vocab] bool, False where a token is forbidden. The only transfer to the host is the result.
+        one. masks: the rows that have one, ascending, and [rows, ceil(vocab / 32)] bits, 0 where a token is forbidden.
+        The only transfer to the host is the result.
         """
         positions = lengths - self._prompt_len[slots]
         asking = np.flatnonzero(self._logprobs[slots] >= 0)
@@ -235,7 +238,7 @@ class Sampler:
         if changes:
             self._change(logits, slots, positions)
         if masks is not None:
-            logits.masked_fill_(~masks.to(logits.device), -torch.inf)
+            self._mask(logits, *masks)
         top, ids = logits.max(dim=1)  # the lowest id among equals
         drawing = np.flatnonzero(self._temperature[slots] >= GREEDY)
         if len(drawing):
@@ -249,7 +252,7 @@ class Sampler:
             ids = drawn if len(drawing) == len(slots) else ids.index_copy(0, self._device(drawing), drawn)
         ids = ids.masked_fill(~top.isfinite(), NOT_FINITE)
         if raw_top is not None:
-            ids = ids.masked_fill(top == -torch.inf, NOTHING_LEFT).masked_fill(~raw_top.isfinite(), NOT_FINITE)
+            ids = ids.masked_fill(top == -torch.inf, NOTHING).masked_fill(~raw_top.isfinite(), NOT_FINITE)
         return self._collect(ids, raw, asking, slots)
 
     # -- the logits before temperature ------------------------------------------------------------------------
@@ -281,6 +284,17 @@ class Sampler:
         if young:
             rows, ids = self._places(young, [self._stop_ids[slot] for slot in slots[young].tolist()])
             x[rows, ids] = -torch.inf
+
+    def _mask(self, x: Tensor, rows: Ints, bits: NDArray[np.int32]) -> None:
+        """Forbid, in place, what these rows' masks forbid. The bits cross to the device as they are, 32 in a word."""
+        shifts = torch.arange(32, dtype=torch.int32, device=self.device)
+        forbidden = (self._device(bits).unsqueeze(2) >> shifts).bitwise_and_(1).logical_not_().flatten(1)
+        forbidden = forbidden[:, : self.vocab_size].bool()
+        if len(rows) == len(x):
+            x.masked_fill_(forbidden, -torch.inf)
+        else:
+            at = self._device(rows)
+            x[at] = x[at].masked_fill_(forbidden, -torch.inf)
 
     def _banned(self, slot: int) -> Ints:
         """Tokens that would complete a bad word now."""

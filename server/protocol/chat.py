@@ -18,7 +18,6 @@ from .common import (
     OneError,
     Output,
     Prompt,
-    Sampling,
     Text,
     TokenText,
     Usage,
@@ -28,6 +27,7 @@ from .common import (
     number,
     refused,
 )
+from .formats import Structured
 
 if TYPE_CHECKING:
     from ..prompts import RenderOptions
@@ -161,7 +161,7 @@ class TemplateOptions(Wire):
         }
 
 
-class ChatRequest(TemplateOptions, Sampling):
+class ChatRequest(TemplateOptions, Structured):
     """POST /v1/chat/completions."""
 
     model_config = ConfigDict(
@@ -215,7 +215,6 @@ class ChatRequest(TemplateOptions, Sampling):
     prompt_cache_options: Annotated[Any, refused({})] = None
     prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
     reasoning_effort: Annotated[Any, refused("medium")] = None
-    response_format: Annotated[Any, refused({"type": "text"})] = None
     tool_choice: Annotated[Any, refused("none", "auto")] = None
     verbosity: Annotated[Any, refused("medium")] = None
     web_search_options: Annotated[Any, refused()] = None

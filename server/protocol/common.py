@@ -26,6 +26,8 @@ from pydantic_core.core_schema import ValidationInfo
 
 from engine import SamplingParams, TokenLogprob
 
+from ..schemas import Grammar
+
 Json = dict[str, Any]
 TokenText = Callable[[int], tuple[str, bytes]]  # a token's text, and its bytes
 
@@ -176,7 +178,6 @@ class Sampling(Wire):
     logits_processors: Annotated[Any, refused([])] = None
     prompt_logprobs: Annotated[Any, refused()] = None
     spaces_between_special_tokens: Annotated[Any, refused(True)] = None
-    structured_outputs: Annotated[Any, refused()] = None
     truncate_prompt_tokens: Annotated[Any, refused()] = None
     use_beam_search: Annotated[Any, refused(False)] = None
 
@@ -210,6 +211,11 @@ class Sampling(Wire):
     def num_logprobs(self) -> int | None:
         """How many alternatives are told per token; None: no log-probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like; None: it may be any text."""
+        return None
 
     @property
     def stops(self) -> list[str]:
@@ -247,6 +253,7 @@ class Sampling(Wire):
             min_tokens=self.min_tokens or 0,
             stop_ids=tuple(dict.fromkeys(ends)),
             logprobs=self.num_logprobs,
+            grammar=self.grammar.pair if self.grammar else None,
         )
 
 

@@ -12,7 +12,6 @@ from .common import (
     Json,
     Output,
     Prompt,
-    Sampling,
     Text,
     TokenId,
     TokenText,
@@ -23,6 +22,7 @@ from .common import (
     number,
     refused,
 )
+from .formats import Structured
 
 MAX_PROMPTS = 256  # of one request: as many as wait in the default queue
 MAX_PROMPT_IDS = 1 << 20  # tokens; a bound for the parser, the model's own is far below
@@ -41,7 +41,7 @@ def _form(value: Any) -> str:
     return "texts" if isinstance(first, str) else "id_lists" if isinstance(first, list) else "ids"
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Structured):
     """POST /v1/completions."""
 
     model_config = ConfigDict(

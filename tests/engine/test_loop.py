@@ -27,7 +27,7 @@ class Runner:
         self.batch = batch
         return self
 
-    def sample(self) -> StepTokens:
+    def sample(self, masks=None) -> StepTokens:
         self.threads.add(threading.current_thread().name)
         self.in_step.set()
         assert self.go.wait(10)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import types
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from engine import runner as package
 from engine.attention import LayerKV
-from engine.batch import Batch, Entered, Row
+from engine.batch import Batch, Entered, Masks, Row
 from engine.config import EngineConfig, resolve
 from engine.loop import StepOutOfMemory
 from engine.runner import Runner, build, pick_device
@@ -141,10 +142,14 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone():
 def test_a_mask_reaches_the_draw():
     model, runner = make()
     best = model.greedy([4])
-    masks = torch.ones(1, VOCAB, dtype=torch.bool)
-    masks[0, best] = False
-    batch = Batch(1, [Row(1, 0, [4], [0], 1)], [Entered(1, GREEDY, 1, [])])
-    assert runner.launch(batch).sample(masks).token_ids != [[best]]
+    bits = np.full((1, -(-VOCAB // 32)), -1, np.int32)
+    bits[0, best // 32] &= ~(1 << best % 32)
+    # A chunk that draws nothing and a free row stand before the one with a mask.
+    rows = [Row(1, 0, [4], [0], 0), Row(2, 0, [4], [1], 1), Row(3, 0, [4], [2], 1)]
+    batch = Batch(1, rows, [Entered(row.seq_id, GREEDY, 1, []) for row in rows])
+    chunk, free, masked = runner.launch(batch).sample(Masks([2], bits)).token_ids
+    assert (chunk, free) == ([], [best])
+    assert masked != [best]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import Entered
+from engine.batch import NOTHING_LEFT, Entered
 from engine.runner import sampler as module
 from engine.runner.sampler import Sampler, uniform
 from engine.types import SamplingParams
@@ -333,9 +333,17 @@ def test_min_tokens_forbids_stop_ids_until_then():
 def test_a_mask_forbids_tokens_of_its_row_only():
     logits = torch.zeros(2, VOCAB)
     logits[:, 4] = 3.0
-    masks = torch.ones(2, VOCAB, dtype=torch.bool)
-    masks[1, 4] = False
-    assert draw(logits, [params(temperature=0.0)] * 2, masks=masks).token_ids == [4, 0]
+    bits = np.full((2, -(-VOCAB // 32)), -1, np.int32)
+    bits[1, 0] &= ~(1 << 4)
+    greedy = [params(temperature=0.0)] * 2
+    assert draw(logits, greedy, masks=(np.array([0, 1]), bits)).token_ids == [4, 0]
+    assert draw(logits, greedy, masks=(np.array([1]), bits[1:])).token_ids == [4, 0]
+    assert draw(logits, greedy, masks=(np.array([0]), bits[1:])).token_ids == [0, 4]
+    nothing = draw(logits, greedy, masks=(np.array([1]), bits[1:] * 0))
+    assert (nothing.token_ids[0], nothing.errors) == (4, {1: NOTHING_LEFT})
+    last = np.zeros((1, bits.shape[1]), np.uint32)
+    last[0, (VOCAB - 1) // 32] = 1 << (VOCAB - 1) % 32
+    assert draw(logits, greedy, masks=(np.array([1]), last.view(np.int32))).token_ids == [4, VOCAB - 1]
 
 
 def test_penalties_follow_the_tokens_as_they_come():

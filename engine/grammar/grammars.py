@@ -1,0 +1,237 @@
+"""Grammars: which tokens each running sequence may draw next, and which it must (with llguidance).
+
+Three owners. Compiling happens on a thread of its own, which alone has the table and the compiled grammars. A
+Matcher is born there, one for each sequence, and then belongs to the loop, which asks it for a mask while the forward
+pass runs and tells it what was drawn. Nothing here is asked about a sequence without a grammar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+from .. import hub
+from ..batch import NOTHING_LEFT, Batch, Masks, StepTokens
+from ..config import EngineConfig
+from ..types import EngineError, EngineRequest, SamplingParams
+from . import GrammarError, limits, shown, source
+from .table import Table
+
+Bits = NDArray[np.int32]
+
+WAIT_S = 30.0  # for a compiled grammar, with all that are before it in line; one takes 20 ms at the worst
+# A compiled grammar holds about 110 bytes for each one of its source, and seldom less than this (measured on the
+# schemas of the JSON Schema test suite and of MaskBench: 75 MB for 647 schemas of 677 kB).
+COMPILED_FACTOR = 128
+COMPILED_LEAST = 64 << 10
+CACHED_BYTES = 64 << 20
+# A mask takes 0.1 ms, to wake other threads as long and, on a machine that is busy, ten times as long.
+MASK_THREADS, MANY_ROWS = 8, 16
+REFUSED = "a token was drawn that the grammar does not allow"
+TOO_COMPLEX = "the grammar takes more work for one token than is allowed"
+
+
+class Matcher:
+    """How far one sequence has come in its grammar. The loop's."""
+
+    def __init__(self, library: LLMatcher, table: Table, params: SamplingParams) -> None:
+        self.library = library
+        self._table = table
+        self._stop_ids = [token for token in params.stop_ids if 0 <= token < table.width]
+        self._hidden = {table.end_id, *self._stop_ids}
+        # Its log-probabilities must be told for every token, and a forced one has none.
+        self._jumps = params.logprobs is None and params.prompt_logprobs is None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.library.is_error()
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the output may end here."""
+        return self.library.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the output must end here."""
+        return self.library.is_stopped() and self.library.is_accepting()
+
+    def finish(self, bits: Bits) -> None:
+        """Make of llguidance's mask, [words], what can be drawn.
+
+        Stop tokens are no text: they can be drawn where the output may end and nowhere else, also those that are
+        letters in other places.
+        """
+        if self.has_failed:  # it draws like any other row; nobody will see what
+            bits[:] = -1
+            return
+        for token in self._hidden:
+            bits[token // 32] &= ~_bit(token)
+        if self.is_accepting:
+            for token in self._stop_ids:
+                bits[token // 32] |= _bit(token)
+
+    def take(self, token: int) -> bool:
+        """Go on behind a drawn token; False when the grammar does not allow it."""
+        if token in self._hidden:
+            return self.is_end(token) and self.is_accepting
+        return self.library.consume_token(token)
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token is one that ends the output."""
+        return token in self._stop_ids
+
+    def jump(self, room: int) -> list[int]:
+        """Go on behind the tokens that the grammar leaves no choice about, at most `room`; gives them."""
+        taken: list[int] = []
+        while self._jumps and len(taken) < room and not self.library.is_stopped():
+            forced = self.library.compute_ff_tokens()[: room - len(taken)]
+            # A user may have made a stop token of a letter that the grammar wants.
+            hidden = next((i for i, token in enumerate(forced) if token in self._hidden), len(forced))
+            if not hidden or not self.library.consume_tokens(forced[:hidden]):
+                break
+            taken += forced[:hidden]
+        return taken
+
+
+class Grammars:
+    """The matchers of all sequences that have a grammar, and what makes them."""
+
+    def __init__(self, config: EngineConfig, width: int) -> None:
+        """For the model of a config, with logits of a `width`. Reads the table now, on whatever thread this is.
+
+        That holds the interpreter for a second where the vocabulary has 150,000 tokens (and 130 MB): before the
+        first request it costs nobody anything.
+        """
+        self.width = width
+        self._table: Table | GrammarError
+        try:
+            self._table = Table.of(hub.fetch(config.model, config.revision, weights=False).path, width)
+        except (GrammarError, EngineError) as error:  # only those who bring a grammar need to know
+            self._table = GrammarError(str(error))
+        self._matchers: dict[int, Matcher] = {}  # by request id
+        threads = min(MASK_THREADS, (os.cpu_count() or 1) // 4)
+        self._executor = LLExecutor(threads) if threads > 1 else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # the thread's; oldest use first
+        self._compiled_bytes = 0
+
+    async def compile(self, request: EngineRequest) -> Matcher:
+        """A matcher for the request, behind the output that it brings; raises GrammarError."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await loop.run_in_executor(self._thread, self._make, request)
+        except TimeoutError:
+            raise GrammarError("the grammar was not compiled in time") from None
+
+    def _make(self, request: EngineRequest) -> Matcher:
+        assert request.params.grammar is not None
+        if isinstance(self._table, GrammarError):
+            raise self._table
+        try:
+            library = self._compile(self._table, request.params.grammar).deep_copy()
+            matcher = Matcher(library, self._table, request.params)
+            is_allowed = all(matcher.take(token) for token in request.output_ids)
+        except GrammarError:
+            raise
+        except BaseException as error:  # a panic of llguidance is not even an Exception, and hurts nobody else
+            raise GrammarError(f"the grammar cannot be compiled: {type(error).__name__}") from None
+        if not is_allowed:
+            raise GrammarError("the output so far is not what the grammar allows")
+        return matcher
+
+    def _compile(self, table: Table, grammar: tuple[str, str]) -> LLMatcher:
+        if grammar in self._compiled:
+            self._compiled.move_to_end(grammar)
+            return self._compiled[grammar]
+        compiled = LLMatcher(table.library, source(*grammar), limits=limits(), log_level=0)
+        if compiled.is_error():
+            raise GrammarError(f"the grammar cannot be used: {shown(compiled.get_error())}")
+        self._compiled[grammar] = compiled
+        self._compiled_bytes += _cost(grammar)
+        while self._compiled_bytes > CACHED_BYTES and len(self._compiled) > 1:
+            oldest, _ = self._compiled.popitem(last=False)
+            self._compiled_bytes -= _cost(oldest)
+        return compiled
+
+    def add(self, request_id: int, matcher: Matcher) -> None:
+        """From now on the request's rows are masked."""
+        self._matchers[request_id] = matcher
+
+    def remove(self, request_id: int) -> None:
+        self._matchers.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._matchers)
+
+    def rows(self, batch: Batch) -> list[int]:
+        """The rows of a batch that draw under a grammar."""
+        if not self._matchers:
+            return []
+        return [i for i, row in enumerate(batch.rows) if row.draws and row.seq_id in self._matchers]
+
+    def masks(self, batch: Batch, rows: list[int]) -> Masks:
+        """Which tokens these rows may draw."""
+        assert isinstance(self._table, Table)
+        matchers = [self._matchers[batch.rows[row].seq_id] for row in rows]
+        bits = np.zeros((len(rows), -(-self._table.library.vocab_size // 32)), np.int32)
+        if self._executor is None or len(rows) < MANY_ROWS:
+            for row, matcher in zip(bits, matchers, strict=True):
+                matcher.library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        else:
+            libraries = [(matcher.library, place) for place, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(libraries, bits.ctypes.data, bits[0].nbytes, len(rows))
+        words = -(-self.width // 32)
+        if bits.shape[1] != words:
+            bits = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, max(0, words - bits.shape[1]))))[:, :words])
+        for row, matcher in zip(bits, matchers, strict=True):
+            matcher.finish(row)
+        return Masks(rows, bits)
+
+    def advance(self, batch: Batch, rows: list[int], tokens: StepTokens, room: Callable[[int], int]) -> StepTokens:
+        """Tell the matchers what was drawn; gives the step's tokens with those that the grammars force behind them.
+
+        `room(request id)`: tokens that the output may still have, with the one that was just drawn.
+        """
+        token_ids, errors, fields = list(tokens.token_ids), dict(tokens.errors), dict(tokens.fields)
+        ended: set[int] = set()
+        for row in rows:
+            seq_id = batch.rows[row].seq_id
+            matcher = self._matchers[seq_id]
+            if errors.get(row) == NOTHING_LEFT and matcher.is_accepting:
+                del errors[row]  # there is nothing to add, and nothing is missing
+                ended.add(row)
+            elif matcher.has_failed:
+                errors[row], fields[row] = TOO_COMPLEX, "grammar"
+            elif row in errors:
+                continue
+            elif not matcher.take(token_ids[row][0]):
+                errors[row] = REFUSED
+            elif not matcher.is_end(token_ids[row][0]):
+                token_ids[row] = token_ids[row] + matcher.jump(room(seq_id) - 1)
+                if matcher.is_finished:
+                    ended.add(row)
+        for row in errors:
+            token_ids[row] = []
+        return replace(tokens, token_ids=token_ids, errors=errors, fields=fields, ended=frozenset(ended))
+
+    def close(self) -> None:
+        """What still compiles is not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _cost(grammar: tuple[str, str]) -> int:
+    return COMPILED_LEAST + COMPILED_FACTOR * sum(map(len, grammar))
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << token % 32).view(np.int32)

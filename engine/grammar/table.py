@@ -1,0 +1,99 @@
+"""Table: the bytes of every token, from a model folder's tokenizer.json, as llguidance needs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from llguidance import LLTokenizer
+from msgspec import Struct
+
+from . import GrammarError
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LIST_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+PLACEHOLDER = "<|no text ends here|>"
+
+
+class _Added(Struct):
+    id: int
+    content: str
+    special: bool = False
+
+
+class _File(Struct):
+    added_tokens: list[_Added] = []
+
+
+class Table:
+    """llguidance's table of one tokenizer. Special tokens have no text in it, so that no grammar lets them through.
+
+    llguidance wants an end token. What ends an answer differs from request to request, so this is any special token,
+    and whether it can be drawn is decided elsewhere.
+    """
+
+    def __init__(self, data: bytes, width: int, special: frozenset[str] = frozenset()) -> None:
+        """`data`: a tokenizer.json. `width`: of the logits. `special`: tokens that other files call so."""
+        added = msgspec.json.decode(data, type=_File).added_tokens
+        ends = [token.id for token in added if token.special and token.id < width]
+        if not ends or not special <= {token.content for token in added if token.special}:
+            data, ends = _with_special(data, special)
+        self.width = width
+        self.end_id = ends[0]
+        try:
+            self.library = LLTokenizer(data.decode(), n_vocab=width, eos_token=self.end_id)
+        except ValueError:  # more tokens than logits
+            self.library = LLTokenizer(data.decode(), eos_token=self.end_id)
+
+    @classmethod
+    def of(cls, folder: Path, width: int) -> Table:
+        """Raises GrammarError when the folder has no tokenizer.json, or one whose tokens are not bytes."""
+        try:
+            data = (folder / "tokenizer.json").read_bytes()
+        except OSError:
+            raise GrammarError("the model has no tokenizer.json, which grammars need") from None
+        try:
+            return cls(data, width, _special_names(folder))
+        except (ValueError, TypeError, KeyError, AttributeError, msgspec.DecodeError):
+            raise GrammarError("the model's tokenizer.json is of a kind that grammars cannot be used with") from None
+
+
+def _special_names(folder: Path) -> frozenset[str]:
+    """Tokens that the folder's other files call special; the server leaves them out of every text."""
+    names: list[Any] = []
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            config = json.loads((folder / file).read_bytes())
+        except (OSError, ValueError):
+            continue
+        names += [config.get(name) for name in NAMED_TOKENS]
+        for name in LIST_TOKENS:
+            more = config.get(name)
+            names += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+        listed = config.get("added_tokens_decoder")
+        names += [each for each in (listed or {}).values() if isinstance(each, dict) and each.get("special")]
+    texts = [name.get("content") if isinstance(name, dict) else name for name in names]
+    return frozenset(text for text in texts if isinstance(text, str) and text)
+
+
+def _with_special(data: bytes, special: frozenset[str]) -> tuple[bytes, list[int]]:
+    """The file with these tokens marked as special where it has them; and the ids of all special ones, at least one."""
+    file = json.loads(data)
+    added = {token["content"]: token for token in file.get("added_tokens") or ()}
+    vocabulary = file["model"].get("vocab") or {}
+    if not isinstance(vocabulary, dict):  # of a unigram model: [text, score]
+        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    for name in sorted(special):
+        if name in added:
+            added[name]["special"] = True
+        elif name in vocabulary:
+            added[name] = {"id": vocabulary[name], "content": name, **flags}
+    ends = [token["id"] for token in added.values() if token.get("special")]
+    if not ends:
+        ends = [max([*vocabulary.values(), *(token["id"] for token in added.values())], default=-1) + 1]
+        added[PLACEHOLDER] = {"id": ends[0], "content": PLACEHOLDER, **flags}
+    file["added_tokens"] = sorted(added.values(), key=lambda token: token["id"])
+    return json.dumps(file).encode(), ends

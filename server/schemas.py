@@ -1,0 +1,172 @@
+"""Grammars at the door: what a request wants its answer to look like, checked before anything is paid for it.
+
+llguidance refuses what it cannot do but says nothing about where that stands. The walk here knows the keywords of
+JSON Schema and names the place; what it does not know itself it finds by asking llguidance about parts of the schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from engine import grammar_problem
+
+from .errors import ApiError, invalid, shown
+
+MAX_DEPTH = 64  # schemas within schemas
+MAX_SOURCE = 64 << 10  # bytes
+MAX_KNOWN = 1024  # grammars whose check is remembered
+SEARCH_S = 0.05  # for the place of an error that only llguidance knows about
+
+# What llguidance cannot guarantee. Ignoring it would let answers through that the schema forbids.
+UNSUPPORTED = {
+    "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames",
+    "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
+    "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "x-guidance",
+}  # fmt: skip
+# Where schemas stand within a schema.
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+SINGLE = ("items", "additionalProperties", "additionalItems")
+
+CODE = "invalid_grammar"
+
+
+class Grammar(NamedTuple):
+    """What an answer must look like, and the field of the request that says so."""
+
+    kind: str  # as the engine knows it
+    text: str
+    field: str
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """As SamplingParams has it."""
+        return self.kind, self.text
+
+
+class Gate:
+    """Lets good grammars pass. What it has found out about a grammar it remembers."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, str | None] = OrderedDict()  # digest -> what is wrong
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raise 400 when a grammar cannot be used."""
+        digest = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode("utf-8", "surrogatepass")).digest()
+        if digest not in self._known:
+            # Some milliseconds for the largest: not on the thread that streams.
+            self._known[digest] = await asyncio.to_thread(wrong, grammar.kind, grammar.text)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        if (reason := self._known[digest]) is not None:
+            raise refusal(grammar.field, reason)
+
+
+def refusal(field: str, reason: str) -> ApiError:
+    """400 for a grammar."""
+    return invalid(f"Invalid '{field}': {reason}.", field, CODE)
+
+
+def wrong(kind: str, text: str) -> str | None:
+    """What is wrong with a grammar, half a sentence; None: nothing."""
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_SOURCE:
+        return f"it has more than {MAX_SOURCE} bytes"
+    if kind != "json_schema":
+        return grammar_problem(kind, text)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return "it is not a JSON schema"
+    if not isinstance(schema, dict):
+        return "it is not a JSON object"
+    for place in walk(schema):
+        if place.depth > MAX_DEPTH:
+            return f"schemas are nested more than {MAX_DEPTH} deep"
+        for keyword in place.schema:
+            if keyword in UNSUPPORTED:
+                return f"'{keyword}' at '{pointer(*place.path, keyword)}' is not supported"
+        if (reference := _broken_reference(schema, place)) is not None:
+            return reference
+    problem = grammar_problem(kind, text)
+    return None if problem is None else f"{_place_of_error(schema)}{problem}"
+
+
+class Place(NamedTuple):
+    """A schema within a schema."""
+
+    path: tuple[str | int, ...]
+    schema: dict[str, Any]
+    depth: int
+
+
+def walk(root: dict[str, Any]) -> Iterator[Place]:
+    """All schemas of a document that are objects, outer ones first; one that is too deep ends it."""
+    todo = [Place((), root, 0)]
+    while todo:
+        place = todo.pop()
+        yield place
+        path, schema, depth = place
+        inner: list[tuple[tuple[str | int, ...], Any]] = []
+        for keyword in MAPS:
+            if isinstance(value := schema.get(keyword), dict):
+                inner += [((keyword, name), each) for name, each in value.items()]
+        for keyword in LISTS:
+            if isinstance(value := schema.get(keyword), list):
+                inner += [((keyword, i), each) for i, each in enumerate(value)]
+        inner += [((keyword,), schema.get(keyword)) for keyword in SINGLE]
+        todo += [Place(path + more, each, depth + 1) for more, each in reversed(inner) if isinstance(each, dict)]
+
+
+def pointer(*path: str | int) -> str:
+    """A JSON pointer (RFC 6901), shortened where its names are long."""
+    parts = [shown(str(part)).replace("~", "~0").replace("/", "~1") for part in path]
+    if len(parts) > 12:
+        parts = [*parts[:6], "...", *parts[-5:]]
+    return "".join(f"/{part}" for part in parts)
+
+
+def _broken_reference(root: dict[str, Any], place: Place) -> str | None:
+    reference = place.schema.get("$ref")
+    if not isinstance(reference, str):
+        return None
+    where = f"'$ref' at '{pointer(*place.path, '$ref')}'"
+    if not reference.startswith("#"):
+        return None if "$id" in root or "id" in root else f"{where} leads out of the schema, which is not supported"
+    here: Any = root
+    if not reference.startswith("#/"):
+        return None
+    for part in reference[2:].split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, dict) and name in here:
+            here = here[name]
+        elif isinstance(here, list) and name.isdecimal() and int(name) < len(here):
+            here = here[int(name)]
+        else:
+            # An escaped name, or a base that "$id" moves: llguidance knows.
+            return None if "%" in name or "$id" in root else f"{where} leads to nothing"
+    return None
+
+
+def _place_of_error(root: dict[str, Any]) -> str:
+    """Where llguidance's error comes from: the innermost schema that fails by itself, and its keyword."""
+    until = time.monotonic() + SEARCH_S
+    shared = {keyword: root[keyword] for keyword in ("$defs", "definitions", "$schema") if keyword in root}
+
+    def fails(schema: dict[str, Any]) -> bool:
+        in_time = time.monotonic() < until
+        return in_time and grammar_problem("json_schema", json.dumps({**shared, **schema})) is not None
+
+    # Definitions first: whoever refers to one that fails, fails too.
+    places = sorted(walk(root), key=lambda place: (place.path[:1] not in (("$defs",), ("definitions",)), -place.depth))
+    for path, schema, _ in places:
+        if fails(schema):
+            causes = [k for k in schema if not fails({name: value for name, value in schema.items() if name != k})]
+            if time.monotonic() < until:
+                return f"at '{pointer(*path, *causes[:1])}': "
+    return ""
