@@ -56,7 +56,7 @@ class Door:
         kind = (header(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
         if method == "POST" and header(headers, b"origin") is not None and kind != b"application/json":
             raise ApiError(415, "A web page must send Content-Type: application/json.", code="invalid_content_type")
-        if method == "POST" and header(headers, b"upgrade") is not None:
+        if method == "POST" and b"upgrade" in (header(headers, b"connection") or b"").lower():
             # The HTTP parser takes what follows such a head for another protocol and not for a body.
             raise ApiError(
                 400,

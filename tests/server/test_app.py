@@ -342,7 +342,7 @@ def test_a_request_keeps_its_id_or_gets_one(tmp_path):
 
 def test_cors_is_off_unless_it_is_set(tmp_path):
     preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
-                 "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+                 "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}  # fmt: skip
 
     async def run():
         async with serving(model_folder(tmp_path / "m")) as (client, _):
@@ -354,6 +354,7 @@ def test_cors_is_off_unless_it_is_set(tmp_path):
         async with serving(tmp_path / "m", allowed_origins=["https://a.example"], api_key=["k"]) as (client, _):
             answer = await client.options("/v1/models", headers=preflight)
             assert answer.headers["access-control-allow-origin"] == "https://a.example"
+            assert answer.status_code == 200  # OpenAI's JavaScript client sends x-stainless-*
             assert "authorization" in answer.headers["access-control-allow-headers"].lower()
             refused = await client.get("/v1/models", headers={"Origin": "https://a.example"})
             assert refused.status_code == 401
@@ -487,6 +488,38 @@ def test_the_description_of_the_api_is_whole(tmp_path):
                 assert name in schema["components"]["schemas"], name
             documented = {route.path for route in app.routes if route.include_in_schema}
             assert {path.replace("{model_id}", "{model_id:path}") for path in schema["paths"]} == documented
+
+    asyncio.run(run())
+
+
+def test_the_description_tells_keys_refusals_and_examples(tmp_path):
+    async def run():
+        async with serving(model_folder(tmp_path / "m"), api_key=["k"]) as (client, _):
+            paths = (await client.get("/openapi.json")).json()["paths"]
+            asking = {path for path, operations in paths.items() for op in operations.values() if "security" in op}
+            assert asking == {path for path in paths if path.startswith("/v1/")} | {
+                "/tokenize", "/detokenize", "/apply-template"}  # fmt: skip
+            for path, operations in paths.items():
+                for operation in operations.values():
+                    assert "422" not in operation["responses"], path
+                    if "requestBody" in operation:
+                        assert operation["requestBody"]["content"]["application/json"]["schema"]["examples"], path
+            assert set(paths["/ready"]["get"]["responses"]) == {"200", "503"}
+        async with serving(tmp_path / "m", metrics_key="m") as (client, _):
+            paths = (await client.get("/openapi.json")).json()["paths"]
+            assert [path for path in paths for op in paths[path].values() if "security" in op] == ["/metrics"]
+
+    asyncio.run(run())
+
+
+def test_a_post_that_asks_for_http2_is_told_so_and_not_that_its_body_is_empty(tmp_path):
+    async def run():
+        async with serving(model_folder(tmp_path / "m")) as (client, _):
+            headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "x"}
+            answer = await client.post("/tokenize", content=b"", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "upgrade_unsupported")
+            assert answer.headers["connection"] == "close"
+            assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
     asyncio.run(run())
 

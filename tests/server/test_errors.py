@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+import time
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine import EngineDied, ModelError, RequestError
-from server.body import described, parse
+from server.body import MAX_NODES, described, is_suspect, num_nodes, parse
 from server.errors import ApiError, from_engine, from_exception, from_validation, invalid
+from server.protocol.chat import ChatRequest
 
 
 class Strict(BaseModel):
@@ -26,7 +28,7 @@ class Text(Strict):
 
 class Message(Strict):
     role: Literal["user", "assistant"]
-    content: str | list[Text]
+    content: str | Annotated[list[Text], Field(min_length=1)]
 
 
 class Ask(Strict):
@@ -85,6 +87,8 @@ def test_a_right_body_is_parsed():
         ({"stop": ""}, "stop", "invalid_value"),
         ({"stop": "refused"}, "stop", "unsupported"),
         ({"stop": [1]}, "stop.0", "invalid_type"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content", "invalid_value"),
+        ({"": 1}, "", "unknown_parameter"),
     ],
 )  # fmt: skip
 def test_the_field_is_named_as_in_the_clients_document(change, param, code):
@@ -96,6 +100,46 @@ def test_the_field_is_named_as_in_the_clients_document(change, param, code):
 def test_a_missing_field_is_named():
     error = refusal(b"{}")
     assert (error.param, error.code) == ("messages", MISSING)
+
+
+def test_a_missing_role_is_named_where_the_role_tells_the_kind():
+    with pytest.raises(ApiError) as caught:
+        parse(ChatRequest, b'{"messages": [{"content": "a"}]}')
+    assert (caught.value.param, caught.value.code) == ("messages.0.role", MISSING)
+
+
+def test_a_body_of_very_many_names_is_refused_before_each_of_them_is_an_error():
+    many = {str(i): 1 for i in range(MAX_NODES + 1)}
+    for body in (many, {**OK, "anything": many}, {**OK, "anything": [{}] * (MAX_NODES + 1)}):
+        error = refusal(body)
+        assert (error.param, error.code) == (None, "body_too_complex")
+    # A few less are looked at one by one.
+    assert refusal({**OK, **{str(i): 1 for i in range(MAX_NODES // 2)}}).param == "0"
+
+
+def test_what_a_text_holds_is_not_counted():
+    text = 'a: "b\\": [{"\\\\' * MAX_NODES
+    assert parse(Ask, json.dumps({**OK, "anything": [text, "\\", '"', text]}).encode()).anything[0] == text
+
+
+@pytest.mark.parametrize(
+    "value", [1, [], {"a": [{}, {"b": ":[{"}]}, 'quote " colon : \\" bracket [', "\\", '\\"', {'"\\': "{"}]
+)
+def test_the_count_of_names_arrays_and_objects_is_exact(monkeypatch, value):
+    def nodes(value: Any) -> int:
+        if isinstance(value, dict):
+            return 1 + sum(1 + nodes(item) for item in value.values())
+        return 1 + sum(map(nodes, value)) if isinstance(value, list) else 0
+
+    monkeypatch.setattr("server.body.MAX_NODES", 0)
+    assert num_nodes(json.dumps(value).encode()) == nodes(value)
+
+
+def test_long_runs_of_digits_cost_no_more_than_other_text():
+    text = ("1" * 299 + "a") * 20_000
+    began = time.process_time()
+    assert not is_suspect(text.encode())
+    assert time.process_time() - began < 1  # a search that begins anew at each digit needs two seconds
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ SHARED = [
     ("min_p", [-0.1, 1.1]),
     ("presence_penalty", [-2.1, 2.1]),
     ("frequency_penalty", [-2.1, 2.1]),
-    ("repetition_penalty", [0, -1, 2.1]),
+    ("repetition_penalty", [0, -1, 2.1, 1e-300]),
     ("seed", [-(2**63) - 1, 2**64, 1.5, "1", True, 10**400]),
     ("n", [0, -1, 17, 1.0, "2", True]),
     ("max_tokens", [0, -1, 2**31, 1.5, "16", True]),
@@ -119,7 +119,8 @@ SHARED = [
     ("stream_options", [{}, {"include_usage": True}]),
     (
         "logit_bias",
-        [[], {"x": 1}, {"-1": 1}, {"340": 1}, {"5": 101}, {"5": -101}, {"5": "1"}, {str(i): 0 for i in range(1025)}],
+        [[], {"x": 1}, {" 1": 1}, {"1_0": 1}, {"1.0": 1}, {"01": 1}, {"9" * 5000: 1},
+         {"-1": 1}, {"340": 1}, {"5": 101}, {"5": -101}, {"5": "1"}, {str(i): 0 for i in range(1025)}],
     ),
     ("priority", [1.5, 2**31, "1", 1]),
     ("cache_salt", ["", 5, "a" * 513]),
@@ -237,3 +238,9 @@ def test_a_bad_field_reaches_no_engine(folder):
     engine = FakeEngine()
     assert ask(folder, CHAT, {"messages": QUESTION, "temperature": 3, "stream": True}, engine).status_code == 400
     assert engine.requests == []
+
+
+def test_what_no_branch_of_a_template_value_takes_is_one_error(folder):
+    [(status, param, message)] = answers(folder, CHAT, [{"chat_template_kwargs": {"a": {}}}])
+    assert (status, param) == (400, "chat_template_kwargs.a")
+    assert message.endswith("must be a string, a number, true, false or null.")
