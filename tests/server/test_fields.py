@@ -53,11 +53,12 @@ def test_all_of_openais_fields_are_known():
 
 def test_the_table_tells_the_kind_of_each_field():
     table = kinds(ChatRequest)
+    assert {table[name] for name in ("response_format", "structured_outputs")} == {"effect"}
     assert {table[name] for name in ("temperature", "n", "stop", "messages", "stream_options")} == {"effect"}
     assert [name for name, kind in table.items() if kind == "label"] == [
         "user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
     ]  # fmt: skip
-    assert {table[name] for name in ("tools", "response_format", "reasoning_effort", "best_of")} == {"refused"}
+    assert {table[name] for name in ("tools", "reasoning_effort", "best_of")} == {"refused"}
 
 
 @BOTH
@@ -122,6 +123,11 @@ SHARED = [
         [[], {"x": 1}, {" 1": 1}, {"1_0": 1}, {"1.0": 1}, {"01": 1}, {"9" * 5000: 1},
          {"-1": 1}, {"340": 1}, {"5": 101}, {"5": -101}, {"5": "1"}, {str(i): 0 for i in range(1025)}],
     ),
+    ("response_format", [5, {}, {"type": "xml"}, {"type": "text", "a": 1}, {"type": "json_schema"},
+                         {"type": "json_object", "schema": {}}]),
+    ("structured_outputs", [5, {}, {"regex": None}, {"colour": "red"}, {"json": 5}, {"regex": 5}, {"choice": []},
+                            {"choice": [5]}, {"choice": "ab"}, {"grammar": ["a"]}, {"json_object": 1},
+                            {"regex": "a", "choice": ["b"]}, {"json": {}, "json_object": True}]),
     ("priority", [1.5, 2**31, "1", 1]),
     ("cache_salt", ["", 5, "a" * 513]),
     ("user", [5, "a" * 513]),
