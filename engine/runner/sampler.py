@@ -45,7 +45,7 @@ NEVER, ONLY = -100.0, 100.0
 NOT_FINITE, NOTHING_LEFT = -1, -2  # in place of a token id
 ERRORS = {
     NOT_FINITE: "the logits for this request, or what its penalties make of them, are not finite numbers",
-    NOTHING_LEFT: "logit_bias, min_tokens and the grammar leave no token that could be drawn",
+    NOTHING_LEFT: "logit_bias, allowed_ids, bad_words, min_tokens and the grammar leave no token that could be drawn",
 }
 
 Ints = NDArray[np.int64]
