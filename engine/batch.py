@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # half of those who import this have no other use for it
     from numpy.typing import NDArray
 
 # Why a row failed whose filters and grammar exclude each other.
-NOTHING_LEFT = "logit_bias, min_tokens and the grammar leave no token that could be drawn"
+NOTHING_LEFT = "logit_bias, allowed_ids, bad_words, min_tokens and the grammar leave no token that could be drawn"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from engine import EngineInfo, EngineRequest
 
 from . import sse
 from .errors import ApiError, deadline, from_exception, invalid
-from .generation import Choice, Due, Generation, Gone
+from .generation import Choice, Due, Generation, Gone, Scores
 from .limits import Caller
 from .prompts import TextTooLong
 from .protocol.common import Head, Json, Output, Prompt, Sampling, TokenText, Writer
@@ -34,6 +34,9 @@ from .text import TextStream
 WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading
 DEADLINE_HEADER = "X-Deadline-Ms"
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+# Log-probabilities of prompts in one answer: 10 MB of JSON, written in a quarter of a second (off the event loop).
+MAX_SCORES = 1 << 17
+NEVER = -100  # a logit_bias that forbids
 CONTEXT_CODE = "context_length_exceeded"
 
 Body = TypeVar("Body", bound=Sampling)
@@ -69,15 +72,16 @@ async def answer(
     ticket = app.limits.admit(caller, body.num_prompts * body.num_choices)
     prompts = await encoded(app, body, encode, due)
     max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
+    check_scores(body, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
+    bad_words = await spelt(app, info, body)
     head = Head(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint)
-    requests = engine_requests(app, caller, body, prompts, max_tokens)
+    requests = engine_requests(app, caller, body, prompts, max_tokens, bad_words=bad_words)
     track = app.metrics.track(
         request.state.request_id, body.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)
     )
     track.began = began  # the client waits since then, not since its prompt was tokenized
-    field = grammar.field if grammar else ""
-    choices = [Choice(index, each, text_stream(app, body, each), field) for index, each in enumerate(requests)]
+    choices = make_choices(app, body, requests, grammar.field if grammar else "")
     generation = Generation(app, choices, body.num_choices, track, due)
     return Answer(generation, write(body, head, prompts, app.tokenizer.token_text), body)
 
@@ -105,6 +109,10 @@ def check_fields(app: Pequod, info: EngineInfo, body: Sampling) -> None:
         raise invalid("Invalid 'priority': the server does not run with --scheduling-policy priority.", "priority")
     check_token_ids(info, body.stop_token_ids or (), "stop_token_ids")
     check_token_ids(info, tuple(body.logit_bias or ()), "logit_bias")
+    check_token_ids(info, body.allowed_token_ids or (), "allowed_token_ids")
+    if body.limit[1] == 0 and not body.only_scores:
+        field = body.limit[0]
+        raise invalid(f"Invalid '{field}': 0 is for scoring a prompt, with echo.", field)
 
 
 def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
@@ -115,7 +123,7 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
 
 async def checked_grammar(app: Pequod, body: Sampling) -> Grammar | None:
     """The grammar of a request, if it has one; raises 400 when it cannot be used."""
-    grammar = body.grammar
+    grammar = body.answer_grammar
     if grammar is None:
         return None
     assert app.tokenizer is not None
@@ -159,17 +167,49 @@ def room(info: EngineInfo, body: Sampling, ids: Sequence[int], default: int | No
     field, asked = body.limit
     if asked is not None and asked > left:
         raise invalid(f"{told}: {asked} more tokens do not fit, at most {left} do.", field, CONTEXT_CODE)
-    most = asked or min(left, default or left)
+    most = min(left, default or left) if asked is None else asked
     if (body.min_tokens or 0) > most:
         raise invalid(f"Invalid 'min_tokens': the answer has at most {most} tokens.", "min_tokens")
     return most
+
+
+def check_scores(body: Sampling, prompts: list[Prompt]) -> None:
+    """Raise 400 when the prompts' own log-probabilities are more than one answer may hold."""
+    if body.scoring is None:
+        return
+    field, count = body.scoring
+    tokens = sum(len(prompt.ids) for prompt in prompts) * body.num_choices
+    if tokens * (count + 1) > MAX_SCORES:
+        told = f"Invalid '{field}': {tokens} prompt tokens with {count + 1} log-probabilities each"
+        raise invalid(f"{told} are more than the {MAX_SCORES} that one answer holds.", field)
+
+
+async def spelt(app: Pequod, info: EngineInfo, body: Sampling) -> tuple[tuple[int, ...], ...]:
+    """The request's bad words as tokens; raises 400 when they and the other fields leave nothing to draw."""
+    words: list[tuple[int, ...]] = []
+    if body.bad_words:
+        assert app.prompts is not None
+        known = range(info.vocab_size)  # the model draws no others
+        words = [word for word in await app.prompts.spellings(body.bad_words) if all(id in known for id in word)]
+    if body.allowed_token_ids is not None:
+        ends = body.stop_token_ids or () if body.min_tokens else ()
+        never = [id for id, bias in (body.logit_bias or {}).items() if bias <= NEVER]
+        if not {*body.allowed_token_ids} - {word[0] for word in words if len(word) == 1} - {*ends} - {*never}:
+            raise invalid("Invalid 'allowed_token_ids': other fields forbid all of them.", "allowed_token_ids")
+    return tuple(words)
 
 
 # Engine requests
 
 
 def engine_requests(
-    app: Pequod, caller: Caller, body: Sampling, prompts: list[Prompt], max_tokens: list[int]
+    app: Pequod,
+    caller: Caller,
+    body: Sampling,
+    prompts: list[Prompt],
+    max_tokens: list[int],
+    *,
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> list[EngineRequest]:
     """One request per choice, prompt by prompt."""
     assert app.tokenizer is not None
@@ -179,7 +219,14 @@ def engine_requests(
         seed = app.new_seed() if body.seed is None else body.seed % 2**64
         for i in range(body.num_choices):
             own = seed if body.num_choices == 1 else seed_of_choice(seed, i)
-            params = body.params(app.default_sampling, max_tokens=most, seed=own, eos_ids=app.tokenizer.eos_ids)
+            params = body.params(
+                app.default_sampling,
+                max_tokens=max(1, most),
+                seed=own,
+                eos_ids=app.tokenizer.eos_ids,
+                bad_words=bad_words,
+                scores=i == 0,
+            )
             requests.append(
                 EngineRequest(
                     id=app.new_id(),
@@ -198,6 +245,18 @@ def seed_of_choice(seed: int, index: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+def make_choices(app: Pequod, body: Sampling, requests: list[EngineRequest], grammar_field: str) -> list[Choice]:
+    """A Choice per request; those of one prompt share its scores."""
+    choices = []
+    scores = None
+    for index, request in enumerate(requests):
+        if index % body.num_choices == 0:
+            scores = None if body.scoring is None else Scores()
+        stream = text_stream(app, body, request)
+        choices.append(Choice(index, request, stream, grammar_field, scores=scores, is_silent=body.only_scores))
+    return choices
+
+
 def text_stream(app: Pequod, body: Sampling, request: EngineRequest) -> TextStream:
     assert app.tokenizer is not None
     return TextStream(
@@ -206,7 +265,7 @@ def text_stream(app: Pequod, body: Sampling, request: EngineRequest) -> TextStre
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         context=request.prompt_ids,
-        strip=body.grammar is None,
+        strip=body.answer_grammar is None,
         min_tokens=body.min_tokens or 0,
     )
 
@@ -243,8 +302,13 @@ class Answer(Response):
         async for taken in self.generation.outputs():
             for output in taken:
                 outputs[output.choice].append(output)
-        answer = self.writer.whole([Output.join(each) for each in outputs], self.generation.usage())
-        response = Response(msgspec.json.encode(answer), media_type="application/json")
+        usage = self.generation.usage()
+
+        def written() -> bytes:
+            return msgspec.json.encode(self.writer.whole([Output.join(each) for each in outputs], usage))
+
+        body = written() if self.request.scoring is None else await asyncio.to_thread(written)
+        response = Response(body, media_type="application/json")
         await response(scope, receive, lambda message: self._send_patiently(send, message))
 
     async def _send_patiently(self, send: Send, message: Any) -> None:
@@ -268,7 +332,7 @@ class Stream:
         try:
             async for outputs in self.generation.outputs():
                 await self._begin()
-                await self._write(self._frames(outputs) if outputs else sse.HEARTBEAT)
+                await self._write(await self._frames(outputs) if outputs else sse.HEARTBEAT)
             await self._write(self._events(self.writer.closing(self.generation.usage())) + sse.DONE, more=False)
         except Gone:
             raise
@@ -290,9 +354,14 @@ class Stream:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         await self._write(self._events(self.writer.opening(usage)))
 
-    def _frames(self, outputs: list[Output]) -> bytes:
+    async def _frames(self, outputs: list[Output]) -> bytes:
         running = self._running()
-        return b"".join(self._events(self.writer.chunks(output, running)) for output in outputs)
+
+        def written() -> bytes:
+            return b"".join(self._events(self.writer.chunks(output, running)) for output in outputs)
+
+        has_scores = any(output.prompt_logprobs for output in outputs)
+        return await asyncio.to_thread(written) if has_scores else written()
 
     def _running(self) -> Json | None:
         """Usage so far, where every chunk is to tell it."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
+from starlette.routing import BaseRoute
 
 from .errors import ApiError, from_validation, invalid
 from .limits import UserDep
@@ -97,7 +98,18 @@ def body(model: type[M]) -> Callable[[Request, UserDep], Awaitable[M]]:
     async def read_body(request: Request, _: UserDep) -> M:
         return parse(model, await request.body(), request.app.state.pequod.settings.ignore_fields)
 
+    read_body.model = model  # type: ignore[attr-defined]
     return read_body
+
+
+def models(routes: Iterable[BaseRoute]) -> dict[str, type[BaseModel]]:
+    """What each path takes as its body, where `body` reads it."""
+    found = {}
+    for route in routes:
+        for needed in getattr(getattr(route, "dependant", None), "dependencies", ()):
+            if (model := getattr(needed.call, "model", None)) is not None:
+                found[getattr(route, "path", "")] = model
+    return found
 
 
 def described(model: type[BaseModel]) -> dict[str, Any]:

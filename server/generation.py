@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from starlette.types import Receive
 
-from engine import EngineRequest, RequestStats, TokenDelta
+from engine import EngineRequest, RequestStats, TokenDelta, TokenLogprob
 
 from .errors import ApiError, deadline, from_exception, unavailable
 from .metrics import Track
@@ -37,15 +37,46 @@ class Due(NamedTuple):
         return max(0.0, self.at - time.monotonic())
 
 
-class Choice:
-    """One choice on its way: the engine's request, its text so far, and what it has cost."""
+class Scores:
+    """A prompt's log-probabilities: its first choice asks the engine for them, the others wait until it tells."""
 
-    def __init__(self, index: int, request: EngineRequest, stream: TextStream, grammar_field: str = "") -> None:
-        """`grammar_field` of the client's request is where its grammar stands."""
+    def __init__(self) -> None:
+        self._entries: tuple[TokenLogprob, ...] = ()
+        self._told = asyncio.Event()
+
+    def tell(self, entries: tuple[TokenLogprob, ...]) -> None:
+        self._entries = entries
+        self._told.set()
+
+    async def get(self) -> tuple[TokenLogprob, ...]:
+        await self._told.wait()
+        return self._entries
+
+
+class Choice:
+    """One choice on its way: the engine's request, its text so far, and what it has cost.
+
+    `grammar_field` of the client's request is where its grammar stands; `scores` where the prompt's log-probabilities
+    were asked for; `is_silent`: there is nothing else to tell, and the one token that the engine draws at least is
+    dropped.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: EngineRequest,
+        stream: TextStream,
+        grammar_field: str = "",
+        *,
+        scores: Scores | None = None,
+        is_silent: bool = False,
+    ) -> None:
         self.index = index
         self.grammar_field = grammar_field
         self.request = request
         self.stream = stream
+        self.scores = scores
+        self.is_silent = is_silent
         self.num_tokens = 0  # delivered
         self.stats: RequestStats | None = None
 
@@ -62,6 +93,8 @@ class Choice:
                 code="engine_error",
             )
         self.stats = delta.stats or self.stats
+        if self.is_silent:
+            return Output(self.index, finish_reason="length", prompt_logprobs=delta.prompt_logprobs)
         ids = delta.token_ids
         ended = reason == "stop" and bool(ids) and ids[-1] in self.request.params.stop_ids
         piece = self.stream.feed(ids[:-1] if ended else ids)
@@ -72,7 +105,16 @@ class Choice:
             if ended:
                 offsets, count = (*offsets, self.stream.offset), count + 1
             text += self.stream.finish().text
-        return Output(self.index, text, ids[:count], (delta.logprobs or ())[:count], offsets, reason)
+        logprobs = (delta.logprobs or ())[:count]
+        return Output(self.index, text, ids[:count], logprobs, offsets, reason, delta.prompt_logprobs)
+
+    async def scored(self, output: Output) -> Output:
+        """The first output, with the prompt's log-probabilities."""
+        if self.scores is None:
+            return output
+        if self.request.params.prompt_logprobs is not None:
+            self.scores.tell(output.prompt_logprobs or ())
+        return output._replace(prompt_logprobs=await self.scores.get())
 
 
 class Generation:
@@ -137,8 +179,11 @@ class Generation:
     async def _work(self, choice: Choice) -> None:
         engine, request_id = self._app.engine, choice.request.id
         try:
+            is_first = True
             async for delta in engine.generate(choice.request):
                 output = choice.read(delta)
+                if is_first:
+                    output, is_first = await choice.scored(output), False
                 self._ready.append(output)
                 self._news.set()
                 if output.finish_reason:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from .templates import MAX_CHARACTERS, ChatTemplates, Message
+from .text import text_offsets
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -67,6 +68,43 @@ class Prompts:
         """Token ids of a plain prompt; raises TextTooLong."""
         self._check(text)
         return await self._run(lambda: self.tokenizer.encode(text, add_special))
+
+    async def echoed(self, text: str, add_special: bool = True) -> tuple[list[int], list[int]]:
+        """Token ids of a plain prompt, and where each one's text begins in it, in characters; raises TextTooLong."""
+        self._check(text)
+
+        def work() -> tuple[list[int], list[int]]:
+            ids, added = self.tokenizer.encode_marked(text, add_special)
+            own = text_offsets(self.tokenizer, [i for i, is_added in zip(ids, added, strict=True) if not is_added])
+            # A normalizer may have made the tokens' text longer than the prompt's.
+            own = [min(offset, len(text)) for offset in own]
+            own.append(len(text) if own else 0)
+            place, offsets = 0, []
+            for is_added in added:
+                offsets.append(own[place])
+                place += not is_added
+            return ids, offsets
+
+        return await self._run(work)
+
+    async def spelt(self, ids: Sequence[int], skip_special: bool = True) -> tuple[str, list[int]]:
+        """Text of token ids, and where each one's begins in it, in characters."""
+        return await self._run(
+            lambda: (self.tokenizer.decode(ids, skip_special), text_offsets(self.tokenizer, ids, skip_special))
+        )
+
+    async def spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """How the tokenizer spells each of these words, at the start of a text and behind a space."""
+
+        def work() -> list[tuple[int, ...]]:
+            found: list[tuple[int, ...]] = []
+            for word in words:
+                bare, spaced = (tuple(self.tokenizer.encode(f"{s}{word.lstrip()}", False)) for s in ("", " "))
+                # What ends in the first spelling needs no second one.
+                found += [each for each in (bare, spaced) if each and (each is bare or each[-len(bare) :] != bare)]
+            return list(dict.fromkeys(found))
+
+        return await self._run(work)
 
     async def chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **options: Unpack[RenderOptions]

@@ -157,3 +157,8 @@ class TextStream:
             self._half = False
             return text.removeprefix(REPLACEMENT)
         return text
+
+
+def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = False) -> list[int]:
+    """Where each token's text begins in the text of them all, in characters."""
+    return list(TextStream(tokenizer, skip_special=skip_special).feed(ids).offsets)

@@ -169,6 +169,11 @@ class Tokenizer:
         # The batch call is the one that lets other threads run meanwhile.
         return self._library.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
+    def encode_marked(self, text: str, add_special: bool = True) -> tuple[list[int], list[bool]]:
+        """The same, and which of the tokens are not the text's but were added around it."""
+        encoding = self._library.encode_batch_fast([text], add_special_tokens=add_special)[0]
+        return encoding.ids, [bool(mark) for mark in encoding.special_tokens_mask]
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary are empty, bytes that are not UTF-8 become U+FFFD."""
         parts: list[bytes] = []

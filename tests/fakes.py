@@ -216,9 +216,14 @@ class FakeEngine:
         logprobs = None
         if k is not None:
             logprobs = tuple(TokenLogprob(-0.5, tuple(range(k)), tuple(-0.5 - i for i in range(k))) for _ in tokens)
+        scores = None
+        if (k := request.params.prompt_logprobs) is not None and times[3] == len(tokens):  # with the first token
+            entry = TokenLogprob(-0.25, tuple(range(k)), tuple(-0.25 - i for i in range(k)))
+            scores = (entry,) * (len(request.prompt_ids) - 1)
         return TokenDelta(
-            id=request.id, token_ids=tuple(tokens), logprobs=logprobs, finish_reason=reason, error=error, stats=stats
-        )
+            id=request.id, token_ids=tuple(tokens), logprobs=logprobs, prompt_logprobs=scores, finish_reason=reason,
+            error=error, stats=stats,
+        )  # fmt: skip
 
     def abort(self, request_id: int) -> None:
         if request_id in self._open:

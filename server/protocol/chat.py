@@ -10,24 +10,21 @@ from pydantic_core.core_schema import ValidationInfo
 from engine import TokenLogprob
 
 from .common import (
-    LABEL,
-    MAX_LABEL,
+    MAX_LOGPROBS,
     Count,
     Head,
     Json,
-    OneError,
     Output,
     Prompt,
+    PromptLogprobs,
     Text,
     TokenText,
     Usage,
-    Wire,
     Writer,
-    clash,
     number,
-    refused,
 )
 from .formats import Structured
+from .wire import LABEL, MAX_LABEL, OneError, Wire, clash, refused
 
 if TYPE_CHECKING:
     from ..prompts import RenderOptions
@@ -128,10 +125,13 @@ class TemplateOptions(Wire):
     """How the chat template is to render the messages."""
 
     chat_template_kwargs: TemplateKwargs | None = None
+    """Variables for the chat template."""
     add_generation_prompt: bool | None = None
+    """false: the prompt does not begin the assistant's message."""
     continue_final_message: bool | None = None
+    """The answer goes on with the last message."""
 
-    chat_template: Annotated[Any, refused()] = None
+    chat_template: Annotated[Any, refused(hint="The server has --chat-template.")] = None
     documents: Annotated[Any, refused([])] = None
     tools: Annotated[Any, refused([])] = None
 
@@ -184,10 +184,14 @@ class ChatRequest(TemplateOptions, Structured):
     )
 
     messages: Messages
+    """The conversation; contents are texts or parts of type text."""
 
     max_completion_tokens: Count | None = None
+    """The most tokens of an answer; absent: as many as fit."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """The answer has the log-probability of each token, in the model's own distribution."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Beside it those of this many most likely tokens."""
 
     metadata: Annotated[
         Annotated[
@@ -197,10 +201,15 @@ class ChatRequest(TemplateOptions, Structured):
         | None,
         LABEL,
     ] = None
+    """Accepted, and part of the answer."""
     prompt_cache_key: Annotated[Name | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
     safety_identifier: Annotated[Name | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
     service_tier: Annotated[Literal["auto", "default"] | None, LABEL] = None
+    """There is one tier; the answer says default."""
     store: Annotated[Literal[False] | None, LABEL] = None
+    """Nothing is stored."""
 
     add_special_tokens: Annotated[Any, refused(False)] = None
     audio: Annotated[Any, refused()] = None
@@ -214,7 +223,10 @@ class ChatRequest(TemplateOptions, Structured):
     prediction: Annotated[Any, refused()] = None
     prompt_cache_options: Annotated[Any, refused({})] = None
     prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
+    mm_processor_kwargs: Annotated[Any, refused({})] = None
+    media_io_kwargs: Annotated[Any, refused({})] = None
     reasoning_effort: Annotated[Any, refused("medium")] = None
+    return_prompt_text: Annotated[Any, refused(False, hint="POST /apply-template tells it.")] = None
     tool_choice: Annotated[Any, refused("none", "auto")] = None
     verbosity: Annotated[Any, refused("medium")] = None
     web_search_options: Annotated[Any, refused()] = None
@@ -272,9 +284,10 @@ class ChatWriter(Writer):
     def chunks(self, output: Output, usage: Json | None) -> list[Json]:
         """The text in one chunk, the end in one of its own, as OpenAI has it."""
         chunks = []
-        if output.text or (output.token_ids and (output.logprobs or self.request.return_token_ids)):
+        is_told = output.token_ids and (output.logprobs or self.request.return_token_ids)
+        if output.text or is_told or self._prompt_logprobs(output):
             choice = self._choice(output.choice, {"content": output.text}) | self._logprobs(output) | self._ids(output)
-            chunks.append(self._chunk([choice], usage))
+            chunks.append(self._chunk([choice], usage) | self._prompt_logprobs(output))
         if output.finish_reason:
             chunks.append(self._chunk([self._choice(output.choice, {}, output.finish_reason)], usage))
         return chunks
@@ -294,7 +307,7 @@ class ChatWriter(Writer):
             | self._ids(output)
             for output in outputs
         ]
-        answer = self._object("chat.completion", choices) | {"usage": usage}
+        answer = self._object("chat.completion", choices) | {"usage": usage} | self._prompt_logprobs(outputs[0])
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = self.prompts[0].ids
         if self.request.metadata is not None:
@@ -326,6 +339,11 @@ class ChatWriter(Writer):
 
     def _ids(self, output: Output) -> Json:
         return {"token_ids": output.token_ids} if self.request.return_token_ids else {}
+
+    def _prompt_logprobs(self, output: Output) -> Json:
+        """The prompt is told once, with the first choice."""
+        told = self.scores(self.prompts[0], output.prompt_logprobs, self.request.prompt_logprobs)
+        return {} if told is None or output.choice else {"prompt_logprobs": told}
 
     def _logprobs(self, output: Output) -> Json:
         if self.request.num_logprobs is None:
@@ -397,6 +415,7 @@ class ChatAnswer(Wire):
     service_tier: Literal["default"] | None = None
     metadata: dict[str, str] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Delta(Wire):
@@ -429,3 +448,4 @@ class ChatChunk(Wire):
     usage: Usage | None = None
     service_tier: Literal["default"] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -1,32 +1,19 @@
-"""What the APIs share: kinds of fields, sampling fields, token usage, log-probabilities, and the pieces of an answer.
-
-A request model is the one table of its fields. Each field is of one of three kinds, told by its annotation: `LABEL`
-(accepted, without influence on the tokens), `Refused` (known, and only its default passes), or neither: it has its
-effect. `kinds` reads the table.
-"""
+"""What the APIs share: sampling fields, token usage, log-probabilities, and the pieces of an answer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, LiteralString, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    field_validator,
-)
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from engine import SamplingParams, TokenLogprob
 
 from ..schemas import Grammar
+from .extensions import LlamaCppFields, VllmFields
+from .wire import LABEL, MAX_LABEL, Wire, clash, refused
 
 Json = dict[str, Any]
 TokenText = Callable[[int], tuple[str, bytes]]  # a token's text, and its bytes
@@ -38,63 +25,13 @@ MAX_STOPS = 16
 MAX_STOP_TEXT = 1024  # characters; as much may be held back at the end of a stream
 MAX_STOP_IDS = 256
 MAX_BIASES = 1024
-MAX_LABEL = 512  # characters
 MIN_PENALTY = 1e-9  # logits are divided by it, and must stay finite in float32
+MAX_LOGPROBS = 20  # alternatives per token
+MAX_ALLOWED = 4096  # 16 rows of it are as much work in a step as one row of logits
+MAX_BAD_WORDS = 128  # each is compared with the end of the output before each draw
+MAX_BAD_WORD = 128  # characters
 # JSON has no infinity. The probability is 0 in float32; clients know this number from OpenAI.
 NO_CHANCE = -9999.0
-
-
-class Wire(BaseModel):
-    """A JSON object, taken literally: no unknown keys, "5" is not 5, true is not 1, NaN is nothing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class _Label:
-    """Marks a field that is accepted, and echoed where OpenAI does so, but decides nothing."""
-
-
-LABEL = _Label()
-
-
-# Compared by identity: typing keeps one Annotated of equal marks, and (1,) equals (True,).
-@dataclass(frozen=True, eq=False)
-class Refused:
-    """Marks a field that is known but not supported: null and `defaults`, which ask for nothing, count as absent."""
-
-    defaults: tuple[Any, ...] = ()
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [None, *self.defaults], "description": "Not supported: only what asks for nothing is accepted."}
-
-    def _check(self, value: Any) -> None:
-        # True equals 1 in Python, and nowhere else.
-        if value is not None and not any(type(value) is type(own) and value == own for own in self.defaults):
-            raise PydanticCustomError("unsupported", "this server does not support it yet")
-
-
-def refused(*defaults: Any) -> Refused:
-    return Refused(defaults)
-
-
-def kinds(model: type[BaseModel]) -> dict[str, Literal["effect", "label", "refused"]]:
-    """Every field of a request and what becomes of it."""
-
-    def kind(metadata: Iterable[object]) -> Literal["effect", "label", "refused"]:
-        marks = [mark for mark in metadata if isinstance(mark, _Label | Refused)]
-        if not marks:
-            return "effect"
-        return "label" if isinstance(marks[0], _Label) else "refused"
-
-    return {field.alias or name: kind(field.metadata) for name, field in model.model_fields.items()}
-
-
-def clash(message: LiteralString) -> PydanticCustomError:
-    """A field that does not go together with another; raised by the validator of the later one."""
-    return PydanticCustomError("clash", message)
 
 
 def token_name(value: str) -> int:
@@ -104,22 +41,11 @@ def token_name(value: str) -> int:
     return int(value)
 
 
-class OneError:
-    """Marks a union of plain types: what fits none of them is one error, not one for each."""
-
-    def __init__(self, message: LiteralString) -> None:
-        self.message = message
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
-        assert schema["type"] == "union"
-        return {**schema, "custom_error_type": "union_type", "custom_error_message": self.message}
-
-
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenName = Annotated[TokenId, BeforeValidator(token_name)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_TEXT)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD, pattern=r"\S")]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 
 
@@ -127,59 +53,81 @@ class StreamOptions(Wire):
     """What a stream tells beside the answer."""
 
     include_usage: bool | None = None
+    """A last chunk tells the token counts of the whole answer; the others say `usage: null`."""
     continuous_usage_stats: bool | None = None
+    """Every chunk with text tells the token counts so far."""
     include_obfuscation: Annotated[bool | None, LABEL] = None
+    """Accepted: no chunk is padded either way."""
 
 
-class Sampling(Wire):
+class Sampling(VllmFields, LlamaCppFields):
     """Fields that chat and completions share."""
 
     model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
+    """One of the served names; absent: the first of them. Another name is a 404."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0 always takes the most likely token; 1 draws from the model's own distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Draw among the most likely tokens that together have at least this probability."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """Draw among this many most likely tokens; -1 and 0: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Draw among tokens at least this likely, as a share of the most likely one's probability."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Taken once from the logit of each token that is in the output."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Taken from a token's logit for each time that it is in the output."""
     repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    """The same seed and request draw the same tokens; with n, each choice draws with one of its own."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers to each prompt."""
     logit_bias: (
         Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
+    """Added to the logits of these token ids; -100 forbids a token, 100 forces it."""
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None = (
+        None
+    )
+    """Only these tokens can be drawn."""
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    """Texts that are not drawn, as the tokenizer spells them at the start of a text and behind a space."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The answer has the log-probability of each prompt token, and of this many most likely ones in its place."""
 
     max_tokens: Count | None = None
+    """The most tokens of an answer."""
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    """Nothing ends the answer before this many tokens."""
     ignore_eos: bool | None = None
+    """The model's own end tokens do not end the answer."""
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    """Texts that end the answer, and are not part of it."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    """Tokens that end the answer beside the model's own; they have no text."""
     include_stop_str_in_output: bool | None = None
+    """The stop text that ended the answer is part of it."""
     skip_special_tokens: bool | None = None
+    """false: special tokens are written out in the text."""
     return_token_ids: bool | None = None
+    """The answer has prompt_token_ids and, per choice, token_ids."""
 
     stream: bool | None = None
+    """The answer comes in pieces, as server-sent events."""
     stream_options: StreamOptions | None = None
+    """What a stream tells beside the answer; only with stream true."""
 
     priority: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
+    """Lower is served first; only under --scheduling-policy priority."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL)] | None = None
+    """Cached prefixes are shared only among requests with the same salt."""
 
     user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
 
-    allowed_token_ids: Annotated[Any, refused()] = None
-    bad_words: Annotated[Any, refused([])] = None
-    best_of: Annotated[Any, refused(1)] = None
-    early_stopping: Annotated[Any, refused(False)] = None
-    guided_choice: Annotated[Any, refused()] = None
-    guided_grammar: Annotated[Any, refused()] = None
-    guided_json: Annotated[Any, refused()] = None
-    guided_regex: Annotated[Any, refused()] = None
-    length_penalty: Annotated[Any, refused(1, 1.0)] = None
-    logits_processors: Annotated[Any, refused([])] = None
-    prompt_logprobs: Annotated[Any, refused()] = None
-    spaces_between_special_tokens: Annotated[Any, refused(True)] = None
-    truncate_prompt_tokens: Annotated[Any, refused()] = None
-    use_beam_search: Annotated[Any, refused(False)] = None
+    best_of: Annotated[Any, refused(1, hint="Ask for n answers with logprobs and choose.")] = None
 
     @field_validator("stream_options")
     @classmethod
@@ -213,9 +161,19 @@ class Sampling(Wire):
         raise NotImplementedError
 
     @property
-    def grammar(self) -> Grammar | None:
+    def answer_grammar(self) -> Grammar | None:
         """What the answer must look like; None: it may be any text."""
         return None
+
+    @property
+    def scoring(self) -> tuple[str, int] | None:
+        """The field that asks for the prompt's own log-probabilities, and for how many alternatives."""
+        return None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs)
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether the answer has no token of its own."""
+        return False
 
     @property
     def stops(self) -> list[str]:
@@ -230,9 +188,19 @@ class Sampling(Wire):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(
-        self, defaults: dict[str, float | int], *, max_tokens: int, seed: int, eos_ids: tuple[int, ...]
+        self,
+        defaults: dict[str, float | int],
+        *,
+        max_tokens: int,
+        seed: int,
+        eos_ids: tuple[int, ...],
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        scores: bool = False,
     ) -> SamplingParams:
-        """How the engine is to draw; where the request is silent, the model's `defaults` speak, then OpenAI's."""
+        """How the engine is to draw; where the request is silent, the model's `defaults` speak, then OpenAI's.
+
+        `bad_words` as tokens; `scores`: this choice asks for the prompt's log-probabilities, if the request does.
+        """
 
         def chosen(name: str, default: float) -> float:
             own = getattr(self, name)
@@ -253,7 +221,10 @@ class Sampling(Wire):
             min_tokens=self.min_tokens or 0,
             stop_ids=tuple(dict.fromkeys(ends)),
             logprobs=self.num_logprobs,
-            grammar=self.grammar.pair if self.grammar else None,
+            grammar=self.answer_grammar.pair if self.answer_grammar else None,
+            prompt_logprobs=self.scoring[1] if scores and self.scoring is not None else None,
+            allowed_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=bad_words,
         )
 
 
@@ -266,6 +237,7 @@ class Output(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()  # as long as token_ids when they were asked for
     offsets: tuple[int, ...] = ()  # per token: where its text begins in the whole output, in characters
     finish_reason: str | None = None  # stop | length; with it the choice is complete
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all prompt tokens but the first; with a choice's first
 
     @staticmethod
     def join(outputs: list[Output]) -> Output:
@@ -277,6 +249,7 @@ class Output(NamedTuple):
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
             offsets=tuple(offset for output in outputs for offset in output.offsets),
             finish_reason=outputs[-1].finish_reason,
+            prompt_logprobs=outputs[0].prompt_logprobs,
         )
 
 
@@ -285,6 +258,7 @@ class Prompt(NamedTuple):
 
     ids: tuple[int, ...]
     echo: str = ""
+    offsets: tuple[int, ...] = ()  # per token: where its text begins in `echo`, when both are told
 
 
 class Head(NamedTuple):
@@ -304,6 +278,28 @@ class Writer:
         self.prompts = prompts
         self.token_text = token_text
 
+    def scores(self, prompt: Prompt, entries: Sequence[TokenLogprob] | None, count: int | None) -> list[Any] | None:
+        """A prompt's log-probabilities in vLLM's form; null for the first token, which nothing predicts.
+
+        `count` most likely ones per token, None: nobody asked. A rank is told where the entries show it.
+        """
+        if entries is None or count is None:
+            return None
+        told: list[Any] = [None]
+        for token_id, entry in zip(prompt.ids[1:], entries, strict=True):
+            ids = entry.top_ids
+            rank = ids.index(token_id) + 1 if token_id in ids else None
+            places = {token_id: (entry.logprob, rank)}
+            for place, (other, logprob) in enumerate(zip(ids[:count], entry.top_logprobs, strict=False), 1):
+                places.setdefault(other, (logprob, place))
+            told.append(
+                {
+                    str(each): {"logprob": number(p), "rank": place, "decoded_token": self.token_text(each)[0]}
+                    for each, (p, place) in places.items()
+                }
+            )
+        return told
+
     def opening(self, usage: Json | None) -> list[Json]:
         """Chunks before the first token; `usage` so far where every chunk is to tell it."""
         raise NotImplementedError
@@ -319,6 +315,17 @@ class Writer:
     def whole(self, outputs: list[Output], usage: Json) -> Json:
         """The answer in one object; one output per choice, in their order."""
         raise NotImplementedError
+
+
+class PromptLogprob(Wire):
+    """A token that is, or could have been, at one place of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class PromptTokensDetails(Wire):

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from engine import TokenLogprob
 
 from .common import (
+    MAX_INT,
+    MAX_LOGPROBS,
     Head,
     Json,
     Output,
     Prompt,
+    PromptLogprobs,
     Text,
     TokenId,
     TokenText,
     Usage,
-    Wire,
     Writer,
-    clash,
     number,
-    refused,
 )
 from .formats import Structured
+from .wire import Wire, refused
 
 MAX_PROMPTS = 256  # of one request: as many as wait in the default queue
 MAX_PROMPT_IDS = 1 << 20  # tokens; a bound for the parser, the model's own is far below
@@ -68,19 +71,19 @@ class CompletionRequest(Structured):
         Discriminator(_form),
     ]
 
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """A text, token ids, or a list of either; each is answered n times."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    """The most tokens of an answer; absent: 16. 0 goes with echo: the prompt is scored and nothing is added."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The answer has the log-probability of each token, and of this many most likely ones in its place."""
     echo: bool | None = None
+    """The answer begins with the prompt; with logprobs, these begin with the prompt's."""
     add_special_tokens: bool | None = None
+    """false: a prompt that is a text does not get the tokens that the tokenizer puts around one."""
 
-    return_tokens_as_token_ids: Annotated[Any, refused(False)] = None
+    prompt_embeds: Annotated[Any, refused()] = None
     suffix: Annotated[Any, refused()] = None
-
-    @field_validator("echo")
-    @classmethod
-    def _without_logprobs(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if value and info.data.get("logprobs") is not None:
-            raise clash("this server does not support it together with logprobs yet")
-        return value
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -99,6 +102,17 @@ class CompletionRequest(Structured):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def scoring(self) -> tuple[str, int] | None:
+        own = super().scoring
+        if not self.echo or self.logprobs is None or (own is not None and own[1] >= self.logprobs):
+            return own
+        return "logprobs", self.logprobs
+
+    @property
+    def only_scores(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
 
 class CompletionWriter(Writer):
     """text_completion, whole and in chunks. Choices are numbered prompt by prompt."""
@@ -108,15 +122,20 @@ class CompletionWriter(Writer):
         self.request = request
 
     def opening(self, usage: Json | None) -> list[Json]:
-        """The prompts, where the answer begins with them."""
-        if not (self.request.echo or self.request.return_token_ids):
+        """The prompts, where the answer begins with them and they need not wait for their log-probabilities."""
+        if self.request.scoring is not None or not (self.request.echo or self.request.return_token_ids):
             return []
-        choices = [self._choice(i, self._echo(i)) | self._prompt_ids(i) for i in range(self._num_choices)]
-        return [self._chunk([choice], usage) for choice in choices]
+        return [self._chunk([self._beginning(i)], usage) for i in range(self._num_choices)]
 
     def chunks(self, output: Output, usage: Json | None) -> list[Json]:
-        """The text in one chunk, the end in one of its own."""
+        """The text in one chunk, the end in one of its own; before them the prompt where it was scored."""
         chunks = []
+        if output.prompt_logprobs is not None:
+            scored = Output(output.choice, prompt_logprobs=output.prompt_logprobs)
+            columns = self._logprobs(scored) if self.request.echo else {}
+            told = self._beginning(output.choice) | columns | self._prompt_logprobs(scored)
+            chunks.append(self._chunk([told], usage))
+            output = output._replace(prompt_logprobs=None)
         if output.text or (output.token_ids and (output.logprobs or self.request.return_token_ids)):
             choice = self._choice(output.choice, output.text) | self._logprobs(output) | self._ids(output)
             chunks.append(self._chunk([choice], usage))
@@ -131,6 +150,7 @@ class CompletionWriter(Writer):
         choices = [
             self._choice(output.choice, self._echo(output.choice) + output.text, output.finish_reason)
             | self._logprobs(output)
+            | self._prompt_logprobs(output)
             | self._prompt_ids(output.choice)
             | self._ids(output)
             for output in outputs
@@ -164,6 +184,9 @@ class CompletionWriter(Writer):
     def _choice(self, index: int, text: str, finish_reason: str | None = None) -> Json:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
+    def _beginning(self, index: int) -> Json:
+        return self._choice(index, self._echo(index)) | self._prompt_ids(index)
+
     def _echo(self, index: int) -> str:
         return self._prompt(index).echo
 
@@ -173,33 +196,51 @@ class CompletionWriter(Writer):
     def _ids(self, output: Output) -> Json:
         return {"token_ids": output.token_ids} if self.request.return_token_ids else {}
 
+    def _prompt_logprobs(self, output: Output) -> Json:
+        told = self.scores(self._prompt(output.choice), output.prompt_logprobs, self.request.prompt_logprobs)
+        return {} if told is None else {"prompt_logprobs": told}
+
     def _logprobs(self, output: Output) -> Json:
         if self.request.logprobs is None:
             return {}
-        top = []
-        for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+        prompt = self._prompt(output.choice)
+        start = len(prompt.echo)
+        columns = self._columns(output.token_ids, output.logprobs, [start + offset for offset in output.offsets])
+        if self.request.echo and output.prompt_logprobs is not None:
+            first = self._columns(prompt.ids, (None, *output.prompt_logprobs), prompt.offsets)
+            columns = {name: [*first[name], *column] for name, column in columns.items()}
+        return {"logprobs": columns}
+
+    def _columns(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], offsets: Sequence[int]
+    ) -> dict[str, Sequence[Any]]:
+        """CompletionLogprobs of these tokens; None is the entry of a token that nothing predicts."""
+        count = self.request.logprobs or 0
+        top: list[dict[str, float] | None] = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            if entry is None:
+                top.append(None)
+                continue
             # The drawn token is always among them, so that there is one more where it is not likely.
-            pairs = [*zip(entry.top_ids, entry.top_logprobs, strict=True), (token_id, entry.logprob)]
+            likely = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
             texts: dict[str, float] = {}
-            for other, logprob in pairs:
+            for other, logprob in (*likely, (token_id, entry.logprob)):
                 texts.setdefault(self.token_text(other)[0], number(logprob))
             top.append(texts)
         return {
-            "logprobs": {
-                "tokens": [self.token_text(token_id)[0] for token_id in output.token_ids],
-                "token_logprobs": [number(entry.logprob) for entry in output.logprobs],
-                "top_logprobs": top,
-                "text_offset": output.offsets,
-            }
+            "tokens": [self.token_text(token_id)[0] for token_id in token_ids],
+            "token_logprobs": [None if entry is None else number(entry.logprob) for entry in entries],
+            "top_logprobs": top,
+            "text_offset": offsets,
         }
 
 
 class CompletionLogprobs(Wire):
-    """Columns with one element per token, the one that ended the answer included."""
+    """Columns with one element per token, the one that ended the answer included; null for a prompt's first."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -212,6 +253,7 @@ class CompletionChoice(Wire):
     finish_reason: Literal["stop", "length"] | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionAnswer(Wire):

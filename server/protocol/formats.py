@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ..schemas import MAX_SOURCE, Grammar
-from .common import LABEL, Sampling, Text, Wire, clash
+from .common import Sampling, Text
+from .wire import LABEL, Wire, clash
 
 MAX_CHOICES = 8192  # of which the source's size allows fewer
 ANY_OBJECT = '{"type": "object"}'
@@ -52,10 +53,15 @@ class StructuredOutputs(Wire):
     """One of several kinds of grammar; the others are absent."""
 
     json_: Annotated[Schema | Source | None, Field(alias="json")] = None
+    """A JSON schema, as an object or as its text."""
     regex: Source | None = None
+    """A regular expression that the whole answer matches."""
     choice: Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    """The answer is one of these texts."""
     grammar: Source | None = None
+    """A context-free grammar in Lark's notation."""
     json_object: bool | None = None
+    """true: the answer is a JSON object, of any kind."""
 
     @field_validator("regex", "choice", "grammar", "json_object")
     @classmethod
@@ -76,7 +82,9 @@ class Structured(Sampling):
     """Fields of requests whose answers can be made to follow a grammar."""
 
     response_format: ResponseFormat | None = None
+    """text, json_object (any JSON object), or json_schema: the answer follows the schema, with strict or without."""
     structured_outputs: StructuredOutputs | None = None
+    """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
 
     @field_validator("structured_outputs")
     @classmethod
@@ -86,7 +94,7 @@ class Structured(Sampling):
         return value
 
     @property
-    def grammar(self) -> Grammar | None:
+    def answer_grammar(self) -> Grammar | None:
         return of_format(self.response_format) or of_outputs(self.structured_outputs)
 
 

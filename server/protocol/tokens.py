@@ -7,8 +7,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, model_validator
 
 from .chat import Messages, TemplateOptions
-from .common import MAX_LABEL, Text, TokenId, Wire, clash, refused
+from .common import Text, TokenId
 from .completions import MAX_PROMPT_IDS
+from .wire import MAX_LABEL, Wire, clash, refused
 
 ModelName = Annotated[str, Field(max_length=MAX_LABEL)]
 
@@ -26,10 +27,15 @@ class TokenizeRequest(TemplateOptions):
     )
 
     model: ModelName | None = None
+    """One of the served names."""
     prompt: Text | None = None
+    """The text; instead of messages."""
     messages: Messages | None = None
+    """The conversation, as the chat template writes it; instead of prompt."""
     add_special_tokens: bool | None = None
+    """false: the text does not get the tokens that the tokenizer puts around one."""
     return_token_strs: bool | None = None
+    """The answer has the vocabulary's spelling of each token."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeRequest:
@@ -58,7 +64,9 @@ class DetokenizeRequest(Wire):
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [11, 12]}]})
 
     model: ModelName | None = None
+    """One of the served names."""
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
+    """The token ids."""
 
 
 class Detokenized(Wire):
@@ -73,7 +81,9 @@ class TemplateRequest(TemplateOptions):
     model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}]}]})
 
     model: ModelName | None = None
+    """One of the served names."""
     messages: Messages
+    """The conversation."""
     add_special_tokens: Annotated[Any, refused(False)] = None
 
 

@@ -56,12 +56,19 @@ async def encode(app: Pequod, asked: CompletionRequest) -> list[Prompt]:
     assert app.prompts is not None and app.engine.info is not None
     prompts = []
     for given in asked.prompts:
+        text = ""
+        offsets: list[int] = []
         if isinstance(given, str):
-            ids = await app.prompts.encode(given, asked.add_special_tokens is not False)
-            text = given
+            special = asked.add_special_tokens is not False
+            if asked.echo:
+                text = given
+                ids, offsets = await app.prompts.echoed(given, special)
+            else:
+                ids = await app.prompts.encode(given, special)
         else:
             check_token_ids(app.engine.info, given, "prompt")
             ids = given
-            text = await app.prompts.decode(ids, asked.skip_special_tokens is not False) if asked.echo else ""
-        prompts.append(Prompt(tuple(ids), text if asked.echo else ""))
+            if asked.echo:
+                text, offsets = await app.prompts.spelt(ids, asked.skip_special_tokens is not False)
+        prompts.append(Prompt(tuple(ids), text, tuple(offsets)))
     return prompts

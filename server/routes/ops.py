@@ -12,10 +12,11 @@ from typing import Any, Literal
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
+from ..body import models as models_of
 from ..errors import OPENAI_ERRORS
 from ..limits import metrics_reader, public, user
 from ..metrics import CONTENT_TYPE
-from ..protocol.common import Wire
+from ..protocol.wire import Kind, Wire, table
 from ..state import AppDep, Health, Pequod
 
 RETRY_READY_S = 2  # a probe that was told no may look again soon: asking costs nothing
@@ -104,6 +105,26 @@ async def models(app: AppDep) -> Cards:
 async def model(model_id: str, app: AppDep) -> Card:
     """One served name."""
     return card(app, app.check_model(model_id))
+
+
+class Capability(Wire):
+    """A field of an endpoint's requests, `stream_options.include_usage` for one inside of an object."""
+
+    endpoint: str
+    field: str
+    kind: Kind
+    """effect; label: accepted, without influence on the tokens; refused: 400 with this field as its param"""
+    note: str
+
+
+@router.get("/v1/capabilities", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
+async def capabilities(request: Request) -> list[Capability]:
+    """Every field that a request may hold, and what becomes of it. A field that is not here is refused."""
+    return [
+        Capability(endpoint=path, field=row.field, kind=row.kind, note=row.note)
+        for path, model in models_of(request.app.routes).items()
+        for row in table(model)
+    ]
 
 
 METRICS: dict[int | str, dict[str, Any]] = {

@@ -100,6 +100,7 @@ def test_continuous_usage_counts_up_with_the_chunks(folder):
         {"stop": ["ship\u2028€5", "never"], "logprobs": True, "return_token_ids": True},
         {"stop": "🐋", "include_stop_str_in_output": True},
         {"max_tokens": 11, "return_token_ids": True},
+        {"prompt_logprobs": 1, "n": 2, "return_token_ids": True},
         {"max_completion_tokens": HALF, "logprobs": True},  # ends in the middle of a character
     ],
     ids=lambda more: ",".join(more) or "plain",
@@ -120,6 +121,11 @@ def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, per_del
         assert joined(seen)[0]["text"].endswith("\ufffd")
     assert seen[-1]["usage"] == answer["usage"]
     assert [chunk.get("prompt_token_ids") for chunk in seen[:1]] == [answer.get("prompt_token_ids")]
+    scores = [chunk["prompt_logprobs"] for chunk in seen if "prompt_logprobs" in chunk]
+    assert scores == ([answer["prompt_logprobs"]] if "prompt_logprobs" in more else [])
+    for chunk in seen:
+        ChatChunk.model_validate(chunk)
+    ChatAnswer.model_validate(answer)
 
 
 def test_logprobs_tell_each_token_its_bytes_and_all_bits(folder):

@@ -4,7 +4,7 @@ import pytest
 
 from server.protocol.completions import CompletionAnswer, CompletionRequest
 from tests.fakes import FakeEngine, model_folder
-from tests.server.wire import COMPLETIONS, END, Odds, ask, chunks, float32, ids, joined, odds, saying, whole
+from tests.server.wire import COMPLETIONS, END, LIBRARY, Odds, ask, chunks, float32, ids, joined, odds, saying, whole
 from tests.toys import byte_fallback
 
 
@@ -73,6 +73,11 @@ def test_echo_begins_with_the_prompt(folder, prompt, stream):
         {"logprobs": 0, "n": 2, "stop": ["ale; sh"], "return_token_ids": True},
         {"prompt": ["the", "a"], "n": 2, "echo": True, "return_token_ids": True},
         {"stop": [" never", "x"], "max_tokens": 5},
+        {"prompt_logprobs": 2},
+        {"prompt_logprobs": 0, "prompt": [[11, 12], [13]], "n": 2, "logprobs": 1, "return_token_ids": True},
+        {"echo": True, "logprobs": 2, "prompt": ["the 🐳", "a sea"], "n": 2, "return_token_ids": True},
+        {"echo": True, "logprobs": 1, "prompt_logprobs": 3},
+        {"echo": True, "logprobs": 3, "max_tokens": 0, "n": 2},
     ],
     ids=lambda more: ",".join(more) or "plain",
 )
@@ -99,6 +104,94 @@ def test_logprobs_are_columns_and_offsets_count_characters(folder):
     assert columns["text_offset"][0] == 0
     assert columns["text_offset"][-1] == len("a 🐳.")
     assert columns["text_offset"] == sorted(columns["text_offset"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["the 🐳;<|user|> sea", ids("the 🐳;<|user|> sea")], ids=["text", "ids"])
+def test_echo_with_logprobs_tells_those_of_prompt_and_output_in_one_line(folder, prompt, stream):
+    engine = Odds(saying(" whale"))
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "stream": stream, "skip_special_tokens": False}
+    response = ask(folder, COMPLETIONS, body, engine)
+    choice = (joined(chunks(response.text)) if stream else whole(response.json()))[0]
+    asked, said = ids("the 🐳;<|user|> sea"), [*ids(" whale"), END]
+    assert choice["text"] == "the 🐳;<|user|> sea whale"
+    columns = choice["logprobs"]
+    assert {len(column) for column in columns.values()} == {len(asked) + len(said)}
+    assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
+    expected = [odds(1000 + i, t) for i, t in enumerate(asked[1:])] + [odds(i, t) for i, t in enumerate(said)]
+    assert [float32(number) for number in columns["token_logprobs"][1:]] == expected
+    assert [len(top) for top in columns["top_logprobs"][1:]] == [2] * len(expected)
+    for token, offset in zip(columns["tokens"][:-1], columns["text_offset"][:-1], strict=True):
+        if not token.startswith("bytes:"):
+            assert choice["text"][offset:].startswith(token)
+    assert columns["text_offset"][-1] == len(choice["text"])
+    assert (engine.requests[0].params.logprobs, engine.requests[0].params.prompt_logprobs) == (2, 2)
+
+
+def test_offsets_are_those_of_the_prompt_as_it_was_sent(tmp_path):
+    library = byte_fallback()  # puts a token before every text, and a space that it takes away again
+    own = model_folder(tmp_path / "own", tokenizer_config={"eos_token": "</s>"})
+    library.save(str(own / "tokenizer.json"))
+    said = library.token_to_id("▁sea")
+    body = {"prompt": "the </s> a", "echo": True, "logprobs": 0, "max_tokens": 1}
+    choice = ask(own, COMPLETIONS, body, FakeEngine(lambda _: [said])).json()["choices"][0]
+    columns = choice["logprobs"]
+    assert choice["text"] == "the </s> a sea"
+    spelt = dict(zip(columns["tokens"], columns["text_offset"], strict=True))
+    assert columns["tokens"][0] == "<s>"
+    assert (spelt["<s>"], spelt[" the"], spelt["</s>"], spelt[" sea"]) == (0, 0, 4, 10)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_can_be_scored_without_an_answer(folder, stream):
+    body = {"prompt": "the sea", "echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    engine = Odds(saying(" whale"))
+    response = ask(folder, COMPLETIONS, body, engine)
+    choice = (joined(chunks(response.text)) if stream else whole(response.json()))[0]
+    assert (choice["text"], choice["finish_reason"]) == ("the sea", "length")
+    assert len(choice["logprobs"]["tokens"]) == len(ids("the sea"))
+    usage = (chunks(response.text)[-1] if stream else response.json())["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids("the sea")), 0)
+    assert engine.requests[0].params.max_tokens == 1
+    assert ask(folder, COMPLETIONS, {"prompt": [11] * 511, "echo": True, "max_tokens": 0}).status_code == 200
+
+
+def test_prompt_logprobs_have_the_form_of_vllm_for_each_choice_and_cost_one_scoring(folder):
+    engine = Odds(saying("a", "b", "c", "d"))
+    body = {"prompt": [[11, 12, 13], [14]], "n": 2, "prompt_logprobs": 2}
+    answer = ask(folder, COMPLETIONS, body, engine).json()
+    CompletionAnswer.model_validate(answer)
+    assert [request.params.prompt_logprobs for request in engine.requests] == [2, None, 2, None]
+    first, second, third, fourth = (choice["prompt_logprobs"] for choice in answer["choices"])
+    assert first == second
+    assert third == fourth == [None]
+    assert first[0] is None
+    assert [list(entry) for entry in first[1:]] == [["12", "13"], ["13", "14"]]
+    told = first[1]["12"]
+    assert (float32(told["logprob"]), told["rank"], told["decoded_token"]) == (odds(1000, 12), 1, LIBRARY.decode([12]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "k", "ranks"), [([11, 1], 2, {"1": 2, "0": 1}), ([11, 12], 1, {"12": None, "0": 1})]
+)
+def test_the_rank_of_a_prompt_token_is_told_where_it_is_known(folder, prompt, k, ranks):
+    engine = FakeEngine(saying("a"))  # says that 0, 1, ... are the most likely ones
+    answer = ask(folder, COMPLETIONS, {"prompt": prompt, "prompt_logprobs": k}, engine).json()
+    [_, entry] = answer["choices"][0]["prompt_logprobs"]
+    assert {token: told["rank"] for token, told in entry.items()} == ranks
+
+
+def test_words_are_forbidden_as_they_are_spelt_with_and_without_a_space(folder):
+    engine = FakeEngine(saying("a"))
+    body = {"prompt": "a", "bad_words": ["whale", "  sea", "qq"], "allowed_token_ids": [7, 8]}
+    ask(folder, COMPLETIONS, body, engine)
+    params = engine.requests[0].params
+    spelt = [ids("whale"), ids(" whale"), ids("sea"), ids(" sea"), ids("qq")]
+    assert ids(" qq")[-2:] == ids("qq"), "forbidden with the first spelling"
+    assert params.bad_words == tuple(map(tuple, spelt))
+    assert params.allowed_ids == (7, 8)
+    assert params.uses_history
 
 
 def test_the_drawn_token_is_among_the_likely_ones_even_when_none_was_asked_for(folder):

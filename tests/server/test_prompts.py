@@ -36,6 +36,39 @@ def test_encode_decode_tokens(made: Make) -> None:
     prompts.close()
 
 
+@pytest.mark.parametrize("text", ["", "the sea", " the  sea; the whale", "the 🐳🐋 sea", "日本語 the sea\n"])
+def test_a_text_is_echoed_with_the_place_of_each_token(tokenizer: Tokenizer, text: str) -> None:
+    ids, offsets = asyncio.run(Prompts(tokenizer).echoed(text))
+    assert ids == tokenizer.encode(text)
+    assert len(offsets) == len(ids)
+    assert offsets == sorted(offsets)
+    assert all(0 <= offset <= len(text) for offset in offsets)
+    bare = tokenizer.encode(text, add_special=False)
+    if tokenizer.decode(bare, skip_special=False) != text:
+        return  # a tokenizer that loses some of the text
+    start = ids.index(bare[0]) if bare else 0
+    for place in range(1, len(bare)):
+        known = tokenizer.decode(bare[:place], skip_special=False)
+        if not known.endswith("\ufffd"):
+            assert offsets[start + place] == len(known)
+
+
+def test_ids_are_spelt_with_the_place_of_each_token(made: Make) -> None:
+    tokenizer = made("byte level")
+    ids = tokenizer.encode("the sea<|end|> whale")
+    assert asyncio.run(Prompts(tokenizer).spelt(ids)) == ("the sea whale", [0, 3, 7, 7])
+    assert asyncio.run(Prompts(tokenizer).spelt(ids, False)) == ("the sea<|end|> whale", [0, 3, 7, 14])
+
+
+def test_words_are_spelt_at_the_start_of_a_text_and_behind_a_space(made: Make) -> None:
+    tokenizer = made("byte level")
+    prompts = Prompts(tokenizer)
+    both = [tuple(tokenizer.encode(text)) for text in ("whale", " whale")]
+    assert asyncio.run(prompts.spellings(["whale", " whale"])) == both
+    marked = made("byte fallback")
+    assert asyncio.run(Prompts(marked).spellings(["sea"])) == [tuple(marked.encode("sea", False))]
+
+
 def test_a_chat_begins_with_bos_once(folder: Callable[..., Path]) -> None:
     config = {"bos_token": "<s>", "chat_template": TEMPLATE}
     tokenizer = Tokenizer(folder(byte_fallback(), tokenizer_config=config))

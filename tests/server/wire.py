@@ -47,16 +47,18 @@ class Odds(FakeEngine):
 
     def _delta(self, request: EngineRequest, tokens: list[int], reason: Any, error: Any, times: Any) -> TokenDelta:
         delta = super()._delta(request, tokens, reason, error, times)
-        k = request.params.logprobs
-        if k is None:
-            return delta
         start = times[3] - len(tokens)
 
-        def entry(place: int, token: int) -> TokenLogprob:
+        def entry(place: int, token: int, k: int) -> TokenLogprob:
             top = [(token + i) % 340 for i in range(k)]
             return TokenLogprob(odds(place, token), tuple(top), tuple(odds(place, other) for other in top))
 
-        return replace(delta, logprobs=tuple(entry(start + i, token) for i, token in enumerate(tokens)))
+        if (k := request.params.logprobs) is not None:
+            delta = replace(delta, logprobs=tuple(entry(start + i, token, k) for i, token in enumerate(tokens)))
+        if delta.prompt_logprobs is not None:
+            k, ids = request.params.prompt_logprobs, request.prompt_ids[1:]
+            delta = replace(delta, prompt_logprobs=tuple(entry(1000 + i, token, k) for i, token in enumerate(ids)))
+        return delta
 
 
 def odds(place: int, token: int) -> float:
@@ -105,7 +107,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
             assert choice["finish_reason"] is None, "something came after the end"
             choice["text"] += piece["delta"].get("content") or "" if "delta" in piece else piece["text"]
             choice["finish_reason"] = piece["finish_reason"]
-            for key in ("token_ids", "prompt_token_ids"):
+            for key in ("token_ids", "prompt_token_ids", "prompt_logprobs"):
                 if key in piece:
                     choice[key] = choice.get(key, []) + piece[key]
             if piece["logprobs"] is not None:
