@@ -4,7 +4,8 @@
 
 One answer for each schema of each *.jsonl file under the folder (lines with `id` and `schema`), drawn at a high
 temperature, so that the model is no help. `valid` and `invalid` ended with "stop" and were checked by the jsonschema
-package (`unchecked`: a pattern is not one of Python's), `length` ran into --max-tokens, `refused` got a 400 at the door, by reason, and `failed` an error later on.
+package (`unchecked`: a pattern is not one of Python's), `length` ran into --max-tokens, `refused` got a 400 at the
+door, by reason, and `failed` an error later on.
 """
 
 from __future__ import annotations
