@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -26,6 +25,7 @@ from .types import EngineRequest, SamplingParams, TokenDelta, TokenLogprob
 
 VOCAB = 97
 STOP = 0
+MOST_FORCED = 6
 
 
 class ManualClock:
@@ -61,18 +61,14 @@ def alone(request: EngineRequest, max_len: int) -> tuple[list[int], str]:
     tokens = [*request.prompt_ids, *request.output_ids]
     output = list(request.output_ids)
     params = request.params
-
-    def room() -> int:
-        return min(params.max_tokens - len(output), max_len - len(tokens))
-
     if params.grammar:
-        run = forced(tokens, room() - 1)
+        run = forced(tokens, min(params.max_tokens - len(output), max_len - len(tokens)) - 1)
         output += run
         tokens += run
     while True:
         drawn = [draw(tokens)]
         if params.grammar:
-            drawn += forced([*tokens, *drawn], room() - 1)
+            drawn += forced([*tokens, *drawn], MOST_FORCED)
         for place, token in enumerate(drawn, 1):
             output.append(token)
             tokens.append(token)
@@ -99,14 +95,8 @@ class FakeRunner:
         for block in self.tables.pop(seq_id):
             self.holders[block].discard(seq_id)
 
-    def compute(
-        self,
-        batch: Batch,
-        requests: dict[int, EngineRequest],
-        tokens: dict[int, list[int]],
-        room: Callable[[int], int],
-    ) -> StepTokens:
-        """`tokens`: what each sequence holds, by the driver's own books. `room`: as for a matcher's jump."""
+    def compute(self, batch: Batch, requests: dict[int, EngineRequest], tokens: dict[int, list[int]]) -> StepTokens:
+        """`tokens`: what each sequence holds, by the driver's own books."""
         for seq_id in batch.left:
             self.forget(seq_id)
         for entered in batch.entered:
@@ -138,7 +128,7 @@ class FakeRunner:
             assert len(row.scored) in (0, row.num_logits - row.draws), "a position is scored and not computed"
             drawn.append([draw(own)] if row.draws else [])
             if row.draws and requests[row.seq_id].params.grammar:
-                drawn[-1] += forced([*own, *drawn[-1]], room(row.seq_id) - 1)
+                drawn[-1] += forced([*own, *drawn[-1]], MOST_FORCED)  # the scheduler cuts what is too much
                 if is_whole(own + drawn[-1]):
                     ended.add(index)
             if row.scored:
@@ -265,7 +255,7 @@ class Episode:
         if self.rng.random() < 0.02:
             self.abort(self.rng.choice(batch.rows).seq_id)  # while it is in flight
         out_of_memory = self.rng.random() < 0.002
-        tokens = self.runner.compute(batch, self.requests, self.tokens, scheduler.room_of)
+        tokens = self.runner.compute(batch, self.requests, self.tokens)
         deltas = scheduler.abandon(batch) if out_of_memory else scheduler.update(batch, tokens)
         self.take(deltas, failed=out_of_memory)
         scheduler.check()

@@ -76,6 +76,33 @@ def stop_before_min_tokens(patch):
     patch.setattr(scheduler.Scheduler, "_finish_reason", reason)
 
 
+def first_forced_tokens_not_told(patch):
+    add = scheduler.Scheduler.add
+
+    def silent(self, request, forced=None):
+        delta = add(self, request, forced)
+        if request.id in self.by_id:
+            self.by_id[request.id].num_untold = 0
+        return delta
+
+    patch.setattr(scheduler.Scheduler, "add", silent)
+
+
+def forced_past_the_end(patch):
+    extend = scheduler.Scheduler._extend
+
+    def late(self, seq, drawn, is_whole):
+        reason = extend(self, seq, drawn[:1], is_whole and len(drawn) == 1)
+        return extend(self, seq, drawn[1:], is_whole) if drawn[1:] else reason
+
+    patch.setattr(scheduler.Scheduler, "_extend", late)
+
+
+def whole_answers_go_on(patch):
+    extend = scheduler.Scheduler._extend
+    patch.setattr(scheduler.Scheduler, "_extend", lambda self, seq, drawn, is_whole: extend(self, seq, drawn, False))
+
+
 def abort_lost_in_flight(patch):
     abort = scheduler.Scheduler.abort
 
@@ -131,6 +158,9 @@ MUTANTS = [
     preempted_keeps_progress,
     stop_before_min_tokens,
     abort_lost_in_flight,
+    first_forced_tokens_not_told,
+    forced_past_the_end,
+    whole_answers_go_on,
     runner_not_told,
     admits_while_preempting,
     budget_off_by_one,
