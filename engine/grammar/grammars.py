@@ -154,6 +154,7 @@ class Grammars:
             self._compiled.move_to_end(grammar)
             return self._compiled[grammar]
         compiled = LLMatcher(table.library, source(*grammar), limits=limits(), log_level=0)
+        compiled.compute_bitmask()  # the first mask is the dearest; all copies begin behind it
         if compiled.is_error():
             raise GrammarError(f"the grammar cannot be used: {shown(compiled.get_error())}")
         self._compiled[grammar] = compiled
