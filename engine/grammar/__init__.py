@@ -70,13 +70,18 @@ def problem(kind: str, text: str) -> str | None:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost: about 20 ms to compile, and a few milliseconds for each token at the worst."""
+    """What a grammar may cost: some tens of milliseconds to compile, and ten for each token at the worst.
+
+    llguidance's own limits let one token take 240 ms, in which nobody else's comes. No schema of MaskBench needs half
+    of what these allow.
+    """
     from llguidance import LLParserLimits
 
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,  # about 50,000 a millisecond
-        step_lexer_fuel=200_000,  # about 14,000 a millisecond
-        step_max_items=50_000,  # about 20,000 a millisecond
+        step_lexer_fuel=50_000,  # about 14,000 a millisecond
+        step_max_items=2_000,  # 200 a millisecond at the worst
+        max_items_in_row=1_000,
         max_lexer_states=20_000,  # 1 to 2 kB each, in the worst answer
         max_grammar_size=500_000,
         verbose_errors=False,

@@ -48,7 +48,9 @@ class Matcher:
         self._stop_ids = [token for token in params.stop_ids if 0 <= token < table.width]
         self._hidden = {table.end_id, *self._stop_ids}
         # Its log-probabilities must be told for every token, and a forced one has none.
-        self._jumps = params.logprobs is None and params.prompt_logprobs is None
+        # A forced token has no logits of its own: what tells or changes logits wants every token drawn.
+        touched = params.logit_bias or params.bad_words or params.allowed_ids is not None
+        self._jumps = params.logprobs is None and params.prompt_logprobs is None and not touched
 
     @property
     def has_failed(self) -> bool:
@@ -154,6 +156,7 @@ class Grammars:
             self._compiled.move_to_end(grammar)
             return self._compiled[grammar]
         compiled = LLMatcher(table.library, source(*grammar), limits=limits(), log_level=0)
+        compiled.compute_bitmask()  # the first mask is the dearest; all copies begin behind it
         if compiled.is_error():
             raise GrammarError(f"the grammar cannot be used: {shown(compiled.get_error())}")
         self._compiled[grammar] = compiled

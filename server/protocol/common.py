@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -157,8 +158,8 @@ class Sampling(VllmFields, LlamaCppFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives are told per token; None: no log-probabilities at all."""
-        raise NotImplementedError
+        """How many alternatives are told per token; None: no log-probabilities at all. Each API spells it its own way."""
+        return None
 
     @property
     def answer_grammar(self) -> Grammar | None:
@@ -270,7 +271,7 @@ class Head(NamedTuple):
     fingerprint: str
 
 
-class Writer:
+class Writer(ABC):
     """Writes the JSON objects of one answer. Each API has its own; `whole` and the chunks say the same."""
 
     def __init__(self, head: Head, prompts: list[Prompt], token_text: TokenText) -> None:
@@ -300,21 +301,21 @@ class Writer:
             )
         return told
 
+    @abstractmethod
     def opening(self, usage: Json | None) -> list[Json]:
         """Chunks before the first token; `usage` so far where every chunk is to tell it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chunks(self, output: Output, usage: Json | None) -> list[Json]:
         """Chunks of a stream; `usage` so far where every chunk is to tell it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closing(self, usage: Json) -> list[Json]:
         """Chunks after the last token of all choices."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, outputs: list[Output], usage: Json) -> Json:
         """The answer in one object; one output per choice, in their order."""
-        raise NotImplementedError
 
 
 class PromptLogprob(Wire):

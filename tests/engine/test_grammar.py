@@ -386,6 +386,7 @@ HOSTILE = [
     ("lark", 'start: e\ne: e e | "a" |\n'),
     ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
     ("lark", "start: " + " ".join(f'("a" | "b"){{0,{i}}}' for i in range(1, 400))),
+    ("lark", "start: " + " ".join(f'("a" | "b"){{0,{i}}}' for i in range(1, 40))),
     ("choice", json.dumps([f"value {i}" for i in range(4500)])),
     ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(4000)]})),
     ("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000),
