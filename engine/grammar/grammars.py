@@ -47,10 +47,11 @@ class Matcher:
         self._table = table
         self._stop_ids = [token for token in params.stop_ids if 0 <= token < table.width]
         self._hidden = {table.end_id, *self._stop_ids}
-        # Its log-probabilities must be told for every token, and a forced one has none.
-        # A forced token has no logits of its own: what tells or changes logits wants every token drawn.
-        touched = params.logit_bias or params.bad_words or params.allowed_ids is not None
-        self._jumps = params.logprobs is None and params.prompt_logprobs is None and not touched
+        # A forced token has no logits: it can be neither told nor forbidden, so then every token is drawn.
+        told = params.logprobs is not None or params.prompt_logprobs is not None
+        forbids = any(abs(bias) >= 100 for bias in params.logit_bias.values())
+        forbids = forbids or bool(params.bad_words) or params.allowed_ids is not None
+        self._jumps = not told and not forbids
 
     @property
     def has_failed(self) -> bool:

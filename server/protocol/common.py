@@ -158,7 +158,7 @@ class Sampling(VllmFields, LlamaCppFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives are told per token; None: no log-probabilities at all. Each API spells it its own way."""
+        """How many alternatives are told per token; None: no log-probabilities at all. Each API has its own way."""
         return None
 
     @property
