@@ -1,0 +1,514 @@
+"""Responses on the wire: the items that come in; what goes out is in responses_answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from ..schemas import Grammar
+from .chat import MAX_MESSAGES, MAX_PARTS, OWN_VARIABLES, Name, TemplateKwargs, thinking_kwargs
+from .common import Json
+from .conversation import Calling, Conversation, Tool
+from .formats import (
+    ANY_OBJECT,
+    JsonObjectFormat,
+    Schema,
+    StructuredOutputs,
+    TextFormat,
+    of_outputs,
+    written,
+)
+from .sampling import MAX_INT, MAX_LOGPROBS, MAX_STOPS, Count, StopText, Text
+from .tools import MAX_TOOLS, NO_PARAMETERS, FunctionName
+from .wire import LABEL, MAX_LABEL, OneError, Wire, clash, refused
+
+if TYPE_CHECKING:
+    from ..prompts import RenderOptions
+
+MAX_ITEMS = MAX_MESSAGES  # of one request, and of a conversation with all that came before
+LOGPROBS = "message.output_text.logprobs"
+
+ItemId = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+# Input
+
+
+class InputText(Wire):
+    """Text that the model reads."""
+
+    type: Literal["input_text"]
+    text: Text
+
+
+class OutputText(Wire):
+    """Text of an earlier answer, as it came."""
+
+    type: Literal["output_text"]
+    text: Text
+    annotations: Annotated[list[Any] | None, LABEL] = None
+    logprobs: Annotated[list[Any] | None, LABEL] = None
+
+
+class Refusal(Wire):
+    """An earlier answer that declined; the model reads it as text."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
+MessageParts = Annotated[list[MessagePart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class MessageItem(Wire):
+    """What somebody says; a message of an earlier answer can be sent back as it came."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Text | MessageParts
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, LABEL] = None
+
+
+class FunctionCallItem(Wire):
+    """A call that the model made, with its arguments as JSON text."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: Text
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+
+
+class FunctionCallOutputItem(Wire):
+    """What a called function gave back."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Text | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+
+
+class ReasoningText(Wire):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class SummaryText(Wire):
+    """What the model thought, in short."""
+
+    type: Literal["summary_text"]
+    text: Text
+
+
+class ReasoningItem(Wire):
+    """What the model thought before it answered; where it has no content the template gets its summary."""
+
+    type: Literal["reasoning"]
+    id: ItemId | None = None
+    summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    encrypted_content: Annotated[Any, refused()] = None
+    status: ItemStatus | None = None
+
+
+class ItemReference(Wire):
+    """An item of a stored response, input or output, by its id."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: ItemId
+
+
+def typed(value: Any) -> Any:
+    """An item that has a role and no type is a message, and one that has only an id a reference."""
+    if not isinstance(value, dict) or value.get("type") is not None:
+        return value
+    return {**value, "type": "item_reference" if value.keys() - {"type"} == {"id"} else "message"}
+
+
+Item = Annotated[
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference,
+    Field(discriminator="type"),
+    BeforeValidator(typed),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+
+
+# Tools
+
+
+class FlatFunction(Wire):
+    """A function that the model may call: its name, what it is for, and the JSON schema of its arguments."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of the arguments, an object; absent: there are none."""
+    strict: bool | None = None
+    """true: arguments follow the schema also where the model is free to call the function or not."""
+
+
+class FlatNamed(Wire):
+    """A function that must be called, by its name."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class FlatAllowed(Wire):
+    """The model sees all tools and may call only some."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FlatNamed], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+FlatChoice = Annotated[
+    Literal["none", "auto", "required"] | Annotated[FlatNamed | FlatAllowed, Field(discriminator="type")],
+    OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
+]
+
+
+# Text and reasoning
+
+
+class FlatSchemaFormat(Wire):
+    """JSON that follows a schema. Every answer that ends by itself follows it, with `strict` and without."""
+
+    type: Literal["json_schema"]
+    name: Annotated[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")], LABEL]
+    description: Annotated[Text | None, LABEL] = None
+    schema_: Annotated[Schema, Field(alias="schema")]
+    strict: Annotated[bool | None, LABEL] = None
+
+
+class TextOptions(Wire):
+    """What the answer's text must look like."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    """text, json_object (any JSON object), or json_schema: the answer follows the schema, with strict or without."""
+    verbosity: Annotated[Any, refused("medium")] = None
+
+
+class ReasoningOptions(Wire):
+    """How the model is to think."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """How much the model is to think, for templates that know it; none: enable_thinking false."""
+    context: Annotated[Any, refused("auto", hint="What the chat template keeps of it is rendered.")] = None
+    generate_summary: Annotated[Any, refused("auto", hint="The whole reasoning is told.")] = None
+    mode: Annotated[Any, refused("standard")] = None
+    summary: Annotated[Any, refused("auto", hint="The whole reasoning is told.")] = None
+
+
+class ResponseStreamOptions(Wire):
+    """What a stream tells beside the answer."""
+
+    include_obfuscation: Annotated[bool | None, LABEL] = None
+    """Accepted: no event is padded either way."""
+
+
+class ResponsesRequest(Conversation):
+    """POST /v1/responses."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"model": "builtin", "input": "What is continuous batching?"},
+                {
+                    "model": "builtin",
+                    "instructions": "Answer in one sentence.",
+                    "input": [{"role": "user", "content": "What is 7 + 5?"}],
+                    "temperature": 0.7,
+                    "max_output_tokens": 64,
+                    "stream": True,
+                },
+            ]
+        }
+    )
+
+    input: Text | Items
+    """What the answer is to: a text, or items: messages, function calls and their outputs, reasoning, references."""
+    instructions: Text | None = None
+    """What the application tells the model, before the input; not carried over to responses that follow."""
+    previous_response_id: ItemId | None = None
+    """The stored response that this one goes on with: its whole conversation comes before the input."""
+    store: bool | None = None
+    """false: the response cannot be asked for later, nor gone on with."""
+    background: bool | None = None
+    """true: the answer comes at once with status queued, and the work goes on without the connection."""
+
+    max_output_tokens: Count | None = None
+    """The most tokens of an answer, with its reasoning and calls; absent: as many as fit."""
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=8)] | None = None
+    """message.output_text.logprobs: the text has the log-probability of each of its tokens."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Beside it those of this many most likely tokens."""
+    text: TextOptions | None = None
+    """What the answer's text must look like."""
+    reasoning: ReasoningOptions | None = None
+    """How the model is to think."""
+
+    tools: Annotated[list[FlatFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions that the model may call."""
+    tool_choice: FlatChoice | None = None
+    """auto: the model decides; none: no call, and the prompt does not tell of the tools; required: at least one call;
+    or a function that must be called, or allowed_tools: those that may or must be."""
+    parallel_tool_calls: bool | None = None
+    """false: at most one call."""
+
+    stream_options: ResponseStreamOptions | None = None
+    """What a stream tells beside the answer; only with stream true."""
+
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    """Texts that end the answer, and are not part of it."""
+    structured_outputs: StructuredOutputs | None = None
+    """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
+    chat_template_kwargs: TemplateKwargs | None = None
+    """Variables for the chat template."""
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it."""
+    return_token_ids: bool | None = None
+    """The response has prompt_token_ids and token_ids."""
+
+    max_tool_calls: Annotated[Count | None, LABEL] = None
+    """Accepted: it bounds the calls of built-in tools, of which there are none."""
+    metadata: Annotated[
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]],
+            Field(max_length=16),
+        ]
+        | None,
+        LABEL,
+    ] = None
+    """Accepted, and part of the response."""
+    prompt_cache_key: Annotated[Name | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+    safety_identifier: Annotated[Name | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+    service_tier: Annotated[Literal["auto", "default"] | None, LABEL] = None
+    """There is one tier; the response says default."""
+    user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+
+    access_programs: Annotated[Any, refused()] = None
+    background_options: Annotated[Any, refused({})] = None
+    context_management: Annotated[Any, refused([])] = None
+    conversation: Annotated[Any, refused(hint="Send previous_response_id.")] = None
+    image: Annotated[Any, refused({})] = None
+    moderation: Annotated[Any, refused()] = None
+    prompt: Annotated[Any, refused(hint="Send the text itself, as instructions and input.")] = None
+    prompt_cache_options: Annotated[Any, refused({})] = None
+    prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
+    truncation: Annotated[Any, refused("disabled", hint="Shorten the input: what is too long gets a 400.")] = None
+
+    _before: list[Json] = PrivateAttr(default_factory=list)
+    _own: list[Json] | None = PrivateAttr(default=None)
+
+    @field_validator("background")
+    @classmethod
+    def _can_be_found(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("store") is False:
+            raise clash("must be absent where store is false: nobody could ask for the response")
+        if value and info.data.get("stream"):
+            raise clash("must be absent where stream is true: ask for the response with GET")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("include"):
+            raise clash(f"must be absent unless include holds {LOGPROBS}")
+        return value
+
+    @field_validator("tools")
+    @classmethod
+    def _names_differ(cls, value: list[FlatFunction] | None) -> list[FlatFunction] | None:
+        if len({tool.name for tool in value or ()}) < len(value or ()):
+            raise clash("must not hold two functions of the same name")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None or value in ("none", "auto"):
+            return value
+        names = {tool.name for tool in info.data.get("tools") or ()}
+        if not names:
+            raise clash("must be absent, none or auto where there are no tools")
+        if not chosen_names(value) <= names:
+            raise clash("must name functions that are among the tools")
+        return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _options_of_a_stream(
+        cls, value: ResponseStreamOptions | None, info: ValidationInfo
+    ) -> ResponseStreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise clash("must be absent unless stream is true")
+        return value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _one_grammar(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
+        text = info.data.get("text")
+        if value is not None and text is not None and not isinstance(text.format, TextFormat | None):
+            raise clash("must be absent where text.format names a format")
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _not_our_own(cls, value: Json | None) -> Json | None:
+        if value and any(name in value for name in OWN_VARIABLES):
+            raise clash("must not set what the request itself tells the template")
+        return value
+
+    # The conversation
+
+    @property
+    def given(self) -> list[Json]:
+        """The input as items, in the form in which they are stored."""
+        if self._own is not None:
+            return self._own
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return [item.model_dump(exclude_none=True) for item in self.input]
+
+    @property
+    def items(self) -> list[Json]:
+        """The whole conversation up to the answer."""
+        return [*self._before, *self.given]
+
+    def resolve(self, before: list[Json], own: list[Json]) -> None:
+        """Tell what came before the input, and the input with its references replaced."""
+        self._before, self._own = before, own
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    # What the server asks
+
+    @property
+    def prompt_field(self) -> str:
+        return "input"
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        return "max_output_tokens", self.max_output_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.include else None
+
+    @property
+    def turns(self) -> list[Json]:
+        told: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return told + as_turns(self.items)
+
+    @property
+    def effort(self) -> tuple[str, str] | None:
+        """The field that tells how much the model is to think, and what it says."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return None if effort is None else ("reasoning.effort", effort)
+
+    @property
+    def render_options(self) -> RenderOptions:
+        effort = self.reasoning.effort if self.reasoning else None
+        return {"template_kwargs": thinking_kwargs(effort, self.chat_template_kwargs)}
+
+    @property
+    def thinking_budget(self) -> int | None:
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
+    def answer_grammar(self) -> Grammar | None:
+        format = self.text.format if self.text else None
+        if isinstance(format, JsonObjectFormat):
+            return Grammar("json_schema", ANY_OBJECT, "text.format")
+        if isinstance(format, FlatSchemaFormat):
+            return Grammar("json_schema", written(format.schema_), "text.format.schema")
+        return of_outputs(self.structured_outputs)
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools as the rest of the server knows them."""
+        return tuple(described(tool, index) for index, tool in enumerate(self.tools or ()))
+
+    @property
+    def calling(self) -> Calling | None:
+        tools, choice = self.offered, self.tool_choice
+        if not tools or choice == "none":
+            return None
+        is_parallel = self.parallel_tool_calls is not False
+        if choice is None or isinstance(choice, str):
+            return Calling(tools, choice == "required", is_parallel)
+        chosen = tuple(tool for tool in tools if tool.name in chosen_names(choice))
+        if isinstance(choice, FlatNamed):
+            return Calling(chosen, True, False, told=tools)
+        return Calling(chosen, choice.mode == "required", is_parallel, told=tools)
+
+
+def chosen_names(choice: str | FlatNamed | FlatAllowed) -> set[str]:
+    """The functions that a choice names."""
+    if isinstance(choice, FlatNamed):
+        return {choice.name}
+    return set() if isinstance(choice, str) else {tool.name for tool in choice.tools}
+
+
+def described(tool: FlatFunction, index: int) -> Tool:
+    """A tool as the rest of the server knows it."""
+    parameters = NO_PARAMETERS if tool.parameters is None else tool.parameters
+    return Tool(tool.name, tool.description, parameters, bool(tool.strict), f"tools[{index}].parameters")
+
+
+def as_turns(items: list[Json]) -> list[Json]:
+    """Items as messages of a chat: what the model thought, said and called in one go is one message."""
+    turns: list[Json] = []
+    thought: list[str] = []  # for the assistant's next message
+    for item in items:
+        kind = item["type"]
+        if kind == "reasoning":
+            thought.append(reasoning_text(item))
+            continue
+        if kind == "function_call":
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            asked = {"id": item["call_id"], "type": "function", "function": call}
+            if thought or not turns or turns[-1]["role"] != "assistant":
+                turns.append({"role": "assistant", "content": ""})
+            turns[-1].setdefault("tool_calls", []).append(asked)
+        elif kind == "function_call_output":
+            turns.append({"role": "tool", "tool_call_id": item["call_id"], "content": plain(item["output"])})
+        else:
+            turns.append({"role": item["role"], "content": plain(item["content"])})
+        if thought and turns[-1]["role"] == "assistant":
+            turns[-1]["reasoning_content"] = "\n".join(thought)
+            thought = []
+    return turns
+
+
+def reasoning_text(item: Json) -> str:
+    """What a reasoning item says."""
+    return "\n".join(part["text"] for part in item.get("content") or item.get("summary") or ())
+
+
+def plain(content: str | list[Json]) -> str | list[Json]:
+    """Content as chat templates read it."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part["refusal" if part["type"] == "refusal" else "text"]} for part in content]
