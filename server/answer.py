@@ -58,7 +58,7 @@ async def answer(
     write: MakeWriter[Body],
     prefix: str,
     default_max_tokens: int | None = None,
-) -> Response:
+) -> Answer:
     """Take a request in, or raise the ApiError that it deserves; nothing has been sent when this returns.
 
     `encode` makes the prompts, `write` the API's Writer; `prefix` begins the answer's id. Where the request sets no

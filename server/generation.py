@@ -104,6 +104,7 @@ class Choice:
         ended = reason == "stop" and bool(ids) and ids[-1] in self.request.params.stop_ids
         texts: list[str] = []
         parts: list[Part] = []
+        places: list[int] = []
         offsets: list[int] = []
         for token_id in ids[:-1] if ended else ids:
             # One at a time: whether a token is reasoning must not depend on what else came with it.
@@ -111,6 +112,7 @@ class Choice:
             thought = self.parser.is_reasoning
             texts.append(piece.text)
             parts += self.parser.feed(piece.text)
+            places.append(len(parts))
             offsets += piece.offsets
             self.num_reasoning += thought or self.parser.is_reasoning
             if piece.stopped:
@@ -129,6 +131,7 @@ class Choice:
             choice=self.index,
             text="".join(texts),
             parts=tuple(parts),
+            places=tuple(places),
             token_ids=ids[: len(offsets)],
             logprobs=(delta.logprobs or ())[: len(offsets)],
             offsets=tuple(offsets),

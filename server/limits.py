@@ -50,10 +50,16 @@ class Caller:
         for ticket in self.tickets:
             ticket.release()
 
+    def hand_over(self) -> list[Ticket]:
+        """What the request holds, for work that goes on without it: whoever takes the tickets releases them."""
+        tickets, self.tickets = self.tickets, []
+        return tickets
+
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One admitted request's share of the limits; released once, at the latest when its HTTP request ends."""
+    """One admitted request's share of the limits; released once, at the latest when its HTTP request ends, or when the
+    background work that took it over does."""
 
     limits: Limits
     choices: int

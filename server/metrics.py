@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
-ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "error")
+ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "cancelled", "error")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 PHASES = ("schedule", "prepare", "forward", "sample", "publish")
 MOST_GAPS = 4096  # per choice, for the median that the log tells
@@ -358,7 +358,7 @@ class Track:
             metrics.inference_seconds.observe(max(0.0, stats.last_token - stats.scheduled))
 
     def aborted(self, cause: str) -> None:
-        """End all choices that are open: `disconnect`, `timeout`, `deadline`, `drain`, `slow_reader` or `error`."""
+        """End all choices that are open, for one of ABORT_CAUSES."""
         still_open = [i for i, choice in enumerate(self.choices) if choice.reason is None]
         if not still_open:
             return

@@ -261,6 +261,15 @@ class Settings(BaseSettings):
     drain_seconds: float = setting(
         "limits", 30.0, "time that running answers get after SIGTERM", "SECONDS", ge=0, le=86400
     )
+    response_store: NewFile | None = setting(
+        "limits", None, "keep stored responses in this SQLite file (default: in memory)", "FILE"
+    )
+    max_stored_responses: int = setting(
+        "limits", 10_000, "stored responses, above it the longest unused go", "N", ge=1, le=2**31 - 1
+    )
+    max_stored_bytes: Annotated[Bytes, Field(ge=1024, le=2**50)] = setting(
+        "limits", 256 << 20, "size of all stored responses, such as 256MiB", "SIZE"
+    )
     ignore_fields: Names = setting("limits", [], "unknown request fields to drop instead of refusing: a,b", "FIELD")
 
     metrics_compat: Literal["vllm", "none"] = setting("logs", "vllm", "metric names of another server beside our own")

@@ -17,14 +17,17 @@ from fastapi import Depends, Request
 
 from engine import ConfigError, Engine, EngineDied, EngineError, EngineInfo, ModelError
 
+from .background import Background
 from .defaults import read_defaults
 from .errors import not_found, place, shown
 from .limits import Limits
 from .metrics import Metrics
 from .parsers import Formats, detect
 from .prompts import Prompts
+from .protocol.responses_answer import interrupted
 from .schemas import Gate
 from .settings import Settings
+from .store import Store
 from .templates import TemplateError
 from .tokenizer import Tokenizer
 
@@ -74,6 +77,10 @@ class Pequod:
         self.version = version
         self.limits = Limits(settings)
         self.grammars = Gate()
+        self.background = Background()
+        self.store = Store(
+            settings.response_store, settings.max_stored_responses, settings.max_stored_bytes, interrupted
+        )
         self.metrics = Metrics(settings, engine, self.limits)
         self.is_loaded = False  # generation has worked at some time: engine, tokenizer and prompts are there
         self.tokenizer: Tokenizer | None = None
@@ -287,8 +294,10 @@ class Pequod:
         return False
 
     async def close(self) -> None:
-        """Stop the engine and the tokenizer's thread."""
+        """Stop background work, the engine and all threads."""
+        await self.background.close()
         await self.engine.close()
+        await asyncio.to_thread(self.store.close)
         if self.prompts is not None:
             self.prompts.close()
 

@@ -29,6 +29,7 @@ class Output(NamedTuple):
     choice: int
     text: str = ""
     parts: tuple[Part, ...] = ()  # what the text means
+    places: tuple[int, ...] = ()  # per token with a text: how many of `parts` were there with it and those before
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # as long as token_ids when they were asked for
     offsets: tuple[int, ...] = ()  # per token: where its text begins in the whole output, in characters
@@ -38,10 +39,16 @@ class Output(NamedTuple):
     @staticmethod
     def join(outputs: list[Output]) -> Output:
         """One choice's outputs as if they had come at once."""
+        places: list[int] = []
+        num_parts = 0
+        for output in outputs:
+            places += [num_parts + place for place in output.places]
+            num_parts += len(output.parts)
         return Output(
             choice=outputs[0].choice,
             text="".join(output.text for output in outputs),
             parts=tuple(part for output in outputs for part in output.parts),
+            places=tuple(places),
             token_ids=tuple(token for output in outputs for token in output.token_ids),
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
             offsets=tuple(offset for output in outputs for offset in output.offsets),

@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, field_vali
 from pydantic_core.core_schema import ValidationInfo
 
 from ..schemas import Grammar
-from .chat import MAX_MESSAGES, MAX_PARTS, OWN_VARIABLES, Name, TemplateKwargs, thinking_kwargs
+from .chat import MAX_MESSAGES, MAX_PARTS, OWN_VARIABLES, Name, TemplateKwargs
 from .common import Json
-from .conversation import Calling, Conversation, Tool
+from .conversation import Calling, Conversation, Effort, Tool, thinking_variables
 from .formats import (
     ANY_OBJECT,
     JsonObjectFormat,
@@ -203,8 +203,8 @@ class TextOptions(Wire):
 class ReasoningOptions(Wire):
     """How the model is to think."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """How much the model is to think, for templates that know it; none: enable_thinking false."""
+    effort: Effort | None = None
+    """How much the model is to think, where its template knows that; none: not at all (enable_thinking false)."""
     context: Annotated[Any, refused("auto", hint="What the chat template keeps of it is rendered.")] = None
     generate_summary: Annotated[Any, refused("auto", hint="The whole reasoning is told.")] = None
     mode: Annotated[Any, refused("standard")] = None
@@ -422,15 +422,14 @@ class ResponsesRequest(Conversation):
         return told + as_turns(self.items)
 
     @property
-    def effort(self) -> tuple[str, str] | None:
-        """The field that tells how much the model is to think, and what it says."""
+    def effort(self) -> tuple[str, Effort] | None:
         effort = self.reasoning.effort if self.reasoning else None
         return None if effort is None else ("reasoning.effort", effort)
 
     @property
     def render_options(self) -> RenderOptions:
         effort = self.reasoning.effort if self.reasoning else None
-        return {"template_kwargs": thinking_kwargs(effort, self.chat_template_kwargs)}
+        return {"template_kwargs": thinking_variables(effort, self.chat_template_kwargs)}
 
     @property
     def thinking_budget(self) -> int | None:

@@ -135,6 +135,10 @@ class ResponsesWriter(Writer):
             told |= {"prompt_token_ids": list(self.prompts[0].ids), "token_ids": list(self._ids)}
         return told
 
+    def keep(self, status: str) -> Json:
+        """Have the response kept as it is now, with this status."""
+        return self._kept(self.response(status))
+
     def failed(self, error: ApiError, usage: Json | None) -> Json:
         """The response that could not be finished."""
         self._leave_open()
@@ -220,13 +224,10 @@ class ResponsesWriter(Writer):
         index = self._first + len(self._items)
         self._items.append({"id": item_id(prefix, self.head.id, index), "status": "in_progress", **item})
         self._is_open = True
-        yield self._event("output_item.added", output_index=self._index, item=dict(item_copy(self._items[-1])))
+        yield self._event("output_item.added", output_index=self._index, item=item_copy(self._items[-1]))
         if "content" in item:
-            empty: Json = {"type": "reasoning_text", "text": ""}
-            if prefix == "msg":
-                empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield self._of_part("content_part.added", part={**empty})
-            self._items[-1]["content"] = [empty]
+            yield self._of_part("content_part.added", part=empty_part(prefix))
+            self._items[-1]["content"] = [empty_part(prefix)]
 
     def _close(self, status: str = "completed") -> Iterator[Json]:
         """The end of the item that is open, if one is."""
@@ -282,6 +283,19 @@ class ResponsesWriter(Writer):
     def _token(self, token_id: int, logprob: float) -> Json:
         text, data = self.token_text(token_id)
         return {"token": text, "logprob": number(logprob), "bytes": list(data)}
+
+
+def empty_part(prefix: str) -> Json:
+    """The content of an item of which no text has come."""
+    if prefix == "msg":
+        return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": ""}
+
+
+def interrupted(response: bytes) -> bytes:
+    """A stored response whose work ended with the server's process."""
+    error = {"code": "server_error", "message": "The server was restarted before the response was complete."}
+    return msgspec.json.encode({**msgspec.json.decode(response), "status": "failed", "error": error})
 
 
 def item_copy(item: Json) -> Json:

@@ -1,0 +1,231 @@
+"""POST /v1/responses, and what can be done with a stored response."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from ..answer import answer
+from ..background import Job
+from ..body import body, described
+from ..conversation import encode
+from ..errors import OPENAI_ERRORS, invalid, not_found, shown
+from ..limits import Caller, UserDep
+from ..protocol.common import Head, Json, Prompt, TokenText
+from ..protocol.responses import MAX_ITEMS, ResponsesRequest
+from ..protocol.responses_answer import (
+    InputItems,
+    ResponseAnswer,
+    ResponseDeleted,
+    ResponsesWriter,
+    item_id,
+    response_of,
+)
+from ..state import AppDep, Pequod
+from ..store import Record, packed, unpacked
+
+OPEN = ("queued", "in_progress")
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+NO_INFLUENCE = ("stream", "include_obfuscation")  # fields of GET that may be there
+
+router = APIRouter(tags=["responses"])
+
+STREAM = (
+    'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":4,'
+    '"item_id":"msg_1","output_index":0,"content_index":0,"delta":"Hello","logprobs":[]}\n\n'
+)
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": ResponseAnswer,
+        "description": "The response; with stream true its typed events; with background true as it begins, queued",
+        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": STREAM}},
+    },
+    **OPENAI_ERRORS,
+}
+STORED: dict[int | str, dict[str, Any]] = {
+    **{status: OPENAI_ERRORS[status] for status in (400, 401, 503)},
+    404: {**OPENAI_ERRORS[404], "description": "No such response, or not the caller's"},
+}
+
+
+@router.post("/v1/responses", response_class=Response, responses=ANSWERS, openapi_extra=described(ResponsesRequest))
+async def create(
+    asked: Annotated[ResponsesRequest, Depends(body(ResponsesRequest))], app: AppDep, caller: UserDep, request: Request
+) -> Response:
+    """The answer to a text or to a conversation, which goes on from a stored one where that is asked for."""
+    await resolve(app, caller, asked)
+    keeper = Keeper(app, caller.key, asked)
+    made = await answer(app, caller, request, asked, encode=encode, write=keeper.writer, prefix="resp")
+    if not asked.background:
+        return made
+    assert isinstance(made.writer, ResponsesWriter)
+    queued = made.writer.keep("queued")
+    app.background.start(queued["id"], Job(made.generation, made.writer), caller.hand_over())
+    return JSONResponse(queued)
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseAnswer, responses=STORED)
+async def retrieve(
+    *,
+    response_id: str,
+    app: AppDep,
+    caller: UserDep,
+    request: Request,
+    stream: bool = False,
+    include_obfuscation: bool | None = None,
+) -> Response:
+    """A stored response, as it is now."""
+    if stream:
+        raise invalid("Unsupported field: 'stream'; ask again until status tells the end.", "stream")
+    for name in request.query_params:
+        if name not in NO_INFLUENCE:
+            raise invalid(f"Unknown field: '{shown(name)}'.", shown(name), "unknown_parameter")
+    return told(await found(app, caller, response_id))
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=ResponseAnswer, responses=STORED)
+async def cancel(response_id: str, app: AppDep, caller: UserDep) -> Response:
+    """Stop the work on a background response; what has come to its end stays as it is."""
+    record = await found(app, caller, response_id)
+    if not unpacked(record.answer)["background"]:
+        raise invalid("Only a response with background true can be cancelled; to stop another, hang up.", "response_id")
+    await app.background.cancel(response_id)
+    return told(await found(app, caller, response_id))
+
+
+@router.delete("/v1/responses/{response_id}", responses=STORED)
+async def delete(response_id: str, app: AppDep, caller: UserDep) -> ResponseDeleted:
+    """Forget a response; work that goes on for it is stopped. Responses that went on from it stay whole."""
+    await found(app, caller, response_id)
+    await app.background.cancel(response_id)
+    await app.store.delete(response_id)
+    return ResponseDeleted(id=response_id, object="response", deleted=True)
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=STORED)
+async def input_items(
+    *,
+    response_id: str,
+    app: AppDep,
+    caller: UserDep,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: Annotated[str | None, Query(max_length=512)] = None,
+) -> InputItems:
+    """The conversation before a response, what it went on from included; `after` is the last item of a page."""
+    items = listed(unpacked((await found(app, caller, response_id)).items))
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise invalid("Invalid 'after': no item of the response has this id.", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    return InputItems(
+        object="list",
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=len(items) > limit,
+    )
+
+
+class Keeper:
+    """Has one request's response kept in the store, with the conversation that led to it, unless store is false."""
+
+    def __init__(self, app: Pequod, owner: str, asked: ResponsesRequest) -> None:
+        self.app = app
+        self.owner = owner
+        self.asked = asked
+
+    def writer(
+        self, asked: ResponsesRequest, head: Head, prompts: list[Prompt], token_text: TokenText
+    ) -> ResponsesWriter:
+        head = head._replace(id=head.id.replace("-", "_"))
+        return ResponsesWriter(asked, head, prompts, token_text, defaults=self.app.default_sampling, keep=self.keep)
+
+    def keep(self, response: Json) -> None:
+        if not self.asked.is_stored:
+            return
+        id, own = response["id"], self.asked.given
+        named = [{"id": item_id(PREFIXES[item["type"]], id, place), **item} for place, item in enumerate(own)]
+        items = self.asked.items[: -len(own)] + named
+        is_open = response["status"] in OPEN
+        self.app.store.put(Record(id, self.owner, is_open, packed(response), packed(items)))
+
+
+async def found(app: Pequod, caller: Caller, response_id: str) -> Record:
+    """A caller's own stored response; raises 404."""
+    record = await app.store.get(response_id, caller.key)
+    if record is None:
+        message = f"There is no stored response '{shown(response_id)}'."
+        raise not_found(message, "response_id", "response_not_found")
+    return record
+
+
+def told(record: Record) -> Response:
+    return Response(record.answer, media_type="application/json")
+
+
+async def resolve(app: Pequod, caller: Caller, asked: ResponsesRequest) -> None:
+    """Find what comes before a request's input, and what its references mean; raises 400 where it is not there."""
+    before: list[Json] = []
+    if asked.previous_response_id is not None:
+        before = await conversation(app, caller, asked.previous_response_id)
+    own = []
+    for place, item in enumerate(asked.given):
+        if item["type"] == "item_reference":
+            item = await referred(app, caller, item["id"], before, f"input.{place}.id")  # noqa: PLW2901
+        own.append(item)
+    if len(before) + len(own) > MAX_ITEMS:
+        message = f"Invalid 'input': the conversation has {len(before) + len(own)} items, and may have {MAX_ITEMS}."
+        raise invalid(message, "input")
+    asked.resolve(before, own)
+
+
+async def conversation(app: Pequod, caller: Caller, response_id: str) -> list[Json]:
+    """All items of a stored response, its own output included."""
+    record = await app.store.get(response_id, caller.key)
+    field = "previous_response_id"
+    if record is None:
+        raise invalid(f"There is no stored response '{shown(response_id)}'.", field, "previous_response_not_found")
+    if record.is_open:
+        raise invalid(f"Invalid '{field}': the response is not complete yet.", field)
+    return all_items(record)
+
+
+async def referred(app: Pequod, caller: Caller, id: str, before: list[Json], field: str) -> Json:
+    """The item of an id, of the conversation so far or of any stored response."""
+    items = before
+    if not any(item.get("id") == id for item in before):
+        record = await app.store.get(response_of(id), caller.key)
+        items = all_items(record) if record is not None else []
+    for item in items:
+        if item.get("id") == id:
+            return item
+    raise invalid(f"There is no stored item '{shown(id)}'.", field, "item_not_found")
+
+
+def all_items(record: Record) -> list[Json]:
+    """A response's conversation and output, as what comes next is to see them."""
+    items: list[Json] = unpacked(record.items)
+    for item in unpacked(record.answer)["output"]:
+        if item["type"] == "function_call" and item["status"] != "completed":
+            continue  # what was cut off is not a call
+        if item["type"] == "message":
+            item["content"] = [{**part, "logprobs": []} for part in item["content"]]
+        items.append(item)
+    return items
+
+
+def listed(items: list[Json]) -> list[Json]:
+    """Items as they are listed: a message's text is a list of parts."""
+    return [
+        {**item, "content": [{"type": "input_text", "text": item["content"]}]}
+        if isinstance(item.get("content"), str)
+        else item
+        for item in items
+    ]
