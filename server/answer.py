@@ -79,7 +79,7 @@ async def answer(
     check_scores(body, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     bad_words = await spelt(app, info, body)
-    head = Head(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint)
+    head = Head(f"{prefix}{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint)
     requests = engine_requests(app, caller, body, prompts, max_tokens, bad_words=bad_words)
     track = app.metrics.track(
         request.state.request_id, body.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)

@@ -7,6 +7,7 @@ while the thread has not written it, and where it cannot be written.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sqlite3
@@ -158,7 +159,7 @@ class Store:
         if row is None:
             return None
         self._clock += 1
-        with self._db:
+        with contextlib.suppress(sqlite3.Error), self._db:  # a full disk can still be read
             self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (self._clock, id))
         return Record(row[0], row[1], bool(row[2]), row[3], row[4])
 

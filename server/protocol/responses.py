@@ -17,8 +17,8 @@ from .formats import (
     Schema,
     StructuredOutputs,
     TextFormat,
+    _written,
     of_outputs,
-    written,
 )
 from .sampling import MAX_INT, MAX_LOGPROBS, MAX_STOPS, Count, StopText, Text
 from .tools import MAX_TOOLS, NO_PARAMETERS, FunctionName
@@ -441,7 +441,7 @@ class ResponsesRequest(Conversation):
         if isinstance(format, JsonObjectFormat):
             return Grammar("json_schema", ANY_OBJECT, "text.format")
         if isinstance(format, FlatSchemaFormat):
-            return Grammar("json_schema", written(format.schema_), "text.format.schema")
+            return Grammar("json_schema", _written(format.schema_), "text.format.schema")
         return of_outputs(self.structured_outputs)
 
     @property

@@ -18,6 +18,8 @@ from .responses import FlatAllowed, FlatFunction, FlatNamed, ResponsesRequest
 from .wire import Wire
 
 Keep = Callable[[Json], None]
+# OpenAI's account of what was put into a cache because the request asked for it; here no request has to ask.
+NO_WRITES = {"cache_write_tokens": 0}
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
@@ -235,8 +237,7 @@ class ResponsesWriter(Writer):
             return
         item = self._items[-1]
         if item["type"] == "function_call":
-            told = {"arguments": item["arguments"], "name": item["name"]}
-            yield self._of_item("function_call_arguments.done", **told)
+            yield self._of_item("function_call_arguments.done", arguments=item["arguments"])
         else:
             [part] = item["content"]
             if part["type"] == "output_text":
@@ -319,7 +320,7 @@ def response_usage(usage: Json) -> Json:
     """A Usage in the form of the Responses API."""
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
+        "input_tokens_details": usage["prompt_tokens_details"] | NO_WRITES,
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
@@ -410,6 +411,7 @@ class InputDetails(Wire):
     """What is known about the prompt's tokens."""
 
     cached_tokens: int
+    cache_write_tokens: Literal[0]
 
 
 class OutputDetails(Wire):

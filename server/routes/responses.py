@@ -57,7 +57,7 @@ async def create(
     """The answer to a text or to a conversation, which goes on from a stored one where that is asked for."""
     await resolve(app, caller, asked)
     keeper = Keeper(app, caller.key, asked)
-    made = await answer(app, caller, request, asked, encode=encode, write=keeper.writer, prefix="resp")
+    made = await answer(app, caller, request, asked, encode=encode, write=keeper.writer, prefix="resp_")
     if not asked.background:
         return made
     assert isinstance(made.writer, ResponsesWriter)
@@ -144,7 +144,6 @@ class Keeper:
     def writer(
         self, asked: ResponsesRequest, head: Head, prompts: list[Prompt], token_text: TokenText
     ) -> ResponsesWriter:
-        head = head._replace(id=head.id.replace("-", "_"))
         return ResponsesWriter(asked, head, prompts, token_text, defaults=self.app.default_sampling, keep=self.keep)
 
     def keep(self, response: Json) -> None:

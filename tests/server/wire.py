@@ -20,6 +20,7 @@ LIBRARY = byte_level()
 END = LIBRARY.token_to_id("<|end|>")
 QUESTION = [{"role": "user", "content": "the sea"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 
 
 def ids(text: str) -> list[int]:
@@ -96,6 +97,19 @@ def chunks(text: str) -> list[dict[str, Any]]:
     assert seen[-1] == "[DONE]"
     assert seen.count("[DONE]") == 1
     return [event for event in seen if isinstance(event, dict)]
+
+
+def typed(text: str) -> list[dict[str, Any]]:
+    """The events of a stream of the Responses API, whose type is told twice and whose numbers count up."""
+    assert text.endswith("\n\n")
+    seen = []
+    for frame in text[:-2].split("\n\n"):
+        if not frame.startswith(":"):
+            kind, _, data = frame.partition("\ndata: ")
+            seen.append(json.loads(data))
+            assert kind == f"event: {seen[-1]['type']}"
+    assert [event["sequence_number"] for event in seen] == list(range(len(seen)))
+    return seen
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

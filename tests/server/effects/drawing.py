@@ -5,7 +5,7 @@ import json
 import re
 
 from tests.live import eventually
-from tests.server.wire import CHAT
+from tests.server.wire import CHAT, COMPLETIONS
 
 from .endpoint import END
 
@@ -176,7 +176,7 @@ def priority(e):
 
 def cache_salt(e):
     long = "The whale and the sea and the captain. " * 10
-    more = {"messages": [{"role": "user", "content": long}]} if e.path == CHAT else {"prompt": long}
+    more = {"prompt": long} if e.path == COMPLETIONS else {"messages": [{"role": "user", "content": long}]}
 
     def cached(**salt):
         return e.ask(**more, **salt)["usage"]["prompt_tokens_details"]["cached_tokens"]

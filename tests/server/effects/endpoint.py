@@ -1,6 +1,6 @@
 """Sends requests that differ from a plain one in what a test is about, and reads what the answers tell."""
 
-from tests.server.wire import CHAT, COMPLETIONS, chunks
+from tests.server.wire import CHAT, COMPLETIONS, RESPONSES, chunks
 
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 QUESTION = [{"role": "user", "content": "What is continuous batching?"}]
@@ -10,6 +10,7 @@ BASE = {
     TOKENIZE: {},
     DETOKENIZE: {},
     TEMPLATE: {"messages": QUESTION},
+    RESPONSES: {"input": QUESTION, "max_output_tokens": 12, "temperature": 0},
 }
 END = 2  # <|im_end|> of the built-in model
 

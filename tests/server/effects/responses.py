@@ -1,0 +1,200 @@
+"""What the fields of a response do."""
+
+import json
+import typing
+
+from openai.types.responses import response_create_params as params
+from openai.types.responses.response_text_config_param import ResponseTextConfigParam
+from openai.types.shared_params.reasoning import Reasoning
+
+from tests.live import eventually
+from tests.server.wire import RESPONSES, typed
+
+from . import drawing
+from .endpoint import QUESTION, Endpoint
+
+
+class ResponsesEndpoint(Endpoint):
+    """Answers in the form of the Responses API, read as those of chat are."""
+
+    def post(self, **more):
+        names = {"max_tokens": "max_output_tokens", "messages": "input"}
+        return super().post(**{names.get(name, name): value for name, value in more.items()})
+
+    def ask(self, **more):
+        answer = super().ask(**more)
+        if answer["usage"]:
+            answer["usage"]["prompt_tokens_details"] = answer["usage"]["input_tokens_details"]
+        return answer
+
+    def choices(self, **more):
+        answer = self.ask(**more, return_token_ids=True)
+        cut = answer["incomplete_details"]
+        return [{"token_ids": answer["token_ids"], "finish_reason": "length" if cut else "stop", "answer": answer}]
+
+    def output(self, **more):
+        return self.ask(**more)["output"]
+
+    def text(self, **more):
+        return "".join(part["text"] for item in self.output(**more) for part in item.get("content", ()))
+
+    def prompt(self, **more):
+        return self.ask(**more, return_token_ids=True)["prompt_token_ids"]
+
+    def logprobs(self, **more):
+        parts = [part for item in self.output(**more) for part in item["content"]]
+        return [(entry["logprob"], len(entry["top_logprobs"])) for part in parts for entry in part["logprobs"]]
+
+    def events(self, **more):
+        response = self.post(**more, stream=True)
+        assert response.headers["content-type"].startswith("text/event-stream"), response.text
+        return typed(response.text)
+
+    def stream(self, **more):
+        """The deltas of text as chat has them."""
+        return [
+            {"choices": [{"index": 0, "text": event["delta"], "finish_reason": None, "logprobs": None}]}
+            for event in self.events(**more)
+            if event["type"] == "response.output_text.delta"
+        ]
+
+
+ENDPOINTS = {RESPONSES: ResponsesEndpoint}
+
+TOOL = {
+    "type": "function",
+    "name": "look",
+    "description": "Looks at the sea.",
+    "parameters": {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]},
+}
+SAYING = {"structured_outputs": {"choice": ['<tool_call>\n{"name": "look", "arguments": {"far": true}}\n</tool_call>']}}
+TOOLED = {"tools": [TOOL], "max_tokens": 100}
+
+
+def input(e):
+    two = [*QUESTION, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+    assert "Why?" in e.decode(e.prompt(input=two))
+    assert e.prompt(input=QUESTION[0]["content"]) == e.prompt()
+
+
+def instructions(e):
+    assert e.decode(e.prompt(instructions="Be brief.")).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert "system" not in e.decode(e.prompt())
+
+
+def previous_response_id(e):
+    first = e.ask()
+    prompt = e.decode(e.prompt(input="Why?", previous_response_id=first["id"]))
+    assert prompt.startswith(e.decode(e.prompt()) + first["output"][0]["content"][0]["text"])
+    assert "Why?" in prompt
+    assert e.post(previous_response_id="resp_none").json()["error"]["param"] == "previous_response_id"
+
+
+def store(e):
+    assert [e.client.get(f"{RESPONSES}/{e.ask(store=kept)['id']}").status_code for kept in (True, False)] == [200, 404]
+
+
+def background(e):
+    answer = e.ask(background=True)
+    assert (answer["status"], answer["output"]) == ("queued", [])
+    path = f"{RESPONSES}/{answer['id']}"
+    eventually(lambda: e.client.get(path).json()["status"] not in ("queued", "in_progress"))
+    assert e.client.get(path).json()["output"][0]["content"] == e.output()[0]["content"]
+
+
+def include(e):
+    assert all(p <= 0 and k == 0 for p, k in e.logprobs(include=["message.output_text.logprobs"]))
+    assert len(e.logprobs(include=["message.output_text.logprobs"], ignore_eos=True)) == 12
+    assert e.logprobs() == []
+
+
+def top_logprobs(e):
+    assert {k for _, k in e.logprobs(include=["message.output_text.logprobs"], top_logprobs=3)} == {3}
+    assert e.post(top_logprobs=3).json()["error"]["param"] == "top_logprobs"
+
+
+def text_format(e):
+    named = {"type": "json_schema", "name": "a", "schema": drawing.OBJECT}
+    assert json.loads(e.text(**drawing.ROOM, text={"format": named})) == {"a": 1}
+    assert e.text(text={"format": {"type": "json_object"}}).lstrip().startswith("{")
+    assert e.text(text={"format": {"type": "text"}}) == e.text()
+
+
+def effort(e):
+    assert e.decode(e.prompt(reasoning={"effort": "none"})).startswith("False")
+    assert e.decode(e.prompt(reasoning={"effort": "low"})).startswith("low")
+
+
+def tools(e):
+    assert "Looks at the sea." in e.decode(e.prompt(tools=[TOOL]))
+    [call] = e.output(**TOOLED, **SAYING)
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "look", {"far": True})
+
+
+def tool_choice(e):
+    assert "Looks" not in e.decode(e.prompt(tools=[TOOL], tool_choice="none"))
+    assert [item["type"] for item in e.output(**TOOLED, **SAYING, tool_choice="none")] == ["message"]
+    assert e.post(tool_choice="required").json()["error"]["param"] == "tool_choice", "there are no tools"
+
+
+def chat_template_kwargs(e):
+    assert e.decode(e.prompt(chat_template_kwargs={"mood": "calm"})).startswith("calm")
+
+
+def structured_outputs(e):
+    assert e.text(**drawing.ROOM, structured_outputs={"choice": ["whale"]}) == "whale"
+    both = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"choice": ["whale"]}}
+    assert e.post(**both).json()["error"]["param"] == "structured_outputs"
+
+
+def max_output_tokens(e):
+    assert len(e.tokens(max_output_tokens=3, ignore_eos=True)) == 3
+    assert e.ask(max_output_tokens=3, ignore_eos=True)["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def return_token_ids(e):
+    answer = e.ask(return_token_ids=True, ignore_eos=True)
+    assert e.decode(answer["token_ids"]).endswith(e.text(ignore_eos=True))
+    assert "token_ids" not in e.ask()
+
+
+def stream_options(e):
+    assert e.post(stream_options={}).json()["error"]["param"] == "stream_options", "nothing to tell without a stream"
+
+
+NOT_HERE = {
+    "n", "prompt_logprobs", "max_tokens", "response_format", "stream_options.include_usage",
+    "stream_options.continuous_usage_stats",
+}  # fmt: skip
+EFFECTS = {
+    RESPONSES: {
+        **{field: check for field, check in drawing.SHARED.items() if field not in NOT_HERE},
+        "input": input,
+        "instructions": instructions,
+        "previous_response_id": previous_response_id,
+        "store": store,
+        "background": background,
+        "max_output_tokens": max_output_tokens,
+        "include": include,
+        "top_logprobs": top_logprobs,
+        "text": text_format,
+        "text.format": text_format,
+        "reasoning": effort,
+        "reasoning.effort": effort,
+        "tools": tools,
+        "tool_choice": tool_choice,
+        "chat_template_kwargs": chat_template_kwargs,
+        "structured_outputs": structured_outputs,
+        "return_token_ids": return_token_ids,
+        "stream_options": stream_options,
+    }
+}
+LABELS = {"max_tool_calls": 3}
+KNOWN = {
+    RESPONSES: {
+        *typing.get_type_hints(params.ResponseCreateParamsStreaming),
+        *(f"stream_options.{name}" for name in typing.get_type_hints(params.StreamOptions)),
+        *(f"text.{name}" for name in typing.get_type_hints(ResponseTextConfigParam)),
+        *(f"reasoning.{name}" for name in typing.get_type_hints(Reasoning)),
+    }
+}
