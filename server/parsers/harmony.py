@@ -8,7 +8,7 @@ from .formats import MARKS
 from .parts import Reasoning
 from .scanner import END, NOTHING, WHITE, Edged, Scanner, Script
 
-START, CHANNEL, _, MESSAGE, *ENDS = MARKS["gpt_oss"]
+START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS = MARKS["gpt_oss"]
 MAX_HEADER = 256  # letters; a name has at most 64
 FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 RECIPIENT = re.compile(r"\bto=")
