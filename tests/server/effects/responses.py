@@ -11,7 +11,7 @@ from tests.live import eventually
 from tests.server.wire import RESPONSES, typed
 
 from . import drawing
-from .endpoint import QUESTION, Endpoint
+from .endpoint import END, QUESTION, Endpoint
 
 
 class ResponsesEndpoint(Endpoint):
@@ -65,8 +65,24 @@ TOOL = {
     "type": "function",
     "name": "look",
     "description": "Looks at the sea.",
-    "parameters": {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"far": {"type": "boolean"}},
+        "required": ["far"],
+        "additionalProperties": False,
+    },
 }
+ROW = {
+    "type": "function",
+    "name": "row",
+    "parameters": {
+        "type": "object",
+        "properties": {"oars": {"enum": [2, 4]}},
+        "required": ["oars"],
+        "additionalProperties": False,
+    },
+}
+THOUGHT = {"max_tokens": 60, "structured_outputs": {"choice": ["<think>\nA whale.\n</think>\n\nYes."]}}
 SAYING = {"structured_outputs": {"choice": ['<tool_call>\n{"name": "look", "arguments": {"far": true}}\n</tool_call>']}}
 TOOLED = {"tools": [TOOL], "max_tokens": 100}
 
@@ -121,8 +137,14 @@ def text_format(e):
 
 
 def effort(e):
-    assert e.decode(e.prompt(reasoning={"effort": "none"})).startswith("False")
-    assert e.decode(e.prompt(reasoning={"effort": "low"})).startswith("low")
+    assert e.decode(e.prompt(reasoning={"effort": "high"})).startswith("high")
+    assert e.decode(e.prompt(reasoning={"effort": "none"})).startswith("brisk")
+
+
+def thinking_token_budget(e):
+    shut = {"structured_outputs": None, "thinking_token_budget": 0, "max_tokens": 40}
+    assert e.output(**THOUGHT)[0]["content"][0]["text"] == "A whale."
+    assert "reasoning" not in {item["type"] for item in e.output(**shut)}
 
 
 def tools(e):
@@ -131,10 +153,26 @@ def tools(e):
     assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "look", {"far": True})
 
 
+def called(e, **more):
+    """Names and arguments of the calls that an answer makes."""
+    items = e.output(tools=[TOOL, ROW], max_tokens=120, temperature=1.0, seed=4, **more)
+    return [(item["name"], json.loads(item["arguments"])) for item in items if item["type"] == "function_call"]
+
+
 def tool_choice(e):
     assert "Looks" not in e.decode(e.prompt(tools=[TOOL], tool_choice="none"))
     assert [item["type"] for item in e.output(**TOOLED, **SAYING, tool_choice="none")] == ["message"]
+    assert {name for name, _ in called(e, tool_choice="required")} <= {"look", "row"}
+    [(name, arguments)] = called(e, tool_choice={"type": "function", "name": "row"})
+    assert name == "row" and arguments["oars"] in (2, 4)
+    some = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]}
+    assert {name for name, _ in called(e, tool_choice=some)} == {"look"}
     assert e.post(tool_choice="required").json()["error"]["param"] == "tool_choice", "there are no tools"
+
+
+def parallel_tool_calls(e):
+    again = {"tool_choice": "required", "logit_bias": {str(END): -100}}
+    assert len(called(e, **again, parallel_tool_calls=False)) == 1
 
 
 def chat_template_kwargs(e):
@@ -183,6 +221,8 @@ EFFECTS = {
         "reasoning.effort": effort,
         "tools": tools,
         "tool_choice": tool_choice,
+        "parallel_tool_calls": parallel_tool_calls,
+        "thinking_token_budget": thinking_token_budget,
         "chat_template_kwargs": chat_template_kwargs,
         "structured_outputs": structured_outputs,
         "return_token_ids": return_token_ids,
