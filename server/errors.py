@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -116,7 +116,7 @@ def from_validation(error: ValidationError | RequestValidationError, document: A
     if isinstance(error, ValidationError):
         details = error.errors(include_url=False, include_input=False)
     else:  # what FastAPI reads itself: a place begins with query or path
-        details = [{**item, "loc": item["loc"][1:]} for item in error.errors()]
+        details = [cast("ErrorDetails", {**item, "loc": item["loc"][1:]}) for item in error.errors()]
     # A union reports each of its branches: the one that came furthest into the document is what the client meant,
     # and of several the one that takes values of this type.
     rivals = [(_path(item, document), item) for item in details if item["loc"][:1] == details[0]["loc"][:1]]
