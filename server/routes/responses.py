@@ -140,6 +140,7 @@ class Keeper:
         self.app = app
         self.owner = owner
         self.asked = asked
+        self._items = b""  # the conversation; made once, it can be long
 
     def writer(
         self, asked: ResponsesRequest, head: Head, prompts: list[Prompt], token_text: TokenText
@@ -147,13 +148,17 @@ class Keeper:
         return ResponsesWriter(asked, head, prompts, token_text, defaults=self.app.default_sampling, keep=self.keep)
 
     def keep(self, response: Json) -> None:
-        if not self.asked.is_stored:
-            return
-        id, own = response["id"], self.asked.given
-        named = [{"id": item_id(PREFIXES[item["type"]], id, place), **item} for place, item in enumerate(own)]
-        items = self.asked.items[: -len(own)] + named
-        is_open = response["status"] in OPEN
-        self.app.store.put(Record(id, self.owner, is_open, packed(response), packed(items)))
+        if self.asked.is_stored:
+            self._items = self._items or packed(named(self.asked, response["id"]))
+            is_open = response["status"] in OPEN
+            self.app.store.put(Record(response["id"], self.owner, is_open, packed(response), self._items))
+
+
+def named(asked: ResponsesRequest, response_id: str) -> list[Json]:
+    """The conversation up to the answer; what the request brought gets ids where it has none."""
+    own = asked.given
+    ids = [item_id(PREFIXES[item["type"]], response_id, place) for place, item in enumerate(own)]
+    return asked.items[: -len(own)] + [{"id": id, **item} for id, item in zip(ids, own, strict=True)]
 
 
 async def found(app: Pequod, caller: Caller, response_id: str) -> Record:

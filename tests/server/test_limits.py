@@ -78,6 +78,17 @@ def test_a_request_that_ends_gives_back_what_it_held():
     assert (limits.open_choices, limits.open_tokens) == (0, 0)
 
 
+def test_what_is_handed_over_outlives_the_request():
+    limits, _ = make()
+    caller = Caller()
+    limits.admit(caller, 1, 7)
+    [ticket] = caller.hand_over()
+    caller.leave()
+    assert (limits.open_choices, limits.open_tokens) == (1, 7)
+    ticket.release()
+    assert (limits.open_choices, limits.open_tokens) == (0, 0)
+
+
 def test_prompt_tokens_are_bounded_but_one_prompt_alone_always_gets_in(monkeypatch):
     monkeypatch.setattr(limits_module, "MAX_OPEN_TOKENS", 100)
     limits, _ = make()

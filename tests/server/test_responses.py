@@ -12,6 +12,7 @@ from server.limits import Limits
 from server.protocol.responses_answer import ResponseAnswer
 from server.routes import responses as routes
 from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving, until
+from tests.server.test_equality import CASES, spelt, text_of
 from tests.server.wire import END, LIBRARY, RESPONSES, Odds, ask, ids, run, saying, typed
 
 WEATHER = {
@@ -215,15 +216,15 @@ def bare(items):
 @pytest.mark.parametrize("more", [{}, LOGPROBS, {"stop": "whale"}, {"max_output_tokens": 40}], ids=str)
 def test_deltas_joined_are_the_items_and_equal_the_whole(folder, more):
     rng = random.Random(str(more))
-    pieces = ["<think>", "</think>", CALL, SECOND, "the whale ", "日本語", "🐳", "\n", CALL[:30], "<tool", "hm"]
 
     async def main():
         engine = Odds()
-        async with serving(folder, engine) as (client, _):
-            for _ in range(40):
-                spoken = [*ids("".join(rng.choice(pieces) for _ in range(rng.randrange(1, 7)))), END]
+        async with serving(folder, engine) as (client, app):
+            for formats in CASES * 4:
+                app.state.pequod.formats = formats
+                spoken = [*spelt(text_of(rng, formats)), END]
                 engine.say = lambda request, spoken=spoken: spoken
-                body = {"input": "the sea", "tools": [WEATHER, CLOCK], **more}
+                body = {"input": "the sea", "tools": [WEATHER, CLOCK] if formats.tools else [], **more}
                 engine.per_delta = rng.choice([1, 2, 5, 100])
                 whole = (await client.post(RESPONSES, json=body)).json()
                 engine.per_delta = rng.choice([1, 2, 5, 100])
