@@ -432,8 +432,9 @@ class ResponsesRequest(Conversation):
         return {"template_kwargs": thinking_variables(effort, self.chat_template_kwargs)}
 
     @property
-    def thinking_budget(self) -> int | None:
-        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+    def thinking_budget(self) -> tuple[str, int] | None:
+        most = self.thinking_token_budget
+        return None if most is None or most == -1 else ("thinking_token_budget", most)
 
     @property
     def answer_grammar(self) -> Grammar | None:

@@ -154,11 +154,11 @@ def test_token_ids_are_told_when_asked_for(folder):
     assert len(answer["prompt_token_ids"]) == answer["usage"]["input_tokens"]
 
 
-def test_a_format_is_a_grammar_and_told_as_it_came(folder):
+def test_a_format_is_a_grammar_and_told_as_it_came(tmp_path):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
     engine = FakeEngine(saying("{}"))
-    answer = ask(folder, RESPONSES, {"input": "the sea", "text": {"format": form}}, engine).json()
+    answer = ask(model_folder(tmp_path / "plain"), RESPONSES, {"input": "a", "text": {"format": form}}, engine).json()
     assert answer["text"]["format"] == form
     kind, text = engine.requests[0].params.grammar
     assert (kind, json.loads(text)) == ("json_schema", schema)

@@ -11,7 +11,7 @@ from tests.live import eventually
 from tests.server.wire import RESPONSES, typed
 
 from . import drawing
-from .endpoint import END, QUESTION, Endpoint
+from .endpoint import END, QUESTION, TOKENIZE, Endpoint
 
 
 class ResponsesEndpoint(Endpoint):
@@ -36,7 +36,8 @@ class ResponsesEndpoint(Endpoint):
         return self.ask(**more)["output"]
 
     def text(self, **more):
-        return "".join(part["text"] for item in self.output(**more) for part in item.get("content", ()))
+        items = [item for item in self.output(**more) if item["type"] == "message"]
+        return "".join(part["text"] for item in items for part in item["content"])
 
     def prompt(self, **more):
         return self.ask(**more, return_token_ids=True)["prompt_token_ids"]
@@ -131,8 +132,9 @@ def top_logprobs(e):
 
 def text_format(e):
     named = {"type": "json_schema", "name": "a", "schema": drawing.OBJECT}
-    assert json.loads(e.text(**drawing.ROOM, text={"format": named})) == {"a": 1}
-    assert e.text(text={"format": {"type": "json_object"}}).lstrip().startswith("{")
+    at_once = {**drawing.ROOM, "thinking_token_budget": 0}
+    assert json.loads(e.text(**at_once, text={"format": named})) == {"a": 1}
+    assert e.text(**at_once, text={"format": {"type": "json_object"}}).lstrip().startswith("{")
     assert e.text(text={"format": {"type": "text"}}) == e.text()
 
 
@@ -142,9 +144,15 @@ def effort(e):
 
 
 def thinking_token_budget(e):
-    shut = {"structured_outputs": None, "thinking_token_budget": 0, "max_tokens": 40}
+    [mark] = e.client.post(TOKENIZE, json={"prompt": "<think>", "add_special_tokens": False}).json()["tokens"]
+
+    def thought(**more):
+        answer = e.ask(max_tokens=40, logit_bias={str(mark): 50, str(END): -50}, **more)
+        return answer["usage"]["output_tokens_details"]["reasoning_tokens"]
+
     assert e.output(**THOUGHT)[0]["content"][0]["text"] == "A whale."
-    assert "reasoning" not in {item["type"] for item in e.output(**shut)}
+    assert thought() == thought(thinking_token_budget=-1) == 40
+    assert thought(thinking_token_budget=5) == 7, "the marks are counted too"
 
 
 def tools(e):
@@ -155,7 +163,7 @@ def tools(e):
 
 def called(e, **more):
     """Names and arguments of the calls that an answer makes."""
-    items = e.output(tools=[TOOL, ROW], max_tokens=120, temperature=1.0, seed=4, **more)
+    items = e.output(tools=[TOOL, ROW], max_tokens=120, temperature=1.0, seed=4, thinking_token_budget=0, **more)
     return [(item["name"], json.loads(item["arguments"])) for item in items if item["type"] == "function_call"]
 
 
