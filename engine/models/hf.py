@@ -313,10 +313,10 @@ class Transformers:
 
 @contextmanager
 def overheard(model: Any) -> Iterator[list[Tensor]]:
-    """The last hidden states that the model without its head hands to its head, [1, tokens, hidden], while it runs.
+    """The last hidden states that a model hands to its head while it runs, [1, tokens, hidden].
 
-    Heard and not computed by the model without its head: what a head does beside its product (caps, scales) is its
-    own, and one forward pass gives both. Stays empty where the two are one module.
+    Heard, because a model gives only logits, and what a head does beside its product (caps, scales) is its own. Stays
+    empty where the head is no module of its own.
     """
     found: list[Tensor] = []
 
@@ -325,10 +325,11 @@ def overheard(model: Any) -> Iterator[list[Tensor]]:
         if isinstance(states, Tensor) and states.dim() == 3:
             found.append(states)
 
-    if model.base_model is model:
+    body = model.get_decoder()
+    if body is model:
         yield found
         return
-    hook = model.base_model.register_forward_hook(hear)
+    hook = body.register_forward_hook(hear)
     try:
         yield found
     finally:
