@@ -25,7 +25,8 @@ from .errors import ApiError, deadline, from_exception, invalid
 from .generation import Choice, Due, Generation, Gone, Scores
 from .limits import Caller
 from .prompts import TextTooLong
-from .protocol.common import Head, Json, Output, Prompt, Sampling, TokenText, Writer
+from .protocol.common import Head, Json, Output, Prompt, TokenText, Writer
+from .protocol.sampling import Drawing
 from .schemas import Grammar
 from .state import Pequod
 from .templates import TemplateError
@@ -39,7 +40,7 @@ MAX_SCORES = 1 << 17
 NEVER = -100  # a logit_bias that forbids
 CONTEXT_CODE = "context_length_exceeded"
 
-Body = TypeVar("Body", bound=Sampling)
+Body = TypeVar("Body", bound=Drawing)
 Encode = Callable[[Pequod, Body], Awaitable[list[Prompt]]]
 MakeWriter = Callable[[Body, Head, list[Prompt], TokenText], Writer]
 
@@ -103,7 +104,7 @@ def time_limit(app: Pequod, request: Request) -> Due | None:
     return min(limits, default=None)
 
 
-def check_fields(app: Pequod, info: EngineInfo, body: Sampling) -> None:
+def check_fields(app: Pequod, info: EngineInfo, body: Drawing) -> None:
     """What the schema cannot know: the model's vocabulary and the server's settings."""
     if body.priority and app.settings.scheduling_policy != "priority":
         raise invalid("Invalid 'priority': the server does not run with --scheduling-policy priority.", "priority")
@@ -121,7 +122,7 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
         raise invalid(f"Invalid '{param}': token ids must be in 0..{info.vocab_size - 1}.", param)
 
 
-async def checked_grammar(app: Pequod, body: Sampling) -> Grammar | None:
+async def checked_grammar(app: Pequod, body: Drawing) -> Grammar | None:
     """The grammar of a request, if it has one; raises 400 when it cannot be used."""
     grammar = body.answer_grammar
     if grammar is None:
@@ -156,7 +157,7 @@ def text_error(error: TemplateError | TextTooLong, param: str) -> ApiError:
     return invalid(str(error), param, CONTEXT_CODE if isinstance(error, TextTooLong) else "invalid_value")
 
 
-def room(info: EngineInfo, body: Sampling, ids: Sequence[int], default: int | None) -> int:
+def room(info: EngineInfo, body: Drawing, ids: Sequence[int], default: int | None) -> int:
     """The most tokens that this prompt's answer may have; raises 400 when prompt and answer cannot fit."""
     left = info.max_len - len(ids)
     told = (
@@ -173,7 +174,7 @@ def room(info: EngineInfo, body: Sampling, ids: Sequence[int], default: int | No
     return most
 
 
-def check_scores(body: Sampling, prompts: list[Prompt]) -> None:
+def check_scores(body: Drawing, prompts: list[Prompt]) -> None:
     """Raise 400 when the prompts' own log-probabilities are more than one answer may hold."""
     if body.scoring is None:
         return
@@ -184,7 +185,7 @@ def check_scores(body: Sampling, prompts: list[Prompt]) -> None:
         raise invalid(f"{told} are more than the {MAX_SCORES} that one answer holds.", field)
 
 
-async def spelt(app: Pequod, info: EngineInfo, body: Sampling) -> tuple[tuple[int, ...], ...]:
+async def spelt(app: Pequod, info: EngineInfo, body: Drawing) -> tuple[tuple[int, ...], ...]:
     """The request's bad words as tokens; raises 400 when they and the other fields leave nothing to draw."""
     words: list[tuple[int, ...]] = []
     if body.bad_words:
@@ -205,7 +206,7 @@ async def spelt(app: Pequod, info: EngineInfo, body: Sampling) -> tuple[tuple[in
 def engine_requests(
     app: Pequod,
     caller: Caller,
-    body: Sampling,
+    body: Drawing,
     prompts: list[Prompt],
     max_tokens: list[int],
     *,
@@ -245,7 +246,7 @@ def seed_of_choice(seed: int, index: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def make_choices(app: Pequod, body: Sampling, requests: list[EngineRequest], grammar_field: str) -> list[Choice]:
+def make_choices(app: Pequod, body: Drawing, requests: list[EngineRequest], grammar_field: str) -> list[Choice]:
     """A Choice per request; those of one prompt share its scores."""
     choices = []
     scores = None
@@ -257,13 +258,13 @@ def make_choices(app: Pequod, body: Sampling, requests: list[EngineRequest], gra
     return choices
 
 
-def text_stream(app: Pequod, body: Sampling, request: EngineRequest) -> TextStream:
+def text_stream(app: Pequod, body: Drawing, request: EngineRequest) -> TextStream:
     assert app.tokenizer is not None
     return TextStream(
         app.tokenizer,
         body.stops,
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special=body.skip_special_tokens is not False,
+        hidden=app.tokenizer.special_ids if body.skip_special_tokens is not False else (),
         context=request.prompt_ids,
         strip=body.answer_grammar is None,
         min_tokens=body.min_tokens or 0,
@@ -276,7 +277,7 @@ def text_stream(app: Pequod, body: Sampling, request: EngineRequest) -> TextStre
 class Answer(Response):
     """Runs a Generation while it is being sent; an error before the first byte leaves as an ordinary exception."""
 
-    def __init__(self, generation: Generation, writer: Writer, body: Sampling) -> None:
+    def __init__(self, generation: Generation, writer: Writer, body: Drawing) -> None:
         super().__init__()
         self.generation = generation
         self.writer = writer
@@ -321,7 +322,7 @@ class Stream:
     The head waits for the first token or for HEARTBEAT_S, so that whatever fails until then has its own status.
     """
 
-    def __init__(self, generation: Generation, writer: Writer, body: Sampling, send: Send) -> None:
+    def __init__(self, generation: Generation, writer: Writer, body: Drawing, send: Send) -> None:
         self.generation = generation
         self.writer = writer
         self.request = body
@@ -333,7 +334,7 @@ class Stream:
             async for outputs in self.generation.outputs():
                 await self._begin()
                 await self._write(await self._frames(outputs) if outputs else sse.HEARTBEAT)
-            await self._write(self._events(self.writer.closing(self.generation.usage())) + sse.DONE, more=False)
+            await self._write(self._events(self.writer.closing(self.generation.usage())) + self.writer.end, more=False)
         except Gone:
             raise
         except Exception as error:
@@ -341,7 +342,8 @@ class Stream:
                 raise
             self.generation.stop(error, "error")
             # The status has gone: the error is the last event, never a cut connection.
-            await self._write(sse.frame(from_exception(error).body()) + sse.DONE, more=False)
+            failure = self.writer.failure(from_exception(error), self.generation.usage())
+            await self._write(failure + self.writer.end, more=False)
 
     async def _begin(self) -> None:
         if self.has_begun:
@@ -368,7 +370,7 @@ class Stream:
         return self.generation.usage() if self.request.continuous_usage else None
 
     def _events(self, chunks: list[Json]) -> bytes:
-        return b"".join(sse.frame(msgspec.json.encode(chunk)) for chunk in chunks)
+        return b"".join(self.writer.frame(chunk) for chunk in chunks)
 
     async def _write(self, data: bytes, more: bool = True) -> None:
         if data or not more:

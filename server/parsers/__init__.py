@@ -7,22 +7,26 @@ once `join` has put them together, and every API writes its own events from them
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
-class Content(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Content:
     """More text of the answer."""
 
     text: str
 
 
-class Reasoning(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Reasoning:
     """More text of what the model thinks before it answers."""
 
     text: str
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Call:
     """The model begins to call a function: the answer's call number `index`, counted from 0."""
 
     index: int
@@ -30,7 +34,8 @@ class Call(NamedTuple):
     name: str
 
 
-class Arguments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Arguments:
     """More of the JSON text of a call's arguments."""
 
     index: int

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ..schemas import MAX_SOURCE, Grammar
-from .common import Sampling, Text
+from .sampling import Sampling, Text
 from .wire import LABEL, Wire, clash
 
 MAX_CHOICES = 8192  # of which the source's size allows fewer
