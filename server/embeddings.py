@@ -17,6 +17,10 @@ from .protocol.common import Output, Prompt
 from .protocol.embeddings import EmbeddingRequest
 from .state import Pequod
 
+# Inputs of one request that the engine has at a time, as multiples of what it runs: the next ones lie ready when a step
+# ends, and whoever comes waits for these and not for thousands.
+FULLS = 2
+
 
 async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
     """Take a request in, or raise the ApiError that it deserves; nothing has been sent when this returns."""
@@ -28,8 +32,7 @@ async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRe
     assert info is not None
     check_priority(app, body.priority)
     check_vector(info, body)
-    # As many at a time as the engine runs: it stays busy, and whoever comes waits for these and not for thousands.
-    window = min(len(body.inputs), app.limits.max_seqs)
+    window = min(len(body.inputs), FULLS * app.limits.max_seqs, app.limits.max_choices)
     ticket = app.limits.admit(caller, window)
     prompts = await encoded(encode(app, info, body), "input", due)
     check_lengths(info, prompts)
