@@ -21,11 +21,14 @@ from starlette.types import Receive, Scope, Send
 from engine import EngineInfo, EngineRequest
 
 from . import sse
+from .conversation import hidden_ids
+from .conversation import parser as message_parser
 from .errors import ApiError, deadline, from_exception, invalid
 from .generation import Choice, Due, Generation, Gone, Scores
 from .limits import Caller
 from .prompts import TextTooLong
 from .protocol.common import Head, Json, Output, Prompt, TokenText, Writer
+from .protocol.conversation import Conversation
 from .protocol.sampling import Drawing
 from .schemas import Grammar
 from .state import Pequod
@@ -258,17 +261,23 @@ def make_choices(app: Pequod, body: Drawing, requests: list[EngineRequest], gram
         if index % body.num_choices == 0:
             scores = None if body.scoring is None else Scores()
         stream = text_stream(app, body, request)
-        choices.append(Choice(index, request, stream, grammar_field, scores=scores, is_silent=body.only_scores))
+        parser = message_parser(app, body, request.prompt_ids) if isinstance(body, Conversation) else None
+        choices.append(
+            Choice(index, request, stream, grammar_field, parser=parser, scores=scores, is_silent=body.only_scores)
+        )
     return choices
 
 
 def text_stream(app: Pequod, body: Drawing, request: EngineRequest) -> TextStream:
     assert app.tokenizer is not None
+    hidden = hidden_ids(app) if isinstance(body, Conversation) else app.tokenizer.special_ids
+    if body.skip_special_tokens is False:
+        hidden = frozenset()
     return TextStream(
         app.tokenizer,
         body.stops,
         include_stop=bool(body.include_stop_str_in_output),
-        hidden=app.tokenizer.special_ids if body.skip_special_tokens is not False else (),
+        hidden=hidden,
         context=request.prompt_ids,
         strip=body.answer_grammar is None,
         min_tokens=body.min_tokens or 0,

@@ -189,6 +189,11 @@ class Tokenizer:
         """The vocabulary's own spelling of each token; empty for ids outside it."""
         return [_token(self._library, token_id) or "" for token_id in ids]
 
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """The ids of those of these tokens that the vocabulary has."""
+        found = (self._library.token_to_id(token) for token in tokens)
+        return frozenset(token_id for token_id in found if token_id is not None)
+
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """A token's text within a text, and its exact bytes.
 

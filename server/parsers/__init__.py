@@ -1,107 +1,44 @@
 """What a model's text means: the answer itself, its reasoning, and the calls of tools.
 
 A MessageParser turns one choice's growing text into parts. The parts do not depend on how the text was cut into feeds
-once `join` has put them together, and every API writes its own events from them.
+once `join` has put them together, and every API writes its own events from them. Which format a model writes is seen in
+its chat template.
 """
 
-from __future__ import annotations
+from .formats import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, markers, reasoning_opened
+from .parts import (
+    Arguments,
+    Call,
+    CalledTool,
+    Content,
+    Message,
+    MessageParser,
+    Part,
+    Plain,
+    Reasoning,
+    Schema,
+    join,
+)
+from .readers import message_parser
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """More text of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """More text of what the model thinks before it answers."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The model begins to call a function: the answer's call number `index`, counted from 0."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """More of the JSON text of a call's arguments."""
-
-    index: int
-    text: str
-
-
-Part = Content | Reasoning | Call | Arguments
-
-
-class MessageParser(Protocol):
-    """Reads one choice's text, in time linear in it."""
-
-    def feed(self, text: str) -> list[Part]:
-        """The parts that this piece of text makes certain, in the order of the text."""
-
-    def finish(self) -> list[Part]:
-        """The parts that were held back; what was begun and never ended is told as far as it came."""
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether what comes next is, as far as is known, reasoning: its tokens are counted as such."""
-
-
-class Plain:
-    """The parser of models without markers: all text is the answer."""
-
-    is_reasoning = False
-
-    def feed(self, text: str) -> list[Part]:
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[Part]:
-        return []
-
-
-class CalledTool(NamedTuple):
-    """One whole call."""
-
-    id: str
-    name: str
-    arguments: str  # JSON text
-
-
-class Message(NamedTuple):
-    """All parts of one choice, put together."""
-
-    content: str
-    reasoning: str
-    calls: tuple[CalledTool, ...]
-
-
-def join(parts: Iterable[Part]) -> Message:
-    """The message that the parts make."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: dict[int, Call] = {}
-    arguments: dict[int, list[str]] = {}
-    for part in parts:
-        if isinstance(part, Content):
-            content.append(part.text)
-        elif isinstance(part, Reasoning):
-            reasoning.append(part.text)
-        elif isinstance(part, Call):
-            calls[part.index] = part
-            arguments[part.index] = []
-        else:
-            arguments[part.index].append(part.text)
-    called = tuple(CalledTool(call.id, call.name, "".join(arguments[index])) for index, call in calls.items())
-    return Message("".join(content), "".join(reasoning), called)
+__all__ = [
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "Arguments",
+    "Call",
+    "CalledTool",
+    "Content",
+    "Formats",
+    "Message",
+    "MessageParser",
+    "Part",
+    "Plain",
+    "Reasoning",
+    "Schema",
+    "detect",
+    "ends_reasoning",
+    "join",
+    "markers",
+    "message_parser",
+    "reasoning_opened",
+]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .common import Json
 from .sampling import Drawing
 
 if TYPE_CHECKING:
     from ..prompts import RenderOptions
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class Tool(NamedTuple):
@@ -59,6 +62,19 @@ class Conversation(Drawing):
         return None
 
     @property
+    def effort(self) -> tuple[str, Effort] | None:
+        """The field that says how much the model is to think, and its value; medium is what models do anyway."""
+        return None
+
+    @property
     def thinking_budget(self) -> int | None:
         """The most tokens of reasoning; None: as many as the model wants."""
         return None
+
+
+def thinking_variables(effort: Effort | None, own: Json | None) -> Json | None:
+    """What the template is told about thinking: by the effort, but first of all by the request's own variables."""
+    if effort is None:
+        return own
+    told: Json = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return told | (own or {})
