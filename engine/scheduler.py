@@ -19,7 +19,7 @@ from .batch import Batch, Entered, Row, StepTokens
 from .blocks import BlockPool, root_hash
 from .config import EngineConfig
 from .sequence import Sequence, Status
-from .types import EngineRequest, StepStats, TokenDelta, TokenLogprob
+from .types import EngineRequest, Pooling, StepStats, TokenDelta, TokenLogprob
 
 # Logits of every position of a chunk are wide: 64 rows of a vocabulary of 152,000 are 39 MB in float32.
 SCORED_TOKENS = 64
@@ -125,18 +125,20 @@ class Scheduler:
         if not request.prompt_ids:
             return "the prompt has no tokens"
         if request.params.pooling is not None:
-            return self._never_pooled(request)
+            return self._never_pooled(request, request.params.pooling)
         if length >= self.max_len:
             return f"the prompt has {length} tokens, and the model takes {self.max_len} of prompt and output together"
         if request.params.max_tokens <= len(request.output_ids):
             return "there is no token left to draw"
         return self._strange((*request.prompt_ids, *request.output_ids))
 
-    def _never_pooled(self, request: EngineRequest) -> str | None:
+    def _never_pooled(self, request: EngineRequest, pooling: Pooling) -> str | None:
         """The same for a prompt that becomes a vector: nothing is drawn, so that it may take all the room."""
-        length, kind = len(request.prompt_ids), request.params.pooling.kind if request.params.pooling else ""
-        if kind not in POOLINGS:
-            return f"unknown pooling {kind!r}; known: {', '.join(POOLINGS)}"
+        length = len(request.prompt_ids)
+        if pooling.kind not in POOLINGS:
+            return f"unknown pooling {pooling.kind!r}; known: {', '.join(POOLINGS)}"
+        if pooling.dimensions is not None and pooling.dimensions < 1:
+            return "a vector has at least one dimension"
         if request.output_ids:
             return "a prompt that becomes a vector has no output"
         if length > self.max_len:

@@ -13,7 +13,7 @@ class Pooling(Struct, frozen=True, array_like=True, kw_only=True):
     """How a sequence's last hidden states (behind the final norm) become one vector of length 1."""
 
     kind: str = "last"  # last: the last token's; mean: the mean over all tokens, which takes nothing from the cache
-    dimensions: int | None = None  # of the vector, its first ones; None: the model's hidden_size
+    dimensions: int | None = None  # of the vector, its first ones; None, or more than there are: all of them
 
 
 class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):

@@ -19,7 +19,7 @@ from .state import Pequod
 
 # Inputs of one request that the engine has at a time, as multiples of what it runs: the next ones lie ready when a step
 # ends, and whoever comes waits for these and not for thousands.
-FULLS = 2
+DEPTH = 2
 
 
 async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
@@ -32,7 +32,7 @@ async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRe
     assert info is not None
     check_priority(app, body.priority)
     check_vector(info, body)
-    window = min(len(body.inputs), FULLS * app.limits.max_seqs, app.limits.max_choices)
+    window = min(len(body.inputs), DEPTH * app.limits.max_seqs, app.limits.max_choices)
     ticket = app.limits.admit(caller, window)
     prompts = await encoded(encode(app, info, body), "input", due)
     check_lengths(info, prompts)

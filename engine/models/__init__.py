@@ -21,7 +21,7 @@ class Outputs(NamedTuple):
     """What one forward pass gives."""
 
     logits: Tensor  # [n, vocab_size] in float32, or float64 where the model runs in it
-    hidden: Tensor | None = None  # [m, hidden_size] behind the final norm, in the model's dtype; None: nobody asked
+    hidden: Tensor | None = None  # [m, hidden_size] behind the final norm, in the model's dtype; None: not asked or had
 
 
 class Model(Protocol):
@@ -44,8 +44,8 @@ class Model(Protocol):
     ) -> Outputs:
         """Store the tokens (ids, positions: [tokens] int64) in the cache; give logits and hidden states of some.
 
-        `logits_at` is [n] int64, places in the flattened line of tokens, n may be 0; `hidden_at` likewise [m], only
-        where the spec has a hidden_size.
+        `logits_at` is [n] int64, places in the flattened line of tokens, n may be 0; `hidden_at` likewise [m]. Where
+        the spec has no hidden_size there are no hidden states to be had.
         """
 
 

@@ -254,10 +254,8 @@ class Transformers:
         hidden_at: Tensor | None = None,
     ) -> Outputs:
         """Model.forward."""
-        listening: AbstractContextManager[list[Tensor]] = nullcontext([])
-        if hidden_at is not None:
-            listening = overheard(self.model)
-        with listening as found:
+        silence: AbstractContextManager[list[Tensor]] = nullcontext([])
+        with silence if hidden_at is None else overheard(self.model) as found:
             logits: Tensor = self.model(
                 input_ids=ids[None],
                 position_ids=positions[None],
@@ -267,7 +265,7 @@ class Transformers:
             ).logits[0]
         if not self._keeps:
             logits = logits[logits_at]
-        hidden = None if hidden_at is None else found[0][0, hidden_at]
+        hidden = found[0][0, hidden_at] if found else None
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
 
     def check_isolation(self, device: torch.device) -> None:

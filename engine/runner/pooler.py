@@ -14,6 +14,8 @@ from ..types import Pooling
 
 NOT_FINITE = "the hidden states for this request are not finite numbers, or are all zero"
 
+NOT_TOLD = "this model tells no hidden states"
+
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
@@ -43,12 +45,16 @@ class Pooler:
         self._pooling.pop(slot, None)
         self._sums.pop(slot, None)
 
-    def pool(self, hidden: Tensor, places: dict[int, slice], slots: NDArray[np.int64], rows: list[Row]) -> Pooled:
+    def pool(
+        self, hidden: Tensor | None, places: dict[int, slice], slots: NDArray[np.int64], rows: list[Row]
+    ) -> Pooled:
         """Take a step's hidden states in.
 
-        hidden: [states, hidden]. places: row -> its states among them. slots: [rows]. When this raises, as for lack of
-        memory, nothing has been taken in and the step can be computed again.
+        hidden: [states, hidden], None: the model has none to tell. places: row -> its states among them. slots:
+        [rows]. When this raises, as for lack of memory, nothing has been taken in and the step can be computed again.
         """
+        if hidden is None:
+            return Pooled(errors=dict.fromkeys(places, NOT_TOLD))
         sums: dict[int, Tensor] = {}
         ready: dict[int, Tensor] = {}
         for index, place in places.items():

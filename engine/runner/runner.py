@@ -74,7 +74,7 @@ class Step:
                 errors |= {row: sampler.problems[slot] for row, slot in of_slot if slot in sampler.problems}
             for row in errors:
                 token_ids[row] = []
-            if outputs.hidden is not None:  # at the end: whatever fails before leaves the sums as they were
+            if prepared.pooled:  # at the end: whatever fails before leaves the sums as they were
                 pooled = self.runner.pooler.pool(outputs.hidden, prepared.pooled, prepared.slots, self.batch.rows)
                 embeddings = pooled.embeddings
                 errors |= pooled.errors

@@ -176,12 +176,13 @@ def test_what_cannot_be_embedded_is_told_and_nobody_else_notices(home):
             last(engine, embedding((5,), Pooling(kind="max"), 3)),
             last(engine, embedding((5,), LAST, 4, output_ids=(6,))),
             last(engine, embedding((), LAST, 5)),
+            last(engine, embedding((5,), Pooling(dimensions=0), 7)),
             last(engine, embedding((5,), LAST, 6)),
         )
         told = [delta.error for delta in deltas]
         assert [str(MAX_LEN + 1) in told[0], str(VOCAB) in told[1], "max" in told[2]] == [True] * 3
-        assert ["output" in told[3], "no tokens" in told[4], told[5]] == [True, True, None]
-        assert [delta.embedding is None for delta in deltas] == [True] * 5 + [False]
+        assert ["output" in told[3], "no tokens" in told[4], "dimension" in told[5], told[6]] == [True] * 3 + [None]
+        assert [delta.embedding is None for delta in deltas] == [True] * 6 + [False]
 
     run(config(folder), use)
 
@@ -325,6 +326,16 @@ def test_hidden_states_that_are_no_numbers_fail_their_row_alone():
     got = step(runner, rows, [entered(i, LAST, 2) for i in range(2)])
     assert list(got.errors) == [0] and "not finite" in got.errors[0]
     assert list(got.embeddings) == [1]
+
+
+def test_a_model_that_tells_no_hidden_states_fails_such_rows_alone():
+    model, runner = make()
+    forward = model.forward
+    model.forward = lambda *args, hidden_at: forward(*args, hidden_at=None)
+    rows = [Row(1, 0, [3, 1], [0], 0, num_hidden=2), Row(2, 0, [6], [5], 1)]
+    got = step(runner, rows, [entered(1, MEAN, 4), Entered(2, GREEDY, 1, [])])
+    assert list(got.errors) == [0] and "no hidden states" in got.errors[0]
+    assert got.token_ids == [[], [model.greedy([6])]]
 
 
 # transformers' models
