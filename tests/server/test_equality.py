@@ -7,10 +7,11 @@ import pytest
 
 from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, markers
 from tests.fakes import model_folder, serving
+from tests.server.test_parsers import write
 from tests.server.test_tools import CLOCK, WEATHER
-from tests.server.wire import CHAT, END, LIBRARY, QUESTION, Odds, chunks, ids
+from tests.server.wire import CHAT, END, QUESTION, Odds, chunks, ids
 
-EXAMPLES = 40  # of each format
+EXAMPLES = 24  # of each format
 WORDS = [
     "the sea", " whale", "\n", "\n\n", " ", "日本語", "🐳", "é", "{", "}", '"', "\\", "<", ">", "[", "]", "</", "null",
     '{"name": "weather", "arguments": {"place": "Nantucket"}}', '{"name": "clock", "parameters": {}}',
@@ -18,19 +19,28 @@ WORDS = [
     "<function=weather>\n<parameter=place>\nNantucket\n</parameter>\n</function>", "commentary to=functions.clock ",
     "analysis", "final", "json", "function", "```json\n", "\n```",
 ]  # fmt: skip
-CASES = [Formats(tools, reasoning) for tools in TOOL_FORMATS for reasoning in ("think",)]
-CASES += [Formats("hermes", reasoning) for reasoning in REASONING_FORMATS if reasoning != "think"]
+CASES = [Formats(tools, "think") for tools in TOOL_FORMATS if tools != "gpt_oss"] + [Formats("gpt_oss", "gpt_oss")]
+CASES += [Formats("hermes", reasoning) for reasoning in REASONING_FORMATS if reasoning not in ("think", "gpt_oss")]
 CASES += [Formats(None, "think"), Formats("hermes", None), Formats()]
 
 
 def text_of(rng, formats):
-    """Marks, half marks and what may stand between them."""
+    """A message as it should be, or marks, half marks and what may stand between them."""
+    if formats.tools and formats.reasoning and rng.random() < 0.4:
+        calls = [("weather", {"place": rng.choice(WORDS)}), ("clock", {})][: rng.randrange(3)]
+        return write(formats, rng.choice(["", "hm"]), rng.choice(["", "the sea"]), calls) or "the sea"
     marks = [*sorted(markers(formats)), "<think>", "</think>"]
     pieces = []
     for _ in range(rng.randrange(1, 14)):
         piece = rng.choice(marks if rng.random() < 0.45 else WORDS)
         pieces.append(piece if rng.random() < 0.9 else piece[: rng.randrange(len(piece) + 1)])
-    return "".join(pieces)
+    return "".join(pieces) or "the sea"
+
+
+def spelt(text):
+    """Tokens of a text in which the fake model's own end token does not stand."""
+    first, *others = text.split("<|end|>")
+    return ids(first) + [token for other in others for token in [*ids("<|en"), *ids("d|>"), *ids(other)]]
 
 
 def merged(answer_chunks):
@@ -83,7 +93,7 @@ def test_a_stream_joined_is_the_whole_answer(tmp_path, formats):
             app.state.pequod.formats = formats
             for _ in range(EXAMPLES):
                 text = text_of(rng, formats)
-                spoken = ids(text) + [END]
+                spoken = [*spelt(text), END]
                 engine.say = lambda request, spoken=spoken: spoken
                 body = {"messages": QUESTION, "logprobs": True, "return_token_ids": True, "seed": 1}
                 if formats.tools and rng.random() < 0.8:
@@ -107,6 +117,5 @@ def test_a_stream_joined_is_the_whole_answer(tmp_path, formats):
 
     asyncio.run(main())
     assert "content" in kinds and "stop" in kinds
-    assert formats.reasoning is None or "reasoning_content" in kinds
-    assert formats.tools is None or "tool_calls" in kinds, "no call in all these examples"
-    assert LIBRARY.decode(ids("🐳")) == "🐳"
+    if formats.tools and formats.reasoning:
+        assert {"reasoning_content", "tool_calls"} <= kinds
