@@ -268,7 +268,7 @@ class Settings(BaseSettings):
         "limits", 10_000, "stored responses, above it the longest unused go", "N", ge=1, le=2**31 - 1
     )
     max_stored_bytes: Annotated[Bytes, Field(ge=1024, le=2**50)] = setting(
-        "limits", 256 << 20, "size of all stored responses, such as 256MiB", "SIZE"
+        "limits", 64 << 20, "most bytes of all stored responses, such as 64MiB", "SIZE"
     )
     ignore_fields: Names = setting("limits", [], "unknown request fields to drop instead of refusing: a,b", "FIELD")
 
