@@ -14,15 +14,10 @@ from ..conversation import encode
 from ..errors import OPENAI_ERRORS, invalid, not_found, shown
 from ..limits import Caller, UserDep
 from ..protocol.common import Head, Json, Prompt, TokenText
-from ..protocol.responses import MAX_ITEMS, ResponsesRequest
-from ..protocol.responses_answer import (
-    InputItems,
-    ResponseAnswer,
-    ResponseDeleted,
-    ResponsesWriter,
-    item_id,
-    response_of,
-)
+from ..protocol.responses import ResponsesRequest
+from ..protocol.responses_answer import ResponsesWriter, item_id, response_of
+from ..protocol.responses_items import MAX_ITEMS
+from ..protocol.responses_object import InputItems, ResponseAnswer, ResponseDeleted
 from ..state import AppDep, Pequod
 from ..store import Record, packed, unpacked
 

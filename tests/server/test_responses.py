@@ -9,7 +9,7 @@ import pydantic
 import pytest
 
 from server.limits import Limits
-from server.protocol.responses_answer import ResponseAnswer
+from server.protocol.responses_object import ResponseAnswer
 from server.routes import responses as routes
 from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving, until
 from tests.server.test_equality import CASES, spelt, text_of
