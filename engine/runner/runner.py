@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from .. import attention, hub, memory, models
+from .. import attention, hub, memory, models, roofline
 from ..batch import Batch, Entered, Masks, Row, StepTokens
 from ..config import EngineConfig, check
 from ..loop import StepOutOfMemory
@@ -244,6 +244,7 @@ def build(
         load_seconds=time.monotonic() - began,
         torch=str(torch.__version__),
         notes=plan.notes,
+        roofline=_guarded(lambda: roofline.measure(spec, device)),
     )
     return runner, info, runner.config
 

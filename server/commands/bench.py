@@ -1,0 +1,20 @@
+"""`pequod bench`: how fast and how exact a server is. Each part is a module of server/bench."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from . import Command
+
+PARTS = {
+    "latency": "one request at a time: first token, time per token, the step by phase",
+    "throughput": "many requests at once: tokens per second",
+    "serve": "requests that arrive at a rate or as a trace says",
+}
+
+
+def part(name: str) -> Command:
+    """The module behind `pequod bench NAME`."""
+    return cast("Command", import_module(f"..bench.{name}", __package__))
