@@ -2,9 +2,9 @@
 
     python -m engine.roofline --json '{"model": "some/folder"}'
 
-takes an EngineConfig as JSON and prints a Roofline with its model as one JSON object per line: one at once, and another,
-measured anew, for every line on standard input. A machine's bandwidth drifts when others share it, so that who compares
-two measurements asks in between. Exit code 2 goes with an object that holds `error`.
+takes an EngineConfig as JSON and prints a Roofline as one JSON object per line: one at once, and another for every line
+on standard input. A machine's bandwidth drifts when others share it, so that who compares two measurements asks in
+between. Exit code 2 goes with an object that holds `error`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from . import hub, memory, models
 from .config import EngineConfig, check
 from .types import EngineError, Roofline
 
-# More than caches hold, or their speed would be taken for the memory's; what a start can afford, and what a measurement.
+Pick = Callable[[list[float]], float]
+
+# More than caches hold, or their speed would be taken for the memory's: what a start can afford, what a measurement.
 QUICK_BYTES, QUICK_READS = 48 << 20, 2
 BYTES, READS = 512 << 20, 9
 # Rows, inputs and outputs of a product; the quick one takes single milliseconds on two cores.
@@ -44,7 +46,7 @@ def measure(spec: models.ModelSpec, device: torch.device, quick: bool = True) ->
     asked = shape(spec)
     if asked is None:
         return None
-    reads = read_rate(device, QUICK_BYTES, QUICK_READS) if quick else read_rate(device, BYTES, READS)
+    reads = read_rate(device, QUICK_BYTES, QUICK_READS, min) if quick else read_rate(device, BYTES, READS)
     shapes, times = ((QUICK_SHAPE,), QUICK_PRODUCTS) if quick else (SHAPES, PRODUCTS)
     # Weights of any dtype can be multiplied in float32, so a slow product in a narrow one is no limit of the machine.
     dtypes = {spec.dtype, torch.float32} if device.type == "cpu" else {spec.dtype}
@@ -74,12 +76,15 @@ def shape(spec: models.ModelSpec) -> Roofline | None:
     )
 
 
-def read_rate(device: torch.device, size: int, reads: int) -> float:
-    """Bytes per second: on a CPU of a sum over memory, on a GPU of a copy (what is read and what is written)."""
+def read_rate(device: torch.device, size: int, reads: int, pick: Pick = statistics.median) -> float:
+    """Bytes per second: on a CPU of a sum over memory, on a GPU of a copy (what is read and what is written).
+
+    `pick` chooses among the times; of few, the shortest is the one that neighbours disturbed least.
+    """
     if device.type == "cuda":
         source = torch.ones(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        return 2 * size / _seconds(lambda: target.copy_(source), reads, device)
+        return 2 * size / _seconds(lambda: target.copy_(source), reads, device, pick)
     # Huge pages where the system gives them: the pages of a plain allocation would take most of a quick measurement.
     block = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -87,7 +92,7 @@ def read_rate(device: torch.device, size: int, reads: int) -> float:
             block.madvise(mmap.MADV_HUGEPAGE)
     numbers = torch.frombuffer(block, dtype=torch.int64)
     numbers[:: mmap.PAGESIZE // 8] = 1  # until it is written, all pages are one page of zeros
-    return size / _seconds(numbers.sum, reads, device)
+    return size / _seconds(numbers.sum, reads, device, pick)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], times: int) -> float:
@@ -97,11 +102,11 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, shape: tuple[int, int,
         rows, inputs, outputs = (4 * each for each in shape)
     x = torch.ones(rows, inputs, dtype=dtype, device=device)
     weight = torch.ones(outputs, inputs, dtype=dtype, device=device)
-    return 2 * rows * inputs * outputs / _seconds(lambda: F.linear(x, weight), times, device)
+    return 2 * rows * inputs * outputs / _seconds(lambda: F.linear(x, weight), times, device, min)
 
 
-def _seconds(work: Callable[[], Any], times: int, device: torch.device) -> float:
-    """The median time of some work after a first one that does not count."""
+def _seconds(work: Callable[[], Any], times: int, device: torch.device, pick: Pick) -> float:
+    """The picked time of some work, after a first one that does not count."""
     taken = []
     for _ in range(times + 1):
         if device.type == "cuda":
@@ -111,7 +116,7 @@ def _seconds(work: Callable[[], Any], times: int, device: torch.device) -> float
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])
+    return pick(taken[1:])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -274,8 +274,11 @@ def refusal(status: int, content: bytes) -> str:
     return f"the server answered {status}" + (f": {str(message)[:300]}" if message else "")
 
 
-async def connect(url: str, model: str | None, key: str | None, api: str = "completions") -> Target:
-    """A server at a URL, asked what it takes. Raises Failure where nobody answers, UsageError for a bad address."""
+async def connect(url: str, model: str | None, key: str | None, api: str = "completions", ask: bool = True) -> Target:
+    """A server at a URL; `ask`: by small requests, what it takes.
+
+    Raises Failure where nobody answers, UsageError for a bad address.
+    """
     import httpx
 
     url = url.rstrip("/").removesuffix("/v1")
@@ -296,7 +299,8 @@ async def connect(url: str, model: str | None, key: str | None, api: str = "comp
             raise Failure(f"{url} does not tell which models it serves; name one with --model")
         version = await _get(http, "/version", needed=False)
         target = Target(http, url, name, api, version, card.get("max_model_len"))
-        await probe(target)
+        if ask:
+            await probe(target)
     except BaseException:
         await http.aclose()
         raise

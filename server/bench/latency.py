@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..commands import Parser
-from . import options
-from .figures import Figures, notes, spread, summarize
+from ..commands import Parser, settings_from
+from . import limits, options, plots
+from .figures import Figures, median, notes, spread, summarize
 from .session import Session, opened, rounds, tell
 from .show import check, give, number, spread_table, table
-from .steps import PHASES, Step, decoding, phases, prefilling
+from .steps import PHASES, Step, decoding, least, phases, prefilling
+
+if TYPE_CHECKING:
+    from engine import Roofline
 
 LABELS = [
     ("ttft_p50_s", "first token", "s"),
@@ -46,13 +49,19 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the figures of single requests."""
     check(arguments)
-    result, text = asyncio.run(measure(arguments))
-    give(arguments, result, text)
+    result = asyncio.run(measure(arguments))
+    if arguments.plot is not None and result.get("steps"):
+        title = f"{result['server']['name']}, {result['server']['model']}: a decode step by phase"
+        best = {rows: each["limit_s"] for rows, each in result["steps"].items() if "limit_s" in each}
+        plots.phases(arguments.plot / "step.png", title, result["steps"], best)
+    give(arguments, result, shown(result))
     return 0
 
 
-async def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """The result as JSON has it, and as a table."""
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The result as JSON has it."""
+    # Before the server is there, so that the two do not disturb each other.
+    limit = None if arguments.url is not None else await limits.known(settings_from(arguments).settings)
     async with opened(arguments) as session:
         given = arguments.input_len, arguments.output_len
         session.check_length(sum(given))
@@ -74,13 +83,15 @@ async def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         }
         if session.is_own:
             result["prefill"] = phases(prefilling(steps))
-            result["steps"] = await by_rows(session, arguments, steps)
+            result["steps"] = await by_rows(session, arguments, steps, limit)
     tell(result["notes"])
-    return result, shown(result)
+    return result
 
 
-async def by_rows(session: Session, arguments: argparse.Namespace, alone: list[Step]) -> dict[str, Figures]:
-    """Medians of the decode steps with so many rows, by their number."""
+async def by_rows(
+    session: Session, arguments: argparse.Namespace, alone: list[Step], limit: Roofline | None
+) -> dict[str, Figures]:
+    """Medians of the decode steps with so many rows, by their number, and the least time that they could take."""
     found = {}
     for rows in arguments.rows:
         steps = alone
@@ -91,6 +102,8 @@ async def by_rows(session: Session, arguments: argparse.Namespace, alone: list[S
         seen = decoding(steps, rows)
         if seen:
             found[str(rows)] = {"steps": len(seen), **phases(seen)}
+            if limit is not None:
+                found[str(rows)]["limit_s"] = median(least(limit, step) for step in seen)
     return found
 
 
@@ -109,5 +122,7 @@ def shown(result: dict[str, Any]) -> str:
         names = ["step", *PHASES, "rest"]
         body = [[name, *(number(each[f"{name}_s"], "s") for each in steps.values())] for name in names]
         body[-1][0] = "all but forward"
+        if all("limit_s" in each for each in steps.values()):
+            body.append(["this machine's limit", *(number(each["limit_s"], "s") for each in steps.values())])
         lines += ["", table(head, body)]
     return "\n".join(lines)

@@ -58,6 +58,12 @@ def json_place(text: str) -> Path | None:
     return Path(text)
 
 
+def add_own(parser: Parser) -> None:
+    """MODEL with the settings of the Pequod to start, for what can be seen of no other server."""
+    parser.set_defaults(url=None, api="completions")
+    add_settings(parser, "model", "engine", "limits", extra=["api_key"])
+
+
 def add_server(parser: Parser) -> None:
     """MODEL with the settings of the Pequod to start, or --url."""
     box = parser.add_argument_group("server")

@@ -1,4 +1,4 @@
-"""PNG plots of results, the machine's limit drawn in where it is known. matplotlib is imported here and when asked for."""
+"""PNG plots of results, the machine's limit drawn in where it is known. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -91,6 +91,8 @@ def context(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> Path
 
 def phases(path: Path, title: str, steps: Mapping[str, Mapping[str, float]], limits: Mapping[str, float]) -> Path:
     """A decode step's time by phase, a bar for each number of rows; `limits`: the least time of each, in seconds."""
+    from matplotlib.patheffects import withStroke
+
     figure, axes = _figure(title, "median time of a decode step (ms)", "")
     rows = list(steps)
     left = [0.0] * len(rows)
@@ -105,7 +107,8 @@ def phases(path: Path, title: str, steps: Mapping[str, Mapping[str, float]], lim
         if row in limits:
             label = "this machine's limit" if row == next(iter(limits)) else None
             at = 1e3 * limits[row]
-            axes.plot([at, at], [place - 0.36, place + 0.36], "--", color="black", linewidth=1.6, label=label)
+            line = {"color": "black", "linewidth": 1.6, "path_effects": [withStroke(linewidth=4, foreground="white")]}
+            axes.plot([at, at], [place - 0.36, place + 0.36], label=label, **line)
     axes.set_yticks(range(len(rows)), [f"{row} row{'s' * (row != '1')}" for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)

@@ -6,9 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .figures import Figures, median
+
+if TYPE_CHECKING:
+    from engine import Roofline
 
 PHASES = ("schedule", "prepare", "forward", "sample", "publish")
 
@@ -73,6 +76,11 @@ def decoding(steps: Sequence[Step], rows: int) -> list[Step]:
 def prefilling(steps: Sequence[Step]) -> list[Step]:
     """The steps that computed prompts alone."""
     return [step for step in steps if step.prompt_tokens and not step.decode_tokens]
+
+
+def least(limit: Roofline, step: Step) -> float:
+    """The least seconds that a step could take."""
+    return limit.seconds(step.prompt_tokens + step.decode_tokens, step.context, step.pairs, step.logits)
 
 
 def phases(steps: Sequence[Step]) -> Figures:

@@ -12,6 +12,8 @@ PARTS = {
     "latency": "one request at a time: first token, time per token, the step by phase",
     "throughput": "many requests at once: tokens per second",
     "serve": "requests that arrive at a rate or as a trace says",
+    "sweep": "tokens per second over load, time per token over context",
+    "startup": "from the command to the first token",
 }
 
 
