@@ -64,8 +64,8 @@ def add_own(parser: Parser) -> None:
     add_settings(parser, "model", "engine", "limits", extra=["api_key"])
 
 
-def add_server(parser: Parser) -> None:
-    """MODEL with the settings of the Pequod to start, or --url."""
+def add_server(parser: Parser, api: str = "completions") -> None:
+    """MODEL with the settings of the Pequod to start, or --url; `api` is asked when nothing else is said."""
     box = parser.add_argument_group("server")
     box.add_argument(
         "--url", metavar="URL", help="measure the server there, of any kind, instead of starting a Pequod on MODEL"
@@ -73,8 +73,8 @@ def add_server(parser: Parser) -> None:
     box.add_argument(
         "--api",
         choices=["completions", "chat"],
-        default="completions",
-        help="which of the two APIs is asked (default: completions, with prompts as token ids where they are taken)",
+        default=api,
+        help=f"which of the two APIs is asked (default: {api}); completions takes prompts as token ids",
     )
     add_settings(parser, "model", "engine", "limits", extra=["api_key"])
 

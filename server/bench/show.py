@@ -46,6 +46,8 @@ def number(value: float | None, unit: str = "") -> str:
 def _digits(value: float) -> str:
     if value == int(value):
         return f"{value:,.0f}"
+    if abs(value) < 1:
+        return f"{value:.4g}"
     return f"{value:,.{max(0, 4 - len(str(int(abs(value)))))}f}"
 
 
