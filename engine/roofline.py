@@ -32,10 +32,10 @@ Pick = Callable[[list[float]], float]
 
 # More than caches hold, or their speed would be taken for the memory's: what a start can afford, what a measurement.
 QUICK_BYTES, QUICK_READS = 48 << 20, 2
-BYTES, READS = 512 << 20, 9
+BYTES, READS = 192 << 20, 5
 # Rows, inputs and outputs of a product; the quick one takes single milliseconds on two cores.
 QUICK_SHAPE, QUICK_PRODUCTS = (256, 512, 512), 2
-SHAPES, PRODUCTS = ((512, 1024, 3072), (1024, 2048, 2048)), 5
+SHAPES, PRODUCTS = ((512, 1024, 3072),), 3
 
 
 def measure(spec: models.ModelSpec, device: torch.device, quick: bool = True) -> Roofline | None:

@@ -6,6 +6,7 @@ told with the results. Nothing is guessed in silence.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -103,7 +104,7 @@ class Shot:
     @property
     def gaps(self) -> list[float]:
         """Seconds between the chunks that held tokens."""
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)] if self.streamed else []
+        return [b - a for a, b in itertools.pairwise(self.times)] if self.streamed else []
 
     @property
     def decode_rate(self) -> float | None:
@@ -198,8 +199,8 @@ class Target:
         except ValueError:
             shot.error = "the server sent something that is not JSON"
         shot.done = time.perf_counter() - began
-        if shot.ok and not shot.times:
-            shot.error = "the answer held no token"
+        if shot.ok and not shot.times and shot.finish_reason is None:
+            shot.error = "the answer held neither a token nor an end"
         return shot
 
     async def _read(self, answer: httpx.Response, shot: Shot, began: float, on_tokens: Any) -> None:

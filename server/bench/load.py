@@ -174,7 +174,7 @@ async def run(
         await asyncio.sleep(max(0.0, ask.at - (time.perf_counter() - began)))
         async with places:
             shot = await target.send(ask, began)
-        if shot.broken and not gone.done() and not await target.answers():
+        if shot.broken and not await target.answers() and not gone.done():
             gone.set_result(None)
         on_done()
         return shot

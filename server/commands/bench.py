@@ -14,6 +14,7 @@ PARTS = {
     "serve": "requests that arrive at a rate or as a trace says",
     "sweep": "tokens per second over load, time per token over context",
     "startup": "from the command to the first token",
+    "roofline": "each phase against what this machine could do at best",
     "snapshot": "greedy answers, byte for byte as they were",
     "invariance": "the same answer alone and in company, bit for bit",
 }
