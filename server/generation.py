@@ -13,6 +13,7 @@ from engine import EngineRequest, RequestStats, TokenDelta, TokenLogprob
 
 from .errors import ApiError, deadline, from_exception, unavailable
 from .metrics import Track
+from .parsers import Call, MessageParser, Part, Plain
 from .protocol.common import Json, Output, usage
 from .schemas import refusal
 from .state import Pequod
@@ -56,9 +57,9 @@ class Scores:
 class Choice:
     """One choice on its way: the engine's request, its text so far, and what it has cost.
 
-    `grammar_field` of the client's request is where its grammar stands; `scores` where the prompt's log-probabilities
-    were asked for; `is_silent`: there is nothing else to tell, and the one token that the engine draws at least is
-    dropped.
+    `grammar_field` of the client's request is where its grammar stands; `parser` tells what the text means; `scores`
+    where the prompt's log-probabilities were asked for; `is_silent`: there is nothing else to tell, and the one token
+    that the engine draws at least is dropped.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Choice:
         stream: TextStream,
         grammar_field: str = "",
         *,
+        parser: MessageParser | None = None,
         scores: Scores | None = None,
         is_silent: bool = False,
     ) -> None:
@@ -75,9 +77,12 @@ class Choice:
         self.grammar_field = grammar_field
         self.request = request
         self.stream = stream
+        self.parser = parser or Plain()
         self.scores = scores
         self.is_silent = is_silent
         self.num_tokens = 0  # delivered
+        self.num_reasoning = 0  # of them, those that are reasoning
+        self._has_called = False
         self.stats: RequestStats | None = None
 
     def read(self, delta: TokenDelta) -> Output:
@@ -97,16 +102,39 @@ class Choice:
             return Output(self.index, finish_reason="length", prompt_logprobs=delta.prompt_logprobs)
         ids = delta.token_ids
         ended = reason == "stop" and bool(ids) and ids[-1] in self.request.params.stop_ids
-        piece = self.stream.feed(ids[:-1] if ended else ids)
-        text, offsets, count = piece.text, piece.offsets, piece.num_tokens
-        if piece.stopped:
-            reason = "stop"
-        elif reason:
+        texts: list[str] = []
+        parts: list[Part] = []
+        offsets: list[int] = []
+        for token_id in ids[:-1] if ended else ids:
+            # One at a time: whether a token is reasoning must not depend on what else came with it.
+            piece = self.stream.feed((token_id,))
+            thought = self.parser.is_reasoning
+            texts.append(piece.text)
+            parts += self.parser.feed(piece.text)
+            offsets += piece.offsets
+            self.num_reasoning += thought or self.parser.is_reasoning
+            if piece.stopped:
+                reason, ended = "stop", False
+                break
+        if reason:
             if ended:
-                offsets, count = (*offsets, self.stream.offset), count + 1
-            text += self.stream.finish().text
-        logprobs = (delta.logprobs or ())[:count]
-        return Output(self.index, text, ids[:count], logprobs, offsets, reason, delta.prompt_logprobs)
+                offsets.append(self.stream.offset)
+            rest = self.stream.finish().text
+            texts.append(rest)
+            parts += self.parser.feed(rest) + self.parser.finish()
+        self._has_called |= any(isinstance(part, Call) for part in parts)
+        if reason == "stop" and self._has_called:
+            reason = "tool_calls"
+        return Output(
+            choice=self.index,
+            text="".join(texts),
+            parts=tuple(parts),
+            token_ids=ids[: len(offsets)],
+            logprobs=(delta.logprobs or ())[: len(offsets)],
+            offsets=tuple(offsets),
+            finish_reason=reason,
+            prompt_logprobs=delta.prompt_logprobs,
+        )
 
     async def scored(self, output: Output) -> Output:
         """The first output, with the prompt's log-probabilities."""
@@ -159,7 +187,9 @@ class Generation:
                 self._track.delivered(len(output.token_ids), output.choice)
                 if output.finish_reason:
                     left -= 1
-                    self._track.finished(output.finish_reason, choice.stats, output.choice)
+                    self._track.finished(
+                        "length" if output.finish_reason == "length" else "stop", choice.stats, output.choice
+                    )
             yield taken
 
     async def _take(self) -> list[Output]:
@@ -232,4 +262,5 @@ class Generation:
             sum(len(choice.request.prompt_ids) for choice in first),
             sum(choice.num_tokens for choice in self.choices),
             sum(choice.stats.cached_tokens for choice in first if choice.stats is not None),
+            sum(choice.num_reasoning for choice in self.choices),
         )

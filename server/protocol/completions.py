@@ -9,22 +9,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from engine import TokenLogprob
 
-from .common import (
-    MAX_INT,
-    MAX_LOGPROBS,
-    Head,
-    Json,
-    Output,
-    Prompt,
-    PromptLogprobs,
-    Text,
-    TokenId,
-    TokenText,
-    Usage,
-    Writer,
-    number,
-)
+from .common import Head, Json, Output, Prompt, PromptLogprobs, TokenText, Usage, Writer, number
 from .formats import Structured
+from .sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
 from .wire import Wire, refused
 
 MAX_PROMPTS = 256  # of one request: as many as wait in the default queue
@@ -84,6 +71,7 @@ class CompletionRequest(Structured):
 
     prompt_embeds: Annotated[Any, refused()] = None
     suffix: Annotated[Any, refused()] = None
+    thinking_token_budget: Annotated[Any, refused(-1)] = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
