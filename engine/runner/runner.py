@@ -218,6 +218,7 @@ def build(
                 resolved = replace(plan.config, device=str(device), attention=backend)
         runner = Runner(model, replace(resolved, num_blocks=plan.num_blocks), plan.num_blocks)
         runner.warm_up()
+        limits = _guarded(lambda: roofline.measure(spec, device))
     except memory.Impossible as error:
         raise ConfigError(str(error)) from None  # its own class has no place on the wire
     except StepOutOfMemory as error:
@@ -244,7 +245,7 @@ def build(
         load_seconds=time.monotonic() - began,
         torch=str(torch.__version__),
         notes=plan.notes,
-        roofline=_guarded(lambda: roofline.measure(spec, device)),
+        roofline=limits,
     )
     return runner, info, runner.config
 

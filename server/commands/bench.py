@@ -17,6 +17,7 @@ PARTS = {
     "roofline": "each phase against what this machine could do at best",
     "snapshot": "greedy answers, byte for byte as they were",
     "invariance": "the same answer alone and in company, bit for bit",
+    "kernels": "our matrix products beside torch's, by instruction set",
 }
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from server.__main__ import main
-from server.bench import invariance, snapshot
+from server.bench import invariance, kernels, snapshot
 from server.bench.client import Shot
 from server.bench.session import flags
 from server.bench.steps import StepLog, decoding, phases, prefilling
@@ -119,6 +120,23 @@ def test_settings_reach_the_server_that_is_started():
     assert keys == ["a", "c"]
     assert found[found.index("a") + 1] == "b"
     assert "builtin" not in found
+
+
+def test_flags_of_the_kernels_reach_their_program(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        kernels.subprocess, "run", lambda words, **_: seen.append(words) or SimpleNamespace(returncode=7)
+    )
+    assert main(["bench", "kernels", "--rows", "16,1", "--isa", "avx2", "--seconds", "0.1", "--json"]) == 7
+    (words,) = seen
+    assert words[1:] == ["-m", "engine.kernels.bench", "--isa", "avx2", "--rows", "1,16", "--seconds", "0.1", "--json"]
+
+
+@pytest.mark.slow
+def test_the_kernels_are_measured(capfd):
+    pytest.importorskip("engine.kernels.bench")
+    assert main(["bench", "kernels", "--rows", "1", "--isa", "torch", "--seconds", "0.001", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["products"]
 
 
 # Against a server that is there
