@@ -61,7 +61,7 @@ def tool(name, **properties):
 
 
 FOG, ROW = tool("fog", thick={"type": "boolean"}), tool("row", oars={"enum": [2, 4]})
-CALLED = {"tools": [FOG, ROW], "max_tokens": 120, "temperature": 1.0, "seed": 4}
+CALLED = {"tools": [FOG, ROW], "max_tokens": 120, "temperature": 1.0, "seed": 4, "thinking_token_budget": 0}
 
 
 def called(e, **more):
