@@ -174,11 +174,11 @@ async def resolve(app: Pequod, caller: Caller, asked: ResponsesRequest) -> None:
     before: list[Json] = []
     if asked.previous_response_id is not None:
         before = await conversation(app, caller, asked.previous_response_id)
+    known = {item["id"]: item for item in before}
     own = []
     for place, item in enumerate(asked.given):
-        if item["type"] == "item_reference":
-            item = await referred(app, caller, item["id"], before, f"input.{place}.id")  # noqa: PLW2901
-        own.append(item)
+        is_reference = item["type"] == "item_reference"
+        own.append(await referred(app, caller, item["id"], known, f"input.{place}.id") if is_reference else item)
     if len(before) + len(own) > MAX_ITEMS:
         message = f"Invalid 'input': the conversation has {len(before) + len(own)} items, and may have {MAX_ITEMS}."
         raise invalid(message, "input")
@@ -196,16 +196,14 @@ async def conversation(app: Pequod, caller: Caller, response_id: str) -> list[Js
     return all_items(record)
 
 
-async def referred(app: Pequod, caller: Caller, id: str, before: list[Json], field: str) -> Json:
-    """The item of an id, of the conversation so far or of any stored response."""
-    items = before
-    if not any(item.get("id") == id for item in before):
+async def referred(app: Pequod, caller: Caller, id: str, known: dict[str, Json], field: str) -> Json:
+    """The item of an id. `known` are the items found so far; those of its response come in with it."""
+    if id not in known:
         record = await app.store.get(response_of(id), caller.key)
-        items = all_items(record) if record is not None else []
-    for item in items:
-        if item.get("id") == id:
-            return item
-    raise invalid(f"There is no stored item '{shown(id)}'.", field, "item_not_found")
+        known |= {item["id"]: item for item in all_items(record)} if record is not None else {}
+    if id not in known:
+        raise invalid(f"There is no stored item '{shown(id)}'.", field, "item_not_found")
+    return known[id]
 
 
 def all_items(record: Record) -> list[Json]:

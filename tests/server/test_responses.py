@@ -404,6 +404,22 @@ def test_calls_go_on_with_their_outputs(folder):
     asyncio.run(main())
 
 
+def test_a_conversation_has_a_bound_also_where_it_is_only_referred_to(folder):
+    async def use(client):
+        made = (await client.post(RESPONSES, json={"input": "the sea " * 100})).json()
+        item = {"type": "item_reference", "id": routes.item_id("msg", made["id"], 0)}
+        for body in (
+            {"input": [item] * 4096, "previous_response_id": made["id"]},  # too many items
+            {"input": [item] * 4000},  # too much text
+            {"input": [item, {"type": "item_reference", "id": item["id"][:-1] + "f"}]},
+        ):
+            answer = await client.post(RESPONSES, json=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"].startswith("input")
+
+    run(folder, use, FakeEngine(saying("the whale")))
+
+
 def test_a_call_that_was_cut_off_is_not_gone_on_with(folder):
     async def use(client):
         first = (await client.post(RESPONSES, json={"input": "a", "tools": [WEATHER], "max_output_tokens": 40})).json()
