@@ -79,7 +79,7 @@ async def answer(
     check_scores(body, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     bad_words = await spelt(app, info, body)
-    head = Head(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint)
+    head = Head(f"{prefix}{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint, request.state.request_id)
     requests = engine_requests(app, caller, body, prompts, max_tokens, bad_words=bad_words)
     track = app.metrics.track(
         request.state.request_id, body.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)
@@ -135,7 +135,8 @@ async def checked_grammar(app: Pequod, body: Drawing) -> Grammar | None:
         raise invalid(f"Invalid '{grammar.field}': this model's tokenizer cannot be used with it.", grammar.field)
     if body.stops:
         # What a stop string cuts off may be what makes the answer valid.
-        raise invalid("Invalid 'stop': must be absent where the answer has to follow a grammar.", "stop")
+        field = body.stop_field
+        raise invalid(f"Invalid '{field}': must be absent where the answer has to follow a grammar.", field)
     await app.grammars.check(grammar)
     return grammar
 
@@ -169,9 +170,9 @@ def room(info: EngineInfo, body: Drawing, ids: Sequence[int], default: int | Non
     if left < 1:
         raise invalid(f"{told}: there is no room for an answer.", body.prompt_field, CONTEXT_CODE)
     field, asked = body.limit
-    if asked is not None and asked > left:
+    if asked is not None and asked > left and not body.is_limit_cut:
         raise invalid(f"{told}: {asked} more tokens do not fit, at most {left} do.", field, CONTEXT_CODE)
-    most = min(left, default or left) if asked is None else asked
+    most = min(left, default or left) if asked is None else min(asked, left)
     if (body.min_tokens or 0) > most:
         raise invalid(f"Invalid 'min_tokens': the answer has at most {most} tokens.", "min_tokens")
     return most

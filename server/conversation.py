@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from .errors import invalid
 from .parsers import MessageParser, markers, message_parser, reasoning_opened
 from .protocol.common import Json, Prompt
-from .protocol.conversation import Conversation, Tool
+from .protocol.conversation import Conversation, Rendered, Tool
 from .state import Pequod
 
 TAIL = 32  # tokens at a prompt's end, in which a block of reasoning can have been opened
 
 
-async def encode(app: Pequod, asked: Conversation) -> list[Prompt]:
+async def encode(app: Pequod, asked: Rendered) -> list[Prompt]:
     """The conversation as the model's chat template writes it."""
     assert app.prompts is not None
     calling = asked.calling

@@ -134,6 +134,7 @@ class Choice:
             offsets=tuple(offsets),
             finish_reason=reason,
             prompt_logprobs=delta.prompt_logprobs,
+            stop=self.stream.stop,
         )
 
     async def scored(self, output: Output) -> Output:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .common import Json
 from .sampling import Drawing
@@ -38,6 +38,19 @@ class Calling(NamedTuple):
     @property
     def in_prompt(self) -> tuple[Tool, ...]:
         return self.told or self.tools
+
+
+class Rendered(Protocol):
+    """What the prompt of a conversation is made from."""
+
+    @property
+    def turns(self) -> list[Json]: ...
+
+    @property
+    def render_options(self) -> RenderOptions: ...
+
+    @property
+    def calling(self) -> Calling | None: ...
 
 
 class Conversation(Drawing):

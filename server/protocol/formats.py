@@ -103,7 +103,7 @@ def of_format(value: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) ->
     if isinstance(value, JsonObjectFormat):
         return Grammar("json_schema", ANY_OBJECT, "response_format")
     if isinstance(value, JsonSchemaFormat):
-        return Grammar("json_schema", _written(value.json_schema.schema_), "response_format.json_schema.schema")
+        return Grammar("json_schema", written(value.json_schema.schema_), "response_format.json_schema.schema")
     return None
 
 
@@ -113,16 +113,17 @@ def of_outputs(value: StructuredOutputs | None) -> Grammar | None:
         return None
     field = "structured_outputs"
     if value.json_ is not None:
-        text = value.json_ if isinstance(value.json_, str) else _written(value.json_)
+        text = value.json_ if isinstance(value.json_, str) else written(value.json_)
         return Grammar("json_schema", text, f"{field}.json")
     if value.regex is not None:
         return Grammar("regex", value.regex, f"{field}.regex")
     if value.choice is not None:
-        return Grammar("choice", _written(value.choice), f"{field}.choice")
+        return Grammar("choice", written(value.choice), f"{field}.choice")
     if value.grammar is not None:
         return Grammar("lark", value.grammar, f"{field}.grammar")
     return Grammar("json_schema", ANY_OBJECT, field) if value.json_object else None
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A schema as its text."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -37,4 +37,4 @@ async def chat(
     asked: Annotated[ChatRequest, Depends(body(ChatRequest))], app: AppDep, caller: UserDep, request: Request
 ) -> Response:
     """The next message of a conversation."""
-    return await answer(app, caller, request, asked, encode=encode, write=ChatWriter, prefix="chatcmpl")
+    return await answer(app, caller, request, asked, encode=encode, write=ChatWriter, prefix="chatcmpl-")

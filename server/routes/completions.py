@@ -46,7 +46,7 @@ async def completions(
         asked,
         encode=encode,
         write=CompletionWriter,
-        prefix="cmpl",
+        prefix="cmpl-",
         default_max_tokens=DEFAULT_MAX_TOKENS,
     )
 
