@@ -23,7 +23,7 @@ from engine import EngineInfo, EngineRequest
 from . import sse
 from .conversation import hidden_ids
 from .conversation import parser as message_parser
-from .errors import ApiError, deadline, from_exception, invalid
+from .errors import CONTEXT_CODE, ApiError, deadline, from_exception, invalid
 from .generation import Choice, Due, Generation, Gone, Scores
 from .limits import Caller
 from .prompts import TextTooLong
@@ -41,7 +41,6 @@ MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 # Log-probabilities of prompts in one answer: 10 MB of JSON, written in a quarter of a second (off the event loop).
 MAX_SCORES = 1 << 17
 NEVER = -100  # a logit_bias that forbids
-CONTEXT_CODE = "context_length_exceeded"
 
 Body = TypeVar("Body", bound=Drawing)
 Encode = Callable[[Pequod, Body], Awaitable[list[Prompt]]]

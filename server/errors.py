@@ -25,6 +25,8 @@ from engine import EngineDied, EngineError, RequestError
 
 SHOWN = 64  # characters of a client's own text that a message may repeat
 
+CONTEXT_CODE = "context_length_exceeded"
+
 # How pydantic begins a sentence about a value.
 PYDANTIC_SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should")
 
@@ -62,7 +64,9 @@ class ApiError(Exception):
     def anthropic(self, request_id: str) -> bytes:
         """The envelope of Anthropic's API as JSON; `param` and `code` are what clients of ours find in it beside."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        # Agents look for these words, and shorten the conversation.
+        message = f"prompt is too long: {self.message}" if self.code == CONTEXT_CODE else self.message
+        error = {"type": kind, "message": message, "param": self.param, "code": self.code}
         told = {"type": "error", "error": error, "request_id": request_id}
         return json.dumps(told, separators=(",", ":")).encode()
 

@@ -16,7 +16,7 @@ from server.protocol.wire import Refused, Wire, table
 from server.settings import Settings
 from tests.fakes import FakeEngine
 from tests.live import Server
-from tests.server.effects import EFFECTS, KNOWN, LABELS
+from tests.server.effects import EFFECTS, ENDPOINTS, KNOWN, LABELS
 from tests.server.effects.endpoint import QUESTION, TOKENIZE, Endpoint
 from tests.server.wire import CHAT, joined
 
@@ -33,7 +33,7 @@ def server(tmp_path_factory):
     template = config.pop("chat_template")
     for name in ("tokenizer_config.json",):
         (folder / name).write_text(json.dumps({**config, "bos_token": "<|endoftext|>", "add_bos_token": True}))
-    (folder.parent / "template.jinja").write_text("{{ mood }}" + template)
+    (folder.parent / "template.jinja").write_text("{{ mood }}{{ enable_thinking }}{{ reasoning_effort }}" + template)
     flags = ["--chat-template", str(folder.parent / "template.jinja"), "--scheduling-policy", "priority"]
     names = ["--served-model-name", "own", "other"]
     with Server(str(folder), *flags, *names, "--max-num-seqs", "1", "--dtype", "float32") as running:
@@ -62,7 +62,7 @@ def capabilities(server):
 
 @pytest.mark.parametrize(("path", "field"), ROWS, ids=lambda part: part.rpartition("/")[2])
 def test_a_field_is_what_the_table_says(server, capabilities, path, field):
-    row, endpoint = capabilities[path, field], Endpoint(server, path)
+    row, endpoint = capabilities[path, field], ENDPOINTS.get(path, Endpoint)(server, path)
     telling = entry(path, field, row["kind"])
     assert row["note"], "nobody can know what it does"
     if row["kind"] == "effect":

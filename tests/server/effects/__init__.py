@@ -1,15 +1,18 @@
 """Telling values for every field of every request, a module per API.
 
 EFFECTS: path -> field -> what asserts its effect on an Endpoint; LABELS: field -> a value that must change nothing;
-KNOWN: path -> the fields that clients of that API know, which the server must know too.
+KNOWN: path -> the fields that clients of that API know, which the server must know too; ENDPOINTS: path -> the Endpoint
+that reads its answers, where they are not OpenAI's.
 """
 
-from . import chat, completions, tokens
+from . import chat, completions, messages, tokens
 
-MODULES = (chat, completions, tokens)
+MODULES = (chat, completions, messages, tokens)
 EFFECTS = {path: fields for module in MODULES for path, fields in module.EFFECTS.items()}
 KNOWN = {path: names for module in MODULES for path, names in getattr(module, "KNOWN", {}).items()}
+ENDPOINTS = {path: kind for module in MODULES for path, kind in getattr(module, "ENDPOINTS", {}).items()}
 LABELS = {
+    **messages.LABELS,
     "user": "Ann",
     "metadata": {"a": "b"},
     "safety_identifier": "s",
