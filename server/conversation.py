@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from .errors import invalid
 from .parsers import MessageParser, markers, message_parser, reasoning_opened
 from .protocol.common import Json, Prompt
-from .protocol.conversation import Conversation, Rendered, Tool
+from .protocol.conversation import Conversation, Tool
 from .state import Pequod
 
 TAIL = 32  # tokens at a prompt's end, in which a block of reasoning can have been opened
 
 
-async def encode(app: Pequod, asked: Rendered) -> list[Prompt]:
+async def encode(app: Pequod, asked: Conversation) -> list[Prompt]:
     """The conversation as the model's chat template writes it."""
     assert app.prompts is not None
     calling = asked.calling
@@ -22,8 +22,20 @@ async def encode(app: Pequod, asked: Rendered) -> list[Prompt]:
         raise invalid(
             "Invalid 'tools': the model's chat template knows no tools. The server has --tool-call-parser.", "tools"
         )
+    check_effort(app, asked)
     tools = as_tools(calling.in_prompt if calling else ())
     return [Prompt(tuple(await app.prompts.chat(asked.turns, tools, **asked.render_options)))]
+
+
+def check_effort(app: Pequod, asked: Conversation) -> None:
+    """Raise 400 where the effort that is asked for would change nothing."""
+    assert app.prompts is not None
+    if asked.effort is None or asked.effort[1] == "medium":
+        return
+    field, effort = asked.effort
+    variable = "enable_thinking" if effort == "none" else "reasoning_effort"
+    if variable not in app.prompts.template_source and (effort != "none" or app.formats.reasoning is not None):
+        raise invalid(f"Invalid '{field}': the model's chat template does not know {variable}.", field)
 
 
 def as_tools(tools: Iterable[Tool]) -> list[Json] | None:

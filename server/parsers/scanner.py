@@ -67,8 +67,8 @@ class Scanner:
     ) -> None:
         self.is_reasoning = opened and block is not None
         self.tools = tools
-        self.content = self.after(NOTHING)
         self._block = block  # None: behind it
+        self.content = self.after(NOTHING)
         self._new_id = new_id
         self.num_calls = 0
         self._closing: tuple[str, ...] = ()  # marks that the last call may still be closed with
@@ -140,7 +140,11 @@ class Scanner:
 
     def after(self, lead: frozenset[str]) -> Edged:
         """The next text of the answer; what was held back of the last one is dropped."""
-        return Edged(lambda text: self.say(Content, text), lead, WHITE if self.opens or self.bare else NOTHING)
+        return Edged(lambda text: self.say(Content, text), lead, WHITE if self._has_marks else NOTHING)
+
+    @property
+    def _has_marks(self) -> bool:
+        return bool(self.opens or self.bare or self._block)
 
     def record(self, text: str, letter: str) -> None:
         """From here on, beginning with `text` and the letter, keep what may have to be content."""

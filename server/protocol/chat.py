@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from .common import Json
-from .conversation import Conversation
+from .conversation import Conversation, Effort, thinking_variables
 from .formats import Structured
 from .sampling import MAX_INT, MAX_LOGPROBS, Count, Text
 from .tools import ToolChoiceFields, ToolsField
@@ -180,8 +180,8 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Beside it those of this many most likely tokens."""
 
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """How much the model is to think, for templates that know it; none: enable_thinking false."""
+    reasoning_effort: Effort | None = None
+    """How much the model is to think, where its template knows that; none: not at all (enable_thinking false)."""
     include_reasoning: bool | None = None
     """false: the answer is without its reasoning, which is thought and counted nevertheless."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
@@ -248,8 +248,12 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
     def render_options(self) -> RenderOptions:
         return {
             **super().render_options,
-            "template_kwargs": thinking_kwargs(self.reasoning_effort, self.chat_template_kwargs),
+            "template_kwargs": thinking_variables(self.reasoning_effort, self.chat_template_kwargs),
         }
+
+    @property
+    def effort(self) -> tuple[str, Effort] | None:
+        return None if self.reasoning_effort is None else ("reasoning_effort", self.reasoning_effort)
 
     @property
     def thinking_budget(self) -> int | None:
@@ -264,14 +268,6 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def thinking_kwargs(effort: str | None, own: Json | None) -> Json | None:
-    """What the template is told about thinking: by the effort, but first of all by the request's own variables."""
-    if effort is None:
-        return own
-    told: Json = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-    return told | (own or {})
 
 
 def as_dicts(messages: list[Message]) -> list[Json]:

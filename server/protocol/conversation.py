@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .common import Json
 from .sampling import Drawing
 
 if TYPE_CHECKING:
     from ..prompts import RenderOptions
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class Tool(NamedTuple):
@@ -40,19 +43,6 @@ class Calling(NamedTuple):
         return self.told or self.tools
 
 
-class Rendered(Protocol):
-    """What the prompt of a conversation is made from."""
-
-    @property
-    def turns(self) -> list[Json]: ...
-
-    @property
-    def render_options(self) -> RenderOptions: ...
-
-    @property
-    def calling(self) -> Calling | None: ...
-
-
 class Conversation(Drawing):
     """A request whose prompt the chat template writes, and whose answer is a message."""
 
@@ -72,6 +62,19 @@ class Conversation(Drawing):
         return None
 
     @property
+    def effort(self) -> tuple[str, Effort] | None:
+        """The field that says how much the model is to think, and its value; medium is what models do anyway."""
+        return None
+
+    @property
     def thinking_budget(self) -> int | None:
         """The most tokens of reasoning; None: as many as the model wants."""
         return None
+
+
+def thinking_variables(effort: Effort | None, own: Json | None) -> Json | None:
+    """What the template is told about thinking: by the effort, but first of all by the request's own variables."""
+    if effort is None:
+        return own
+    told: Json = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return told | (own or {})

@@ -108,7 +108,7 @@ class OutputConfig(Wire):
     """How much effort goes into the answer, and what it looks like."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """How much the model is to think, for templates that know `reasoning_effort`."""
+    """How much the model is to think, where its template knows `reasoning_effort`; agents send it to every model."""
     format: MessagesFormat | None = None
     """The answer's text follows a JSON schema."""
 
@@ -203,19 +203,6 @@ class MessagesPrompt(Wire):
 def described(tool: MessagesTool, index: int) -> Tool:
     """A tool as the rest of the server knows it."""
     return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), f"tools[{index}].input_schema")
-
-
-class CountTokensRequest(MessagesPrompt):
-    """POST /v1/messages/count_tokens."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"model": "builtin", "messages": [{"role": "user", "content": "What is 7 + 5?"}]}]
-        }
-    )
-
-    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
-    """One of the served names; absent: the first of them. Another name is a 404."""
 
 
 class MessagesRequest(MessagesPrompt, Conversation):
@@ -325,3 +312,21 @@ class MessagesRequest(MessagesPrompt, Conversation):
     def tells_thinking(self) -> bool:
         """Whether the answer has the text of its thinking."""
         return getattr(self.thinking, "display", None) != "omitted"
+
+
+class CountTokensRequest(MessagesPrompt):
+    """POST /v1/messages/count_tokens."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model": "builtin", "messages": [{"role": "user", "content": "What is 7 + 5?"}]}]
+        }
+    )
+
+    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
+    """One of the served names; absent: the first of them. Another name is a 404."""
+
+    @property
+    def message(self) -> MessagesRequest:
+        """A request with this prompt."""
+        return MessagesRequest.model_construct(**dict(self), max_tokens=1)

@@ -66,7 +66,7 @@ async def count_tokens(
     app.check_model(asked.model)
     app.require_ready()
     try:
-        [prompt] = await encode(app, asked)
+        [prompt] = await encode(app, asked.message)
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "messages") from None
     return TokenCount(input_tokens=len(prompt.ids))
