@@ -114,6 +114,13 @@ def test_every_field_of_the_apis_and_of_their_common_extensions_is_known():
         assert names - {row.field for row in table(MODELS[path])} == set()
 
 
+def test_no_two_parts_of_requests_share_a_name_on_the_api_page():
+    seen = {}
+    for model in MODELS.values():
+        for name, schema in model.model_json_schema().get("$defs", {}).items():
+            assert seen.setdefault(name, schema) == schema
+
+
 def test_a_new_field_needs_an_entry():
     class New(MODELS[CHAT]):
         colour: str | None = None

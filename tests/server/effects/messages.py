@@ -15,9 +15,6 @@ from .endpoint import COUNT_TOKENS, END, MESSAGES, QUESTION, TOKENIZE, Endpoint
 class MessagesEndpoint(Endpoint):
     """Answers in Anthropic's form: there are texts and counts, and no token ids."""
 
-    def answer(self, **more):
-        return self.ask(**{"skip_special_tokens": False, **more})
-
     def text(self, **more):
         return "".join(block["text"] for block in self.ask(**more)["content"])
 
@@ -44,7 +41,9 @@ class CountEndpoint(Endpoint):
     def count(self, **more):
         return self.ask(**more)["input_tokens"]
 
-    tokens = count
+    def tokens(self, temperature=None, seed=None, **more):
+        """What a label must not change; nothing is drawn here."""
+        return self.count(**more)
 
 
 ENDPOINTS = {MESSAGES: MessagesEndpoint, COUNT_TOKENS: CountEndpoint}
