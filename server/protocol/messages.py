@@ -305,6 +305,10 @@ class MessagesRequest(MessagesPrompt, Conversation):
         return of_outputs(self.structured_outputs)
 
     @property
+    def budget_field(self) -> str:
+        return "thinking.budget_tokens"
+
+    @property
     def thinking_budget(self) -> int | None:
         return self.thinking.budget_tokens if isinstance(self.thinking, ThinkingEnabled) else None
 
