@@ -255,7 +255,7 @@ KNOWN = {
         *sent(params.MessageCreateParamsStreaming),
         *sent(beta_params.MessageCreateParamsStreaming),
         *(f"output_config.{name}" for name in typing.get_type_hints(OutputConfigParam)),
-        "output_format",  # of older SDKs
+        *("output_format", "temperature", "top_k", "top_p"),  # of older SDKs
     },
     COUNT_TOKENS: sent(count_params.MessageCountTokensParams),
 }
