@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..prompts import RenderOptions
 
 # What Claude Code sends with every request: it asks for nothing.
-KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+KEEP_THINKING = [{"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})]
 
 
 class MessagesTool(Wire):
@@ -138,8 +138,10 @@ class MessagesPrompt(Wire):
 
     cache_control: Annotated[CacheMark | None, LABEL] = None
     """Accepted: equal beginnings of prompts are found without it."""
+    billing_policy: Annotated[Any, refused()] = None
+    compaction: Annotated[Any, refused()] = None
     context_management: Annotated[
-        Any, refused({}, {"edits": []}, KEEP_THINKING, hint="Shorten the conversation before it is sent.")
+        Any, refused({}, {"edits": []}, *KEEP_THINKING, hint="Shorten the conversation before it is sent.")
     ] = None
     mcp_servers: Annotated[Any, refused([])] = None
     speed: Annotated[Any, refused("standard")] = None
@@ -254,8 +256,6 @@ class MessagesRequest(MessagesPrompt, Conversation):
     service_tier: Annotated[Literal["auto", "standard_only"] | None, LABEL] = None
     """There is one tier; the usage says standard."""
 
-    billing_policy: Annotated[Any, refused()] = None
-    compaction: Annotated[Any, refused()] = None
     container: Annotated[Any, refused()] = None
     fallback_credit_token: Annotated[Any, refused()] = None
     fallbacks: Annotated[Any, refused([])] = None

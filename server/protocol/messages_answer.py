@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
+from pydantic_core import from_json
 
 from .. import sse
 from ..errors import ApiError
@@ -160,10 +160,10 @@ def begun(part: Part) -> Json:
 
 
 def parsed(arguments: str) -> Json:
-    """A call's input. What a length cut off is no input: {}, and the stop_reason says why."""
+    """A call's input. What is no JSON object is no input: where a length cut it off, the stop_reason says so."""
     try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        value = from_json(arguments or "{}", allow_inf_nan=False)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -5,6 +5,7 @@ import json
 import random
 
 import anthropic
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -264,6 +265,16 @@ def test_more_tokens_than_fit_mean_as_many_as_fit(folder):
     ask(folder, MESSAGES, {**ASKED, "max_tokens": 32000}, engine)
     request = engine.requests[0]
     assert request.params.max_tokens == INFO.max_len - len(request.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "{", "[1]", '"a"', "nothing", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 10_000, '{"a": 1} {"b": 2}']
+)
+def test_arguments_that_are_no_object_are_no_input(arguments):
+    parts = (Call(0, "call_0", "look"), Arguments(0, arguments))
+    told = writer().whole([Output(0, parts=parts, finish_reason="tool_calls")], usage(3, 9, 0, 0))
+    assert told["content"] == [{"type": "tool_use", "id": "call_0", "name": "look", "input": {}}]
+    msgspec.json.encode(told)
 
 
 # Prompts

@@ -5,6 +5,7 @@ import typing
 
 from anthropic.types import message_count_tokens_params as count_params
 from anthropic.types import message_create_params as params
+from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_params
 from anthropic.types.output_config_param import OutputConfigParam
 
@@ -257,5 +258,5 @@ KNOWN = {
         *(f"output_config.{name}" for name in typing.get_type_hints(OutputConfigParam)),
         *("output_format", "temperature", "top_k", "top_p"),  # of older SDKs
     },
-    COUNT_TOKENS: sent(count_params.MessageCountTokensParams),
+    COUNT_TOKENS: sent(count_params.MessageCountTokensParams) | sent(beta_count_params.MessageCountTokensParams),
 }
