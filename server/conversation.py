@@ -75,7 +75,7 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     is_mixed = grammar is not None and (calling is not None or formats.reasoning is not None)
     if not is_shaped and not is_mixed and budget is None:
         return Shape(formats, grammar, opened)
-    field = "tools" if is_shaped else grammar.field if grammar is not None else asked.budget_field
+    field = "tools" if is_shaped else grammar.field if grammar is not None else "thinking_token_budget"
     check_takes_grammars(app, asked, field)
     tools = await checked_tools(app, calling) if calling else {}
     forced = await asyncio.to_thread(

@@ -67,11 +67,6 @@ class Conversation(Drawing):
         return None
 
     @property
-    def budget_field(self) -> str:
-        """The field that bounds the reasoning."""
-        return "thinking_token_budget"
-
-    @property
     def thinking_budget(self) -> int | None:
         """The most tokens of reasoning; None: as many as the model wants."""
         return None

@@ -305,12 +305,9 @@ class MessagesRequest(MessagesPrompt, Conversation):
         return of_outputs(self.structured_outputs)
 
     @property
-    def budget_field(self) -> str:
-        return "thinking.budget_tokens"
-
-    @property
-    def thinking_budget(self) -> int | None:
-        return self.thinking.budget_tokens if isinstance(self.thinking, ThinkingEnabled) else None
+    def thinking_budget(self) -> tuple[str, int] | None:
+        thinking = self.thinking
+        return ("thinking.budget_tokens", thinking.budget_tokens) if isinstance(thinking, ThinkingEnabled) else None
 
     @property
     def tells_thinking(self) -> bool:
