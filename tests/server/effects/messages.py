@@ -91,6 +91,15 @@ def tool_choice(e):
 def thinking(e):
     assert size(e, thinking={"type": "disabled"}) > size(e, thinking={"type": "adaptive"}) == size(e)
     assert size(e, thinking={"type": "enabled", "budget_tokens": 1024}) == size(e)
+    if e.path == MESSAGES:
+        begun = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "max_tokens": 40}
+
+        def thought(**more):
+            answer = e.ask(**begun, logit_bias={str(END): -100}, **more)
+            return answer["usage"]["output_tokens_details"]["thinking_tokens"]
+
+        assert thought() == 40
+        assert thought(thinking={"type": "enabled", "budget_tokens": 5}) == 6, "and the mark that ends it"
 
 
 def effort(e):
