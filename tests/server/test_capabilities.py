@@ -111,7 +111,8 @@ def test_capabilities_and_the_api_page_tell_of_the_same_fields(server, capabilit
             yield prefix + name
             for part in (inner, *inner.get("anyOf", ())):
                 if "$ref" in part and not part.get("items"):
-                    yield from fields(page["components"]["schemas"][part["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
+                    inside = page["components"]["schemas"][part["$ref"].rpartition("/")[2]]
+                    yield from fields(inside, f"{prefix}{name}.")
 
     shown = {
         (path, field)
