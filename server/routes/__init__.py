@@ -1,5 +1,5 @@
 """The routes, by what they serve."""
 
-from . import chat, completions, messages, ops, tokens
+from . import chat, completions, embeddings, messages, ops, tokens
 
-ROUTERS = (chat.router, completions.router, messages.router, tokens.router, ops.router)
+ROUTERS = (chat.router, completions.router, embeddings.router, messages.router, tokens.router, ops.router)

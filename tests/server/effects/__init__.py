@@ -5,9 +5,9 @@ KNOWN: path -> the fields that clients of that API know, which the server must k
 that reads its answers, where they are not OpenAI's.
 """
 
-from . import chat, completions, messages, tokens
+from . import chat, completions, embeddings, messages, tokens
 
-MODULES = (chat, completions, messages, tokens)
+MODULES = (chat, completions, embeddings, messages, tokens)
 EFFECTS = {path: fields for module in MODULES for path, fields in module.EFFECTS.items()}
 KNOWN = {path: names for module in MODULES for path, names in getattr(module, "KNOWN", {}).items()}
 ENDPOINTS = {path: kind for module in MODULES for path, kind in getattr(module, "ENDPOINTS", {}).items()}
