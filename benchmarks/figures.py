@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import pathlib
-import platform
-import random
 import statistics
 import subprocess
 import sys
-import time
 
-import httpx
+from server.bench.client import Ask, Shot, Target, connect
+from server.bench.load import Prompts, run
+from server.bench.processes import pequod
+from server.bench.session import machine
 
-from tests.live import Server
-
-from .model import SHAPE, make
+from .model import make
 
 GENERATE = """
 import json, sys, time, torch
@@ -47,41 +44,20 @@ for line in sys.stdin:
 """
 
 
-def ids(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1, SHAPE["vocab_size"]) for _ in range(count)]
+async def one(target: Target, ask: Ask) -> Shot:
+    """One request; a failed one ends the measurement."""
+    return (await run(target, [ask])).shots[0]
 
 
-async def stream(client: httpx.AsyncClient, prompt: list[int], new: int) -> dict:
-    """One request: seconds to the first token and in all, the gaps between chunks, tokens/s after the first."""
-    body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
-    times = []
-    began = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {") and '"text":""' not in line.replace(" ", ""):
-                times.append(time.perf_counter())
-    gaps = [b - a for a, b in itertools.pairwise(times)]
-    return {
-        "ttft_s": times[0] - began,
-        "total_s": times[-1] - began,
-        "max_gap_s": max(gaps, default=0.0),
-        "times": times,
-        "decode_tok_s": (new - 1) / (times[-1] - times[0]) if new > 1 else None,
-    }
-
-
-async def decode(client: httpx.AsyncClient, folder: pathlib.Path, rounds: int) -> dict:
-    rng = random.Random(1)
-    prompt = ids(rng, 32)
-    command = [sys.executable, "-c", GENERATE, str(folder), json.dumps(prompt)]
+async def decode(target: Target, prompts: Prompts, folder: pathlib.Path, rounds: int) -> dict:
+    command = [sys.executable, "-c", GENERATE, str(folder), json.dumps(prompts.ask(32, 129).prompt)]
     peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     ours, theirs = [], []
     for turn in range(rounds + 1):  # the first is a warm-up
         peer.stdin.write("\n")
         peer.stdin.flush()
         rate = float(await asyncio.to_thread(peer.stdout.readline))
-        mine = (await stream(client, ids(rng, 32), 129))["decode_tok_s"]
+        mine = (await one(target, prompts.ask(32, 129))).decode_rate
         if turn:
             theirs.append(rate)
             ours.append(mine)
@@ -91,45 +67,32 @@ async def decode(client: httpx.AsyncClient, folder: pathlib.Path, rounds: int) -
     return {"pequod_tok_s": ours, "generate_tok_s": theirs, "ratio": statistics.median(pairs), "must_be_at_least": 1.0}
 
 
-async def together(client: httpx.AsyncClient, rounds: int) -> dict:
-    rng = random.Random(2)
-    ratios, apart_s, together_s = [], [], []
-    await stream(client, ids(rng, 256), 8)
+async def together(target: Target, prompts: Prompts, rounds: int) -> dict:
+    apart_s, together_s = [], []
+    await one(target, prompts.ask(256, 8))
     for _ in range(rounds):
-        began = time.perf_counter()
-        for _ in range(16):
-            await stream(client, ids(rng, 256), 64)
-        apart = time.perf_counter() - began
-        began = time.perf_counter()
-        await asyncio.gather(*(stream(client, ids(rng, 256), 64) for _ in range(16)))
-        both = time.perf_counter() - began
-        apart_s.append(apart)
-        together_s.append(both)
-        ratios.append(both / apart)
-    return {"apart_s": apart_s, "together_s": together_s, "ratio": statistics.median(ratios), "must_be_at_most": 1 / 3}
+        for at_once, walls in ((1, apart_s), (16, together_s)):
+            asks = [prompts.ask(256, 64) for _ in range(16)]
+            walls.append((await run(target, asks, at_once)).wall)
+    ratio = statistics.median(both / apart for both, apart in zip(together_s, apart_s, strict=True))
+    return {"apart_s": apart_s, "together_s": together_s, "ratio": ratio, "must_be_at_most": 1 / 3}
 
 
-async def prefix(client: httpx.AsyncClient, rounds: int) -> dict:
-    rng = random.Random(3)
+async def prefix(target: Target, prompts: Prompts, rounds: int) -> dict:
     ratios = []
-    for _ in range(rounds + 1):
-        shared = ids(rng, 512)
-        first = await stream(client, shared + ids(rng, 16), 2)
-        second = await stream(client, shared + ids(rng, 16), 2)
-        ratios.append(second["ttft_s"] / first["ttft_s"])
+    for turn in range(rounds + 1):
+        first, second = [await one(target, prompts.shared(528, 2, f"turn {turn}", 512)) for _ in range(2)]
+        ratios.append(second.ttft / first.ttft)
     return {"ratio": statistics.median(ratios[1:]), "ratios": ratios[1:], "must_be_at_most": 0.3}
 
 
-async def interference(client: httpx.AsyncClient, rounds: int) -> dict:
-    rng = random.Random(4)
+async def interference(target: Target, prompts: Prompts, rounds: int) -> dict:
     gaps, ratios = [], []
     for _ in range(rounds):
-        alone = await stream(client, ids(rng, 4000), 1)
-        running = asyncio.create_task(stream(client, ids(rng, 32), 200))
-        await asyncio.sleep(1.5)
-        beside = await stream(client, ids(rng, 4000), 1)
-        gaps.append((await running)["max_gap_s"])
-        ratios.append(beside["ttft_s"] / alone["ttft_s"])
+        alone = await one(target, prompts.ask(4000, 1))
+        running, beside = (await run(target, [prompts.ask(32, 200), prompts.ask(4000, 1, at=1.5)])).shots
+        gaps.append(max(running.gaps))
+        ratios.append(beside.ttft / alone.ttft)
     return {
         "largest_gap_s": max(gaps),
         "gap_must_be_at_most": 2.0,
@@ -138,25 +101,16 @@ async def interference(client: httpx.AsyncClient, rounds: int) -> dict:
     }
 
 
-def start(rounds: int) -> dict:
+async def start(rounds: int) -> dict:
     ports, readies = [], []
     for _ in range(rounds + 1):
-        began = time.perf_counter()
-        with Server(wait=False) as server:
-            port = None
-            while True:
-                try:
-                    status = server.client.get("/ready").status_code
-                except httpx.TransportError:
-                    time.sleep(0.01)
-                    continue
-                port = port or time.perf_counter() - began
-                if status == 200:
-                    break
-                time.sleep(0.01)
-            ports.append(port)
-            readies.append(time.perf_counter() - began)
-            server.stop()
+        child = pequod("builtin", [])
+        try:
+            port, ready = await child.ready(120)
+        finally:
+            child.stop()
+        ports.append(port)
+        readies.append(ready)
     return {
         "port_s": statistics.median(ports[1:]),
         "port_must_be_at_most": 1.0,
@@ -168,19 +122,25 @@ def start(rounds: int) -> dict:
 async def measure(folder: pathlib.Path, rounds: int, cases: list[str]) -> dict:
     found: dict = {}
     if set(cases) - {"start"}:
-        with Server(str(folder), "--dtype", "bfloat16") as server:
-            async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
-                for name, case in (
-                    ("decode", lambda: decode(client, folder, rounds)),
-                    ("together", lambda: together(client, 1 if rounds < 5 else 3)),
-                    ("prefix", lambda: prefix(client, rounds)),
-                    ("interference", lambda: interference(client, 2)),
-                ):
-                    if name in cases:
-                        found[name] = await case()
-                        print(name, json.dumps(found[name]), flush=True)
+        child = pequod(str(folder), ["--dtype", "bfloat16"])
+        try:
+            await child.ready(600)
+            target = await connect(child.url, None, None)
+            prompts = Prompts(target, seed=1)
+            for name, case in (
+                ("decode", lambda: decode(target, prompts, folder, rounds)),
+                ("together", lambda: together(target, prompts, 1 if rounds < 5 else 3)),
+                ("prefix", lambda: prefix(target, prompts, rounds)),
+                ("interference", lambda: interference(target, prompts, 2)),
+            ):
+                if name in cases:
+                    found[name] = await case()
+                    print(name, json.dumps(found[name]), flush=True)
+            await target.http.aclose()
+        finally:
+            child.stop()
     if "start" in cases:
-        found["start"] = start(rounds)
+        found["start"] = await start(rounds)
         print("start", json.dumps(found["start"]), flush=True)
     return found
 
@@ -194,11 +154,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=every)
     args = parser.parse_args()
     found = asyncio.run(measure(make(args.model_dir), args.rounds, args.cases))
-    processor = next(
-        (line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
-    found["machine"] = {"processor": processor, "python": platform.python_version()}
+    found["machine"] = machine()
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -139,10 +139,10 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
 def activation_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """What one step takes beside weights and cache, at most; an estimate from the shape, for a resolved config."""
     assert config.max_len and config.max_seqs and config.max_batched_tokens
-    hidden, inner = _widths(spec.source)
+    hidden, inner = widths(spec.source)
     size = spec.dtype.itemsize
     widest = max(spec.layers, key=lambda layer: layer.numbers)
-    heads = _first(spec.source, "num_attention_heads", "n_head") or widest.num_kv_heads
+    heads = first(spec.source, "num_attention_heads", "n_head") or widest.num_kv_heads
     numbers = widest.numbers
     # Residual, norm, output and their float32 twin in the norm; queries and their result; gate, up and their product.
     token = size * (4 * hidden + 2 * heads * widest.head_dim + numbers + 3 * inner) + 4 * hidden
@@ -153,17 +153,18 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     return config.max_batched_tokens * token + gathered + scores + rows * spec.vocab_size * SAMPLER_BYTES
 
 
-def _widths(source: dict[str, Any]) -> tuple[int, int]:
+def widths(source: dict[str, Any]) -> tuple[int, int]:
     """Hidden size, and width of the feed-forward layers that one token passes; names differ by architecture."""
-    hidden = _first(source, "hidden_size", "n_embd", "d_model") or 4096
-    inner = _first(source, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
-    experts = _first(source, "num_experts_per_tok", "num_experts_per_token")
+    hidden = first(source, "hidden_size", "n_embd", "d_model") or 4096
+    inner = first(source, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
+    experts = first(source, "num_experts_per_tok", "num_experts_per_token")
     if experts:
-        inner = experts * (_first(source, "moe_intermediate_size") or inner)
+        inner = experts * (first(source, "moe_intermediate_size") or inner)
     return hidden, inner
 
 
-def _first(source: dict[str, Any], *names: str) -> int | None:
+def first(source: dict[str, Any], *names: str) -> int | None:
+    """The first of these keys of a config.json that holds a whole number, also of its text_config; None without."""
     nested = source.get("text_config")
     for place in (source, nested if isinstance(nested, dict) else {}):
         for name in names:

@@ -465,6 +465,9 @@ class Scheduler:
             prefix_queries=self.prefix_queries - queries,
             prefix_hits=self.prefix_hits - hits,
             forced_tokens=self.num_forced - forced,
+            context=sum(row.start for row in batch.rows) + sum(lengths),
+            pairs=sum(n * row.start + n * (n + 1) // 2 for row, n in zip(batch.rows, lengths, strict=True)),
+            logits=sum(row.num_logits for row in batch.rows),
             seconds=seconds,
         )
 

@@ -96,6 +96,33 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
     embedding: bytes | None = None  # float32, little-endian; alone, when asked for
 
 
+class Roofline(Struct, frozen=True, array_like=True, kw_only=True):
+    """What bounds a step of a model on a machine: two rates that were measured, and what the model's shape asks for.
+
+    A step reads all weights once, and the keys and values that each row sees; windows are not looked at.
+    """
+
+    bytes_per_s: float  # read from the device's memory
+    flops_per_s: float  # of matrix products
+    weights_bytes: int  # that every step reads: all but a table of which it looks rows up
+    kv_bytes_per_token: int
+    flops_per_token: int  # of each computed token, in the layers' products
+    flops_per_pair: int  # of a computed token and one that it sees, in all layers' attention
+    flops_per_logit: int  # of each position whose logits are computed
+
+    def bytes(self, context: int) -> int:
+        """Bytes that a step must read whose rows see `context` tokens, summed over them."""
+        return self.weights_bytes + context * self.kv_bytes_per_token
+
+    def flops(self, tokens: int, pairs: int, logits: int) -> int:
+        """Operations of a step; a multiplication and its addition are two."""
+        return tokens * self.flops_per_token + pairs * self.flops_per_pair + logits * self.flops_per_logit
+
+    def seconds(self, tokens: int, context: int, pairs: int, logits: int) -> float:
+        """The least time of a step: reading and computing go on beside each other, and the slower one decides."""
+        return max(self.bytes(context) / self.bytes_per_s, self.flops(tokens, pairs, logits) / self.flops_per_s)
+
+
 class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     """What a loaded engine is; sent once, when it is ready."""
 
@@ -121,6 +148,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     revision: str | None = None  # the commit that all files came from, of a model from a hub
     hidden_size: int = 0  # numbers of an embedding; 0: this model tells no hidden states
     notes: tuple[str, ...] = ()  # what was changed from what was asked, one sentence each
+    roofline: Roofline | None = None  # None: what the model's steps ask for is not known, as with experts
 
 
 class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
@@ -142,6 +170,9 @@ class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
     prefix_queries: int  # tokens looked up in the prefix cache since the last step
     prefix_hits: int
     forced_tokens: int = 0  # that grammars left no choice about, and that were not drawn
+    context: int = 0  # cached tokens that the rows see, summed over the rows
+    pairs: int = 0  # pairs of a computed token and one that it sees
+    logits: int = 0  # positions whose logits were computed
     seconds: dict[str, float] = {}  # schedule, prepare, forward, masks, sample, publish (of the step before)
 
     @property

@@ -11,6 +11,7 @@ COMMANDS = {
     "serve": "serve a model over the OpenAI HTTP API",
     "chat": "talk to a model in the terminal",
     "complete": "continue one prompt and print the text",
+    "bench": "speed and exactness of this or any OpenAI-compatible server",
     "plan": "memory arithmetic of a model before loading it",
     "doctor": "what this machine can run, and how to repair what it cannot",
     "config": "each setting, its value and where it came from",
@@ -72,12 +73,14 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"pequod: {_unknown(name)}", file=sys.stderr)
         return 2
-    from .commands import execute
+    from .commands import execute, execute_group
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? and does not end the command
     try:
-        code = execute(name, COMMANDS[name], import_module(f".commands.{name}", __package__), rest)
+        command = import_module(f".commands.{name}", __package__)
+        runs = execute_group if hasattr(command, "PARTS") else execute
+        code = runs(name, COMMANDS[name], command, rest)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

@@ -32,6 +32,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "error")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 PHASES = ("schedule", "prepare", "forward", "sample", "publish")
+ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction with each further one: some fifty steps count
 MOST_GAPS = 4096  # per choice, for the median that the log tells
 
 TTFT = (
@@ -65,6 +66,7 @@ class Metrics:
         self.clock = clock
         self.last_step: StepStats | None = None
         self._life = 0  # of the engine, that last_step belongs to
+        self._shares: dict[str, _Share] = {}  # of the roofline, by phase
         self.own = CollectorRegistry()
         self.vllm = CollectorRegistry()
         self._rendered = [self.own] + [self.vllm] * (settings.metrics_compat == "vllm")
@@ -186,6 +188,19 @@ class Metrics:
             if phase in self.step_seconds:
                 self.step_seconds[phase].observe(seconds)
 
+        if stats.rows:
+            self._share(stats)
+
+    def _share(self, stats: StepStats) -> None:
+        """What the step could have taken at best, and what it took."""
+        limit = self.engine.info.roofline if self.engine.info is not None else None
+        taken = sum(stats.seconds.get(phase, 0.0) for phase in PHASES)
+        if limit is not None and taken > 0:
+            phase = "prefill" if stats.prompt_tokens else "decode"
+            tokens = stats.prompt_tokens + stats.decode_tokens
+            least = limit.seconds(tokens, stats.context, stats.pairs, stats.logits)
+            self._shares.setdefault(phase, _Share()).add(least, taken)
+
     def http(self, method: str, handler: str, status: int, seconds: float) -> None:
         """One HTTP request; `handler` is a route's template, never a path that a client made up."""
         method = method if method in METHODS else "OTHER"
@@ -231,6 +246,16 @@ class Metrics:
             blocks.add_metric([state], number)
         yield blocks
         yield GaugeMetricFamily("pequod:kv_blocks_unaccounted", "Blocks that are in no state; must be 0.", unaccounted)
+        if self._shares:
+            fractions = GaugeMetricFamily(
+                "pequod:roofline_fraction",
+                "The time that the last steps could have taken on this machine at best, of what they took; a step with"
+                " prompt tokens is prefill.",
+                labels=["phase"],
+            )
+            for phase, share in self._shares.items():
+                fractions.add_metric([phase], share.value)
+            yield fractions
         if status.last_step:
             yield GaugeMetricFamily(
                 "pequod:last_step_age_seconds",
@@ -414,6 +439,24 @@ class _Choice:
         self.gaps = array("f")
         self.queued: float | None = None
         self.reason: str | None = None
+
+
+class _Share:
+    """The least time of steps over their time; older steps count less."""
+
+    __slots__ = ("least", "taken")
+
+    def __init__(self) -> None:
+        self.least = 0.0
+        self.taken = 0.0
+
+    def add(self, least: float, taken: float) -> None:
+        self.least = self.least * ROOFLINE_DECAY + least
+        self.taken = self.taken * ROOFLINE_DECAY + taken
+
+    @property
+    def value(self) -> float:
+        return self.least / self.taken
 
 
 class _Now:

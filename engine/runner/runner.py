@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from .. import attention, hub, memory, models
+from .. import attention, hub, memory, models, roofline
 from ..batch import Batch, Entered, Masks, Row, StepTokens
 from ..config import EngineConfig, check
 from ..loop import StepOutOfMemory
@@ -236,6 +236,7 @@ def build(
                 resolved = replace(plan.config, device=str(device), attention=backend)
         runner = Runner(model, replace(resolved, num_blocks=plan.num_blocks), plan.num_blocks)
         runner.warm_up()
+        limits = _guarded(lambda: roofline.measure(spec, device))
     except memory.Impossible as error:
         raise ConfigError(str(error)) from None  # its own class has no place on the wire
     except StepOutOfMemory as error:
@@ -263,6 +264,7 @@ def build(
         torch=str(torch.__version__),
         hidden_size=spec.hidden_size,
         notes=plan.notes,
+        roofline=limits,
     )
     return runner, info, runner.config
 

@@ -25,6 +25,13 @@ class Command(Protocol):
     run: Callable[[argparse.Namespace], int]
 
 
+class Group(Protocol):
+    """What a module in this package offers whose command has parts, as `pequod bench latency`."""
+
+    PARTS: dict[str, str]  # name -> summary
+    part: Callable[[str], Command]
+
+
 class UsageError(Exception):
     """The command line asks for something impossible; one sentence, exit code 2."""
 
@@ -165,6 +172,24 @@ def execute(name: str, summary: str, command: Command, argv: Sequence[str]) -> i
             raise
         warn(str(error))
         return code
+
+
+def execute_group(name: str, summary: str, group: Group, argv: Sequence[str]) -> int:
+    """Run one part of a command that has several."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: pequod {name} PART [...]\n\n{summary[:1].upper()}{summary[1:]}.\n")
+        print("\n".join(f"  {part:<11} {text}" for part, text in group.PARTS.items()))
+        print(f"\n`pequod {name} PART --help` tells a part's flags.")
+        return 0 if argv else 2
+    part = argv[0]
+    if part not in group.PARTS:
+        near = settings.nearest(part, group.PARTS)
+        warn(
+            f"pequod {name} has no part {part[:64]}; "
+            + (f"did you mean {near}?" if near else f"see `pequod {name} --help`")
+        )
+        return 2
+    return execute(f"{name} {part}", group.PARTS[part], group.part(part), argv[1:])
 
 
 def _engine_code(error: Exception) -> int | None:

@@ -328,3 +328,17 @@ def test_rows_are_cut_when_fewer_tokens_did_not_help_against_a_lack_of_memory():
     driver.deltas += driver.scheduler.abandon(driver.batch)
     assert driver.scheduler.max_seqs == 7
     assert len(driver.step()) == 7
+
+
+def test_stats_count_what_the_rows_see():
+    driver = Driver(max_batched_tokens=10)
+    driver.add("a", prompt=4).launch()
+    driver.collect()
+    first = driver.scheduler.stats(driver.batch, {}, 0.0)
+    # Each of four tokens sees itself and those before it.
+    assert (first.context, first.pairs, first.logits) == (4, 1 + 2 + 3 + 4, 1)
+    driver.add("b", prompt=20)
+    assert driver.launch() == {"a": 1, "b": 9}
+    driver.collect()
+    second = driver.scheduler.stats(driver.batch, {}, 0.0)
+    assert (second.context, second.pairs, second.logits) == (5 + 9, 5 + 45, 1)

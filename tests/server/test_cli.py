@@ -14,7 +14,7 @@ import pytest
 
 from server import settings
 from server.__main__ import COMMANDS, main
-from server.commands import UsageError
+from server.commands import UsageError, bench
 from server.commands.serve import listen
 from server.settings import Settings
 from tests.live import Server, eventually
@@ -67,12 +67,12 @@ def test_version(pequod):
     assert out.startswith("pequod ")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"bench {part}" for part in bench.PARTS)])
 def test_help_of_each_command_imports_nothing_heavy(command):
     # What makes help slow is what it imports; a clock would depend on the neighbours.
     script = (
         "import sys; from server.__main__ import main\n"
-        f"try: main([{command!r}, '--help'])\n"
+        f"try: main([*{command.split()!r}, '--help'])\n"
         "except SystemExit as leave: assert leave.code == 0\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'httpx', 'huggingface_hub', 'rich', 'engine.client',"
         " 'tokenizers', 'jinja2', 'numpy'}\n"

@@ -9,9 +9,10 @@ import shutil
 import subprocess
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from engine import EngineRequest, RequestStats, SamplingParams
+from engine import EngineRequest, RequestStats, Roofline, SamplingParams, StepStats
 from server.limits import Caller, Limits
 from server.metrics import FINE, Metrics, decades
 from server.settings import Settings
@@ -380,3 +381,44 @@ def test_promtool_reads_the_page():
     said = [line for line in (done.stdout + done.stderr).decode().splitlines() if line and line != total]
     assert [line for line in said if not line.endswith("metric names should not contain ':'")] == []
     assert done.returncode in (0, 3)
+
+
+def test_the_share_of_the_limit_is_told_by_phase():
+    bench = Bench()
+    limit = Roofline(
+        bytes_per_s=1000.0, flops_per_s=1e9, weights_bytes=100, kv_bytes_per_token=10, flops_per_token=1,
+        flops_per_pair=1, flops_per_logit=1,
+    )  # fmt: skip
+    bench.engine.info = replace(INFO, roofline=limit)
+
+    def step(prompt: int, decode: int, context: int, **seconds: float) -> None:
+        bench.metrics.step(
+            StepStats(
+                step=1, time=0.0, rows=((1, prompt + decode),), budget=1, prompt_tokens=prompt, decode_tokens=decode,
+                running=1, waiting=0, blocks_free=1, blocks_cached=0, blocks_held=0, blocks_total=1, preempted=0,
+                prefix_queries=0, prefix_hits=0, context=context, pairs=context, logits=1, seconds=seconds,
+            )
+        )  # fmt: skip
+
+    assert "pequod:roofline_fraction" not in bench.page().families
+    step(0, 1, 10, forward=0.3, sample=0.1, masks=9.0)  # 200 bytes: 0.2 s at best
+    assert bench.page()("pequod:roofline_fraction", phase="decode") == pytest.approx(0.5)
+    step(0, 1, 10, forward=0.2)
+    assert 0.5 < bench.page()("pequod:roofline_fraction", phase="decode") < 1
+    for _ in range(1000):
+        step(0, 1, 10, forward=0.25)
+    assert bench.page()("pequod:roofline_fraction", phase="decode") == pytest.approx(0.8)
+    step(5, 1, 10, forward=2.0)
+    assert bench.page()("pequod:roofline_fraction", phase="prefill") == pytest.approx(0.1)
+
+
+def test_without_a_known_limit_there_is_no_share():
+    bench = Bench()
+    assert INFO.roofline is None
+
+    async def main() -> None:
+        async for _ in bench.engine.generate(EngineRequest(id=1, prompt_ids=(1,), params=SamplingParams(max_tokens=2))):
+            pass
+
+    asyncio.run(main())
+    assert "pequod:roofline_fraction" not in bench.page().families

@@ -1,0 +1,378 @@
+"""One request to an OpenAI-compatible server, and the time of everything that came back.
+
+All servers are measured by this code: what a server does not take or does not tell is found out once, by `connect`, and
+told with the results. Nothing is guessed in silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..commands import Failure, UsageError
+
+if TYPE_CHECKING:
+    import httpx
+
+CONNECT_S = 10.0
+SILENCE_S = 900.0  # a long prompt on a slow machine, behind a queue, sends nothing for minutes
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+# What makes answers comparable where the server takes it; min_tokens gets the number of tokens that are asked for.
+WISHES: dict[str, Any] = {
+    "ignore_eos": True,
+    "min_tokens": 0,
+    "return_token_ids": True,
+    "stream_options": {"include_usage": True},
+    "temperature": 0,
+}
+MISSED = {
+    "ignore_eos": "the server refuses ignore_eos: answers may end early",
+    "min_tokens": "the server refuses min_tokens",
+    "return_token_ids": "the server does not tell token ids: a token without visible text has no time of its own",
+    "stream_options": "the server refuses stream_options",
+    "temperature": "the server refuses temperature 0: answers are drawn",
+}
+# Ids of ordinary tokens in the vocabulary of any real model; below are bytes and often special ones.
+IDS = range(300, 1000)
+PROBE_IDS = [*IDS[:7], IDS[-1]]
+PROBE_TOKENS = 3
+PROBE_WORDS = 64
+# Common words, each one token of most vocabularies with the space before it; the server's own count is what is told.
+TEXT = (
+    "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all"
+    " were when we there can an your which their said if do will each about how up out them then she many some so these"
+    " would other into has more her two like him see time could no make than first been its who now people my made over"
+)
+WORDS = TEXT.split()
+REFUSALS = (400, 404, 405, 415, 422, 501)  # an answer to this form of the request; other codes may pass
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request to send."""
+
+    prompt: str | list[int]
+    input_len: int  # tokens meant; the server's count is in the Shot
+    output_len: int
+    at: float = 0.0  # seconds after the run's begin
+    body: Mapping[str, Any] = field(default_factory=dict)  # further fields, over the wishes
+
+
+@dataclass(slots=True, eq=False)
+class Shot:
+    """What became of one request. Times are seconds since the run began."""
+
+    at: float
+    input_len: int
+    output_len: int
+    sent: float
+    done: float = 0.0
+    times: list[float] = field(default_factory=list)  # of each chunk that held tokens
+    sizes: list[int] | None = None  # tokens in each of them; None: the server does not tell
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)  # log-probability of a token less that of the best other one
+    text: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None  # as the server's usage says
+    finish_reason: str | None = None
+    streamed: bool = True
+    error: str | None = None
+    broken: bool = False  # the error was the connection's, not the server's answer
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer: by usage, else by token ids, else one for each chunk."""
+        if self.output_tokens is not None:
+            return self.output_tokens
+        return sum(self.sizes) if self.sizes is not None else len(self.times)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token; None where the answer came whole."""
+        return self.times[0] - self.sent if self.times and self.streamed else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between the chunks that held tokens."""
+        return [b - a for a, b in itertools.pairwise(self.times)] if self.streamed else []
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first chunk."""
+        if not self.streamed or len(self.times) < 2 or self.times[-1] <= self.times[0]:
+            return None
+        first = self.sizes[0] if self.sizes else 1
+        return (self.tokens - first) / (self.times[-1] - self.times[0])
+
+    def record(self) -> dict[str, Any]:
+        """For JSON: everything but the text and the ids, times in microseconds' precision."""
+        return {
+            "at": round(self.at, 6),
+            "sent": round(self.sent, 6),
+            "done": round(self.done, 6),
+            "times": [round(t, 6) for t in self.times],
+            "tokens_of_chunks": self.sizes,
+            "input_len": self.input_len,
+            "output_len": self.output_len,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """A server, and what was found out about it by asking."""
+
+    http: httpx.AsyncClient
+    url: str
+    model: str
+    api: str  # completions | chat
+    version: dict[str, Any]  # what /version tells; empty for most servers
+    max_len: int | None  # tokens of prompt plus answer, where the server tells
+    takes_ids: bool = True  # prompts as token ids
+    wishes: dict[str, Any] = field(default_factory=lambda: dict(WISHES))
+    words_per_token: float = 1.0  # of text prompts
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_pequod(self) -> bool:
+        return "weights_hash" in self.version
+
+    @property
+    def name(self) -> str:
+        """What it calls itself."""
+        number = self.version.get("version", "")
+        return f"Pequod {number}" if self.is_pequod else f"{self.url} {number}".strip()
+
+    async def answers(self) -> bool:
+        """Whether there is still a server."""
+        import httpx
+
+        try:
+            return (await self.http.get("/v1/models", timeout=CONNECT_S)).status_code < 500
+        except httpx.HTTPError:
+            return False
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """The request as JSON."""
+        body = {"model": self.model, "max_tokens": ask.output_len, "stream": True, **self.wishes}
+        if "min_tokens" in body:
+            body["min_tokens"] = ask.output_len
+        if self.api == "chat" and "messages" not in ask.body:
+            body["messages"] = [{"role": "user", "content": ask.prompt}]
+        elif self.api == "completions":
+            body["prompt"] = ask.prompt
+        body |= ask.body
+        return {key: value for key, value in body.items() if value is not None}
+
+    async def send(self, ask: Ask, began: float, on_tokens: Any = None) -> Shot:
+        """Send one request and read its answer to the end. Errors are in the Shot; `on_tokens()` at each chunk."""
+        import httpx
+
+        shot = Shot(ask.at, ask.input_len, ask.output_len, sent=time.perf_counter() - began)
+        path = "/v1/chat/completions" if "messages" in (body := self.body(ask)) else "/v1/completions"
+        try:
+            async with self.http.stream("POST", path, json=body) as answer:
+                if answer.status_code != 200:
+                    shot.error = refusal(answer.status_code, await answer.aread())
+                elif answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    await self._read(answer, shot, began, on_tokens)
+                else:
+                    shot.streamed = False
+                    content = await answer.aread()
+                    _take(shot, json.loads(content), time.perf_counter() - began)
+        except httpx.HTTPError as error:
+            shot.error, shot.broken = f"the connection broke: {type(error).__name__}", True
+        except ValueError:
+            shot.error = "the server sent something that is not JSON"
+        shot.done = time.perf_counter() - began
+        if shot.ok and not shot.times and shot.finish_reason is None:
+            shot.error = "the answer held neither a token nor an end"
+        return shot
+
+    async def _read(self, answer: httpx.Response, shot: Shot, began: float, on_tokens: Any) -> None:
+        rest, ended = b"", False
+        async for part in answer.aiter_bytes():
+            now = time.perf_counter() - began
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    ended = True
+                elif _take(shot, json.loads(data), now) and on_tokens is not None:
+                    on_tokens()
+        if not ended and shot.finish_reason is None and shot.error is None:
+            shot.error, shot.broken = "the stream ended without its end", True
+
+
+def _take(shot: Shot, event: Any, now: float) -> bool:
+    """Add one event, or a whole answer; whether it held tokens."""
+    if not isinstance(event, dict):
+        raise ValueError(event)
+    if error := event.get("error"):
+        shot.error = str(error.get("message", error) if isinstance(error, dict) else error)[:400]
+        return False
+    if usage := event.get("usage"):
+        shot.prompt_tokens, shot.output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        shot.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    came = False
+    for choice in event.get("choices") or ():
+        said = choice.get("delta") or choice.get("message") or choice
+        text = "".join(said.get(key) or "" for key in ("reasoning_content", "reasoning", "content", "text"))
+        ids = choice.get("token_ids") or []
+        shot.text += text
+        shot.token_ids += ids
+        _take_logprobs(shot, choice.get("logprobs"))
+        shot.finish_reason = choice.get("finish_reason") or shot.finish_reason
+        if text or ids:
+            came = True
+            if ids and (shot.sizes is not None or not shot.times):
+                shot.sizes = [*(shot.sizes or []), len(ids)]
+            elif not ids:
+                shot.sizes = None
+            shot.times.append(now)
+    return came
+
+
+def _take_logprobs(shot: Shot, told: Any) -> None:
+    """Both forms: of completions (columns) and of chat (one object per token)."""
+    if not isinstance(told, dict):
+        return
+    if "token_logprobs" in told:
+        tops = [sorted((top or {}).values(), reverse=True) for top in told.get("top_logprobs") or []]
+        own = told["token_logprobs"]
+    else:
+        entries = told.get("content") or []
+        own = [entry["logprob"] for entry in entries]
+        tops = [sorted((top["logprob"] for top in entry.get("top_logprobs") or ()), reverse=True) for entry in entries]
+    shot.logprobs += own
+    shot.margins += [top[0] - top[1] for top in tops if len(top) > 1]
+
+
+def refusal(status: int, content: bytes) -> str:
+    """A refusal in one sentence, with the server's own reason."""
+    try:
+        told = json.loads(content)
+    except ValueError:
+        told = None
+    error = told.get("error", told.get("detail", told.get("message"))) if isinstance(told, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return f"the server answered {status}" + (f": {str(message)[:300]}" if message else "")
+
+
+async def connect(url: str, model: str | None, key: str | None, api: str = "completions", ask: bool = True) -> Target:
+    """A server at a URL; `ask`: by small requests, what it takes.
+
+    Raises Failure where nobody answers, UsageError for a bad address.
+    """
+    import httpx
+
+    url = url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--url {url[:64]} is not an address such as http://127.0.0.1:8000")
+    http = httpx.AsyncClient(
+        base_url=url,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+    )  # without kept connections: a server may close an idle one just as it is used again
+    try:
+        models = await _get(http, "/v1/models")
+        cards: list[dict[str, Any]] = models.get("data") or []
+        card = next((card for card in cards if not model or card.get("id") == model), {})
+        name = model or card.get("id")
+        if not name:
+            raise Failure(f"{url} does not tell which models it serves; name one with --model")
+        version = await _get(http, "/version", needed=False)
+        target = Target(http, url, name, api, version, card.get("max_model_len"))
+        if ask:
+            await probe(target)
+    except BaseException:
+        await http.aclose()
+        raise
+    return target
+
+
+async def _get(http: httpx.AsyncClient, path: str, needed: bool = True) -> dict[str, Any]:
+    import httpx
+
+    try:
+        answer = await http.get(path, timeout=CONNECT_S)
+        told = answer.json() if answer.status_code == 200 else None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Failure(f"no server answers at {http.base_url} ({type(error).__name__})") from None
+    except ValueError:
+        told = None
+    if needed and answer.status_code in (401, 403):
+        raise Failure(f"{http.base_url} asks for a key; give it with --api-key")
+    return told if isinstance(told, dict) else {}
+
+
+async def probe(target: Target) -> None:
+    """Find out what the server takes, by small requests; what it does not is noted, and is not sent again."""
+    first = await _works(target)
+    if first is None:
+        wishes, target.wishes = target.wishes, {}
+        if await _works(target) is None:
+            hint = "; try --api chat" if target.api == "completions" else ""
+            raise Failure(f"{target.url} does not answer a plain request: {(await _try(target)).error}{hint}")
+        for wish, value in wishes.items():
+            target.wishes[wish] = value
+            if (await _try(target)).error:
+                del target.wishes[wish]
+                target.notes.append(MISSED[wish])
+        first = await _try(target)
+    if not first.token_ids and target.wishes.pop("return_token_ids", None):
+        target.notes.append(MISSED["return_token_ids"])
+    if not target.takes_ids:
+        await _calibrate(target)
+    if first.output_tokens is None:
+        target.notes.append("the server sends no usage: each chunk counts as one token")
+    if not first.streamed:
+        target.notes.append("the server does not stream: there are times of whole answers only")
+
+
+async def _works(target: Target) -> Shot | None:
+    """The answer to a prompt of token ids, else to one of text; None when both are refused."""
+    for takes_ids in (True, False) if target.api == "completions" else (False,):
+        target.takes_ids = takes_ids
+        shot = await _try(target)
+        if shot.ok:
+            return shot
+    return None
+
+
+async def _try(target: Target) -> Shot:
+    prompt: str | list[int] = PROBE_IDS if target.takes_ids else " ".join(WORDS[: len(PROBE_IDS)])
+    shot = await target.send(Ask(prompt, len(PROBE_IDS), PROBE_TOKENS), time.perf_counter())
+    if shot.error and (shot.broken or not any(f"answered {code}" in shot.error for code in REFUSALS)):
+        raise Failure(f"{target.url} cannot be measured: {shot.error}")
+    return shot
+
+
+async def _calibrate(target: Target) -> None:
+    """How many words make a token, by the server's own count of two prompts; its chat template drops out."""
+    counts = []
+    for words in (1, 1 + PROBE_WORDS):
+        shot = await target.send(Ask(" ".join(WORDS[:words]), words, PROBE_TOKENS), time.perf_counter())
+        counts.append(shot.prompt_tokens)
+    if counts[0] is None or counts[1] is None or counts[1] <= counts[0]:
+        target.notes.append("prompts are text, and the server does not count their tokens: lengths are in words")
+        return
+    target.words_per_token = PROBE_WORDS / (counts[1] - counts[0])
+    target.notes.append("the server takes no token ids as a prompt: prompts are text of about the length asked for")

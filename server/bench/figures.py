@@ -1,0 +1,108 @@
+"""From the times of requests to figures: percentiles of one run, medians and quartiles over several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .client import Shot, Target
+from .load import Run
+
+Figures = dict[str, float | None]
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """The value below which a share (0 to 1) of the values lies, between neighbours in proportion; None of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    place = (len(ordered) - 1) * share
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """The middle of the values that there are; None of nothing."""
+    return percentile((value for value in values if value is not None), 0.5)
+
+
+def summarize(run: Run) -> Figures:
+    """One run's figures; seconds, tokens, tokens a second. None: nothing of the kind was seen."""
+    good = [shot for shot in run.shots if shot.ok]
+    ttfts = [shot.ttft for shot in good if shot.ttft is not None]
+    gaps = [gap for shot in good for gap in shot.gaps]
+    whole = [shot.done - shot.sent for shot in good]
+    output = sum(shot.tokens for shot in good)
+    return {
+        "requests": len(run.shots),
+        "failed": len(run.shots) - len(good),
+        "wall_s": run.wall,
+        "prompt_tokens": sum(shot.prompt_tokens or 0 for shot in good),
+        "cached_tokens": sum(shot.cached_tokens or 0 for shot in good),
+        "output_tokens": output,
+        "requests_per_s": len(good) / run.wall,
+        "output_tok_s": output / run.wall,
+        "decode_tok_s": median(shot.decode_rate for shot in good),
+        "ttft_p50_s": percentile(ttfts, 0.5),
+        "ttft_p90_s": percentile(ttfts, 0.9),
+        "ttft_p99_s": percentile(ttfts, 0.99),
+        "itl_p50_s": percentile(gaps, 0.5),
+        "itl_p90_s": percentile(gaps, 0.9),
+        "itl_p99_s": percentile(gaps, 0.99),
+        "itl_max_s": max(gaps, default=None),
+        "e2e_p50_s": percentile(whole, 0.5),
+        "e2e_p99_s": percentile(whole, 0.99),
+        "late_max_s": max(shot.sent - shot.at for shot in run.shots),
+    }
+
+
+def spread(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, dict[str, float]]:
+    """Each figure over the rounds: median, first and third quartile, lowest and highest, of those that have it."""
+    found = {}
+    for name in rounds[0] if rounds else ():
+        values = [value for each in rounds if (value := each.get(name)) is not None]
+        if values:
+            found[name] = {
+                "median": percentile(values, 0.5) or 0.0,
+                "q1": percentile(values, 0.25) or 0.0,
+                "q3": percentile(values, 0.75) or 0.0,
+                "min": min(values),
+                "max": max(values),
+            }
+    return found
+
+
+def notes(target: Target, shots: Sequence[Shot]) -> list[str]:
+    """What a reader of the figures must know: how they were counted, and what did not go as asked."""
+    good = [shot for shot in shots if shot.ok]
+    found = list(target.notes)
+    if failed := len(shots) - len(good):
+        reasons = sorted({shot.error for shot in shots if shot.error})
+        found.append(f"{failed} of {len(shots)} requests failed: {reasons[0]}")
+    chunks, tokens = sum(len(shot.times) for shot in good), sum(shot.tokens for shot in good)
+    if chunks and tokens > chunks * 1.02 and any(shot.streamed for shot in good):
+        found.append(f"{tokens} tokens came in {chunks} chunks: gaps are between chunks")
+    if short := sum(1 for shot in good if shot.tokens < shot.output_len):
+        found.append(f"{short} of {len(good)} answers ended before the length asked for")
+    if cached := sum(shot.cached_tokens or 0 for shot in good):
+        found.append(f"{cached} of {sum(shot.prompt_tokens or 0 for shot in good)} prompt tokens came from a cache")
+    lengths = [(shot.prompt_tokens, shot.input_len) for shot in good if shot.prompt_tokens]
+    counted, meant = sum(c for c, _ in lengths), sum(m for _, m in lengths)
+    if lengths and abs(counted - meant) > 0.02 * meant:
+        found.append(
+            f"prompts had {counted / len(lengths):.0f} tokens on average, {meant / len(lengths):.0f} were meant"
+        )
+    return found
+
+
+def rounded(value: Any) -> Any:
+    """For JSON: six significant digits, which is more than any clock here gives."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    return value

@@ -1,0 +1,41 @@
+"""`pequod bench kernels`: our matrix products beside torch's, in a child, since that takes torch."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from ..commands import Parser, child_environment
+from . import options
+
+FLAGS = ("isa", "dtype", "rows", "threads", "seconds")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.usage = "pequod bench kernels [flags]"
+    parser.description = (
+        "Time the CPU kernels on the shapes of a model beside torch's, with their error against float64, and whether a"
+        " row has the same bits alone and in a batch. The same as `python -m engine.kernels.bench`."
+    )
+    parser.add_argument("--isa", metavar="NAME", help="instruction set: auto, avx512bf16, avx512, avx2, or torch")
+    parser.add_argument("--dtype", metavar="TYPE", help="bfloat16 or float32 (default: bfloat16)")
+    parser.add_argument("--rows", metavar="N,...", type=options.wholes, help="rows of the products")
+    parser.add_argument("--threads", metavar="N", type=options.whole(1), help="torch threads (default: torch's choice)")
+    parser.add_argument("--seconds", metavar="S", type=options.positive, help="about so long for each line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; the lines go to stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The child's exit code; what it prints goes where this command's output goes."""
+    return subprocess.run(command(arguments), env=child_environment(), check=False).returncode
+
+
+def command(arguments: argparse.Namespace) -> list[str]:
+    """The child's command line: the flags that were given, as they were given."""
+    words = [sys.executable, "-m", "engine.kernels.bench"]
+    for name in FLAGS:
+        value = getattr(arguments, name)
+        if value is not None:
+            words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return [*words, "--json"] if arguments.json else words

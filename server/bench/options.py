@@ -1,0 +1,128 @@
+"""Flags that the parts of `pequod bench` share, and their values."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from ..commands import Parser, add_settings
+
+URL_USAGE = "[MODEL | --url URL] [flags]"
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A parser of whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= 2**31 - 1:
+            raise argparse.ArgumentTypeError(f"{text[:64]} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def wholes(text: str) -> list[int]:
+    """A list such as 1,2,4, in rising order."""
+    numbers = [whole(1)(word) for word in text.replace(",", " ").split()]
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"{text[:64]!r} is not a list such as 1,2,4")
+    return sorted(set(numbers))
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text[:64]} is not a number above 0")
+    return value
+
+
+def positives(text: str) -> list[float]:
+    """A list such as 0.5,1,2, in rising order."""
+    numbers = [positive(word) for word in text.replace(",", " ").split()]
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"{text[:64]!r} is not a list such as 0.5,1,2")
+    return sorted(set(numbers))
+
+
+def json_place(text: str) -> Path | None:
+    """Where --json writes: None for standard output. A MODEL that follows by accident is not taken for a file."""
+    if text == "-":
+        return None
+    if not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"{text[:64]} does not end in .json; MODEL comes before --json")
+    return Path(text)
+
+
+def add_own(parser: Parser) -> None:
+    """MODEL with the settings of the Pequod to start, for what can be seen of no other server."""
+    parser.set_defaults(url=None, api="completions")
+    add_settings(parser, "model", "engine", "limits", extra=["api_key"])
+
+
+def add_server(parser: Parser, api: str = "completions") -> None:
+    """MODEL with the settings of the Pequod to start, or --url; `api` is asked when nothing else is said."""
+    box = parser.add_argument_group("server")
+    box.add_argument(
+        "--url", metavar="URL", help="measure the server there, of any kind, instead of starting a Pequod on MODEL"
+    )
+    box.add_argument(
+        "--api",
+        choices=["completions", "chat"],
+        default=api,
+        help=f"which of the two APIs is asked (default: {api}); completions takes prompts as token ids",
+    )
+    add_settings(parser, "model", "engine", "limits", extra=["api_key"])
+
+
+def add_repeats(parser: Parser, rounds: int) -> None:
+    """How often."""
+    box = parser.add_argument_group("repetition")
+    box.add_argument(
+        "--rounds", metavar="N", type=whole(1), default=rounds, help=f"measured repetitions (default: {rounds})"
+    )
+    box.add_argument(
+        "--warmup", metavar="N", type=whole(0), default=1, help="repetitions before them that do not count (default: 1)"
+    )
+
+
+def add_lengths(parser: Parser, input_len: int, output_len: int) -> None:
+    """How long."""
+    box = parser.add_argument_group("requests")
+    box.add_argument(
+        "--input-len",
+        metavar="N",
+        type=whole(1),
+        default=input_len,
+        help=f"tokens of each prompt (default: {input_len})",
+    )
+    box.add_argument(
+        "--output-len",
+        metavar="N",
+        type=whole(1),
+        default=output_len,
+        help=f"tokens of each answer (default: {output_len})",
+    )
+
+
+def add_output(parser: Parser, plots: bool = True) -> None:
+    """Where results go."""
+    box = parser.add_argument_group("output")
+    box.add_argument(
+        "--json",
+        nargs="?",
+        metavar="FILE.json",
+        type=json_place,
+        const=None,
+        default=False,
+        help="everything measured, with the times of all tokens, as JSON: to FILE beside the table, without FILE"
+        " instead of it",
+    )
+    if plots:
+        box.add_argument(
+            "--plot", metavar="DIR", type=Path, help="draw PNGs into DIR (needs `pip install pequod[bench]`)"
+        )

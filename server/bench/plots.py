@@ -1,0 +1,126 @@
+"""PNG plots of results, the machine's limit drawn in where it is known. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..commands import Failure
+
+SIZE = (7.0, 4.2)  # inches
+COLOURS = {"schedule": "#9aa5b1", "prepare": "#62a8ac", "forward": "#2f5d8a", "sample": "#e0a458", "publish": "#c8553d"}
+OURS, SECOND, LIMIT = "#2f5d8a", "#e0a458", "#555555"
+
+
+def require() -> None:
+    """Failure with the remedy where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise Failure("--plot needs matplotlib: pip install 'pequod[bench]'") from None
+    matplotlib.use("Agg")  # files alone: there may be no screen
+
+
+def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=SIZE, dpi=120, layout="constrained")
+    axes.set(xlabel=x, ylabel=y)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(True, color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise Failure(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        pyplot.close(figure)
+    return path
+
+
+def throughput(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> Path:
+    """Tokens per second of all requests against each one's time per token; a point: load, output_tok_s, itl_p50_s,
+    and limit_tok_s and limit_itl_s where they are known."""
+    figure, axes = _figure(title, "time per token, median (ms)", "tokens/s of all answers")
+    known = [point for point in points if point["itl_p50_s"]]
+    x, y = [1e3 * point["itl_p50_s"] for point in known], [point["output_tok_s"] for point in known]
+    axes.plot(x, y, "o-", color=OURS, label="measured")
+    for point, at in zip(known, zip(x, y, strict=True), strict=True):
+        axes.annotate(point["load"], at, xytext=(5, -11), textcoords="offset points", fontsize=8, color=OURS)
+    limits = [point for point in known if point.get("limit_itl_s")]
+    if limits:
+        at_best = [(1e3 * point["limit_itl_s"], point["limit_tok_s"]) for point in limits]
+        axes.plot(*zip(*at_best, strict=True), "s--", color=LIMIT, markersize=4, label="this machine's limit")
+        for point, at in zip(limits, at_best, strict=True):
+            axes.annotate(point["load"], at, xytext=(5, -11), textcoords="offset points", fontsize=8, color=LIMIT)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        _plain(axes.xaxis)
+        _plain(axes.yaxis)
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def context(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> Path:
+    """Time per token against the tokens before it; a point: context, itl_p50_s, itl_p99_s, and limit_itl_s if known."""
+    figure, axes = _figure(title, "tokens of context", "time per token (ms)")
+    known = [point for point in points if point["itl_p50_s"]]
+    x = [point["context"] for point in known]
+    axes.plot(x, [1e3 * point["itl_p99_s"] for point in known], "^:", color=SECOND, label="99th percentile")
+    axes.plot(x, [1e3 * point["itl_p50_s"] for point in known], "o-", color=OURS, label="median")
+    limits = [point for point in known if point.get("limit_itl_s")]
+    if limits:
+        y = [1e3 * point["limit_itl_s"] for point in limits]
+        axes.plot([p["context"] for p in limits], y, "s--", color=LIMIT, markersize=4, label="this machine's limit")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(x)
+    _plain(axes.xaxis)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def phases(path: Path, title: str, steps: Mapping[str, Mapping[str, float]], limits: Mapping[str, float]) -> Path:
+    """A decode step's time by phase, a bar for each number of rows; `limits`: the least time of each, in seconds."""
+    from matplotlib.patheffects import withStroke
+
+    figure, axes = _figure(title, "median time of a decode step (ms)", "")
+    rows = list(steps)
+    left = [0.0] * len(rows)
+    for phase, colour in COLOURS.items():
+        widths = [1e3 * steps[row][f"{phase}_s"] for row in rows]
+        axes.barh(rows, widths, left=left, color=colour, label=phase, height=0.55)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, row in enumerate(rows):
+        axes.annotate(
+            f"{left[place]:.3g}", (left[place], place), xytext=(4, -3), textcoords="offset points", fontsize=8
+        )
+        if row in limits:
+            label = "this machine's limit" if row == next(iter(limits)) else None
+            at = 1e3 * limits[row]
+            line = {"color": "black", "linewidth": 1.6, "path_effects": [withStroke(linewidth=4, foreground="white")]}
+            axes.plot([at, at], [place - 0.36, place + 0.36], label=label, **line)
+    axes.set_yticks(range(len(rows)), [f"{row} row{'s' * (row != '1')}" for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.legend(frameon=False, ncols=6, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), columnspacing=1.0)
+    return _save(figure, path)
+
+
+def _plain(axis: Any) -> None:
+    """Numbers as people write them, on a logarithmic axis too."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if axis.get_scale() == "log" and axis.get_transform().base == 10:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_formatter(FuncFormatter(lambda *_: ""))

@@ -1,0 +1,163 @@
+"""Servers as child processes, and what the system tells about them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..commands import Failure, child_environment
+
+POLL_S = 0.01
+STOP_S = 40.0  # more than a Pequod drains by default
+LOG_LINES = 5  # of a server that died, told in the error
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class Child:
+    """A server started here. Its output goes to a file; `stop` ends it and whatever it started.
+
+    `{folder}` in a word of the command is a folder that lives as long as this object.
+    """
+
+    def __init__(self, command: Sequence[str], url: str, ready: str, environment: Mapping[str, str]) -> None:
+        self.url = url
+        self._ready = ready  # path that answers 200 when the server takes work
+        # Lives as long as this object.
+        self._folder = tempfile.TemporaryDirectory(prefix="pequod-bench-")
+        self.folder = Path(self._folder.name)
+        self.command = [word.replace("{folder}", str(self.folder)) for word in command]
+        self.began = time.perf_counter()
+        with (self.folder / "log").open("wb") as log:
+            try:
+                self.process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                    start_new_session=True,  # Ctrl-C is for the measurement, which then stops the server
+                )
+            except OSError as error:
+                self._folder.cleanup()
+                raise Failure(f"{self.command[0]} cannot be started: {error.strerror}") from None
+        self.pid = self.process.pid
+
+    @property
+    def log(self) -> str:
+        """What the server has written so far."""
+        return (self.folder / "log").read_text(errors="replace")
+
+    async def ready(self, limit_s: float) -> tuple[float, float]:
+        """Seconds from the start until the port answered and until the server took work; Failure when it never does."""
+        import httpx
+
+        port = None
+        async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
+            while (elapsed := time.perf_counter() - self.began) < limit_s:
+                if self.process.poll() is not None:
+                    raise Failure(self.died())
+                with contextlib.suppress(httpx.TransportError):
+                    status = (await client.get(self._ready)).status_code
+                    elapsed = time.perf_counter() - self.began
+                    port = port or elapsed
+                    if status == 200:
+                        return port, elapsed
+                await asyncio.sleep(POLL_S)
+        raise Failure(f"the server was not ready after {limit_s:.0f} s; {self._told()}")
+
+    def died(self) -> str:
+        """Why there is no server any more, in a sentence."""
+        return f"the server ended with code {self.process.poll()}; {self._told()}"
+
+    def _told(self) -> str:
+        lines = [line for line in self.log.splitlines() if line.strip()][-LOG_LINES:]
+        return "its last lines:\n  " + "\n  ".join(lines) if lines else "it said nothing"
+
+    def stop(self) -> None:
+        """End the server: by SIGTERM, and by SIGKILL when that takes too long."""
+        pids = tree(self.pid)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_S)
+        for pid in pids:  # only what it had started itself; a process that has ended is no error
+            if pid == self.pid or _is_in_session(pid, self.pid):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._folder.cleanup()
+
+
+def pequod(model: str, flags: Sequence[str]) -> Child:
+    """A Pequod on a free port of this machine; its steps are in `steps.jsonl` of its folder."""
+    port = free_port()
+    command = [sys.executable, "-m", "server", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--step-log", "{folder}/steps.jsonl", *flags]
+    return Child(command, f"http://127.0.0.1:{port}", "/ready", environment())
+
+
+def environment() -> dict[str, str]:
+    """The environment of a Pequod that is measured: this process's, without a place to listen."""
+    return {
+        name: value
+        for name, value in child_environment().items()
+        if name.upper() not in ("PEQUOD_PORT", "PEQUOD_HOST", "PEQUOD_UDS", "PEQUOD_STEP_LOG")
+    }
+
+
+def tree(pid: int) -> list[int]:
+    """A process and its descendants, as /proc tells; the process alone where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found, left = [], [pid]
+    while left:
+        found.append(left.pop())
+        left += children.get(found[-1], [])
+    return found
+
+
+def _is_in_session(pid: int, leader: int) -> bool:
+    try:
+        return os.getsid(pid) == leader
+    except OSError:
+        return False
+
+
+def peak_bytes(pid: int | None) -> int | None:
+    """The most memory that the processes of a tree have had resident, summed; None where the system does not tell."""
+    total = 0
+    for each in tree(pid) if pid is not None else []:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in Path(f"/proc/{each}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    total += int(line.split()[1]) * 1024
+    return total or None
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that the living processes of a tree have used."""
+    ticks = 0
+    for each in tree(pid):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,87 @@
+"""What bounds a step: counted by hand for small shapes; the rates are measured, and no test says what they are."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+from engine import Roofline, hub, models, roofline
+from engine.config import EngineConfig
+from engine.models.spec import read_spec
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "dtype": "bfloat16",
+}
+LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16 + 2 * 8 + 2 * 4  # q, k and v, o, gate-up-down, norms
+
+
+def spec_of(**changes):
+    spec = read_spec({**SHAPE, **changes}, EngineConfig(model="x"))
+    assert spec is not None
+    return spec
+
+
+def test_bytes_and_operations_of_a_shape():
+    found = roofline.shape(spec_of(tie_word_embeddings=True))
+    body = 2 * LAYER + 8
+    assert found.weights_bytes == 2 * (body + 800)
+    assert found.flops_per_token == 2 * body
+    assert found.flops_per_logit == 2 * 800
+    assert found.flops_per_pair == 2 * (2 * 4 * (4 + 4))
+    assert found.kv_bytes_per_token == 2 * 2 * (2 * 2 * 4)
+
+
+def test_a_table_of_embeddings_is_not_read_when_the_head_is_another():
+    tied, untied = (roofline.shape(spec_of(tie_word_embeddings=each)) for each in (True, False))
+    assert tied == untied
+
+
+def test_what_a_model_with_experts_reads_is_not_known():
+    assert roofline.shape(spec_of(num_experts=8)) is None
+    assert roofline.measure(spec_of(num_experts=8), torch.device("cpu")) is None
+
+
+def test_the_slower_of_reading_and_computing_decides():
+    limit = Roofline(
+        bytes_per_s=10.0, flops_per_s=100.0, weights_bytes=50, kv_bytes_per_token=5, flops_per_token=40,
+        flops_per_pair=2, flops_per_logit=10,
+    )  # fmt: skip
+    assert limit.bytes(context=10) == 100
+    assert limit.flops(tokens=3, pairs=10, logits=1) == 150
+    assert limit.seconds(1, 10, 10, 1) == 10.0  # 100 bytes; 70 operations are done in 0.7 s
+    assert limit.seconds(100, 10, 10, 1) == pytest.approx(40.3)
+
+
+def test_both_rates_are_measured():
+    found = roofline.measure(spec_of(), torch.device("cpu"))
+    assert found.bytes_per_s > 1e6
+    assert found.flops_per_s > 1e6
+    assert found.weights_bytes == roofline.shape(spec_of()).weights_bytes
+
+
+def test_the_program_measures_again_for_each_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    monkeypatch.setattr(roofline, "BYTES", 1 << 20)
+    monkeypatch.setattr(roofline, "SHAPES", ((8, 16, 16),))
+    assert roofline.main(["--json", '{"model": "builtin"}']) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 2
+    spec = models.describe(hub.fetch("builtin", None, weights=False).path, EngineConfig(model="builtin"))
+    assert lines[0]["weights_bytes"] == roofline.shape(spec).weights_bytes
+    assert lines[0]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("text", ["{", '{"model": "/no/such/folder"}', '{"model": "builtin", "device": "abacus"}'])
+def test_what_cannot_be_measured_is_one_line(capsys, text):
+    assert roofline.main(["--json", text]) == 2
+    assert list(json.loads(capsys.readouterr().out)) == ["error"]
