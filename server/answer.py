@@ -23,7 +23,7 @@ from engine import EngineInfo, EngineRequest
 from . import sse
 from .conversation import Shape, check_takes_grammars, hidden_ids, shape
 from .conversation import parser as message_parser
-from .errors import ApiError, deadline, from_exception, invalid
+from .errors import CONTEXT_CODE, ApiError, deadline, from_exception, invalid
 from .generation import Choice, Due, Generation, Gone, Scores
 from .limits import Caller
 from .prompts import TextTooLong
@@ -41,7 +41,6 @@ MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 # Log-probabilities of prompts in one answer: 10 MB of JSON, written in a quarter of a second (off the event loop).
 MAX_SCORES = 1 << 17
 NEVER = -100  # a logit_bias that forbids
-CONTEXT_CODE = "context_length_exceeded"
 
 Body = TypeVar("Body", bound=Drawing)
 Encode = Callable[[Pequod, Body], Awaitable[list[Prompt]]]
@@ -81,7 +80,7 @@ async def answer(
     check_scores(body, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     bad_words = await spelt(app, info, body)
-    head = Head(f"{prefix}{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint)
+    head = Head(f"{prefix}{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint, request.state.request_id)
     requests = engine_requests(app, caller, body, prompts, max_tokens, grammar=grammar, bad_words=bad_words)
     track = app.metrics.track(
         request.state.request_id, body.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)
@@ -169,9 +168,9 @@ def room(info: EngineInfo, body: Drawing, ids: Sequence[int], default: int | Non
     if left < 1:
         raise invalid(f"{told}: there is no room for an answer.", body.prompt_field, CONTEXT_CODE)
     field, asked = body.limit
-    if asked is not None and asked > left:
+    if asked is not None and asked > left and not body.is_limit_cut:
         raise invalid(f"{told}: {asked} more tokens do not fit, at most {left} do.", field, CONTEXT_CODE)
-    most = min(left, default or left) if asked is None else asked
+    most = min(left, default or left) if asked is None else min(asked, left)
     if (body.min_tokens or 0) > most:
         raise invalid(f"Invalid 'min_tokens': the answer has at most {most} tokens.", "min_tokens")
     return most

@@ -113,7 +113,8 @@ def check_takes_grammars(app: Pequod, asked: Drawing, field: str) -> None:
         raise invalid(f"Invalid '{field}': this model's tokenizer cannot be used with it.", field)
     if asked.stops:
         # What a stop string cuts off may be what makes the answer valid.
-        raise invalid("Invalid 'stop': must be absent where the answer has to follow a grammar.", "stop")
+        stops = asked.stop_field
+        raise invalid(f"Invalid '{stops}': must be absent where the answer has to follow a grammar.", stops)
 
 
 def parser(asked: Conversation, shape: Shape) -> MessageParser:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError, from_exception
+from .errors import ApiError, from_exception, is_anthropic
 from .limits import Caller
 from .state import Pequod
 
@@ -102,7 +102,7 @@ class _Visit:
             # sees an answer that is cut.
             if self.status is None:
                 with suppress(OSError):
-                    await answer.response()(self.scope, self.receive, self._send)
+                    await answer.response(self.scope)(self.scope, self.receive, self._send)
         finally:
             self.limits.open_bytes -= self.num_bytes
             caller = self.scope["state"].get("caller")
@@ -134,6 +134,8 @@ class _Visit:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message["headers"], (b"x-request-id", self.label), (b"x-content-type-options", b"nosniff")]
+            if is_anthropic(self.scope):
+                headers.append((b"request-id", self.label))
             if self.status in (408, 413, 431):  # the rest of the body is not read
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}

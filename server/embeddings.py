@@ -9,8 +9,8 @@ from starlette.types import Receive, Scope, Send
 
 from engine import EngineInfo, EngineRequest, Pooling, SamplingParams, TokenDelta
 
-from .answer import CONTEXT_CODE, check_priority, check_token_ids, encoded, patiently, time_limit
-from .errors import invalid
+from .answer import check_priority, check_token_ids, encoded, patiently, time_limit
+from .errors import CONTEXT_CODE, invalid
 from .generation import Generation, Reader, unfinished
 from .limits import Caller
 from .protocol.common import Output, Prompt

@@ -1,5 +1,8 @@
 """Errors on the wire: whatever goes wrong leaves as `{"error": {"message", "type", "param", "code"}}`.
 
+Under /v1/messages it leaves in Anthropic's form, `{"type": "error", "error": {"type", "message"}, "request_id"}`:
+`ApiError.response` decides which.
+
 Texts are fixed sentences: they name fields and limits and never repeat a value of more than SHOWN characters.
 """
 
@@ -16,10 +19,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from engine import EngineDied, EngineError, RequestError
 
 SHOWN = 64  # characters of a client's own text that a message may repeat
+
+CONTEXT_CODE = "context_length_exceeded"
 
 # How pydantic begins a sentence about a value.
 PYDANTIC_SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should")
@@ -55,11 +61,40 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode()
 
-    def response(self) -> Response:
+    def anthropic(self, request_id: str) -> bytes:
+        """The envelope of Anthropic's API as JSON; `param` and `code` are what clients of ours find in it beside."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        # Agents look for these words, and shorten the conversation.
+        message = f"prompt is too long: {self.message}" if self.code == CONTEXT_CODE else self.message
+        error = {"type": kind, "message": message, "param": self.param, "code": self.code}
+        told = {"type": "error", "error": error, "request_id": request_id}
+        return json.dumps(told, separators=(",", ":")).encode()
+
+    def response(self, scope: Scope) -> Response:
+        """The answer to the request of this scope, in the form of the API that its path belongs to."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, self.retry_after))
-        return Response(self.body(), self.status, headers, media_type="application/json")
+        body = self.anthropic(scope["state"]["request_id"]) if is_anthropic(scope) else self.body()
+        return Response(body, self.status, headers, media_type="application/json")
+
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request speaks Anthropic's API."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
@@ -201,8 +236,8 @@ def place(error: BaseException) -> str:
 def install(app: FastAPI) -> None:
     """Make every exception of a route leave as the envelope."""
 
-    async def handle(_: Request, error: Exception) -> Response:
-        return from_exception(error).response()
+    async def handle(request: Request, error: Exception) -> Response:
+        return from_exception(error).response(request.scope)
 
     handler: Callable[[Request, Exception], Awaitable[Response]] = handle
     for kind in (ApiError, EngineError, ValidationError, RequestValidationError, HTTPException):

@@ -149,6 +149,7 @@ class Choice(Reader):
             offsets=tuple(offsets),
             finish_reason=reason,
             prompt_logprobs=delta.prompt_logprobs,
+            stop=self.stream.stop,
         )
 
     async def scored(self, output: Output) -> Output:

@@ -75,6 +75,7 @@ class TextStream:
         strip: bool = True,
     ) -> None:
         self.stopped = False
+        self.stop: str | None = None  # the stop string that ended the text
         self.offset = 0  # characters decoded so far: where the next token's text begins
         self._decoder = tokenizer.decoder
         self._hidden = tokenizer.special_ids if hidden is None else hidden
@@ -127,7 +128,7 @@ class TextStream:
         match = self._find(new)
         text = self._held + new
         if match is not None:
-            start, end = match
+            start, end, self.stop = match
             self.stopped = True
             self._held = ""
             return text[: len(text) - len(new) + (end if self._include_stop else start)]
@@ -135,9 +136,9 @@ class TextStream:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
-    def _find(self, new: str) -> tuple[int, int] | None:
-        """Start (negative: in the held text) and end in `new` of the occurrence that ends the text, if any."""
-        found = [(end - len(stop.text), end) for stop in self._stops for end in stop.feed(new)]
+    def _find(self, new: str) -> tuple[int, int, str] | None:
+        """Start (negative: in the held text), end in `new` and stop string of the occurrence that ends the text."""
+        found = [(end - len(stop.text), end, stop.text) for stop in self._stops for end in stop.feed(new)]
         return min(found, default=None) if self._num_tokens > self._min_tokens else None
 
     def _read_context(self, context: Sequence[int]) -> bool:

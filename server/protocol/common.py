@@ -35,6 +35,7 @@ class Output(NamedTuple):
     offsets: tuple[int, ...] = ()  # per token: where its text begins in the whole output, in characters
     finish_reason: str | None = None  # stop | length | tool_calls; with it the choice is complete
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all prompt tokens but the first; with a choice's first
+    stop: str | None = None  # the stop string that ended the text; with finish_reason
 
     @staticmethod
     def join(outputs: list[Output]) -> Output:
@@ -54,6 +55,7 @@ class Output(NamedTuple):
             offsets=tuple(offset for output in outputs for offset in output.offsets),
             finish_reason=outputs[-1].finish_reason,
             prompt_logprobs=outputs[0].prompt_logprobs,
+            stop=outputs[-1].stop,
         )
 
 
@@ -72,6 +74,7 @@ class Head(NamedTuple):
     created: int  # seconds since the epoch
     model: str
     fingerprint: str
+    request_id: str = ""
 
 
 class Writer(ABC):

@@ -125,5 +125,5 @@ def of_outputs(value: StructuredOutputs | None) -> Grammar | None:
 
 
 def written(value: Any) -> str:
-    """A schema or a list of choices as the engine reads it: compact JSON."""
+    """A schema as its text."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

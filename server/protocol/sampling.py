@@ -122,6 +122,11 @@ class Drawing(Wire):
         raise NotImplementedError
 
     @property
+    def is_limit_cut(self) -> bool:
+        """Whether a limit beyond the context means as much as fits; it is a 400 otherwise."""
+        return False
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many alternatives are told per token; None: no log-probabilities at all. Each API has its own way."""
         return None
@@ -140,6 +145,11 @@ class Drawing(Wire):
     def only_scores(self) -> bool:
         """Whether the answer has no token of its own."""
         return False
+
+    @property
+    def stop_field(self) -> str:
+        """The field that the stop strings come from."""
+        return "stop"
 
     @property
     def stops(self) -> list[str]:

@@ -1,5 +1,5 @@
 """The routes, by what they serve."""
 
-from . import chat, completions, embeddings, ops, responses, tokens
+from . import chat, completions, embeddings, messages, ops, responses, tokens
 
-ROUTERS = (chat.router, completions.router, responses.router, embeddings.router, tokens.router, ops.router)
+ROUTERS = (chat.router, completions.router, responses.router, embeddings.router, messages.router, tokens.router, ops.router)

@@ -114,7 +114,8 @@ def test_capabilities_and_the_api_page_tell_of_the_same_fields(server, capabilit
             yield prefix + name
             for part in (inner, *inner.get("anyOf", ())):
                 if "$ref" in part and not part.get("items"):
-                    yield from fields(page["components"]["schemas"][part["$ref"].rpartition("/")[2]], f"{name}.")
+                    inside = page["components"]["schemas"][part["$ref"].rpartition("/")[2]]
+                    yield from fields(inside, f"{prefix}{name}.")
 
     shown = {
         (path, field)
@@ -130,6 +131,13 @@ def test_capabilities_and_the_api_page_tell_of_the_same_fields(server, capabilit
 def test_every_field_of_the_apis_and_of_their_common_extensions_is_known():
     for path, names in KNOWN.items():
         assert names - {row.field for row in table(MODELS[path])} == set()
+
+
+def test_no_two_parts_of_requests_share_a_name_on_the_api_page():
+    seen = {}
+    for model in MODELS.values():
+        for name, schema in model.model_json_schema().get("$defs", {}).items():
+            assert seen.setdefault(name, schema) == schema
 
 
 def test_a_new_field_needs_an_entry():

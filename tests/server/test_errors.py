@@ -237,7 +237,7 @@ def test_a_validation_error_without_a_document_still_names_its_place():
 def test_errors_of_the_engine_have_their_status():
     assert from_engine(RequestError("the prompt has no tokens")).status == 400
     assert from_engine(EngineDied("it died")).status == 503
-    assert from_engine(EngineDied("it died")).response().headers["retry-after"] == "5"
+    assert from_engine(EngineDied("it died")).response({"path": "/"}).headers["retry-after"] == "5"
     assert from_engine(ModelError("/secret/place is broken")).status == 503
     assert b"secret" not in from_engine(ModelError("/secret/place is broken")).body()
 

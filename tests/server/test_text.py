@@ -184,6 +184,16 @@ def test_stop_in_one_token_ends_and_counts(made: Make) -> None:
     assert tokenizer.decode(ids[: piece.num_tokens]) == "a b."
     assert stream.feed(ids) == Piece(stopped=True)
     assert stream.finish() == Piece(stopped=True)
+    assert stream.stop == "."
+
+
+def test_the_stop_string_that_ended_the_text_is_known(made: Make) -> None:
+    tokenizer = made("byte level")
+    for stops, found in ((["ship", "sea"], "sea"), (["the sea", "sea"], "the sea"), (["whale"], None)):
+        stream = TextStream(tokenizer, stops)
+        stream.feed(tokenizer.encode("a b. the sea"))
+        stream.finish()
+        assert stream.stop == found
 
 
 def test_first_complete_stop_wins_then_the_first_to_begin(made: Make) -> None:

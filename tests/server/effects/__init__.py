@@ -5,14 +5,15 @@ KNOWN: path -> the fields that clients of that API know, which the server must k
 that reads its answers, where they are not OpenAI's.
 """
 
-from . import chat, completions, embeddings, responses, tokens
+from . import chat, completions, embeddings, messages, responses, tokens
 
-MODULES = (chat, completions, embeddings, responses, tokens)
+MODULES = (chat, completions, embeddings, messages, responses, tokens)
 EFFECTS = {path: fields for module in MODULES for path, fields in module.EFFECTS.items()}
 KNOWN = {path: names for module in MODULES for path, names in getattr(module, "KNOWN", {}).items()}
 ENDPOINTS = {path: kind for module in MODULES for path, kind in getattr(module, "ENDPOINTS", {}).items()}
 LABELS = {
     **responses.LABELS,
+    **messages.LABELS,
     "user": "Ann",
     "metadata": {"a": "b"},
     "safety_identifier": "s",

@@ -3,6 +3,7 @@
 from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, chunks
 
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 QUESTION = [{"role": "user", "content": "What is continuous batching?"}]
 BASE = {
     CHAT: {"messages": QUESTION, "max_tokens": 12, "temperature": 0},
@@ -12,6 +13,8 @@ BASE = {
     DETOKENIZE: {},
     TEMPLATE: {"messages": QUESTION},
     RESPONSES: {"input": QUESTION, "max_output_tokens": 12, "temperature": 0},
+    MESSAGES: {"messages": QUESTION, "max_tokens": 12, "temperature": 0},
+    COUNT_TOKENS: {"messages": QUESTION},
 }
 END = 2  # <|im_end|> of the built-in model
 
