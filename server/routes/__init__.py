@@ -2,4 +2,12 @@
 
 from . import chat, completions, embeddings, messages, ops, responses, tokens
 
-ROUTERS = (chat.router, completions.router, responses.router, embeddings.router, messages.router, tokens.router, ops.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    responses.router,
+    embeddings.router,
+    messages.router,
+    tokens.router,
+    ops.router,
+)
