@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 from starlette.routing import BaseRoute
 
-from .errors import ApiError, from_validation, invalid
+from .errors import ENVELOPE, ApiError, from_validation, invalid
 from .limits import UserDep
 
 M = TypeVar("M", bound=BaseModel)
@@ -20,6 +20,8 @@ M = TypeVar("M", bound=BaseModel)
 # would be an error of its own, for seconds in which no other request gets on.
 MAX_NODES = 1 << 16
 NODES = (b":", b"[", b"{")  # each begins one, outside of strings
+
+REF = "#/components/schemas/{model}"
 
 # Every digit as 0, every E as e: with it numbers are recognized by what they look like, in time linear in the body.
 SHAPES = bytes(0x30 if chr(byte).isdecimal() else 0x65 if byte in b"eE" else byte for byte in range(256))
@@ -114,5 +116,15 @@ def models(routes: Iterable[BaseRoute]) -> dict[str, type[BaseModel]]:
 
 def described(model: type[BaseModel]) -> dict[str, Any]:
     """For a route's `openapi_extra`: what the API page says about a body that FastAPI does not parse itself."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema = model.model_json_schema(ref_template=REF)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def streamed(event: type[BaseModel], example: str) -> dict[str, Any]:
+    """For a route's `responses=`: the events of a stream that ends with [DONE], each with an `event` or an error."""
+    schema = event.model_json_schema(ref_template=REF)
+    shared = {**schema.pop("$defs", {}), event.__name__: schema}
+    one_of = [{"$ref": REF.format(model=event.__name__)}, ENVELOPE]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": one_of}}
+    events = [{"properties": {"data": told}, "required": ["data"]} for told in ({"const": "[DONE]"}, data)]
+    return {"text/event-stream": {"schema": {"type": "object", "anyOf": events, "$defs": shared}, "example": example}}
