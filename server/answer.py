@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from engine import EngineInfo, EngineRequest
 
 from . import sse
-from .conversation import hidden_ids
+from .conversation import Shape, check_takes_grammars, hidden_ids, shape
 from .conversation import parser as message_parser
 from .errors import ApiError, deadline, from_exception, invalid
 from .generation import Choice, Due, Generation, Gone, Scores
@@ -75,17 +75,19 @@ async def answer(
     # The ticket is the caller's: it ends with the HTTP request, however that ends.
     ticket = app.limits.admit(caller, body.num_prompts * body.num_choices)
     prompts = await encoded(app, body, encode, due)
+    shaped = await shape(app, body, grammar, prompts[0]) if isinstance(body, Conversation) else None
+    grammar = shaped.grammar if shaped else grammar
     max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
     check_scores(body, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     bad_words = await spelt(app, info, body)
     head = Head(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint)
-    requests = engine_requests(app, caller, body, prompts, max_tokens, bad_words=bad_words)
+    requests = engine_requests(app, caller, body, prompts, max_tokens, grammar=grammar, bad_words=bad_words)
     track = app.metrics.track(
         request.state.request_id, body.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)
     )
     track.began = began  # the client waits since then, not since its prompt was tokenized
-    choices = make_choices(app, body, requests, grammar.field if grammar else "")
+    choices = make_choices(app, body, requests, grammar, shaped)
     generation = Generation(app, choices, body.num_choices, track, due)
     return Answer(generation, write(body, head, prompts, app.tokenizer.token_text), body)
 
@@ -126,17 +128,11 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
 
 
 async def checked_grammar(app: Pequod, body: Drawing) -> Grammar | None:
-    """The grammar of a request, if it has one; raises 400 when it cannot be used."""
+    """The grammar that a request brings, if it does; raises 400 when it cannot be used."""
     grammar = body.answer_grammar
-    if grammar is None:
-        return None
-    assert app.tokenizer is not None
-    if not app.tokenizer.takes_grammars:
-        raise invalid(f"Invalid '{grammar.field}': this model's tokenizer cannot be used with it.", grammar.field)
-    if body.stops:
-        # What a stop string cuts off may be what makes the answer valid.
-        raise invalid("Invalid 'stop': must be absent where the answer has to follow a grammar.", "stop")
-    await app.grammars.check(grammar)
+    if grammar is not None:
+        check_takes_grammars(app, body, grammar.field)
+        await app.grammars.check(grammar)
     return grammar
 
 
@@ -213,6 +209,7 @@ def engine_requests(
     prompts: list[Prompt],
     max_tokens: list[int],
     *,
+    grammar: Grammar | None,
     bad_words: tuple[tuple[int, ...], ...],
 ) -> list[EngineRequest]:
     """One request per choice, prompt by prompt."""
@@ -228,6 +225,7 @@ def engine_requests(
                 max_tokens=max(1, most),
                 seed=own,
                 eos_ids=app.tokenizer.eos_ids,
+                grammar=grammar,
                 bad_words=bad_words,
                 scores=i == 0,
             )
@@ -249,24 +247,27 @@ def seed_of_choice(seed: int, index: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def make_choices(app: Pequod, body: Drawing, requests: list[EngineRequest], grammar_field: str) -> list[Choice]:
+def make_choices(
+    app: Pequod, body: Drawing, requests: list[EngineRequest], grammar: Grammar | None, shaped: Shape | None
+) -> list[Choice]:
     """A Choice per request; those of one prompt share its scores."""
     choices = []
     scores = None
     for index, request in enumerate(requests):
         if index % body.num_choices == 0:
             scores = None if body.scoring is None else Scores()
-        stream = text_stream(app, body, request)
-        parser = message_parser(app, body, request.prompt_ids) if isinstance(body, Conversation) else None
-        choices.append(
-            Choice(index, request, stream, grammar_field, parser=parser, scores=scores, is_silent=body.only_scores)
-        )
+        stream = text_stream(app, body, request, grammar, shaped)
+        parser = message_parser(body, shaped) if shaped and isinstance(body, Conversation) else None
+        field = grammar.field if grammar else ""
+        choices.append(Choice(index, request, stream, field, parser=parser, scores=scores, is_silent=body.only_scores))
     return choices
 
 
-def text_stream(app: Pequod, body: Drawing, request: EngineRequest) -> TextStream:
+def text_stream(
+    app: Pequod, body: Drawing, request: EngineRequest, grammar: Grammar | None, shaped: Shape | None
+) -> TextStream:
     assert app.tokenizer is not None
-    hidden = hidden_ids(app) if isinstance(body, Conversation) else app.tokenizer.special_ids
+    hidden = hidden_ids(app, shaped.formats) if shaped else app.tokenizer.special_ids
     if body.skip_special_tokens is False:
         hidden = frozenset()
     return TextStream(
@@ -275,7 +276,7 @@ def text_stream(app: Pequod, body: Drawing, request: EngineRequest) -> TextStrea
         include_stop=bool(body.include_stop_str_in_output),
         hidden=hidden,
         context=request.prompt_ids,
-        strip=body.answer_grammar is None,
+        strip=grammar is None,
         min_tokens=body.min_tokens or 0,
     )
 

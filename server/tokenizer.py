@@ -149,6 +149,7 @@ class Tokenizer:
         self.eos_id = self._id(self.special_tokens.get("eos_token"))
         _add_ends(self._library, config, self.bos_id, self.eos_id)
         added = self._library.get_added_tokens_decoder()
+        self.added_ids = {token.content: i for i, token in added.items()}  # tokens that no letters spell
         self.special_ids = frozenset(i for i, token in added.items() if token.special) | marked
         self.eos_ids = _eos_ids(self.folder, self.eos_id)
         self.templates = _templates(self.folder, config)

@@ -5,6 +5,7 @@ once `join` has put them together, and every API writes its own events from them
 its chat template.
 """
 
+from .forced import Forced, Named, call_grammar
 from .formats import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, markers, reasoning_opened
 from .parts import (
     Arguments,
@@ -28,13 +29,16 @@ __all__ = [
     "Call",
     "CalledTool",
     "Content",
+    "Forced",
     "Formats",
     "Message",
     "MessageParser",
+    "Named",
     "Part",
     "Plain",
     "Reasoning",
     "Schema",
+    "call_grammar",
     "detect",
     "ends_reasoning",
     "join",

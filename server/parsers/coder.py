@@ -76,22 +76,51 @@ class Coder(Scanner):
 
     def _value(self, types: frozenset[str], letter: str, say: Callable[[str], None]) -> Script[str]:
         """One value, without the line end at its beginning and the one at its end; said as JSON."""
-        letters: list[str] = []
         is_text = types == {"string"}
         if is_text:
             say('"')
         if letter == "\n":
             letter = yield
-        said = Edged((lambda text: say(_quoted(text)[1:-1])) if is_text else letters.append, NOTHING, frozenset("\n"))
+        value = Raw()
+        said = Edged((lambda text: say(_quoted(text)[1:-1])) if is_text else value.add, NOTHING, frozenset("\n"))
         mark = yield from self.until((END_PARAMETER,), letter, said)
+        while mark != END and value.is_quoted and "string" not in types:
+            said.add(mark)
+            mark = yield from self.until((END_PARAMETER,), (yield), said)
         if mark == END:
             said.flush()
             if not is_text:
-                say("".join(letters))
+                say(value.text)
             return END
         said.flush(but=1)
-        say('"' if is_text else as_json("".join(letters), types))
+        say('"' if is_text else as_json(value.text, types))
         return (yield)
+
+
+class Raw:
+    """A value that is not text; within the quotes of JSON the mark of its end is a text like others."""
+
+    def __init__(self) -> None:
+        self.is_quoted = False
+        self._letters: list[str] = []
+        self._is_escaped = False
+        self._can_be_json = False
+
+    def add(self, text: str) -> None:
+        for letter in text:
+            if not self._letters:
+                self._can_be_json = letter in '{["'
+            self._letters.append(letter)
+            if self.is_quoted and not self._is_escaped and letter == "\\":
+                self._is_escaped = True
+                continue
+            if letter == '"' and not self._is_escaped and self._can_be_json:
+                self.is_quoted = not self.is_quoted
+            self._is_escaped = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self._letters)
 
 
 def types(schema: Schema, name: str) -> frozenset[str]:

@@ -8,7 +8,7 @@ from .formats import MARKS
 from .parts import Reasoning
 from .scanner import END, NOTHING, WHITE, Edged, Scanner, Script
 
-START, CHANNEL, _, MESSAGE, *ENDS = MARKS["gpt_oss"]
+START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS = MARKS["gpt_oss"]
 MAX_HEADER = 256  # letters; a name has at most 64
 FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 RECIPIENT = re.compile(r"\bto=")
@@ -64,8 +64,13 @@ class Harmony(Scanner):
         return (yield from self._body(letter, self.content))
 
     def _arguments(self, name: str, letter: str) -> Script[tuple[str, str]]:
+        """What is not an object is told as arguments all the same: the client sees what is wrong with it."""
         say = self.say_call(name)
-        said = Edged(say, WHITE, WHITE)
+        letter = yield from self.white(letter)
+        if letter == "{":
+            letter = yield from self.value(letter, say)  # marks within its texts are text
+            return (yield from self._body(letter, self.content))
+        said = Edged(say, NOTHING, WHITE)
         mark, letter = yield from self._body(letter, said)
         if said.is_empty and mark != END:
             say("{}")

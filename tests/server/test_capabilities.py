@@ -24,6 +24,10 @@ MODELS = models(build_app(Settings(model="none"), FakeEngine()).routes)
 ROWS = [(path, row.field) for path, model in MODELS.items() for row in table(model)]
 
 
+# What the fields of the template are told by; and the marks of a model that reasons.
+SPOKEN = "{{ mood }}{{ reasoning_effort }}{{ 'brisk' if enable_thinking is false }}{# <think> </think> #}"
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """The built-in model, with a token before every text and a variable in the chat template; one request at a time."""
@@ -33,7 +37,7 @@ def server(tmp_path_factory):
     template = config.pop("chat_template")
     for name in ("tokenizer_config.json",):
         (folder / name).write_text(json.dumps({**config, "bos_token": "<|endoftext|>", "add_bos_token": True}))
-    (folder.parent / "template.jinja").write_text("{{ mood }}" + template)
+    (folder.parent / "template.jinja").write_text(SPOKEN + template)
     flags = ["--chat-template", str(folder.parent / "template.jinja"), "--scheduling-policy", "priority"]
     names = ["--served-model-name", "own", "other"]
     with Server(str(folder), *flags, *names, "--max-num-seqs", "1", "--dtype", "float32") as running:

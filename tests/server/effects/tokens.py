@@ -1,6 +1,6 @@
 """What the fields of the endpoints about tokens do."""
 
-from .chat import TEMPLATES
+from .chat import FOG, TEMPLATES
 from .endpoint import DETOKENIZE, END, QUESTION, TEMPLATE, TOKENIZE
 
 
@@ -29,6 +29,8 @@ def written(name):
         if name == "add_generation_prompt":
             bare = seen(e, messages=QUESTION, add_generation_prompt=False)
             assert seen(e, messages=QUESTION) == bare + "<|im_start|>assistant\n"
+        if name == "tools":
+            assert "fog" in seen(e, messages=QUESTION, tools=[FOG]) and "fog" not in seen(e, messages=QUESTION)
         if name == "continue_final_message":
             assert seen(e, messages=begun, continue_final_message=True).endswith("It is")
 
