@@ -59,14 +59,16 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
 
     layers = [Middleware(Door, state=state)]
     if settings.allowed_origins:
-        layers.append(
+        # Before the door, so that a page can read what it refuses.
+        layers.insert(
+            0,
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],  # OpenAI's JavaScript client adds a dozen of its own
                 expose_headers=["X-Request-Id", "Retry-After"],
-            )
+            ),
         )
     app = FastAPI(
         title="Pequod",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -20,6 +20,9 @@ M = TypeVar("M", bound=BaseModel)
 # would be an error of its own, for seconds in which no other request gets on.
 MAX_NODES = 1 << 16
 NODES = (b":", b"[", b"{")  # each begins one, outside of strings
+# Elements of all arrays: as many as a prompt may have tokens. 8 MB of short numbers would hold the event loop for half
+# a second.
+MAX_ELEMENTS = 1 << 20
 
 REF = "#/components/schemas/{model}"
 
@@ -32,12 +35,12 @@ def parse(model: type[M], raw: bytes, ignore_fields: Collection[str] = ()) -> M:
 
     Refused: what is not strict JSON in UTF-8 (a byte order mark, NaN, Infinity, numbers beyond a float, lone
     surrogates, trailing text), more than about 200 levels of nesting (the parser's own bound), more than MAX_NODES
-    names, arrays and objects, and fields that `model` forbids. Of a key that is written twice the last one counts, as
-    in every JSON parser of note. `ignore_fields` names top-level fields to drop.
+    names, arrays and objects, more than MAX_ELEMENTS elements, and fields that `model` forbids. Of a key that is
+    written twice the last one counts, as in every JSON parser of note. `ignore_fields` names top-level fields to drop.
     """
-    if num_nodes(raw) > MAX_NODES:
-        message = f"Invalid request: the body has more than {MAX_NODES} names, arrays and objects."
-        raise invalid(message, None, "body_too_complex")
+    for most, marks, told in ((MAX_NODES, NODES, "names, arrays and objects"), (MAX_ELEMENTS, (b",",), "elements")):
+        if num_marks(raw, marks, most) > most:
+            raise invalid(f"Invalid request: the body has more than {most} {told}.", None, "body_too_complex")
     if ignore_fields or is_suspect(raw):
         document = read(raw)
         if isinstance(document, dict) and any(name in document for name in ignore_fields):
@@ -61,14 +64,17 @@ def read(raw: bytes) -> Any:
     return document
 
 
-def num_nodes(raw: bytes) -> int:
-    """How many names, arrays and objects a body holds; at most so many, where that is within MAX_NODES anyway."""
-    most = sum(raw.count(node) for node in NODES)
-    if most <= MAX_NODES:
+def num_marks(raw: bytes, marks: Sequence[bytes], enough: int) -> int:
+    """How often these characters stand outside of strings; at most so often, where that is within `enough` anyway."""
+    most = sum(raw.count(mark) for mark in marks)
+    if most <= enough:
         return most
     # Without escapes every quotation mark is an end of a string, and every other piece lies outside.
-    outside = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
-    return sum(outside.count(node) for node in NODES)
+    raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if (strings := raw.count(b'"') // 2) > MAX_NODES + MAX_ELEMENTS:
+        return strings  # each is a name or an element, and to split so many takes as long as to parse them
+    outside = b"".join(raw.split(b'"')[::2])
+    return sum(outside.count(mark) for mark in marks)
 
 
 def is_suspect(raw: bytes) -> bool:
