@@ -21,7 +21,7 @@ import httpx
 from tests.live import Server
 from tests.server.hostile import BODIES
 
-LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "seed": 7, "stream": True}
+LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "seed": 7, "stream": True}
 PAUSE_S = 0.05  # between two hostile requests: one client's, not a flood
 
 

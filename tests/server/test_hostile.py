@@ -20,7 +20,7 @@ from tests.live import Server, eventually
 from tests.server.hostile import BODIES, RAW, head
 from tests.server.wire import COMPLETIONS
 
-LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 1, "seed": 7}
+LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 1, "seed": 7}
 SHORT = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0}
 
 
