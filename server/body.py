@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -23,6 +23,7 @@ NODES = (b":", b"[", b"{")  # each begins one, outside of strings
 # Elements of all arrays: as many as a prompt may have tokens. 8 MB of short numbers would hold the event loop for half
 # a second.
 MAX_ELEMENTS = 1 << 20
+MAX_TEXTS = 4 * MAX_NODES  # names, their values, and the texts of arrays, none of which takes very many
 
 REF = "#/components/schemas/{model}"
 
@@ -38,9 +39,7 @@ def parse(model: type[M], raw: bytes, ignore_fields: Collection[str] = ()) -> M:
     names, arrays and objects, more than MAX_ELEMENTS elements, and fields that `model` forbids. Of a key that is
     written twice the last one counts, as in every JSON parser of note. `ignore_fields` names top-level fields to drop.
     """
-    for most, marks, told in ((MAX_NODES, NODES, "names, arrays and objects"), (MAX_ELEMENTS, (b",",), "elements")):
-        if num_marks(raw, marks, most) > most:
-            raise invalid(f"Invalid request: the body has more than {most} {told}.", None, "body_too_complex")
+    check_size(raw)
     if ignore_fields or is_suspect(raw):
         document = read(raw)
         if isinstance(document, dict) and any(name in document for name in ignore_fields):
@@ -64,17 +63,35 @@ def read(raw: bytes) -> Any:
     return document
 
 
-def num_marks(raw: bytes, marks: Sequence[bytes], enough: int) -> int:
-    """How often these characters stand outside of strings; at most so often, where that is within `enough` anyway."""
-    most = sum(raw.count(mark) for mark in marks)
-    if most <= enough:
-        return most
-    # Without escapes every quotation mark is an end of a string, and every other piece lies outside.
-    raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if (strings := raw.count(b'"') // 2) > MAX_NODES + MAX_ELEMENTS:
-        return strings  # each is a name or an element, and to split so many takes as long as to parse them
-    outside = b"".join(raw.split(b'"')[::2])
-    return sum(outside.count(mark) for mark in marks)
+def check_size(raw: bytes) -> None:
+    """Raise 400 for a body that is so complex that nobody else would be served while it is parsed."""
+    limits = ((NODES, MAX_NODES, "names, arrays and objects"), ((b",",), MAX_ELEMENTS, "elements"))
+    if raw.count(b'"') <= 2 * MAX_TEXTS and all(count(raw, marks) <= most for marks, most, _ in limits):
+        return
+    if without_escapes(raw).count(b'"') > 2 * MAX_TEXTS:
+        raise too_complex(MAX_TEXTS, "texts")
+    bare = without_texts(raw)
+    for marks, most, told in limits:
+        if count(bare, marks) > most:
+            raise too_complex(most, told)
+
+
+def too_complex(most: int, told: str) -> ApiError:
+    return invalid(f"Invalid request: the body has more than {most} {told}.", None, "body_too_complex")
+
+
+def count(raw: bytes, marks: Iterable[bytes]) -> int:
+    return sum(raw.count(mark) for mark in marks)
+
+
+def without_escapes(raw: bytes) -> bytes:
+    """The body with every quotation mark that is left an end of a text."""
+    return raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+
+
+def without_texts(raw: bytes) -> bytes:
+    """What stands outside of texts."""
+    return b"".join(without_escapes(raw).split(b'"')[::2])
 
 
 def is_suspect(raw: bytes) -> bool:

@@ -49,7 +49,7 @@ def completion(name: str, param: str | None, **fields: Any) -> Body:
     return Body(name, COMPLETIONS, lambda: {"prompt": "a", **fields}, param)
 
 
-def text(name: str, body: str, code_only: bool = True) -> Body:
+def text(name: str, body: str) -> Body:
     """JSON that no serializer writes."""
     return Body(name, COMPLETIONS, lambda: body.encode("utf-8", "surrogatepass"), None)
 
@@ -77,7 +77,6 @@ def tool(parameters: Any) -> dict[str, Any]:
 
 NUMBERS = b"[" + b"1," * (4 * MB - 100) + b"1]"
 BIG = 2**31
-MESSAGE = "response_format.json_schema.schema"
 
 BODIES = [
     # Numbers of answers, tokens and log-probabilities (GHSA-3mwp-wvh9-7528 and best_of before it; sglang #40076)
@@ -96,13 +95,13 @@ BODIES = [
     completion("prompt ids too high", "prompt", prompt=[10**6]),
     completion("prompt ids negative", "prompt.0", prompt=[-1]),
     completion("prompt ids beyond 64 bits", "prompt.0", prompt=[2**70]),
-    completion("no prompt ids", "prompt", prompt=[[]]),
+    completion("no prompt ids", "prompt.0", prompt=[[]]),
     completion("mixed prompt", "prompt.1", prompt=[1, "a"]),
     Body("detokenize", "/detokenize", lambda: {"tokens": [10**9]}, "tokens"),
     completion("logit_bias too high", "logit_bias", logit_bias={"1000000": 1}),
     completion("logit_bias negative", "logit_bias.-1", logit_bias={"-1": 1}),
     completion("logit_bias beyond float32", "logit_bias.5", logit_bias={"5": 1e39}),
-    completion("logit_bias of 100,000", "logit_bias", logit_bias={str(i): 1 for i in range(10**5)}),
+    completion("logit_bias of 10,000", "logit_bias", logit_bias={str(i): 1 for i in range(10**4)}),
     completion("logit_bias of a word", "logit_bias.a", logit_bias={"a": 1}),
     completion("allowed_token_ids too high", "allowed_token_ids", allowed_token_ids=[10**6]),
     completion("allowed_token_ids of a million", "allowed_token_ids", allowed_token_ids=[1] * 10**6),
@@ -117,7 +116,8 @@ BODIES = [
     completion("priority", "priority", priority=2**63),
     Body("deadline", CHAT, lambda: {"messages": QUESTION}, "X-Deadline-Ms", headers={"X-Deadline-Ms": "9" * 40}),
     # Texts without an end
-    completion("a million stop strings", "stop", stop=["a"] * 10**6),
+    completion("a million stop strings", None, stop=["a"] * 10**6),
+    completion("100,000 stop strings", "stop", stop=["a"] * 10**5),
     completion("a stop string of 8 MB", "stop", stop="a" * 8 * 10**6),
     completion("bad_words", "bad_words", bad_words=["a"] * 10**5),
     completion("cache_salt", "cache_salt", cache_salt="a" * MB),
@@ -152,7 +152,7 @@ BODIES = [
     chat("a bad type in a tool", "tools[0].function.parameters", tool_choice="required",
          tools=[tool({"properties": {"a": {"type": "something"}}})]),
     chat("a deep tool", "tools[0].function.parameters", tool_choice="required", tools=[tool(nested(90))]),
-    chat("a large tool", "tools[0].function.parameters", tool_choice="required",
+    chat("a large tool", "messages", tool_choice="required",
          tools=[tool({"enum": ["a" * 100 + str(i) for i in range(5000)]})]),
     chat("a choice of no tool", "tool_choice", tool_choice={"type": "function", "function": {"name": "g"}}),
     # Schemas (CVE-2025-48942, CVE-2025-57809, llama.cpp #26600)
@@ -165,13 +165,10 @@ BODIES = [
     schema("refers to a file", {"$ref": "file:///etc/passwd"}),
     schema("bad pattern", {"type": "string", "pattern": "(?<=a"}),
     schema("looks ahead", {"type": "string", "pattern": "^(?=a)(?!b)"}),
-    schema("repeats of repeats", {"type": "string", "pattern": "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"}),
-    schema("a billion items", {"type": "array", "minItems": 10**12}),
     schema("an intersection of patterns", {"allOf": [{"pattern": f".*{c}.*"} for c in "abcdefghijkl"]}),
     schema("lengths that cannot be", {"type": "string", "minLength": 10, "maxLength": 1}),
     # Expressions (CVE-2025-48943) and grammars (llama.cpp #3878, #4492)
     grammar("unbalanced", "regex", "(" * 5000),
-    grammar("repeats of repeats", "regex", "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"),
     grammar("a huge repeat", "regex", "a{1000000000}"),
     grammar("refers back", "regex", r"(a)\1"),
     grammar("64 KB and more", "regex", "a" * 70_000),
@@ -179,7 +176,7 @@ BODIES = [
     grammar("deep", "grammar", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
     grammar("calls itself first", "grammar", 'start: start start | "a" | missing'),
     grammar("of nothing", "choice", []),
-    grammar("a million", "choice", ["a"] * 10**6),
+    grammar("100,000", "choice", ["a"] * 10**5),
     chat("two grammars", "structured_outputs.choice", structured_outputs={"regex": "a", "choice": ["a"]}),
     # JSON
     *(text(f"number {value}", f'{{"prompt": "a", "temperature": {value}}}') for value in ("NaN", "-Infinity", "1e400")),
@@ -201,7 +198,7 @@ BODIES = [
     Body("quotation marks", COMPLETIONS, lambda: b'"' * 8 * MB, None),
     Body("backslashes", COMPLETIONS, lambda: b'"' + b"\\" * (8 * MB - 2), None),
     Body("a million names", CHAT, lambda: {str(i): 1 for i in range(400_000)}, None),
-    Body("60,000 unknown names", CHAT, lambda: {str(i): 1 for i in range(60_000)}, "0"),
+    Body("60,000 unknown names", CHAT, lambda: {"messages": QUESTION, **{str(i): 1 for i in range(60_000)}}, "0"),
     Body("a million objects", CHAT, lambda: b'{"messages":[' + b"{}," * MB + b"{}]}", None),
     Body("compressed", COMPLETIONS, lambda: gzip.compress(b" " * 10**6), None, headers={"Content-Encoding": "gzip"}),
     Body("a form", COMPLETIONS, lambda: b"prompt=a&max_tokens=1", None),
@@ -213,6 +210,27 @@ BODIES = [
     ),
     Body("a long model", CHAT, lambda: {"messages": QUESTION, "model": "a" * 10**6}, "model"),
 ]  # fmt: skip
+
+
+# Odd, and no reason to refuse: answered like any other request, with at most 8 tokens here.
+ODD = {
+    "the coldest temperature": {"temperature": 5e-324},
+    "the smallest top_p": {"top_p": 5e-324},
+    "the strongest penalty": {"repetition_penalty": 1e-9, "presence_penalty": -2, "frequency_penalty": -2},
+    "the largest seed": {"seed": 2**64 - 1},
+    "the smallest seed": {"seed": -(2**63)},
+    "a key that stands twice": b'{"prompt": "a", "max_tokens": 2147483647, "max_tokens": 8}',
+    "repeats of repeats": {"structured_outputs": {"regex": "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"}},
+    "a billion items": {"structured_outputs": {"json": {"type": "array", "minItems": 10**12}}},
+    "a pattern that others search for ever": {"structured_outputs": {"regex": "(a|a)*(a|aa)+$"}},
+    "a schema of itself": {"structured_outputs": {"json": {"$ref": "#"}}},
+    "all stop strings": {"stop": ["\u2028" * 1024] * 16},
+    "all choices and log-probabilities": {"n": 16, "logprobs": 20},
+    "a prompt of zero bytes": {"prompt": "\0" * 100},
+    "a prompt of marks": {"prompt": "<|im_start|><|im_end|><|endoftext|>" * 20},
+    "a prompt that is a template": {"prompt": "{% for i in range(10**9) %}{{ i }}{% endfor %}"},
+    "white space": b" " * MB + b'{"prompt": "a", "max_tokens": 8}' + b"\n" * MB,
+}
 
 
 def head(*lines: str, first: str = "POST /v1/completions HTTP/1.1") -> bytes:
@@ -235,11 +253,11 @@ RAW = [
     Raw("TRACE", lambda: head(first="TRACE /v1/completions HTTP/1.1"), (405,)),
     Raw("CONNECT", lambda: head(first="CONNECT example.org:443 HTTP/1.1"), (400, 404, 405)),
     Raw("OPTIONS of everything", lambda: head(first="OPTIONS * HTTP/1.1"), (400, 404, 405)),
-    Raw("another host's address", lambda: head(first="GET http://example.org/ready HTTP/1.1"), (400, 404)),
+    Raw("another host's address", lambda: head(first="GET http://example.org/ready HTTP/1.1"), (200, 400)),
     Raw("two hosts", lambda: head("Host: b", first="GET /ready HTTP/1.1"), (400,)),
     Raw("a foreign host", lambda: b"GET /ready HTTP/1.1\r\nHost: evil.example\r\n\r\n", (400,)),
     Raw("a path out of the tree", lambda: head(first="GET /../../etc/passwd HTTP/1.1"), (404,)),
-    Raw("an escaped path out of the tree", lambda: head(first="GET /v1/models/..%2f..%2fetc%2fpasswd HTTP/1.1"), (404,)),
+    Raw("an escaped path", lambda: head(first="GET /v1/models/..%2f..%2fetc%2fpasswd HTTP/1.1"), (404,)),
     Raw("a zero byte in the path", lambda: head(first="GET /v1/models/a%00b HTTP/1.1"), (404,)),
     Raw("a path of 1 MB", lambda: head(first=f"GET /{'a' * MB} HTTP/1.1"), (400, 404, 431)),
     Raw("a header of 100 KB", lambda: head("X-A: " + "a" * 100_000), (431,)),
@@ -261,5 +279,5 @@ RAW = [
     Raw("a chunk of 16 EB", lambda: head(JSON, "Transfer-Encoding: chunked") + b"f" * 17 + b"\r\n", (0, 400)),
     Raw("another encoding", lambda: head(JSON, "Transfer-Encoding: gzip"), (400,)),
     Raw("trailers without an end", lambda: head(JSON, "Transfer-Encoding: chunked")
-        + b"0\r\n" + b"X-A: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\r\n" * 20_000, (0, 400)),
+        + b"0\r\n" + b"X-A: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\r\n" * 20_000, (431,)),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine import EngineDied, ModelError, RequestError
-from server.body import MAX_ELEMENTS, MAX_NODES, NODES, described, is_suspect, num_marks, parse
+from server.body import MAX_ELEMENTS, MAX_NODES, MAX_TEXTS, NODES, count, described, is_suspect, parse, without_texts
 from server.errors import ApiError, from_engine, from_exception, from_validation, invalid
 from server.protocol.chat import ChatRequest
 
@@ -131,7 +131,7 @@ def test_the_count_of_names_arrays_and_objects_is_exact(value):
             return 1 + sum(1 + nodes(item) for item in value.values())
         return 1 + sum(map(nodes, value)) if isinstance(value, list) else 0
 
-    assert num_marks(json.dumps(value).encode(), NODES, 0) == nodes(value)
+    assert count(without_texts(json.dumps(value).encode()), NODES) == nodes(value)
 
 
 def test_a_body_of_very_many_numbers_is_refused():
@@ -139,7 +139,8 @@ def test_a_body_of_very_many_numbers_is_refused():
     for end in (b"1]", b"1,1]"):
         error = refusal(b'{"anything": ' + numbers + end + b"}")
         assert (error.param, error.code) == (None, "body_too_complex")
-    text = json.dumps({**OK, "anything": "1," * 2 * MAX_ELEMENTS})
+    assert refusal({**OK, "anything": [""] * (MAX_TEXTS + 1)}).code == "body_too_complex"
+    text = json.dumps({**OK, "anything": "1," * 2 * MAX_ELEMENTS + '"' * 3 * MAX_TEXTS})
     assert parse(Ask, text.encode()).anything.startswith("1,1")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import threading
 
@@ -17,7 +18,7 @@ import pytest
 
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
 from tests.live import Server, eventually
-from tests.server.hostile import BODIES, RAW, head
+from tests.server.hostile import BODIES, ODD, RAW, head
 from tests.server.wire import COMPLETIONS
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 1, "seed": 7}
@@ -97,9 +98,17 @@ def test_a_bad_body_is_refused_by_name(server, undisturbed, row):
     assert len(answer.content) < 700
 
 
+@pytest.mark.parametrize("more", ODD.values(), ids=ODD.keys())
+def test_what_is_odd_is_answered(server, undisturbed, more):
+    body = more if isinstance(more, bytes) else json.dumps({"prompt": "a", "max_tokens": 8, **more}).encode()
+    answer = server.client.post(COMPLETIONS, content=body)
+    assert answer.status_code == 200, answer.text
+    assert all(choice["finish_reason"] in ("stop", "length") for choice in answer.json()["choices"])
+
+
 def first_answer(port: int, data: bytes) -> tuple[int, bytes]:
     """Status and body of what comes back first; 0 when the server just hangs up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
         with contextlib.suppress(ConnectionError):  # it may hang up while this still sends
             sock.sendall(data)
         answer = b""
@@ -107,8 +116,9 @@ def first_answer(port: int, data: bytes) -> tuple[int, bytes]:
             while b"\r\n\r\n" not in answer and (more := sock.recv(1 << 16)):
                 answer += more
         head, _, body = answer.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
         with contextlib.suppress(ConnectionError):
-            while body.count(b"}") < body.count(b"{") and (more := sock.recv(1 << 16)):
+            while length and len(body) < int(length[1]) and (more := sock.recv(1 << 16)):
                 body += more
     return int(head.split()[1]) if head else 0, body
 

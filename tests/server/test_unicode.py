@@ -24,9 +24,11 @@ from tests.server.wire import CHAT, COMPLETIONS, END, QUESTION, chunks, ids, joi
 
 OWN = [
     " leading", "trailing ", "\t\n", "a\r\nb\rc\nd", "\u2028", "a\u2029b", "\u0085", "\v\f\x1c\x1d\x1e", "\x01\x7f",
-    "\ufeffmark", "\ufffd", "e\u0301 and é", "ﬁ ① Å", "שלום, عالم", "\u202eback\u202c", "👩‍👩‍👧‍👦🏳️‍🌈🇦🇶", "\U0010ffff\ue000\uffff", "Z̸̢a̶͝l̷̋g̵͘o̴̚",
+    "\ufeffmark", "\ufffd", "e\u0301 and é", "ﬁ ① Å", "שלום, عالم",
+    "\u202eback\u202c", "👩‍👩‍👧‍👦🏳️‍🌈🇦🇶", "\U0010ffff\ue000\uffff",
+    "Z̸̢a̶͝l̷̋g̵͘o̴̚",
     'quote " and \\ and \\u0041', "data: [DONE]\n\n", "data: {}\n\nevent: x\n: no\n\n", "<|im_end|>", "<|endoftext|>",
-    "</s><s>[INST]", "{{ 7 * 7 }}{% raw %}", "日本語の文章", "\u200b\u200d\ufe0f", "ı İ ß ẞ ǆ", "\x00",
+    "</s><s>[INST]", "{{ 7 * 7 }}{% raw %}", "日本語の文章", "\u200b\u200d\ufe0f", "\u0131 İ ß ẞ ǆ", "\x00",
 ]  # fmt: skip
 
 
