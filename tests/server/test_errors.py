@@ -135,10 +135,9 @@ def test_the_count_of_names_arrays_and_objects_is_exact(value):
 
 
 def test_a_body_of_very_many_numbers_is_refused():
-    numbers = b"[" + b"1," * MAX_ELEMENTS
-    for end in (b"1]", b"1,1]"):
-        error = refusal(b'{"anything": ' + numbers + end + b"}")
-        assert (error.param, error.code) == (None, "body_too_complex")
+    numbers = b'{"anything": [' + b"1," * MAX_ELEMENTS
+    assert refusal(numbers + b"1]}").param == "messages"  # so many are read
+    assert refusal(numbers + b"1,1]}").code == "body_too_complex"
     assert refusal({**OK, "anything": [""] * (MAX_TEXTS + 1)}).code == "body_too_complex"
     text = json.dumps({**OK, "anything": "1," * 2 * MAX_ELEMENTS + '"' * 3 * MAX_TEXTS})
     assert parse(Ask, text.encode()).anything.startswith("1,1")

@@ -17,7 +17,7 @@ from tests.fakes import FakeEngine
 from tests.live import Server
 
 # Texts of the length that the page allows are sent too: a small body keeps them short, a small context the answers.
-SETTINGS = {"max_body_bytes": 1 << 15, "max_model_len": 96}
+SETTINGS = {"max_body_bytes": 1 << 15, "max_model_len": 64}
 PAGE = build_app(Settings(model="builtin", **SETTINGS), FakeEngine()).openapi()
 # What the page cannot say is a 400 as well: fields that clash, a prompt that is too long, an expression that is none.
 # A body that is wrong and too large may be told either.
