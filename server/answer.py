@@ -74,7 +74,7 @@ async def answer(
     grammar = await checked_grammar(app, body)
     # The ticket is the caller's: it ends with the HTTP request, however that ends.
     ticket = app.limits.admit(caller, body.num_prompts * body.num_choices)
-    prompts = await encoded(app, body, encode, due)
+    prompts = await encoded(encode(app, body), body.prompt_field, due)
     shaped = await shape(app, body, grammar, prompts[0]) if isinstance(body, Conversation) else None
     grammar = shaped.grammar if shaped else grammar
     max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
@@ -111,14 +111,19 @@ def time_limit(app: Pequod, request: Request) -> Due | None:
 
 def check_fields(app: Pequod, info: EngineInfo, body: Drawing) -> None:
     """What the schema cannot know: the model's vocabulary and the server's settings."""
-    if body.priority and app.settings.scheduling_policy != "priority":
-        raise invalid("Invalid 'priority': the server does not run with --scheduling-policy priority.", "priority")
+    check_priority(app, body.priority)
     check_token_ids(info, body.stop_token_ids or (), "stop_token_ids")
     check_token_ids(info, tuple(body.logit_bias or ()), "logit_bias")
     check_token_ids(info, body.allowed_token_ids or (), "allowed_token_ids")
     if body.limit[1] == 0 and not body.only_scores:
         field = body.limit[0]
         raise invalid(f"Invalid '{field}': 0 is for scoring a prompt, with echo.", field)
+
+
+def check_priority(app: Pequod, priority: int | None) -> None:
+    """Raise 400 unless priorities decide here."""
+    if priority and app.settings.scheduling_policy != "priority":
+        raise invalid("Invalid 'priority': the server does not run with --scheduling-policy priority.", "priority")
 
 
 def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
@@ -136,12 +141,11 @@ async def checked_grammar(app: Pequod, body: Drawing) -> Grammar | None:
     return grammar
 
 
-async def encoded(app: Pequod, body: Body, encode: Encode[Body], due: Due | None) -> list[Prompt]:
-    """The prompts; what the tokenizer or the template refuses becomes a 400."""
-    param = body.prompt_field
+async def encoded(encoding: Awaitable[list[Prompt]], param: str, due: Due | None) -> list[Prompt]:
+    """The prompts of the field `param`; what the tokenizer or the template refuses becomes a 400."""
     try:
         async with asyncio.timeout(due and due.left_s):
-            prompts = await encode(app, body)
+            prompts = await encoding
     except TimeoutError:
         raise deadline() from None
     except (TemplateError, TextTooLong) as error:
@@ -294,19 +298,11 @@ class Answer(Response):
         self.request = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.generation.start(receive)
-        try:
+        async with self.generation.running(receive):
             if self.request.stream:
                 await Stream(self.generation, self.writer, self.request, send).run()
             else:
                 await self._send_whole(scope, receive, send)
-        except Gone:
-            return  # there is nobody to answer; what has happened is counted
-        except Exception as error:
-            self.generation.stop(error, "error")
-            raise
-        finally:
-            await self.generation.close()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         outputs: list[list[Output]] = [[] for _ in self.generation.choices]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .errors import invalid
-from .parsers import Formats, MessageParser, call_grammar, markers, message_parser, reasoning_opened
+from .parsers import Formats, MessageParser, call_grammar, ends_reasoning, markers, message_parser, reasoning_opened
 from .protocol.common import Json, Prompt
 from .protocol.conversation import Calling, Conversation, Tool
 from .protocol.sampling import Drawing
@@ -75,19 +75,21 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     is_mixed = grammar is not None and (calling is not None or formats.reasoning is not None)
     if not is_shaped and not is_mixed and budget is None:
         return Shape(formats, grammar, opened)
-    field = "tools" if is_shaped else grammar.field if grammar is not None else "thinking_token_budget"
+    field = "tools" if is_shaped else grammar.field if grammar is not None else budget[0] if budget else ""
     check_takes_grammars(app, asked, field)
+    if budget is not None and ends_reasoning(formats) not in app.tokenizer.added_ids:
+        raise invalid(f"Invalid '{budget[0]}': the marks of the model's reasoning are not tokens.", budget[0])
     tools = await checked_tools(app, calling) if calling else {}
     forced = await asyncio.to_thread(
         call_grammar,
         formats,
         tools,
-        choice="required" if calling is not None and calling.is_required else "auto",
+        required=calling is not None and calling.is_required,
         parallel=calling is None or calling.is_parallel,
         opened=opened,
         special=app.tokenizer.added_ids,
         content=None if grammar is None else grammar.text,
-        budget=budget,
+        budget=None if budget is None else budget[1],
     )
     whole = Grammar(forced.kind, forced.text, field)
     await app.grammars.check(whole)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from starlette.types import Receive
@@ -54,7 +56,26 @@ class Scores:
         return self._entries
 
 
-class Choice:
+class Reader(ABC):
+    """What becomes of one engine request, and what that has cost."""
+
+    def __init__(self, index: int, request: EngineRequest) -> None:
+        self.index = index
+        self.request = request
+        self.num_tokens = 0  # delivered
+        self.num_reasoning = 0  # of them, those that are reasoning
+        self.stats: RequestStats | None = None
+
+    @abstractmethod
+    def read(self, delta: TokenDelta) -> Output:
+        """What the delta makes certain; raises the ApiError that ends the whole request."""
+
+    async def scored(self, output: Output) -> Output:
+        """The first output, with the prompt's log-probabilities where they were asked for."""
+        return output
+
+
+class Choice(Reader):
     """One choice on its way: the engine's request, its text so far, and what it has cost.
 
     `grammar_field` of the client's request is where its grammar stands; `parser` tells what the text means; `scores`
@@ -73,17 +94,13 @@ class Choice:
         scores: Scores | None = None,
         is_silent: bool = False,
     ) -> None:
-        self.index = index
+        super().__init__(index, request)
         self.grammar_field = grammar_field
-        self.request = request
         self.stream = stream
         self.parser = parser or Plain()
         self.scores = scores
         self.is_silent = is_silent
-        self.num_tokens = 0  # delivered
-        self.num_reasoning = 0  # of them, those that are reasoning
         self._has_called = False
-        self.stats: RequestStats | None = None
 
     def read(self, delta: TokenDelta) -> Output:
         """The delta's tokens as text. What comes after a stop string is dropped; a stop token has no text."""
@@ -91,12 +108,7 @@ class Choice:
         if reason == "error" and delta.field == "grammar":
             raise refusal(self.grammar_field, delta.error or "it cannot be used")
         if reason not in (None, "stop", "length"):
-            raise ApiError(
-                500,
-                f"The engine could not finish this request: {delta.error or reason}.",
-                type="server_error",
-                code="engine_error",
-            )
+            raise unfinished(delta)
         self.stats = delta.stats or self.stats
         if self.is_silent:
             return Output(self.index, finish_reason="length", prompt_logprobs=delta.prompt_logprobs)
@@ -137,7 +149,6 @@ class Choice:
         )
 
     async def scored(self, output: Output) -> Output:
-        """The first output, with the prompt's log-probabilities."""
         if self.scores is None:
             return output
         if self.request.params.prompt_logprobs is not None:
@@ -145,14 +156,34 @@ class Choice:
         return output._replace(prompt_logprobs=await self.scores.get())
 
 
-class Generation:
-    """All choices of one request, from the engine to their text.
+def unfinished(delta: TokenDelta) -> ApiError:
+    """500 for what the engine gave up."""
+    return ApiError(
+        500,
+        f"The engine could not finish this request: {delta.error or delta.finish_reason}.",
+        type="server_error",
+        code="engine_error",
+    )
 
-    `start` it, read `outputs` to the end, and `close` it whatever happens: that stops what still runs.
+
+class Generation:
+    """All choices of one request, from the engine to their text; at most `window` of them at a time, in their order.
+
+    While it is `running`, read `outputs` to the end.
     """
 
-    def __init__(self, app: Pequod, choices: list[Choice], n: int, track: Track, due: Due | None) -> None:
+    def __init__(
+        self,
+        app: Pequod,
+        choices: Sequence[Reader],
+        n: int,
+        track: Track,
+        due: Due | None,
+        *,
+        window: int | None = None,
+    ) -> None:
         self.choices = choices
+        self._places = asyncio.Semaphore(window or len(choices))
         self._app = app
         self._n = n
         self._track = track
@@ -165,10 +196,27 @@ class Generation:
         self._watchers: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
+    @asynccontextmanager
+    async def running(self, receive: Receive) -> AsyncIterator[None]:
+        """From the beginning to the end, whichever that is: when it is left the engine has been told.
+
+        Gone ends it in silence: there is nobody to answer, and what has happened is counted.
+        """
+        self.start(receive)
+        try:
+            yield
+        except Gone:
+            return
+        except Exception as error:
+            self.stop(error, "error")
+            raise
+        finally:
+            await self.close()
+
     def start(self, receive: Receive) -> None:
         """Begin; `receive` tells when the client hangs up."""
         loop = asyncio.get_running_loop()
-        self._workers = [loop.create_task(self._work(choice)) for choice in self.choices]
+        self._workers = [loop.create_task(self._work_in_turn(choice)) for choice in self.choices]
         self._watchers = [loop.create_task(self._watch_client(receive)), loop.create_task(self._watch_drain())]
         if self._due is not None:
             self._timer = loop.call_later(self._due.left_s, self.stop, deadline(), self._due.cause)
@@ -206,7 +254,11 @@ class Generation:
             raise self._failure
         return taken
 
-    async def _work(self, choice: Choice) -> None:
+    async def _work_in_turn(self, choice: Reader) -> None:
+        async with self._places:
+            await self._work(choice)
+
+    async def _work(self, choice: Reader) -> None:
         engine, request_id = self._app.engine, choice.request.id
         try:
             is_first = True

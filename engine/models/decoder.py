@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..attention import AttentionMeta, KVCache
 from ..types import ModelError
+from . import Outputs
 from .layers import ACTIVATIONS, Linear, RMSNorm
 from .rope import Rotary, rotate
 from .spec import DecoderSpec, ModelSpec
@@ -139,12 +140,22 @@ class Decoder:
             self.head.pack(PACK_ROWS)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache, logits_at: Tensor) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        meta: AttentionMeta,
+        cache: KVCache,
+        logits_at: Tensor,
+        *,
+        hidden_at: Tensor | None = None,
+    ) -> Outputs:
         """Model.forward."""
         x = F.embedding(ids, self.embedding)
         turn = self.rotary.at(positions)
         for layer in self.layers:
             x = layer(x, turn, meta, cache)
+        hidden = None if hidden_at is None else self.norm(x[hidden_at])
         x = self.norm(x[logits_at])
         logits = F.linear(x, self.embedding) if self.head is None else self.head(x)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)

@@ -5,7 +5,7 @@ once `join` has put them together, and every API writes its own events from them
 its chat template.
 """
 
-from .forced import Forced, Named, call_grammar
+from .forced import Forced, call_grammar
 from .formats import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, markers, reasoning_opened
 from .parts import (
     Arguments,
@@ -33,7 +33,6 @@ __all__ = [
     "Formats",
     "Message",
     "MessageParser",
-    "Named",
     "Part",
     "Plain",
     "Reasoning",

@@ -1,4 +1,5 @@
-"""Grammars that make a model write calls, in its own format, with arguments that are valid by construction.
+"""Grammars of whole answers: calls in the model's own format, with arguments that are valid by construction, the
+answer's own schema, and an end to the reasoning before them.
 
 They are llguidance's dialect of Lark: a call's syntax is literal, and its arguments are a JSON schema within it. What
 is a token of its own in the model's vocabulary is written as <[id]>: llguidance does not spell such tokens in letters.
@@ -32,12 +33,6 @@ LINE, NAME = "\n", "name"
 ONE_BY_ONE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 
 
-class Named(NamedTuple):
-    """The one function that must be called."""
-
-    name: str
-
-
 class Forced(NamedTuple):
     """A grammar, as the engine knows it, and the formats in which it makes the model write."""
 
@@ -50,35 +45,43 @@ def call_grammar(
     formats: Formats,
     tools: Mapping[str, Schema],
     *,
-    choice: str | Named,
+    required: bool,
     parallel: bool,
     opened: bool,
     special: Mapping[str, int],
+    content: str | None = None,
+    budget: int | None = None,
 ) -> Forced:
     """What makes a model call its tools with arguments that follow their schemas.
 
-    `tools`: at least one. `choice`: "required", the Named one, or "auto": the answer may be text too, but where a call
-    begins it must be valid. `parallel`: there may be several. `opened`: the prompt ends inside of a block of reasoning,
+    `required`: the answer is calls; else it may be text too, but where a call begins it must be valid, and there may be
+    no `tools` at all. `parallel`: there may be several calls. `opened`: the prompt ends inside of a block of reasoning,
     which the model may write in any case if its format has one. `special`: ids of all added tokens of the vocabulary by
-    their texts, whether they are marked as special or not. Raises KeyError for a Named function that is not there.
+    their texts, whether they are marked as special or not. `content`: the JSON schema of an answer that is no call;
+    None: it may be any text. `budget`: the most tokens of reasoning, without the
+    mark that ends it, which must be a token.
     """
-    if isinstance(choice, Named):
-        tools, parallel = {choice.name: tools[choice.name]}, False
     is_tagged = formats.tools == "qwen3_coder" and all(_can_be_tagged(schema) for schema in tools.values())
     if formats.tools is None or (formats.tools == "qwen3_coder" and not is_tagged):
         formats = formats._replace(tools="json")
-    lark = Lark(special, formats, opened)
-    lark.rules["start"] = WRITERS[formats.tools or "json"](lark, tools, choice == "auto", parallel)
+    lark = Lark(special, formats, opened, None if content is None else json.loads(content), budget)
+    writer = WRITERS[formats.tools or "json"] if tools or formats.tools == "gpt_oss" else _no_calls
+    lark.rules["start"] = writer(lark, tools, not required, parallel)
     return Forced("lark", lark.text, formats)
 
 
 class Lark:
     """A grammar in the making; rules are made where they are first asked for."""
 
-    def __init__(self, special: Mapping[str, int], formats: Formats, opened: bool) -> None:
+    def __init__(
+        self, special: Mapping[str, int], formats: Formats, opened: bool, content: Schema | None, budget: int | None
+    ) -> None:
         self.rules: dict[str, str] = {}
         self.formats = formats
         self.opened = opened
+        self.has_content = content is not None
+        self._content = content
+        self._budget = budget
         self._special = special
 
     @property
@@ -102,14 +105,27 @@ class Lark:
         self.rules[f"{name}[lazy]"] = f"{self.any_text()} {quoted(mark)}"
         return name
 
+    def thought(self, mark: str) -> str:
+        """Text of reasoning, within the budget, and the mark that ends it."""
+        if self._budget is None:
+            return self.until(mark)
+        if self._budget == 0:
+            return self.mark(mark)
+        self.rules[f"thought[max_tokens={self._budget}]"] = self.any_text()
+        return f"thought {self.mark(mark)}"
+
     def reasoning(self) -> str:
         """What may come before the answer."""
-        if self.formats.reasoning is None:
+        if self.formats.reasoning is None or (self._budget == 0 and not self.opened):
             return ""
         opens, closes = BLOCKS[self.formats.reasoning]
         self.rules["GAP"] = "/\\n{1,2}/"
-        inner = f"{self.until(closes)} GAP?"
+        inner = f"{self.thought(closes)} GAP?"
         return inner if self.opened else f"({self.mark(opens)} {inner})?"
+
+    def content(self) -> str:
+        """An answer that is no call."""
+        return f"{self.any_text()}?" if self._content is None else self.schema(self._content)
 
     def schema(self, schema: Schema) -> str:
         """A value that follows a schema."""
@@ -143,6 +159,11 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def pieces(*texts: str) -> str:
+    """Exactly these texts, one behind the other."""
+    return " ".join(quoted(text) for text in texts)
+
+
 class Syntax(NamedTuple):
     """How a format writes calls; all but the first mark are rules."""
 
@@ -160,7 +181,8 @@ def _marked(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bo
     calls = f"{syntax.opens} {syntax.call} {more} {syntax.closes}"
     if not is_free:
         return f"{lark.reasoning()} {lark.mark(syntax.first)} {calls}"
-    return f"{lark.reasoning()} ({lark.until(syntax.first)} {calls} | {lark.any_text()}?)"
+    before = lark.mark(syntax.first) if lark.has_content else lark.until(syntax.first)
+    return f"{lark.reasoning()} ({before} {calls} | {lark.content()})"
 
 
 def _bare(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
@@ -173,6 +195,8 @@ def _bare(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool
         calls = f'"[" {call} (", " {call})* "]"' if parallel else call
     if not is_free:
         return f"{lark.reasoning()} {calls}"
+    if lark.has_content:
+        return f"{lark.reasoning()} ({calls} | {lark.content()})"
     lark.rules["PROSE"] = r"/(?s:[ \t\r\n]*[^ \t\r\n{\[].*)/"
     return f"{lark.reasoning()} ({calls} | PROSE)?"
 
@@ -180,7 +204,7 @@ def _bare(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool
 def _harmony(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
     """One call ends the answer, so there are never several. What ends the last message ends the answer as well."""
     del parallel
-    end, again = lark.until(ENDS[0]), f'{lark.mark(START)} "assistant"'
+    end, again = lark.thought(ENDS[0]), f'{lark.mark(START)} "assistant"'
     opens = f"{lark.mark(CHANNEL)} "
     thought = f'"analysis" {lark.mark(MESSAGE)} {end} {again}'
     begun = f"{end} {again}" if lark.opened else ""
@@ -191,9 +215,16 @@ def _harmony(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: b
     ]
     if not is_free:
         return f"{begun} ({opens} {thought})? {opens} {lark.one_of(calls)}"
-    preamble = f'({opens} "commentary" {lark.mark(MESSAGE)} {end} {again})?'
-    final = f'"final" {lark.mark(MESSAGE)} {lark.any_text()}?'
-    return f"{begun} ({opens} {thought})? {preamble} {opens} ({lark.one_of(calls)} | {final})"
+    preamble = f'({opens} "commentary" {lark.mark(MESSAGE)} {lark.until(ENDS[0])} {again})?'
+    final = f'"final" {lark.mark(MESSAGE)} {lark.content()}'
+    answers = f"{lark.one_of(calls)} | {final}" if calls else final
+    return f"{begun} ({opens} {thought})? {'' if lark.has_content else preamble} {opens} ({answers})"
+
+
+def _no_calls(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
+    """Answers of models that have no tools to call."""
+    del tools, is_free, parallel
+    return f"{lark.reasoning()} {lark.content()}"
 
 
 def _hermes(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
@@ -260,8 +291,10 @@ WRITERS: dict[str, Callable[[Lark, Mapping[str, Schema], bool, bool], str]] = {
 
 def _object(lark: Lark, tools: Mapping[str, Schema], key: str = "arguments") -> str:
     """One call as a JSON object."""
+    # Cut as llguidance cuts JSON: where the answer may be another object, both are read in the same pieces.
     calls = [
-        f"{quoted(f'{{{quoted(NAME)}: {quoted(name)}, {quoted(key)}: ')} {lark.schema(arguments(schema))} {quoted('}')}"
+        f"{pieces('{', quoted(NAME), ': ', quoted(name), ', ', quoted(key), ': ')} {lark.schema(arguments(schema))} "
+        + quoted("}")
         for name, schema in tools.items()
     ]
     return lark.one_of(calls)

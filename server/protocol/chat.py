@@ -256,8 +256,9 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
         return None if self.reasoning_effort is None else ("reasoning_effort", self.reasoning_effort)
 
     @property
-    def thinking_budget(self) -> int | None:
-        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+    def thinking_budget(self) -> tuple[str, int] | None:
+        most = self.thinking_token_budget
+        return None if most is None or most == -1 else ("thinking_token_budget", most)
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -23,7 +23,7 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_f
 IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-def _form(value: Any) -> str:
+def form(value: Any) -> str:
     """Which form a prompt has, by its first element: trying all of them would cost an error per token."""
     if not isinstance(value, list):
         return "text"
@@ -55,7 +55,7 @@ class CompletionRequest(Structured):
         | Annotated[Texts, Tag("texts")]
         | Annotated[Ids, Tag("ids")]
         | Annotated[IdLists, Tag("id_lists")],
-        Discriminator(_form),
+        Discriminator(form),
     ]
 
     """A text, token ids, or a list of either; each is answered n times."""

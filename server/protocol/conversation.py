@@ -67,8 +67,8 @@ class Conversation(Drawing):
         return None
 
     @property
-    def thinking_budget(self) -> int | None:
-        """The most tokens of reasoning; None: as many as the model wants."""
+    def thinking_budget(self) -> tuple[str, int] | None:
+        """The field that bounds the reasoning, and its most tokens; None: as many as the model wants."""
         return None
 
 

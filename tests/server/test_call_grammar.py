@@ -15,8 +15,9 @@ from llguidance import LLMatcher
 from engine import builtin
 from engine.grammar import limits, source
 from engine.grammar.table import Table
-from server.parsers import TOOL_FORMATS, Formats, Named, call_grammar, join, message_parser
+from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, call_grammar, join, markers, message_parser
 from server.parsers.forced import arguments
+from server.parsers.formats import BLOCKS
 from server.schemas import wrong
 from tests.server.test_parsers import read
 
@@ -107,6 +108,16 @@ def small() -> Drawer:
 
 
 @pytest.fixture(scope="module")
+def marked(tmp_path_factory) -> Drawer:
+    """The small vocabulary, in which all marks are tokens."""
+    path = tmp_path_factory.mktemp("marked") / "tokenizer.json"
+    library = tokenizers.Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
+    library.add_special_tokens(sorted(mark for name in REASONING_FORMATS for mark in markers(Formats(None, name))))
+    library.save(str(path))
+    return Drawer(path)
+
+
+@pytest.fixture(scope="module")
 def large(data) -> Drawer:
     """Qwen3's vocabulary, in which marks of calls and reasoning are tokens."""
     return Drawer(data / "tokenizers/qwen3/tokenizer.json")
@@ -142,8 +153,8 @@ def draw_all(drawer: Drawer, formats: Formats, tools, times: int, **options) -> 
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
 def test_what_is_drawn_are_valid_calls(small, tools, opened):
     formats = formats_of(tools)
-    several = draw_all(small, formats, TOOLS, 12, choice="required", parallel=True, opened=opened)
-    single = draw_all(small, formats, TOOLS, 12, choice="required", parallel=False, opened=opened)
+    several = draw_all(small, formats, TOOLS, 12, required=True, parallel=True, opened=opened)
+    single = draw_all(small, formats, TOOLS, 12, required=True, parallel=False, opened=opened)
     assert len(several) >= 4 and len(single) >= 4, "most answers come to an end"
     assert min(several) >= 1 and set(single) == {1}
     assert max(several) > 1 or tools == "gpt_oss"
@@ -151,35 +162,33 @@ def test_what_is_drawn_are_valid_calls(small, tools, opened):
 
 @EACH
 def test_marks_that_are_tokens_are_drawn_as_tokens(large, tools):
-    counts = draw_all(large, formats_of(tools), TOOLS, 6, choice="required", parallel=True, opened=False)
+    counts = draw_all(large, formats_of(tools), TOOLS, 6, required=True, parallel=True, opened=False)
     assert counts and min(counts) >= 1
 
 
 @EACH
 def test_a_named_function_is_called_once(small, tools):
     made = call_grammar(
-        formats_of(tools, False), TOOLS, choice=Named("ring_bell"), parallel=True, opened=False, special=small.special
+        formats_of(tools, False), {"ring_bell": {}}, required=True, parallel=False, opened=False, special=small.special
     )
     texts = [small.draw(made.text, random.Random(seed)) for seed in range(5)]
     messages = [read(made.formats, text, tools=TOOLS) for text in texts if text is not None]
     assert messages
     assert all([call.name for call in message.calls] == ["ring_bell"] for message in messages)
-    with pytest.raises(KeyError):
-        call_grammar(formats_of(tools), TOOLS, choice=Named("sink"), parallel=True, opened=False, special={})
 
 
 @EACH
 def test_with_auto_the_answer_may_be_text_but_no_bad_call(small, tools):
     formats = formats_of(tools)
-    made = call_grammar(formats, TOOLS, choice="auto", parallel=True, opened=False, special=small.special)
-    forced = call_grammar(formats, TOOLS, choice="required", parallel=True, opened=False, special=small.special)
+    made = call_grammar(formats, TOOLS, required=False, parallel=True, opened=False, special=small.special)
+    forced = call_grammar(formats, TOOLS, required=True, parallel=True, opened=False, special=small.special)
     call = next(text for seed in range(50) if (text := small.draw(forced.text, random.Random(seed))) is not None)
     prose = "<|channel|>final<|message|>The sea." if tools == "gpt_oss" else "The sea."
     assert small.allows(made.text, prose) and not small.allows(forced.text, prose)
     assert small.allows(made.text, call)
     if tools not in ("json", "llama3_json", "gpt_oss"):
         assert small.allows(made.text, f"The sea. {call}") or "<think>" in call
-        mark = call_grammar(formats, TOOLS, choice="auto", parallel=True, opened=False, special=small.special)
+        mark = call_grammar(formats, TOOLS, required=False, parallel=True, opened=False, special=small.special)
         assert not small.allows(mark.text, f"{FIRST[tools]} and then")
 
 
@@ -207,13 +216,13 @@ FIRST = {
 )
 def test_what_tags_cannot_say_is_said_in_json(small, schema):
     made = call_grammar(
-        Formats("qwen3_coder", "think"), {"f": schema}, choice="required", parallel=True, opened=False, special={}
+        Formats("qwen3_coder", "think"), {"f": schema}, required=True, parallel=True, opened=False, special={}
     )
     assert made.formats == Formats("json", "think")
 
 
 def test_a_model_without_a_format_writes_json():
-    made = call_grammar(Formats(), TOOLS, choice="required", parallel=False, opened=False, special={})
+    made = call_grammar(Formats(), TOOLS, required=True, parallel=False, opened=False, special={})
     assert made.formats == Formats("json", None)
 
 
@@ -241,7 +250,7 @@ def test_all_functions_of_the_collections_can_be_forced(data):
     count = 0
     for number, (case, tools) in enumerate(tool_sets(data)):
         formats = formats_of(TOOL_FORMATS[number % len(TOOL_FORMATS)])
-        made = call_grammar(formats, tools, choice="required", parallel=True, opened=False, special={})
+        made = call_grammar(formats, tools, required=True, parallel=True, opened=False, special={})
         count += 1
         if (reason := wrong(made.kind, made.text)) is not None:
             refused[case] = reason
@@ -253,7 +262,72 @@ def test_all_functions_of_the_collections_can_be_forced(data):
 def test_calls_drawn_for_the_collections_are_valid(data, small, tools):
     ended = 0
     for case, functions in itertools.islice(tool_sets(data), TOOL_FORMATS.index(tools), None, 120):
-        counts = draw_all(small, formats_of(tools, False), functions, 2, choice="required", parallel=True, opened=False)
+        counts = draw_all(small, formats_of(tools, False), functions, 2, required=True, parallel=True, opened=False)
         assert all(counts), case
         ended += len(counts)
     assert ended >= 4
+
+
+# Answers that are no calls
+
+
+WHALE = {
+    "type": "object",
+    "properties": {"teeth": {"type": "integer"}},
+    "required": ["teeth"],
+    "additionalProperties": False,
+}
+
+
+def shaped(drawer: Drawer, formats: Formats, tools=None, **more):
+    options = {"required": False, "parallel": True, "opened": False, "special": drawer.special}
+    return call_grammar(formats, tools or {}, **options | more).text
+
+
+@EACH
+@pytest.mark.parametrize("spelt", ["letters", "tokens"])
+def test_an_answer_follows_its_schema_or_is_a_call(request, small, tools, spelt):
+    drawer = small if spelt == "letters" else request.getfixturevalue("large")
+    formats = formats_of(tools)
+    lark = shaped(drawer, formats, TOOLS, content=json.dumps(WHALE))
+    assert wrong("lark", lark) is None
+    messages = []
+    for seed in range(16):
+        text = drawer.draw(lark, random.Random(seed))
+        if text is not None:
+            message = read(formats, text, tools=TOOLS)
+            assert bool(message.content) != bool(message.calls)
+            if message.content:
+                jsonschema.validate(json.loads(message.content), WHALE)
+            messages.append(message)
+    assert any(message.content for message in messages)
+    assert not drawer.allows(lark, "The sea.")
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
+def test_reasoning_comes_before_the_schema(small, opened):
+    lark = shaped(small, Formats(None, "think"), content=json.dumps(WHALE), opened=opened)
+    assert small.allows(lark, ("" if opened else "<think>\n") + 'Some.\n</think>\n\n{"teeth": 50}')
+    assert small.allows(lark, '{"teeth": 50}') is not opened
+    assert not small.allows(lark, ("" if opened else "<think>\n") + "Some.\n</think>\n\nFifty.")
+
+
+@pytest.mark.parametrize("reasoning", REASONING_FORMATS)
+def test_reasoning_ends_within_its_budget(marked, reasoning):
+    formats = Formats("gpt_oss" if reasoning == "gpt_oss" else None, reasoning)
+    opens, closes = BLOCKS[reasoning]
+    after = "<|start|>assistant<|channel|>final<|message|>" if reasoning == "gpt_oss" else "\n\n"
+    for budget in (0, 1, 7):
+        lark = shaped(marked, formats, budget=budget)
+        assert wrong("lark", lark) is None
+        for words in (0, 1, 7, 8):
+            thought = " whale" * words
+            assert len(marked.library.encode(thought).ids) == words
+            fits = words <= budget and (budget > 0 or reasoning == "gpt_oss")
+            assert marked.allows(lark, f"{opens}{thought}{closes}{after}Yes.") == fits, (budget, words)
+
+
+def test_a_budget_of_nothing_ends_a_block_that_the_prompt_opened(marked):
+    lark = shaped(marked, Formats(None, "think"), budget=0, opened=True)
+    assert marked.allows(lark, "</think>\n\nYes.")
+    assert not marked.allows(lark, "Hm.</think>\n\nYes.")

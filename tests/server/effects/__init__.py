@@ -4,9 +4,9 @@ EFFECTS: path -> field -> what asserts its effect on an Endpoint; LABELS: field 
 KNOWN: path -> the fields that clients of that API know, which the server must know too.
 """
 
-from . import chat, completions, tokens
+from . import chat, completions, embeddings, tokens
 
-MODULES = (chat, completions, tokens)
+MODULES = (chat, completions, embeddings, tokens)
 EFFECTS = {path: fields for module in MODULES for path, fields in module.EFFECTS.items()}
 KNOWN = {path: names for module in MODULES for path, names in getattr(module, "KNOWN", {}).items()}
 LABELS = {

@@ -61,7 +61,7 @@ def tool(name, **properties):
 
 
 FOG, ROW = tool("fog", thick={"type": "boolean"}), tool("row", oars={"enum": [2, 4]})
-CALLED = {"tools": [FOG, ROW], "max_tokens": 120, "temperature": 1.0, "seed": 4}
+CALLED = {"tools": [FOG, ROW], "max_tokens": 120, "temperature": 1.0, "seed": 4, "thinking_token_budget": 0}
 
 
 def called(e, **more):
@@ -99,6 +99,19 @@ def include_reasoning(e):
 def reasoning_effort(e):
     assert e.decode(e.prompt(reasoning_effort="high")).startswith("high")
     assert e.decode(e.prompt(reasoning_effort="none")).startswith("brisk")
+
+
+def thinking_token_budget(e):
+    """The tokens that begin a block are forced; what it holds is the model's own."""
+
+    def thought(**more):
+        begun = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "continue_final_message": True}
+        answer = e.ask(**begun, max_tokens=40, logit_bias={str(END): -100}, **more)
+        return answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+
+    assert thought() == 40
+    assert thought(thinking_token_budget=5) == 6, "and the mark that ends it"
+    assert thought(thinking_token_budget=-1) == 40
 
 
 TEMPLATES = {

@@ -1,12 +1,13 @@
 """Sends requests that differ from a plain one in what a test is about, and reads what the answers tell."""
 
-from tests.server.wire import CHAT, COMPLETIONS, chunks
+from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, chunks
 
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 QUESTION = [{"role": "user", "content": "What is continuous batching?"}]
 BASE = {
     CHAT: {"messages": QUESTION, "max_tokens": 12, "temperature": 0},
     COMPLETIONS: {"prompt": "The captain", "max_tokens": 12, "temperature": 0},
+    EMBEDDINGS: {"input": "The captain"},
     TOKENIZE: {},
     DETOKENIZE: {},
     TEMPLATE: {"messages": QUESTION},
