@@ -59,14 +59,16 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
 
     layers = [Middleware(Door, state=state)]
     if settings.allowed_origins:
-        layers.append(
+        # Before the door, so that a page can read what it refuses.
+        layers.insert(
+            0,
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],  # OpenAI's JavaScript client adds a dozen of its own
                 expose_headers=["X-Request-Id", "Retry-After"],
-            )
+            ),
         )
     app = FastAPI(
         title="Pequod",
@@ -107,13 +109,27 @@ def openapi(app: FastAPI) -> dict[str, Any]:
         for operations in schema["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)  # FastAPI's own; here a wrong request is a 400
-                for content in operation.get("requestBody", {}).get("content", {}).values():
-                    shared.update(content["schema"].pop("$defs", {}))
+                for part in (operation.get("requestBody", {}), *operation["responses"].values()):
+                    for content in part.get("content", {}).values():
+                        shared.update(content.get("schema", {}).pop("$defs", {}))
         for name in ("HTTPValidationError", "ValidationError"):
             shared.pop(name, None)
         tell_keys(app, schema)
+        tell_text_lengths(schema, app.state.pequod.settings.max_body_bytes)
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def tell_text_lengths(schema: Any, most: int) -> None:
+    """Say in the description that no text can be longer than the largest body of this very server."""
+    if isinstance(schema, dict):
+        if isinstance(length := schema.get("maxLength"), int):
+            schema["maxLength"] = min(length, most)
+        for inner in schema.values():
+            tell_text_lengths(inner, most)
+    elif isinstance(schema, list):
+        for inner in schema:
+            tell_text_lengths(inner, most)
 
 
 def tell_keys(app: FastAPI, schema: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 from starlette.routing import BaseRoute
 
-from .errors import ApiError, from_validation, invalid
+from .errors import ENVELOPE, ApiError, from_validation, invalid
 from .limits import UserDep
 
 M = TypeVar("M", bound=BaseModel)
@@ -20,6 +20,12 @@ M = TypeVar("M", bound=BaseModel)
 # would be an error of its own, for seconds in which no other request gets on.
 MAX_NODES = 1 << 16
 NODES = (b":", b"[", b"{")  # each begins one, outside of strings
+# Elements of all arrays: as many as a prompt may have tokens. 8 MB of short numbers would hold the event loop for half
+# a second.
+MAX_ELEMENTS = 1 << 20
+MAX_TEXTS = 4 * MAX_NODES  # names, their values, and the texts of arrays, none of which takes very many
+
+REF = "#/components/schemas/{model}"
 
 # Every digit as 0, every E as e: with it numbers are recognized by what they look like, in time linear in the body.
 SHAPES = bytes(0x30 if chr(byte).isdecimal() else 0x65 if byte in b"eE" else byte for byte in range(256))
@@ -30,12 +36,10 @@ def parse(model: type[M], raw: bytes, ignore_fields: Collection[str] = ()) -> M:
 
     Refused: what is not strict JSON in UTF-8 (a byte order mark, NaN, Infinity, numbers beyond a float, lone
     surrogates, trailing text), more than about 200 levels of nesting (the parser's own bound), more than MAX_NODES
-    names, arrays and objects, and fields that `model` forbids. Of a key that is written twice the last one counts, as
-    in every JSON parser of note. `ignore_fields` names top-level fields to drop.
+    names, arrays and objects, more than MAX_ELEMENTS elements, and fields that `model` forbids. Of a key that is
+    written twice the last one counts, as in every JSON parser of note. `ignore_fields` names top-level fields to drop.
     """
-    if num_nodes(raw) > MAX_NODES:
-        message = f"Invalid request: the body has more than {MAX_NODES} names, arrays and objects."
-        raise invalid(message, None, "body_too_complex")
+    check_size(raw)
     if ignore_fields or is_suspect(raw):
         document = read(raw)
         if isinstance(document, dict) and any(name in document for name in ignore_fields):
@@ -59,14 +63,35 @@ def read(raw: bytes) -> Any:
     return document
 
 
-def num_nodes(raw: bytes) -> int:
-    """How many names, arrays and objects a body holds; at most so many, where that is within MAX_NODES anyway."""
-    most = sum(raw.count(node) for node in NODES)
-    if most <= MAX_NODES:
-        return most
-    # Without escapes every quotation mark is an end of a string, and every other piece lies outside.
-    outside = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
-    return sum(outside.count(node) for node in NODES)
+def check_size(raw: bytes) -> None:
+    """Raise 400 for a body that is so complex that nobody else would be served while it is parsed."""
+    limits = ((NODES, MAX_NODES, "names, arrays and objects"), ((b",",), MAX_ELEMENTS, "elements"))
+    if raw.count(b'"') <= 2 * MAX_TEXTS and all(count(raw, marks) <= most for marks, most, _ in limits):
+        return
+    if without_escapes(raw).count(b'"') > 2 * MAX_TEXTS:
+        raise too_complex(MAX_TEXTS, "texts")
+    bare = without_texts(raw)
+    for marks, most, told in limits:
+        if count(bare, marks) > most:
+            raise too_complex(most, told)
+
+
+def too_complex(most: int, told: str) -> ApiError:
+    return invalid(f"Invalid request: the body has more than {most} {told}.", None, "body_too_complex")
+
+
+def count(raw: bytes, marks: Iterable[bytes]) -> int:
+    return sum(raw.count(mark) for mark in marks)
+
+
+def without_escapes(raw: bytes) -> bytes:
+    """The body with every quotation mark that is left an end of a text."""
+    return raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+
+
+def without_texts(raw: bytes) -> bytes:
+    """What stands outside of texts."""
+    return b"".join(without_escapes(raw).split(b'"')[::2])
 
 
 def is_suspect(raw: bytes) -> bool:
@@ -114,5 +139,15 @@ def models(routes: Iterable[BaseRoute]) -> dict[str, type[BaseModel]]:
 
 def described(model: type[BaseModel]) -> dict[str, Any]:
     """For a route's `openapi_extra`: what the API page says about a body that FastAPI does not parse itself."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema = model.model_json_schema(ref_template=REF)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def streamed(event: type[BaseModel], example: str) -> dict[str, Any]:
+    """For a route's `responses=`: the events of a stream that ends with [DONE], each with an `event` or an error."""
+    schema = event.model_json_schema(ref_template=REF)
+    shared = {**schema.pop("$defs", {}), event.__name__: schema}
+    one_of = [{"$ref": REF.format(model=event.__name__)}, ENVELOPE]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": one_of}}
+    events = [{"properties": {"data": told}, "required": ["data"]} for told in ({"const": "[DONE]"}, data)]
+    return {"text/event-stream": {"schema": {"type": "object", "anyOf": events, "$defs": shared}, "example": example}}

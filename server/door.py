@@ -46,7 +46,7 @@ class Door:
     def check(self, method: str, headers: Headers) -> None:
         """Refuse a request by its head alone."""
         if sum(len(name) + len(value) for name, value in headers) > MAX_HEAD:
-            raise ApiError(431, f"The headers have more than {MAX_HEAD} bytes.", code="headers_too_large")
+            raise head_too_large()
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) > 1:
             raise ApiError(400, "The request has more than one Host.", code="invalid_host")
@@ -142,6 +142,11 @@ class _Visit:
         elif self.method == "HEAD" and message["type"] == "http.response.body":
             message = {**message, "body": b""}
         await self.send(message)
+
+
+def head_too_large() -> ApiError:
+    """431: more bytes of headers than MAX_HEAD."""
+    return ApiError(431, f"The headers have more than {MAX_HEAD} bytes.", code="headers_too_large")
 
 
 def header(headers: Headers, name: bytes) -> bytes | None:

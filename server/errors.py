@@ -244,31 +244,25 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, handler)
 
 
-# For the `responses=` of routes: what the OpenAPI page says about errors.
+# For the API page: what an error is, and which of them a route may answer.
+ENVELOPE: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {
-        "description": text,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["error"],
-                    "properties": {
-                        "error": {
-                            "type": "object",
-                            "required": ["message", "type", "param", "code"],
-                            "properties": {
-                                "message": {"type": "string"},
-                                "type": {"type": "string"},
-                                "param": {"type": ["string", "null"]},
-                                "code": {"type": ["string", "null"]},
-                            },
-                        }
-                    },
-                }
-            }
-        },
-    }
+    status: {"description": text, "content": {"application/json": {"schema": ENVELOPE}}}
     for status, text in {
         400: "The request is wrong; param names the field",
         401: "No valid API key",

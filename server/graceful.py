@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from engine import ConfigError, Engine, EngineError, ModelError
 
 from .banner import announce, loading
+from .connection import Connection
 from .settings import Settings
 
 KEEP_ALIVE_S = 30
@@ -44,7 +45,7 @@ class GracefulServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="on",
                 log_config=None,

@@ -32,6 +32,7 @@ from engine import (
     TokenLogprob,
 )
 from server.app import build_app
+from server.connection import Connection
 from server.settings import Settings
 from tests.toys import byte_level
 
@@ -314,7 +315,9 @@ async def serving(
 @contextlib.asynccontextmanager
 async def listening(app: FastAPI) -> AsyncIterator[str]:
     """A socket before an app whose lifespan already runs; gives its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, http=Connection, lifespan="off", log_config=None, access_log=False)
+    )
     task = asyncio.create_task(server.serve())
     try:
         await until(lambda: server.started)

@@ -15,6 +15,7 @@ from . import GrammarError
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LIST_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 PLACEHOLDER = "<|no text ends here|>"
+APART = "\U0010fffd\U000ffffd special "  # private use: a name, and never a text
 
 
 class _Added(Struct):
@@ -45,6 +46,7 @@ class Table:
         ends = [token.id for token in added if token.special and token.id < width]
         if not ends or not special <= {token.content for token in added if token.special}:
             data, ends = _with_special(data, special)
+        data = _named_apart(data)
         self.width = width
         self.end_id = ends[0]
         data = _without_added(data, self.end_id)
@@ -124,3 +126,25 @@ def _with_special(data: bytes, special: frozenset[str]) -> tuple[bytes, list[int
         added[PLACEHOLDER] = {"id": ends[0], "content": PLACEHOLDER, **flags}
     file["added_tokens"] = sorted(added.values(), key=lambda token: token["id"])
     return json.dumps(file).encode(), ends
+
+
+def _named_apart(data: bytes) -> bytes:
+    """The file with its special tokens under names that no text holds.
+
+    llguidance spells what a grammar forces by the tokenizer's own encoder. That would make a special token of a text
+    that only looks like one, which the grammar, where special tokens have no text, then refuses.
+    """
+    file = json.loads(data)
+    added = [token for token in file.get("added_tokens") or () if token.get("special")]
+    names = {token["content"]: f"{APART}{token['id']}" for token in added}
+    for token in added:
+        token["content"] = names[token["content"]]
+    model = file["model"]
+    vocabulary = model.get("vocab") or {}
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(text, text): index for text, index in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(entry[0], entry[0]), *entry[1:]] for entry in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(file).encode()

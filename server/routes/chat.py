@@ -7,12 +7,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from ..answer import answer
-from ..body import body, described
+from ..body import body, described, streamed
 from ..conversation import encode
 from ..errors import OPENAI_ERRORS
 from ..limits import UserDep
 from ..protocol.chat import ChatRequest
-from ..protocol.chat_answer import ChatAnswer, ChatWriter
+from ..protocol.chat_answer import ChatAnswer, ChatChunk, ChatWriter
 from ..state import AppDep
 
 router = APIRouter(tags=["generation"])
@@ -26,7 +26,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ChatAnswer,
         "description": "The answer; with stream true its pieces, as events that each hold a chat.completion.chunk",
-        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": STREAM}},
+        "content": streamed(ChatChunk, STREAM),
     },
     **OPENAI_ERRORS,
 }

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from ..answer import answer, check_token_ids
-from ..body import body, described
+from ..body import body, described, streamed
 from ..errors import OPENAI_ERRORS
 from ..limits import UserDep
 from ..protocol.common import Prompt
@@ -25,7 +25,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": CompletionAnswer,
         "description": "The continuations; with stream true their pieces, as events that each hold a text_completion",
-        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": STREAM}},
+        "content": streamed(CompletionAnswer, STREAM),
     },
     **OPENAI_ERRORS,
 }

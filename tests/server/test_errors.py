@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine import EngineDied, ModelError, RequestError
-from server.body import MAX_NODES, described, is_suspect, num_nodes, parse
+from server.body import MAX_ELEMENTS, MAX_NODES, MAX_TEXTS, NODES, count, described, is_suspect, parse, without_texts
 from server.errors import ApiError, from_engine, from_exception, from_validation, invalid
 from server.protocol.chat import ChatRequest
 
@@ -125,14 +125,22 @@ def test_what_a_text_holds_is_not_counted():
 @pytest.mark.parametrize(
     "value", [1, [], {"a": [{}, {"b": ":[{"}]}, 'quote " colon : \\" bracket [', "\\", '\\"', {'"\\': "{"}]
 )
-def test_the_count_of_names_arrays_and_objects_is_exact(monkeypatch, value):
+def test_the_count_of_names_arrays_and_objects_is_exact(value):
     def nodes(value: Any) -> int:
         if isinstance(value, dict):
             return 1 + sum(1 + nodes(item) for item in value.values())
         return 1 + sum(map(nodes, value)) if isinstance(value, list) else 0
 
-    monkeypatch.setattr("server.body.MAX_NODES", 0)
-    assert num_nodes(json.dumps(value).encode()) == nodes(value)
+    assert count(without_texts(json.dumps(value).encode()), NODES) == nodes(value)
+
+
+def test_a_body_of_very_many_numbers_is_refused():
+    numbers = b'{"anything": [' + b"1," * MAX_ELEMENTS
+    assert refusal(numbers + b"1]}").param == "messages"  # so many are read
+    assert refusal(numbers + b"1,1]}").code == "body_too_complex"
+    assert refusal({**OK, "anything": [""] * (MAX_TEXTS + 1)}).code == "body_too_complex"
+    text = json.dumps({**OK, "anything": "1," * 2 * MAX_ELEMENTS + '"' * 3 * MAX_TEXTS})
+    assert parse(Ask, text.encode()).anything.startswith("1,1")
 
 
 def test_long_runs_of_digits_cost_no_more_than_other_text():
