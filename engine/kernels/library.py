@@ -22,7 +22,6 @@ ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
 AMX = 8
 CHOICES = ("auto", *ISAS, "torch")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-INSTALL = "install g++ and start again: it is then built in seconds"
 POOL = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -58,10 +57,11 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What computes the products: our kernels, or torch where `kernels` is None; `note` says what that costs."""
+    """What computes the products: our kernels, or torch where `kernels` is None."""
 
     kernels: Kernels | None
-    note: str | None = None
+    note: str = ""  # what is lost by it
+    fix: str = ""  # how to get it
 
     @property
     def name(self) -> str:
@@ -119,14 +119,17 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
         if asked != "auto":
             raise ConfigError(f"{asked} was asked for, but there are no CPU kernels: {error}") from None
         lost = "torch computes the products, slower and with results that depend on the batch"
-        fix = f"; {INSTALL}" if build.supported() is None and build.compiler() is None else ""
-        return Choice(None, f"no CPU kernels ({error}): {lost}{fix}")
+        fix = "install g++ and start again: they are then compiled, in seconds"
+        if build.supported() is not None:
+            fix = "a machine with Linux on x86-64 has them"
+        return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
     have = [isa for isa, bit in ISAS.items() if features & bit]
     if asked == "auto" and features & AMX and dtype == torch.bfloat16:
-        better = f"; PEQUOD_CPU_ISA={have[0]} makes them independent of it" if have else ""
-        return Choice(None, f"torch computes the products with AMX: results depend on the batch{better}")
+        fix = f"--cpu-isa {have[0]} where equal bits matter more than speed" if have else ""
+        return Choice(None, "torch computes the products with AMX, and results depend on the batch", fix)
     if asked == "auto" and not have:
-        return Choice(None, "this processor has no AVX2: torch computes the products, and results depend on the batch")
+        lost = "this processor has no AVX2: torch computes the products, and results depend on the batch"
+        return Choice(None, lost, "a processor of the last ten years has it")
     if asked not in ("auto", *have):
         raise ConfigError(f"this processor cannot run {asked}; it can run {', '.join([*have, 'torch'])}")
     return Choice(Kernels(library, have[0] if asked == "auto" else asked))
