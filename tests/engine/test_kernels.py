@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import ConfigError
-from engine.kernels import build, library
+from engine.kernels import bench, build, library
 from engine.kernels.library import ISAS, Kernels, choose
 from engine.kernels.product import Packed
 
@@ -328,6 +329,42 @@ def test_there_is_one_openmp_runtime():
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
     assert len({path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}) == 1
+
+
+# -- the bench ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(bench, "SHAPES", {"qkv": (64, 48), "head": (100, 33)})
+    monkeypatch.setattr(bench, "LARGE", 1 << 15)
+    monkeypatch.setattr(bench, "MOST_HEAD_ROWS", 4)
+
+
+@pytest.mark.parametrize("isa", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
+    assert bench.main(["--json", "--isa", isa, "--dtype", dtype, "--rows", "1,5", "--seconds", "0"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    choice = choose(isa, CPU, getattr(torch, dtype))
+    assert (found["isa"], found["dtype"], found["threads"]) == (choice.name, dtype, torch.get_num_threads())
+    assert [(line["shape"], line["rows"]) for line in found["products"]] == [("qkv", 1), ("qkv", 5), ("head", 1)]
+    assert len(err.splitlines()) >= 5
+    for line in found["products"]:
+        assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["gflop_per_s"] > 0
+        assert line["error"] < 0.02 and (line["invariant"] or not choice.invariant)
+
+
+def test_the_bench_refuses_what_cannot_be(small, capsys, monkeypatch):
+    monkeypatch.setattr(library, "ISAS", {"avx2": 1 << 20})
+    for flag in ([], ["--json"]):
+        assert bench.main([*flag, "--isa", "avx2"]) == 2
+        out, err = capsys.readouterr()
+        assert "avx2" in (json.loads(out)["error"] if flag else err)
+    for wrong in (["--rows", "0"], ["--rows", "a"], ["--threads", "0"], ["--isa", "sse"]):
+        with pytest.raises(SystemExit):
+            bench.main(wrong)
 
 
 # -- the build ------------------------------------------------------------------------------------------------------

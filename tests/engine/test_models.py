@@ -311,6 +311,26 @@ def test_packed_products_in_bfloat16(isa, looked_up):
         assert torch.equal(linear.rows(torch.tensor([47, 0, 0])), weight[[47, 0, 0]])
 
 
+@pytest.mark.parametrize("name", ["qwen3-tied", "llama-bias"])
+def test_packed_weights_are_held_once(home, name):
+    """The packed form is what stays, also of an embedding that is the head too."""
+    folder = make(name, home / name, dtype=torch.float64)
+    model = models.load(EngineConfig(model=str(folder), dtype="bfloat16"), folder, CPU)
+    if not model.product.invariant:
+        pytest.skip("no CPU kernels here")
+    linears = [linear for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    linears += [model.head] if name == "qwen3-tied" else [model.head, model.embedding]
+    assert (model.head is model.embedding) == (name == "qwen3-tied")
+    assert all(
+        linear.weight.numel() == 0 for linear in linears if linear is not model.embedding or name == "qwen3-tied"
+    )
+    held = sum(
+        linear.weight.numel() * 2 if linear._packed is None else linear._packed.panels.numel() * 4 for linear in linears
+    )
+    padding = 32 * 2 * 128 * len(linears)  # at most a panel of each, half-filled
+    assert model.weights_bytes * 0.9 < held < model.weights_bytes + padding
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu"])
 def test_gates_of_every_activation(activation):
     for kernels in (None, choose("auto", CPU, torch.float32).kernels):
