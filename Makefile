@@ -60,7 +60,7 @@ wheel-test: dev
 
 ## make asan         the CPU kernels' tests with a library built under AddressSanitizer
 asan: dev
-	PEQUOD_KERNEL_FLAGS="-O1 -fsanitize=address -fno-omit-frame-pointer -g" ASAN_OPTIONS=detect_leaks=0 \
+	PEQUOD_KERNEL_FLAGS="-fsanitize=address -fno-omit-frame-pointer -g" ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" \
 	  $(BIN)/python -m pytest tests/engine/test_kernels.py
 
