@@ -24,13 +24,8 @@ class _Added(Struct):
     special: bool = False
 
 
-class _Model(Struct, frozen=True):
-    vocab: dict[str, int] | list[Any] = {}
-
-
 class _File(Struct):
     added_tokens: list[_Added] = []
-    model: _Model = _Model()
 
 
 class Table:
@@ -49,7 +44,6 @@ class Table:
         data = _named_apart(data)
         self.width = width
         self.end_id = ends[0]
-        data = _without_added(data, self.end_id)
         try:
             self.library = LLTokenizer(data.decode(), n_vocab=width, eos_token=self.end_id)
         except ValueError:  # more tokens than logits
@@ -66,21 +60,6 @@ class Table:
             return cls(data, width, _special_names(folder))
         except (ValueError, TypeError, KeyError, AttributeError, msgspec.DecodeError):
             raise GrammarError("the model's tokenizer.json is of a kind that grammars cannot be used with") from None
-
-
-def _without_added(data: bytes, end_id: int) -> bytes:
-    """The file without added tokens that have no text, but for the end token and those that the vocabulary has too.
-
-    llguidance would spell a text that a grammar forces with them, and then not let them through: there they have no
-    text. A grammar can still name one as <[id]>.
-    """
-    file = msgspec.json.decode(data, type=_File)
-    vocabulary = file.model.vocab
-    known = vocabulary if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
-    parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    added = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[dict[str, Any]])
-    kept = [token for token in added if token["id"] == end_id or token["content"] in known or not _is_mark(token)]
-    return msgspec.json.encode({**parts, "added_tokens": kept})
 
 
 def _is_mark(token: dict[str, Any]) -> bool:
@@ -129,16 +108,16 @@ def _with_special(data: bytes, special: frozenset[str]) -> tuple[bytes, list[int
 
 
 def _named_apart(data: bytes) -> bytes:
-    """The file with its special tokens under names that no text holds.
+    """The file with the tokens that have no text under names that no text holds. A grammar knows them as <[id]>.
 
-    llguidance spells what a grammar forces by the tokenizer's own encoder. That would make a special token of a text
-    that only looks like one, which the grammar, where special tokens have no text, then refuses.
+    llguidance spells what a grammar forces by the tokenizer's own encoder. That would make such a token of a text that
+    only looks like one, which the grammar then refuses.
     """
     file = json.loads(data)
-    added = [token for token in file.get("added_tokens") or () if token.get("special")]
+    added = [token for token in file.get("added_tokens") or () if _is_mark(token)]
     names = {token["content"]: f"{APART}{token['id']}" for token in added}
     for token in added:
-        token["content"] = names[token["content"]]
+        token |= {"content": names[token["content"]], "special": True}
     model = file["model"]
     vocabulary = model.get("vocab") or {}
     if isinstance(vocabulary, dict):

@@ -1,0 +1,149 @@
+"""Compiling the kernels, and finding what was compiled. The standard library alone: the install runs this file too.
+
+One shared library holds every variant; its name carries a hash of the sources and the compiler's options, so that a
+library that belongs to other sources is never taken. It lies beside the sources where Pequod was installed with a
+compiler. Where it does not (a checkout that was never installed, sources that have changed since, a compiler that came
+later) it is compiled at the first start, in seconds, into the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+# Object -> its source and options; several of one source are its variants. Of each instruction set, the last first.
+OBJECTS = {
+    "avx512bf16": ("product.cpp", ["-DISA_AVX512BF16", "-mfma", "-mf16c", *AVX512, "-mavx512bf16"]),
+    "avx512": ("product.cpp", ["-DISA_AVX512", "-mfma", "-mf16c", *AVX512]),
+    "avx2": ("product.cpp", ["-DISA_AVX2", "-mfma", "-mf16c", "-mavx2"]),
+    "machine": ("machine.cpp", []),
+}
+# Sums are written as they are meant: no reordering, and multiply-adds fused only where the source says so. gcc 12
+# takes its own headers for wrong (maybe-uninitialized).
+OPTIONS = ["-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"]
+OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-maybe-uninitialized"]
+LINKED = ["-shared", "-fPIC", "-Wl,--as-needed"]
+# More options, for both: the tests under a sanitizer. A library that was built with others is another library.
+FLAGS = "PEQUOD_KERNEL_FLAGS"
+COMPILE_S = 300.0
+
+
+class BuildError(Exception):
+    """The kernels could not be compiled; the text is one sentence."""
+
+
+def supported() -> str | None:
+    """Why this machine has no kernels, or None."""
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux" or machine not in ("x86_64", "AMD64"):
+        return f"the CPU kernels are written for Linux on x86-64, and this is {system} on {machine}"
+    return None
+
+
+def compiler() -> list[str] | None:
+    """The C++ compiler's command: $CXX, or what is found; None when there is none."""
+    if chosen := os.environ.get("CXX"):
+        command = shlex.split(chosen)
+        return command if shutil.which(command[0]) else None
+    found = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
+    return [found] if found else None
+
+
+def file_name(*, emulate: bool = False) -> str:
+    """The name of the library that belongs to these sources. `emulate`: see `compile_into`."""
+    digest = hashlib.sha256(repr((OBJECTS, OPTIONS, LINKED, emulate, os.environ.get(FLAGS, ""))).encode())
+    for source in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return f"pequod-kernels-{digest.hexdigest()[:16]}.so"
+
+
+def compile_into(folder: Path, *, emulate: bool = False) -> Path:
+    """Compile the library into a folder under its name, in one step as others see it. Raises BuildError.
+
+    `emulate` builds the avx512bf16 variant without the instruction that gives it its name, for processors without.
+    """
+    if reason := supported():
+        raise BuildError(reason)
+    command = compiler()
+    if command is None:
+        raise BuildError("no C++ compiler was found")
+    more = shlex.split(os.environ.get(FLAGS, ""))
+    with tempfile.TemporaryDirectory(prefix="pequod-kernels-") as scratch:
+        objects = {name: f"{scratch}/{name}.o" for name in OBJECTS}
+
+        def one(name: str) -> None:
+            source, options = OBJECTS[name]
+            if emulate and name == "avx512bf16":
+                options = [*(option for option in options if option != "-mavx512bf16"), "-DEMULATE_BF16"]
+            _call([*command, *OPTIONS, *options, *more, "-c", str(HERE / source), "-o", objects[name]])
+
+        with ThreadPoolExecutor(min(len(OBJECTS), os.cpu_count() or 1)) as pool:
+            list(pool.map(one, OBJECTS))
+        _call([*command, *LINKED, *more, *objects.values(), "-o", f"{scratch}/library.so"])
+        target = folder / file_name(emulate=emulate)
+        # Copied beside its place first: only a rename within one file system is one step.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{target.name}.", delete=False) as copy:
+            copy.write(Path(scratch, "library.so").read_bytes())
+        os.chmod(copy.name, 0o755)
+        os.replace(copy.name, target)
+    return target
+
+
+def library(*, emulate: bool = False, beside: bool = False) -> Path:
+    """The library for these sources, compiled now where it is not there yet. Raises BuildError.
+
+    `beside`: it must lie beside the sources, for the install; otherwise one in the cache folder will do.
+    """
+    name = file_name(emulate=emulate)
+    if (HERE / name).is_file():
+        return HERE / name
+    folder = HERE if beside else cache_folder()
+    if (folder / name).is_file():
+        return folder / name
+    if reason := supported():
+        raise BuildError(reason)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _only_one(folder / ".lock"):
+            if not (folder / name).is_file():
+                compile_into(folder, emulate=emulate)
+    except OSError as error:
+        raise BuildError(f"{folder} cannot be written: {error.strerror}") from None
+    return folder / name
+
+
+def cache_folder() -> Path:
+    """Where libraries go that are compiled at the first start."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pequod" / "kernels"
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Hold a lock file: of several processes that start at once, one compiles and the others wait for it."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _call(command: list[str]) -> None:
+    # What is preloaded here, a sanitizer's runtime say, is not meant for the compiler.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False, env=environment)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the compiler {command[0]} did not run: {error}") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        raise BuildError(f"the compiler {command[0]} failed: {lines[0].strip()}")

@@ -1,0 +1,128 @@
+// The vector instructions that the kernels need, for the one instruction set that this file is compiled for.
+//
+// A variant is chosen by -DISA_AVX2, -DISA_AVX512 or -DISA_AVX512BF16 together with the compiler's -m flags. With
+// -DEMULATE_BF16 the last one computes without the processor's bfloat16 dot product, number for number as Intel's
+// manual describes it, so that its code can be tested on machines that lack the instruction.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+
+#if defined(ISA_AVX2)
+
+#define NAMED(name) JOIN(name, avx2)
+typedef __m256 V;   // floats
+typedef __m256i U;  // as many 32-bit units
+static const int LANES = 8;
+static const int HEIGHT = 6;  // rows of a tile: 12 sums, 2 weights and 1 activation in 16 registers
+
+static inline V zero() { return _mm256_setzero_ps(); }
+static inline V all(float x) { return _mm256_set1_ps(x); }
+static inline V load(const float* p) { return _mm256_loadu_ps(p); }
+static inline void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+static inline U load_units(const void* p) { return _mm256_loadu_si256((const U*)p); }
+static inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+static inline V add(V a, V b) { return _mm256_add_ps(a, b); }
+static inline V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+static inline V divide(V a, V b) { return _mm256_div_ps(a, b); }
+static inline V least(V a, V b) { return _mm256_min_ps(a, b); }    // b where either is no number
+static inline V greatest(V a, V b) { return _mm256_max_ps(a, b); }
+static inline V nearest(V a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline V power_of_two(V n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+static inline V as_floats(U u) { return _mm256_castsi256_ps(u); }
+static inline V lower(U u) { return _mm256_castsi256_ps(_mm256_slli_epi32(u, 16)); }
+static inline V upper(U u) { return _mm256_castsi256_ps(_mm256_and_si256(u, _mm256_set1_epi32((int)0xffff0000))); }
+static inline V load_bf16(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+
+#elif defined(ISA_AVX512) || defined(ISA_AVX512BF16)
+
+#if defined(ISA_AVX512)
+#define NAMED(name) JOIN(name, avx512)
+#else
+#define NAMED(name) JOIN(name, avx512bf16)
+#endif
+typedef __m512 V;
+typedef __m512i U;
+static const int LANES = 16;
+static const int HEIGHT = 12;  // 24 sums, 2 weights and 1 activation; 14 rows spill
+
+static inline V zero() { return _mm512_setzero_ps(); }
+static inline V all(float x) { return _mm512_set1_ps(x); }
+static inline V load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+static inline U load_units(const void* p) { return _mm512_loadu_si512(p); }
+static inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+static inline V add(V a, V b) { return _mm512_add_ps(a, b); }
+static inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+static inline V divide(V a, V b) { return _mm512_div_ps(a, b); }
+static inline V least(V a, V b) { return _mm512_min_ps(a, b); }
+static inline V greatest(V a, V b) { return _mm512_max_ps(a, b); }
+static inline V nearest(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline V power_of_two(V n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+static inline V as_floats(U u) { return _mm512_castsi512_ps(u); }
+static inline V lower(U u) { return _mm512_castsi512_ps(_mm512_slli_epi32(u, 16)); }
+static inline V upper(U u) { return _mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32((int)0xffff0000))); }
+static inline V load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+
+#if defined(ISA_AVX512BF16)
+#define HAS_DOT 1
+#if defined(EMULATE_BF16)
+// Subnormal numbers are taken as zero and rounded to zero, and the second number of a pair is added first.
+static inline V flushed(V v) {
+  return _mm512_castsi512_ps(_mm512_mask_and_epi32(_mm512_castps_si512(v), _mm512_fpclass_ps_mask(v, 0x20),
+                                                   _mm512_castps_si512(v), _mm512_set1_epi32((int)0x80000000)));
+}
+static inline V dot(V sum, U a, U b) {
+  sum = flushed(_mm512_fmadd_ps(flushed(upper(a)), flushed(upper(b)), flushed(sum)));
+  return flushed(_mm512_fmadd_ps(flushed(lower(a)), flushed(lower(b)), sum));
+}
+#else
+static inline V dot(V sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#endif
+static inline U all_units(uint32_t x) { return _mm512_set1_epi32((int)x); }
+#endif
+
+#else
+#error "no instruction set was named"
+#endif
+
+static inline float to_float(uint16_t x) {
+  union { uint32_t i; float f; } u = {(uint32_t)x << 16};
+  return u.f;
+}
+
+// To the nearest, ties to even; what is no number stays none.
+static inline uint16_t to_bf16(float x) {
+  union { float f; uint32_t i; } u = {x};
+  if ((u.i & 0x7fffffff) > 0x7f800000) return (uint16_t)(u.i >> 16 | 0x40);
+  return (uint16_t)((u.i + 0x7fff + (u.i >> 16 & 1)) >> 16);
+}
+
+// e^x to 2 units in the last place: x = n ln 2 + r, a polynomial for e^r, times 2^n. Too small gives 2^-126 or so,
+// too large infinity, no number none.
+static inline V exponential(V x) {
+  x = greatest(all(-87.0f), least(all(89.0f), x));
+  const V n = nearest(mul(x, all(1.44269504f)));
+  V r = fma(n, all(-0.693359375f), x);
+  r = fma(n, all(2.12194440e-4f), r);
+  V e = all(1.9875691500e-4f);
+  e = fma(e, r, all(1.3981999507e-3f));
+  e = fma(e, r, all(8.3334519073e-3f));
+  e = fma(e, r, all(4.1665795894e-2f));
+  e = fma(e, r, all(1.6666665459e-1f));
+  e = fma(e, r, all(5.0000001201e-1f));
+  e = fma(mul(r, r), e, add(r, all(1.0f)));
+  return mul(e, power_of_two(n));
+}
+
+static inline V silu(V x) { return divide(x, add(all(1.0f), exponential(mul(x, all(-1.0f))))); }

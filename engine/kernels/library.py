@@ -1,0 +1,141 @@
+"""The kernels' library in this process, and the decision what computes a model's matrix products.
+
+The decision is about the machine: what its processor can do, whether there is a library, and what a person forces.
+Our own product gives a row the same bits in any batch; torch's products do not, and are taken where they must be (no
+library, no kernel for the processor) or are faster (AMX).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..types import ConfigError
+from . import build
+
+# Best first, each with the bit that pequod_features() has for it.
+ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
+AMX = 8
+CHOICES = ("auto", *ISAS, "torch")
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+POOL = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+
+
+class Matrix(ctypes.Structure):
+    """A packed weight, as work.h has it."""
+
+    _fields_ = [
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("num_panels", ctypes.c_int64),
+        ("gated", ctypes.c_int32),
+        ("wide", ctypes.c_int32),
+    ]
+
+
+class Kernels:
+    """One variant of the library: the functions for one instruction set."""
+
+    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+        pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        self.isa = isa
+        self.multiply = {dtype: getattr(library, f"product_{name}_{isa}") for dtype, name in DTYPES.items()}
+        for function in self.multiply.values():
+            function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
+        self.pack = getattr(library, f"pack_{isa}")
+        self.pack.argtypes, self.pack.restype = [pointer, pointer, long, long, long, long, integer, integer], None
+        self.lookup = getattr(library, f"lookup_{isa}")
+        self.lookup.argtypes, self.lookup.restype = [pointer, long, pointer, long, pointer], long
+        self.width: int = getattr(library, f"panel_width_{isa}")()  # rows of a weight in one panel
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What computes the products: our kernels, or torch where `kernels` is None."""
+
+    kernels: Kernels | None
+    note: str = ""  # what is lost by it
+    fix: str = ""  # how to get it
+
+    @property
+    def name(self) -> str:
+        return "torch" if self.kernels is None else self.kernels.isa
+
+    @property
+    def invariant(self) -> bool:
+        """Whether a row's products have the same bits in any batch."""
+        return self.kernels is not None
+
+
+@cache
+def load(path: Path) -> tuple[ctypes.CDLL, int]:
+    """The library with torch's threads, and the processor's features. OSError when it cannot be loaded."""
+    library = ctypes.CDLL(str(path))
+    # torch is imported, so its OpenMP runtime is mapped; whichever that is, no second one may come.
+    if runtime := _openmp():
+        library.pequod_use_pool.argtypes = [ctypes.c_void_p] * len(POOL)
+        library.pequod_use_pool(*(ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in POOL))
+    return library, library.pequod_features()
+
+
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has brought, if it has the entry points of GCC's."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+    found = [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
+    for path in sorted(found, key=lambda path: ("torch" not in path, path)):
+        runtime = ctypes.CDLL(path)
+        if all(hasattr(runtime, name) for name in POOL):
+            return runtime
+    return None
+
+
+def available() -> list[str]:
+    """The variants that this processor can run, best first. Raises build.BuildError or OSError."""
+    features = load(build.library())[1]
+    return [isa for isa, bit in ISAS.items() if features & bit]
+
+
+def choose(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """What computes the products of a model on this machine.
+
+    `asked` is auto, one of ISAS (a ConfigError when it cannot run here), or torch.
+    """
+    if asked not in CHOICES:
+        raise ConfigError(f"unknown instruction set {asked!r}; known: {', '.join(CHOICES)}")
+    if device.type != "cpu" or asked == "torch":
+        return Choice(None)
+    if dtype not in DTYPES:
+        lost = f"the CPU kernels take {' and '.join(DTYPES.values())}: torch computes the products of this model"
+        return Choice(None, lost, "--dtype bfloat16")
+    try:
+        library, features = load(build.library())
+    except (build.BuildError, OSError) as error:
+        if asked != "auto":
+            raise ConfigError(f"{asked} was asked for, but there are no CPU kernels: {error}") from None
+        lost = "torch computes the products, slower and with results that depend on the batch"
+        fix = "mend what the compiler or the cache folder lacks, and start again"
+        if build.supported() is not None:
+            fix = "take a machine with Linux on x86-64"
+        elif build.compiler() is None:
+            fix = "install g++ and start again: they are then compiled, in seconds"
+        return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
+    have = [isa for isa, bit in ISAS.items() if features & bit]
+    if asked == "auto" and features & AMX and dtype == torch.bfloat16:
+        fix = f"--cpu-isa {have[0]} where equal bits matter more than speed" if have else ""
+        return Choice(None, "torch computes the products with AMX, and results depend on the batch", fix)
+    if asked == "auto" and not have:
+        lost = "this processor has no AVX2: torch computes the products, and results depend on the batch"
+        return Choice(None, lost, "take a processor of the last ten years")
+    if asked not in ("auto", *have):
+        raise ConfigError(f"this processor cannot run {asked}; it can run {', '.join([*have, 'torch'])}")
+    return Choice(Kernels(library, have[0] if asked == "auto" else asked))

@@ -1,0 +1,87 @@
+// What this processor can do, the thread pool, and scratch memory. Compiled without any -m flag.
+#include "work.h"
+
+#include <cpuid.h>
+#include <stdlib.h>
+
+// -- the processor ---------------------------------------------------------------------------------------------------
+
+static uint64_t enabled_state() {  // what the operating system saves of the registers
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t)high << 32 | low;
+}
+
+// Bits: 1 AVX2 with FMA, 2 AVX-512 F, BW, DQ and VL, 4 AVX512-BF16, 8 AMX for bfloat16.
+EXPORT int32_t pequod_features() {
+  uint32_t a, b, c, d, found = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+  const bool fma = c >> 12 & 1, f16c = c >> 29 & 1, xsave = c >> 27 & 1;
+  if (!xsave) return 0;
+  const uint64_t state = enabled_state();
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+  const uint32_t most = a, extended = b, amx = d;
+  if (fma && f16c && (extended >> 5 & 1) && (state & 0x6) == 0x6) found |= 1;
+  const uint32_t wanted = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+  if (found && (extended & wanted) == wanted && (state & 0xe6) == 0xe6) found |= 2;
+  if (most >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (found & 2) && (a >> 5 & 1)) found |= 4;
+  if ((amx >> 22 & 1) && (amx >> 24 & 1) && (state & 0x60000) == 0x60000) found |= 8;
+  return (int32_t)found;
+}
+
+// -- threads ---------------------------------------------------------------------------------------------------------
+
+// torch's OpenMP runtime, called by the entry points that GCC's compiled code calls: whoever loads this library hands
+// them over, so that there is one pool and nothing to link with. Without them everything runs on the calling thread.
+static struct {
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+  void (*barrier)();
+  int (*thread)();
+  int (*threads)();
+} pool;
+
+EXPORT void pequod_use_pool(void* parallel, void* barrier, void* thread, void* threads) {
+  pool.parallel = (void (*)(void (*)(void*), void*, unsigned, unsigned))parallel;
+  pool.barrier = (void (*)())barrier;
+  pool.thread = (int (*)())thread;
+  pool.threads = (int (*)())threads;
+}
+
+struct Run {
+  Share share;
+  void* work;
+};
+
+static void member(void* given) {
+  const Run* run = (const Run*)given;
+  run->share(run->work, pool.thread(), pool.threads());
+}
+
+void run(Share share, void* work, int threads) {
+  if (threads <= 1 || !pool.parallel) return share(work, 0, 1);
+  Run given = {share, work};
+  pool.parallel(member, &given, (unsigned)threads, 0);
+}
+
+void meet() {
+  if (pool.barrier) pool.barrier();
+}
+
+// -- memory ----------------------------------------------------------------------------------------------------------
+
+struct Buffer {
+  void* memory = nullptr;
+  int64_t size = 0;
+  ~Buffer() { free(memory); }
+};
+
+void* scratch(int64_t num_bytes) {
+  static thread_local Buffer buffer;
+  if (buffer.size < num_bytes) {
+    free(buffer.memory);
+    buffer.size = (num_bytes + 4095) / 4096 * 4096;
+    buffer.memory = aligned_alloc(4096, (size_t)buffer.size);
+    if (!buffer.memory) buffer.size = 0;
+  }
+  return buffer.memory;
+}

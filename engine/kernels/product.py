@@ -1,0 +1,100 @@
+"""A weight packed once for our CPU product, with what follows it: bias, residual, SiLU."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from .library import Kernels, Matrix
+
+
+class Packed:
+    """x @ weight.T (+ bias) (+ residual), in float32 sums of one fixed order, rounded once.
+
+    A gated weight is gate rows above as many up rows, and the result silu(x @ gate.T) * (x @ up.T). What was packed is
+    held here alone; the plain weight can go. Calls from several threads at once are fine.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: Tensor,  # [rows, columns] float32 or bfloat16
+        bias: Tensor | None = None,  # [rows]
+        *,
+        gated: bool = False,
+        wide: bool = False,  # results in float32 also where weights and activations are bfloat16
+    ) -> None:
+        rows, self.columns = weight.shape
+        self.dtype, self.outputs = weight.dtype, rows // 2 if gated else rows
+        self.result = torch.float32 if wide else weight.dtype
+        self._kernels, self._multiply = kernels, kernels.multiply[weight.dtype]
+        per_panel = kernels.width // 2 if gated else kernels.width
+        num_panels = -(-self.outputs // per_panel)
+        units = -(-self.columns * weight.itemsize // 4)
+        weight = weight.contiguous()
+        self.panels = torch.empty(num_panels, units, kernels.width, dtype=torch.int32)
+        threads = torch.get_num_threads()
+        sizes = rows, self.columns, weight.itemsize, num_panels, gated, threads
+        kernels.pack(weight.data_ptr(), self.panels.data_ptr(), *sizes)
+        self._bias = None if bias is None else self._panelled(bias.float(), num_panels, gated)
+        self._matrix = Matrix(
+            self.panels.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            self.outputs,
+            self.columns,
+            num_panels,
+            gated,
+            wide,
+        )
+        self._address = ctypes.addressof(self._matrix)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[rows, outputs] of x: [rows, columns]; `residual`, of the result's shape and x's dtype, is added to it."""
+        rows = self._check(x, self.columns)
+        if residual is not None:
+            residual = residual.contiguous()
+            if self._check(residual, self.outputs) != rows:
+                raise ValueError(f"a residual of {residual.shape[0]} rows for {rows}")
+        x = x.contiguous()
+        y = torch.empty(rows, self.outputs, dtype=self.result)
+        failed = self._multiply(
+            self._address,
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            y.data_ptr(),
+            rows,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError("no memory for a product's activations")
+        return y
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Rows of the weight as they were: [n, columns] for ids: [n] int64. IndexError for a row that there is not."""
+        out = torch.empty(len(ids), self.columns, dtype=self.dtype)
+        ids = ids.contiguous()
+        wrong = self._kernels.lookup(self._address, self.dtype.itemsize, ids.data_ptr(), len(ids), out.data_ptr())
+        if wrong:
+            raise IndexError(f"there is no row {int(ids[wrong - 1])} among {self.outputs}")
+        return out
+
+    def _check(self, x: Tensor, columns: int) -> int:
+        """The rows of a tensor that pointers may be taken from."""
+        if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != columns or x.device.type != "cpu":
+            raise ValueError(f"not [rows, {columns}] of {self.dtype} on the CPU: {tuple(x.shape)} of {x.dtype}")
+        return x.shape[0]
+
+    def _panelled(self, bias: Tensor, num_panels: int, gated: bool) -> Tensor:
+        """The bias in the order of the panels' rows, zeros where they have none."""
+        room = torch.zeros(num_panels * self._kernels.width)
+        if not gated:
+            room[: len(bias)] = bias
+            return room
+        halves = room.view(num_panels, 2, -1)
+        for half, part in enumerate(bias.chunk(2)):
+            padded = torch.zeros(num_panels * self._kernels.width // 2)
+            padded[: len(part)] = part
+            halves[:, half] = padded.view(num_panels, -1)
+        return room

@@ -1,0 +1,449 @@
+"""The packed product against plain torch in float64, the bits of its rows, and the library's build and choice."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ConfigError
+from engine.kernels import bench, build, library
+from engine.kernels.library import ISAS, Kernels, choose
+from engine.kernels.product import Packed
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+# Columns and rows of the weight; panels are 32 or 16 wide, steps along k one or two numbers.
+SHAPES = [(1, 1), (2, 3), (31, 2), (33, 65), (64, 128), (130, 77), (300, 192), (1000, 257)]
+
+needs_library = pytest.mark.skipif(
+    build.supported() is not None or build.compiler() is None, reason="needs Linux on x86-64 and a C++ compiler"
+)
+
+
+def kernels(isa: str) -> Kernels:
+    """A variant; that of bfloat16 emulated where the processor lacks the instruction. Skips where nothing helps."""
+    loaded, features = library.load(build.library())
+    if isa == "avx512bf16" and not features & ISAS[isa]:
+        loaded, features = library.load(build.library(emulate=True))
+        isa_needed = "avx512"
+    else:
+        isa_needed = isa
+    if not features & ISAS[isa_needed]:
+        pytest.skip(f"this processor has no {isa_needed}")
+    return Kernels(loaded, isa)
+
+
+@pytest.fixture(params=list(ISAS))
+def variant(request) -> Kernels:
+    return kernels(request.param)
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def same_threads_after() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(dtype)
+
+
+def oracle(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """What Packed computes, the plain way in float64."""
+    y = x.double() @ weight.double().T
+    if bias is not None:
+        y = y + bias.double()
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = gate * torch.sigmoid(gate) * up
+    return y if residual is None else y + residual.double()
+
+
+def error(got: Tensor, want: Tensor, size: float = 1.0) -> float:
+    """The largest difference, relative to the number or to `size`, whichever is larger."""
+    return ((got.double() - want).abs() / want.abs().clamp(min=size)).max().item() if got.numel() else 0.0
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_float64(variant, dtype, shape):
+    weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
+    plain, biased, wide = (
+        Packed(variant, weight),
+        Packed(variant, weight, bias),
+        Packed(variant, weight, bias, wide=True),
+    )
+    for rows in (1, 2, 3, 4, 6, 7, 12, 13, 29, 100, 481):
+        x, residual = drawn(rows, shape[1], dtype=dtype), drawn(rows, shape[0], dtype=dtype)
+        rounding = 2**-8 if dtype == torch.bfloat16 else 2**-18
+        assert error(plain(x), oracle(x, weight)) < rounding
+        assert error(plain(x, residual), oracle(x, weight, residual=residual)) < rounding
+        assert error(biased(x, residual), oracle(x, weight, bias, residual)) < rounding
+        assert wide(x).dtype == torch.float32
+        assert error(wide(x), oracle(x, weight, bias)) < 2**-18
+
+
+@needs_library
+@pytest.mark.parametrize("shape", [(2, 1), (6, 5), (32, 64), (66, 31), (512, 192)])
+def test_gates_are_those_of_float64(variant, dtype, shape):
+    weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
+    plain, biased = Packed(variant, weight, gated=True), Packed(variant, weight, bias, gated=True)
+    for rows in (1, 3, 14):
+        x, residual = drawn(rows, shape[1], dtype=dtype), drawn(rows, shape[0] // 2, dtype=dtype)
+        rounding = 2**-7 if dtype == torch.bfloat16 else 2**-17
+        assert plain(x).shape == (rows, shape[0] // 2)
+        assert error(plain(x), oracle(x, weight, gated=True)) < rounding
+        assert error(biased(x, residual), oracle(x, weight, bias, residual, gated=True)) < rounding
+
+
+@needs_library
+def test_silu_at_its_edges(variant):
+    gates = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 20.0, -20.0, -87.5, 88.0, -90.0, 1e4, -1e4, 3e38, -3e38])
+    one = Packed(variant, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), gated=True)
+    got = one(torch.stack([gates, torch.ones(len(gates))], dim=1))[:, 0]
+    assert error(got, torch.nn.functional.silu(gates.double()), 1e-30) < 1e-6
+    assert one(torch.tensor([[float("nan"), 1.0]])).isnan().all()
+    assert one(torch.tensor([[float("inf"), 1.0]])).isnan().all(), "infinity times the zeros of the weight"
+
+
+@needs_library
+def test_no_rows_and_wrong_tensors(variant, dtype):
+    packed = Packed(variant, drawn(40, 24, dtype=dtype))
+    assert packed(torch.empty(0, 24, dtype=dtype)).shape == (0, 40)
+    assert packed.lookup(torch.empty(0, dtype=torch.int64)).shape == (0, 24)
+    x = drawn(3, 24, dtype=dtype)
+    for wrong in (x[0], x[:, :23], x.double(), x[None]):
+        with pytest.raises(ValueError, match=r"not \[rows, 24\]"):
+            packed(wrong)
+    for residual in (drawn(2, 40, dtype=dtype), drawn(3, 39, dtype=dtype)):
+        with pytest.raises(ValueError, match=r"residual|\[rows, 40\]"):
+            packed(x, residual)
+
+
+@needs_library
+def test_tensors_that_are_not_contiguous(variant, dtype):
+    weight, x, residual = drawn(48, 40, dtype=dtype), drawn(9, 80, dtype=dtype), drawn(48, 9, dtype=dtype)
+    got = Packed(variant, weight.t().contiguous().t())(x[:, ::2], residual.t())
+    assert torch.equal(got, Packed(variant, weight)(x[:, ::2].contiguous(), residual.t().contiguous()))
+
+
+@needs_library
+def test_what_is_no_number_stays_in_its_row_and_column(variant, dtype):
+    weight, x = drawn(70, 33, dtype=dtype), drawn(30, 33, dtype=dtype)
+    clean = Packed(variant, weight)(x)
+    x[5, 32], x[17, 0] = float("nan"), float("inf")
+    got = Packed(variant, weight)(x)
+    assert got[5].isnan().all() and got[17].isinf().all()
+    others = [row for row in range(30) if row not in (5, 17)]
+    assert torch.equal(got[others], clean[others])
+    weight[69, 1] = float("nan")
+    got = Packed(variant, weight)(x[others])
+    assert got[:, 69].isnan().all() and torch.equal(got[:, :69], clean[others, :69])
+
+
+@needs_library
+def test_huge_numbers(variant, dtype):
+    weight, x = torch.full((40, 50), 1e30).to(dtype), torch.full((13, 50), 1e30).to(dtype)
+    assert (Packed(variant, weight)(x) == float("inf")).all()
+    assert (Packed(variant, -weight)(x) == -float("inf")).all()
+    x = torch.full((13, 50), 1e5).to(dtype)
+    assert error(Packed(variant, weight)(x), oracle(x, weight)) < 2**-7
+
+
+@needs_library
+def test_subnormal_numbers(variant, dtype):
+    """They count, or are zero where the processor's dot product has it so; never anything else."""
+    weight, x = torch.full((40, 8), 1e-39).to(dtype), torch.full((3, 8), 2.0).to(dtype)
+    got = Packed(variant, weight)(x).double()
+    flushes = variant.isa == "avx512bf16" and dtype == torch.bfloat16
+    assert torch.equal(got, torch.zeros_like(got)) if flushes else error(got, oracle(x, weight), 1e-38) < 2**-7
+
+
+@needs_library
+def test_halfway_cases_round_to_even(variant):
+    weight = torch.tensor([[1.0]]).bfloat16()
+    residual = torch.tensor([[2.0**-8], [2.0**-8 + 2.0**-15], [3 * 2.0**-8]]).bfloat16()
+    got = Packed(variant, weight)(torch.ones(3, 1).bfloat16(), residual)
+    assert torch.equal(got, (1 + residual.float()).bfloat16())
+    assert got[:, 0].tolist() == [1.0, 1.0 + 2.0**-7, 1.0 + 2.0**-6]
+
+
+# -- bits -----------------------------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize("shape", [(96, 64), (250, 129), (700, 300)])
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype, shape):
+    """Rows beside it, their number, and the threads change nothing; 500 rows are more than are packed at once."""
+    packed = Packed(variant, drawn(*shape, dtype=dtype), drawn(shape[0], dtype=dtype))
+    x, residual = drawn(500, shape[1], dtype=dtype), drawn(500, shape[0], dtype=dtype)
+    torch.set_num_threads(1)
+    alone = torch.cat([packed(x[i : i + 1], residual[i : i + 1]) for i in range(len(x))])
+    dice = random.Random(0)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in [*range(1, 101, 1 if shape[0] < 200 else 7), 193, 479, 480, 481, 500]:
+            start = dice.randint(0, len(x) - rows)
+            got = packed(x[start : start + rows], residual[start : start + rows])
+            assert torch.equal(got, alone[start : start + rows]), (threads, rows)
+
+
+@needs_library
+def test_gated_rows_have_the_same_bits_in_any_batch(variant, dtype):
+    packed = Packed(variant, drawn(2 * 90, 130, dtype=dtype), gated=True)
+    x = drawn(100, 130, dtype=dtype)
+    alone = torch.cat([packed(x[i : i + 1]) for i in range(len(x))])
+    for rows in range(1, 101):
+        assert torch.equal(packed(x[100 - rows :]), alone[100 - rows :])
+
+
+@needs_library
+def test_many_threads_share_the_rows_of_few_panels(variant):
+    weight, x = drawn(20, 900, dtype=torch.float32), drawn(200, 900, dtype=torch.float32)
+    torch.set_num_threads(1)
+    want = Packed(variant, weight)(x)
+    for threads in (2, 5, 8):
+        torch.set_num_threads(threads)
+        assert torch.equal(Packed(variant, weight)(x), want)
+
+
+@needs_library
+def test_calls_from_several_python_threads(variant, dtype):
+    packed = Packed(variant, drawn(400, 300, dtype=dtype))
+    x = drawn(40, 300, dtype=dtype)
+    want, wrong = packed(x), []
+
+    def call() -> None:
+        for rows in range(1, 41):
+            if not torch.equal(packed(x[:rows]), want[:rows]):
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_library
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_the_plain_weight_can_be_looked_up(variant, dtype, shape):
+    weight = drawn(*shape, dtype=dtype)
+    packed = Packed(variant, weight)
+    ids = torch.randint(0, shape[0], (50,))
+    assert torch.equal(packed.lookup(ids), weight[ids])
+    for wrong in (-1, shape[0]):
+        with pytest.raises(IndexError, match=f"no row {wrong} "):
+            packed.lookup(torch.tensor([0, wrong]))
+
+
+# -- the choice -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """Pretend that the processor has these features."""
+
+    def pretend(*names: str) -> None:
+        features = sum({**ISAS, "amx": library.AMX}[name] for name in names)
+        real = library.load
+        monkeypatch.setattr(library, "load", lambda path: (real(path)[0], features))
+
+    return pretend
+
+
+@needs_library
+def test_the_best_variant_is_chosen(processor):
+    processor("avx2", "avx512")
+    choice = choose("auto", CPU, torch.bfloat16)
+    assert (choice.name, choice.invariant, choice.note) == ("avx512", True, "")
+    assert choose("avx2", CPU, torch.float32).name == "avx2"
+    assert choose("torch", CPU, torch.float32).kernels is None
+    for dtype in (torch.float64, torch.float16):
+        choice = choose("avx2", CPU, dtype)
+        assert choice.name == "torch" and "float32 and bfloat16" in choice.note and choice.fix == "--dtype bfloat16"
+    assert choose("auto", torch.device("cuda"), torch.bfloat16).name == "torch"
+
+
+@needs_library
+def test_what_the_processor_lacks_is_refused(processor):
+    processor("avx2")
+    with pytest.raises(ConfigError, match="this processor cannot run avx512; it can run avx2, torch"):
+        choose("avx512", CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match="unknown instruction set 'sse'; known: auto, avx512bf16"):
+        choose("sse", CPU, torch.bfloat16)
+
+
+@needs_library
+def test_amx_is_left_to_torch_and_told(processor):
+    processor("avx2", "avx512", "avx512bf16", "amx")
+    choice = choose("auto", CPU, torch.bfloat16)
+    assert (choice.name, choice.invariant) == ("torch", False)
+    assert "AMX" in choice.note and "avx512bf16" in choice.fix
+    assert choose("auto", CPU, torch.float32).name == "avx512bf16", "AMX has no float32"
+    assert choose("avx512", CPU, torch.bfloat16).invariant
+
+
+@needs_library
+def test_a_processor_without_avx2(processor):
+    processor()
+    choice = choose("auto", CPU, torch.float32)
+    assert choice.name == "torch" and "no AVX2" in choice.note and choice.fix
+
+
+def test_without_a_library_torch_computes_and_says_so(monkeypatch):
+    def missing(**_):
+        raise build.BuildError("no C++ compiler was found")
+
+    monkeypatch.setattr(build, "library", missing)
+    monkeypatch.setattr(build, "supported", lambda: None)
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    choice = choose("auto", CPU, torch.bfloat16)
+    assert choice.name == "torch" and "no C++ compiler" in choice.note and "install g++" in choice.fix
+    assert choose("torch", CPU, torch.float32).note == "", "nothing is lost that was not wanted"
+    with pytest.raises(ConfigError, match="avx2 was asked for, but there are no CPU kernels"):
+        choose("avx2", CPU, torch.bfloat16)
+
+
+@needs_library
+def test_there_is_one_openmp_runtime():
+    library.load(build.library())
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+    assert len({path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}) == 1
+
+
+# -- the bench ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(bench, "SHAPES", {"qkv": (64, 48), "head": (100, 33)})
+    monkeypatch.setattr(bench, "LARGE", 1 << 15)
+    monkeypatch.setattr(bench, "MOST_HEAD_ROWS", 4)
+
+
+@pytest.mark.parametrize("isa", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
+    assert bench.main(["--json", "--isa", isa, "--dtype", dtype, "--rows", "1,5", "--seconds", "0"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    choice = choose(isa, CPU, getattr(torch, dtype))
+    assert (found["isa"], found["dtype"], found["threads"]) == (choice.name, dtype, torch.get_num_threads())
+    assert [(line["shape"], line["rows"]) for line in found["products"]] == [("qkv", 1), ("qkv", 5), ("head", 1)]
+    assert len(err.splitlines()) >= 5
+    for line in found["products"]:
+        assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["gflop_per_s"] > 0
+        assert line["error"] < 0.02 and (line["invariant"] or not choice.invariant)
+
+
+def test_the_bench_refuses_what_cannot_be(small, capsys, monkeypatch):
+    monkeypatch.setattr(library, "ISAS", {"avx2": 1 << 20})
+    for flag in ([], ["--json"]):
+        assert bench.main([*flag, "--isa", "avx2"]) == 2
+        out, err = capsys.readouterr()
+        assert "avx2" in (json.loads(out)["error"] if flag else err)
+    for wrong in (["--rows", "0"], ["--rows", "a"], ["--threads", "0"], ["--isa", "sse"]):
+        with pytest.raises(SystemExit):
+            bench.main(wrong)
+
+
+# -- the build ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toolchain(tmp_path, monkeypatch):
+    """A compiler that only notes that it was called, and an empty cache."""
+    calls = tmp_path / "calls"
+    calls.touch()
+    script = tmp_path / "compiler"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {calls}\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.05\necho compiled > "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(build.FLAGS, "-DSOMETHING_ELSE")  # what lies beside the sources was built without
+    monkeypatch.setattr(build, "supported", lambda: None)
+    return calls
+
+
+def test_it_is_compiled_once(toolchain):
+    path = build.library()
+    assert path.parent == build.cache_folder() and path.read_text() == "compiled\n"
+    calls = toolchain.read_text().splitlines()
+    assert len(calls) == len(build.OBJECTS) + 1
+    assert all("-DSOMETHING_ELSE" in call for call in calls)
+    assert build.library() == path and len(toolchain.read_text().splitlines()) == len(calls)
+    assert not [file for file in path.parent.iterdir() if file.name not in (path.name, ".lock")]
+
+
+def test_of_several_at_once_one_compiles(toolchain):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(build.library())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1
+    assert len(toolchain.read_text().splitlines()) == len(build.OBJECTS) + 1
+
+
+def test_other_options_and_other_sources_are_another_library(monkeypatch, tmp_path):
+    names = {build.file_name(), build.file_name(emulate=True)}
+    monkeypatch.setenv(build.FLAGS, "-fsanitize=address")
+    names.add(build.file_name())
+    for source in [*build.HERE.glob("*.cpp"), *build.HERE.glob("*.h")]:
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    assert build.file_name() in names, "the place does not matter"
+    (tmp_path / "work.h").write_text("// changed\n")
+    names.add(build.file_name())
+    assert len(names) == 4
+
+
+def test_a_compiler_that_is_missing_or_fails(toolchain, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):
+        build.library()
+    (tmp_path / "broken").write_text("#!/bin/sh\necho 'a.cpp:1: error: no such header' >&2\nexit 1\n")
+    (tmp_path / "broken").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "broken"))
+    with pytest.raises(build.BuildError, match=r"failed: a\.cpp:1: error: no such header"):
+        build.library()
+    assert list(build.cache_folder().iterdir()) == [build.cache_folder() / ".lock"]
+
+
+def test_a_cache_that_cannot_be_written(toolchain, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(build.BuildError, match="cannot be written"):
+        build.library()
+
+
+def test_machines_that_the_kernels_are_not_written_for(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert build.supported() == "the CPU kernels are written for Linux on x86-64, and this is Linux on aarch64"
+    with pytest.raises(build.BuildError, match="aarch64"):
+        build.compile_into(Path("/"))
