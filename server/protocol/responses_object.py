@@ -151,6 +151,26 @@ class ResponseAnswer(Wire):
     token_ids: list[int] | None = None
 
 
+class ResponseEvent(Wire):
+    """One event of a stream; its type tells which of the fields it has."""
+
+    type: str
+    sequence_number: int
+    response: ResponseAnswer | None = None
+    output_index: int | None = None
+    item: ResponseReasoning | ResponseMessage | ResponseCall | None = None
+    item_id: str | None = None
+    content_index: int | None = None
+    part: ResponseText | ThoughtText | None = None
+    delta: str | None = None
+    text: str | None = None
+    logprobs: list[ResponseLogprob] | None = None
+    arguments: str | None = None
+    code: str | None = None
+    message: str | None = None
+    param: str | None = None
+
+
 class ResponseDeleted(Wire):
     """What is left of a deleted response."""
 

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from ..answer import answer
 from ..background import Job
-from ..body import body, described
+from ..body import body, described, streamed
 from ..conversation import encode
 from ..errors import OPENAI_ERRORS, invalid, not_found, shown
 from ..limits import Caller, UserDep
@@ -17,7 +17,7 @@ from ..protocol.common import Head, Json, Prompt, TokenText
 from ..protocol.responses import ResponsesRequest
 from ..protocol.responses_answer import ResponsesWriter, item_id, response_of
 from ..protocol.responses_items import MAX_ITEMS
-from ..protocol.responses_object import InputItems, ResponseAnswer, ResponseDeleted
+from ..protocol.responses_object import InputItems, ResponseAnswer, ResponseDeleted, ResponseEvent
 from ..state import AppDep, Pequod
 from ..store import Record, packed, unpacked
 
@@ -35,7 +35,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ResponseAnswer,
         "description": "The response; with stream true its typed events; with background true as it begins, queued",
-        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": STREAM}},
+        "content": streamed(ResponseEvent, STREAM),
     },
     **OPENAI_ERRORS,
 }

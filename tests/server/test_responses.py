@@ -9,7 +9,7 @@ import pydantic
 import pytest
 
 from server.limits import Limits
-from server.protocol.responses_object import ResponseAnswer
+from server.protocol.responses_object import ResponseAnswer, ResponseEvent
 from server.routes import responses as routes
 from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving, until
 from tests.server.test_equality import CASES, spelt, text_of
@@ -179,6 +179,7 @@ def test_events_come_in_the_documented_order(folder):
     adapter = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
     for event in events:
         adapter.validate_python(event)
+        ResponseEvent.model_validate(event)
 
 
 def rebuilt(events):
