@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .errors import invalid
-from .parsers import Formats, MessageParser, call_grammar, ends_reasoning, markers, message_parser, reasoning_opened
+from .parsers import Formats, MessageParser, ends_reasoning, markers, message_parser, reasoning_opened
+from .parsers.forced import call_grammar
 from .protocol.common import Json, Prompt
 from .protocol.conversation import Calling, Conversation, Tool
 from .protocol.sampling import Drawing

@@ -2,10 +2,9 @@
 
 A MessageParser turns one choice's growing text into parts. The parts do not depend on how the text was cut into feeds
 once `join` has put them together, and every API writes its own events from them. Which format a model writes is seen in
-its chat template.
+its chat template. Grammars that make it write calls are in `forced`: they need more than the parsers do.
 """
 
-from .forced import Forced, call_grammar
 from .formats import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, markers, reasoning_opened
 from .parts import (
     Arguments,
@@ -29,7 +28,6 @@ __all__ = [
     "Call",
     "CalledTool",
     "Content",
-    "Forced",
     "Formats",
     "Message",
     "MessageParser",
@@ -37,7 +35,6 @@ __all__ = [
     "Plain",
     "Reasoning",
     "Schema",
-    "call_grammar",
     "detect",
     "ends_reasoning",
     "join",
