@@ -14,8 +14,8 @@
 // merged from the first to the last. Keys that a query does not see weigh exactly 0 and a maximum that stays rescales
 // by exactly 1, so tiles, splits and queries beside it change no bit of it. Neither do chunks, pages or threads.
 //
-// Work. A unit of work is some tokens of one row, some KV heads and some splits. Units are shared out by cost; a thread
-// that is done takes from the others. Of a row whose splits went to several units, whoever ends last merges them all.
+// Work. A task is some tokens of one row, some KV heads and some splits. Tasks are shared out by cost; a thread that is
+// done takes from the others. Of a row whose splits went to several tasks, whoever ends last merges them all.
 #include "isa.h"
 #include "work.h"
 
@@ -28,7 +28,7 @@ const int PAGE = 16, TILE = 64, PAGES = TILE / PAGE, VECTORS = TILE / LANES;
 const int64_t SPLIT = 1024;
 const int TALL = 6;                       // queries side by side
 const int WIDE = LANES == 16 ? 4 : 2;     // vectors side by side: 24 sums of 32 registers, or 12 of 16
-const int64_t QUERIES = 96;               // of a unit of work: their sums stay in the second cache
+const int64_t QUERIES = 96;               // of a task: their sums stay in the second cache
 const int64_t FEW = 16;                   // queries of one KV head up to which memory is what costs: heads go together
 const int64_t SMALL = 1 << 17;            // multiply-adds below which waking other threads costs more than they save
 const float LOG2E = 1.44269504f;
@@ -52,8 +52,8 @@ struct Floats {
       UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
     }
   }
-  // Number k of query m among `tall`.
-  static void put(char* x, int64_t k, int64_t m, int64_t tall, float number) { ((float*)x)[k * tall + m] = number; }
+  // Unit u of query m among `tall`.
+  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) { ((uint32_t*)x)[u * tall + m] = unit; }
   // Weights as a factor of the values; gives what they are after rounding.
   static V keep(char* p, int lane, V e) {
     store((float*)p + lane, e);
@@ -80,8 +80,9 @@ struct Widened {
       UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
     }
   }
-  static void put(char* x, int64_t k, int64_t m, int64_t tall, uint16_t number) {
-    ((float*)x)[k * tall + m] = to_float(number);
+  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) {
+    ((uint32_t*)x)[2 * u * tall + m] = unit << 16;
+    ((uint32_t*)x)[(2 * u + 1) * tall + m] = unit & 0xffff0000;
   }
   static V keep(char* p, int lane, V e) { return Floats::keep(p, lane, e); }
   static void write(uint16_t* to, V v) { store_halves(to, rounded(v)); }
@@ -102,9 +103,7 @@ struct Dotted {
       UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = dot(sum[m][j], a, b[j]);
     }
   }
-  static void put(char* x, int64_t k, int64_t m, int64_t tall, uint16_t number) {
-    ((uint16_t*)x)[(k / 2 * tall + m) * 2 + k % 2] = number;
-  }
+  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) { Floats::put(x, u, m, tall, unit); }
   // The sum of the weights adds them rounded, so that they still sum to 1.
   static V keep(char* p, int lane, V e) {
     const U halves = rounded(e);
@@ -144,11 +143,7 @@ INLINE V exp2(V x) {
   return mul(e, power_of_two(n));
 }
 
-INLINE float exp2(float x) {
-  float lanes[LANES];
-  store(lanes, exp2(all(x)));
-  return lanes[0];
-}
+INLINE float exp2(float x) { return lowest_lane(exp2(all(x))); }
 
 // To 2e-7 of the result: a series near 0, where the quotient would cancel.
 INLINE V hyperbolic_tangent(V x) {
@@ -162,14 +157,6 @@ INLINE V hyperbolic_tangent(V x) {
   const V quotient = divide(add(all(1.0f), mul(e, all(-1.0f))), add(all(1.0f), e));
   const V result = where_less(x, zero(), mul(quotient, all(-1.0f)), quotient);
   return where_less(size, all(0.25f), series, result);
-}
-
-INLINE float largest(V v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] < lanes[i + half] ? lanes[i + half] : lanes[i];
-  return lanes[0];
 }
 
 INLINE float total(V v) {
@@ -198,12 +185,12 @@ struct Call {
   float scale, softcap;                                       // 0: none
 };
 
-struct Part {  // a row's tokens and heads whose splits went to several units
+struct Part {  // a row's tokens and heads whose splits went to several tasks
   int64_t splits, left;
   char* states;
 };
 
-struct Unit {
+struct Task {
   int64_t row, first, count;  // tokens, the first of them as a place in the row
   int64_t head, heads;        // KV heads
   int64_t from, to;           // splits
@@ -215,7 +202,7 @@ struct Tile {
   int pages;
 };
 
-struct Cursor {  // a thread's share of the units, from which others may take; a cache line of its own
+struct Cursor {  // a thread's share of the tasks, from which others may take; a cache line of its own
   int64_t next, end, unused[6];
 };
 
@@ -236,11 +223,11 @@ struct Attention {
   int64_t group;    // query heads of a KV head
   int64_t units;    // of a key
   int64_t padded;   // head size up to whole vectors of every width
-  int64_t queries;  // the most of a unit
+  int64_t queries;  // the most of a task
   int shift;        // of a block size that is a power of two, else -1: divisions would show
   bool packed;
-  Unit* work;
-  int64_t num_units;
+  Task* tasks;
+  int64_t num_tasks;
   Cursor* cursors;
   Space* spaces;
 
@@ -264,8 +251,8 @@ struct Attention {
 
   float* state(char* states, int64_t query) const { return (float*)(states + query * state_bytes()); }
   int64_t length(int64_t row) const { return call.query_start[row + 1] - call.query_start[row]; }
-  int64_t position(const Unit& unit) const { return call.seq_lens[unit.row] - length(unit.row) + unit.first; }
-  int64_t end(const Unit& unit) const { return position(unit) + unit.count; }
+  int64_t position(const Task& task) const { return call.seq_lens[task.row] - length(task.row) + task.first; }
+  int64_t end(const Task& task) const { return position(task) + task.count; }
   // The first position that a query sees.
   int64_t low(int64_t position) const { return call.window ? larger(0, position - call.window + 1) : 0; }
 
@@ -281,11 +268,11 @@ struct Attention {
     return (char*)share + (packed ? offset / PAGE * 2 * key_cell() : 0);
   }
 
-  // Where the keys and values of a tile are; for the unit's last keys as they are, what lies behind them included.
-  Tile find(const Unit& unit, int64_t head, int64_t at) const {
+  // Where the keys and values of a tile are; for the task's last keys as they are, what lies behind them included.
+  Tile find(const Task& task, int64_t head, int64_t at) const {
     Tile tile;
-    tile.pages = (int)smaller(PAGES, up(end(unit) - at, PAGE));
-    const int32_t* blocks = call.block_table + unit.row * call.width;
+    tile.pages = (int)smaller(PAGES, up(end(task) - at, PAGE));
+    const int32_t* blocks = call.block_table + task.row * call.width;
     for (int j = 0; j < PAGES; ++j) {
       const int64_t from = at + (j < tile.pages ? j : tile.pages - 1) * PAGE;
       const int64_t block = block_of(from);
@@ -295,11 +282,11 @@ struct Attention {
     return tile;
   }
 
-  // The same, ready for use: nothing that is no key or value of the unit's has a part in it.
-  Tile fetch(const Unit& unit, int64_t head, int64_t at, char* cells) const {
-    if (!packed) return collect(unit, head, at, cells);
-    Tile tile = find(unit, head, at);
-    const int64_t keys = end(unit) - at - (tile.pages - 1) * PAGE;
+  // The same, ready for use: nothing that is no key or value of the task's has a part in it.
+  Tile fetch(const Task& task, int64_t head, int64_t at, char* cells) const {
+    if (!packed) return collect(task, head, at, cells);
+    Tile tile = find(task, head, at);
+    const int64_t keys = end(task) - at - (tile.pages - 1) * PAGE;
     if (keys < PAGE) {
       // 0 * NaN: what lies behind the last value may hold anything, so a copy has zeros there. Of the keys it is enough
       // that their scores are not looked at.
@@ -315,9 +302,9 @@ struct Attention {
   }
 
   // A tile of the plain layout in the form of cells.
-  Tile collect(const Unit& unit, int64_t head, int64_t at, char* cells) const {
+  Tile collect(const Task& task, int64_t head, int64_t at, char* cells) const {
     Tile tile;
-    const int64_t keys = smaller(TILE, end(unit) - at), dim = call.head_dim;
+    const int64_t keys = smaller(TILE, end(task) - at), dim = call.head_dim;
     tile.pages = (int)up(keys, PAGE);
     char* values = cells + PAGES * key_cell();
     memset(cells, 0, (size_t)(PAGES * (key_cell() + value_cell())));
@@ -325,7 +312,7 @@ struct Attention {
       tile.k[j] = cells + j * key_cell();
       tile.v[j] = values + j * value_cell();
     }
-    const int32_t* blocks = call.block_table + unit.row * call.width;
+    const int32_t* blocks = call.block_table + task.row * call.width;
     for (int64_t t = 0; t < keys; ++t) {
       const int64_t from = at + t, block = block_of(from), offset = from - block * call.block_size;
       const Number* share = (const Number*)place(blocks[block], head, offset);
@@ -347,6 +334,21 @@ struct Attention {
     for (int64_t d = 0; d < call.head_dim; ++d) to[d * Kind::PER_UNIT] = value[d];
   }
 
+  // Two values that share units, t even.
+  void write_values(const Number* first, const Number* second, char* cell, int64_t t) const {
+    write_pair(first, second, cell + t / Kind::PER_UNIT * padded * 4, call.head_dim);
+  }
+  static void write_pair(const float* first, const float* second, char* to, int64_t dim) {
+    memcpy(to, first, (size_t)dim * 4);
+    memcpy(to + dim * 4, second, (size_t)dim * 4);
+  }
+  static void write_pair(const uint16_t* first, const uint16_t* second, char* to, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+      const U low = shifted_down<16>(as_units(load_bf16(first + d))), high = as_units(load_bf16(second + d));
+      store_units(to + d * 4, either(low, high));
+    }
+  }
+
   // Write the new keys and values of tokens [from, to). Different tokens never share a number, only cache lines.
   void store_tokens(int64_t from, int64_t to) const {
     for (int64_t head = 0; head < call.kv_heads; ++head)
@@ -356,7 +358,13 @@ struct Attention {
         char* share = place(block, head, offset);
         if (packed) {
           write_key(key, share, offset % PAGE);
-          write_value(value, share + key_cell(), offset % PAGE);
+          if (offset % 2 == 0 && i + 1 < to && call.slots[i + 1] == call.slots[i] + 1) {
+            write_values(value, value + call.v_token, share + key_cell(), offset % PAGE);
+            write_key(key + call.k_token, share, offset % PAGE + 1);
+            ++i;
+          } else {
+            write_value(value, share + key_cell(), offset % PAGE);
+          }
         } else {
           const size_t bytes = (size_t)call.head_dim * sizeof(Number);
           memcpy((Number*)share + offset * call.head_dim, key, bytes);
@@ -430,7 +438,7 @@ struct Attention {
     }
     most = largest(top);
     // While nothing but -inf was seen, all weights are 0: any number will do.
-    const float base = most == -INFINITY ? 0.0f : most, alpha = exp2(before - base);
+    const float base = most == -INFINITY ? 0.0f : most, alpha = before == base ? 1.0f : exp2(before - base);
     V sum = mul(load(state + padded), all(alpha));
     for (int j = 0; j < VECTORS; ++j) sum = add(sum, Kind::keep(weights, j * LANES, exp2(add(x[j], all(-base)))));
     store(state + padded, sum);
@@ -459,26 +467,35 @@ struct Attention {
       UNROLLED for (int j = 0; j < J; ++j) store(state(states, m) + d + j * LANES, sum[m][j]);
   }
 
-  // -- a unit ----------------------------------------------------------------------------------------------------------
+  // -- a task ----------------------------------------------------------------------------------------------------------
 
-  // Query i of a unit: token i % R / group, KV head i / R of the unit's, query head i % group of that; R of a KV head.
-  int64_t token(const Unit& unit, int64_t i) const {
-    return call.query_start[unit.row] + unit.first + i % (unit.count * group) / group;
+  // Query i of a task: token i % R / group, KV head i / R of the task's, query head i % group of that; R of a KV head.
+  int64_t token(const Task& task, int64_t i) const {
+    return call.query_start[task.row] + task.first + i % (task.count * group) / group;
   }
-  int64_t head(const Unit& unit, int64_t i) const {
-    return (unit.head + i / (unit.count * group)) * group + i % group;
+  int64_t head(const Task& task, int64_t i) const {
+    return (task.head + i / (task.count * group)) * group + i % group;
   }
 
   // Groups of up to TALL queries of a KV head, [unit][query] each.
-  void load_queries(const Unit& unit, Space& space) const {
-    const int64_t each = unit.count * group;
-    for (int64_t i = 0; i < unit.heads * each; ++i) {
+  void load_queries(const Task& task, Space& space) const {
+    const int64_t each = task.count * group;
+    for (int64_t i = 0; i < task.heads * each; ++i) {
       const int64_t in_head = i % each, start = in_head / TALL * TALL, tall = smaller(TALL, each - start);
       char* x = space.queries + (i - in_head + start) * query_bytes();
-      const Number* from = q + token(unit, i) * call.q_token + head(unit, i) * call.q_head;
-      for (int64_t d = 0; d < call.head_dim; ++d) Kind::put(x, d, in_head - start, tall, from[d]);
-      if (call.head_dim % Kind::PER_UNIT) Kind::put(x, call.head_dim, in_head - start, tall, 0);
-      space.positions[i] = position(unit) + in_head / group;
+      const Number* from = q + token(task, i) * call.q_token + head(task, i) * call.q_head;
+      const int64_t whole = call.head_dim / Kind::PER_UNIT;
+      uint32_t unit = 0;
+      for (int64_t u = 0; u < whole; ++u) {
+        memcpy(&unit, from + u * Kind::PER_UNIT, 4);
+        Kind::put(x, u, in_head - start, tall, unit);
+      }
+      if (whole < units) {
+        unit = 0;
+        memcpy(&unit, from + whole * Kind::PER_UNIT, sizeof(Number));
+        Kind::put(x, whole, in_head - start, tall, unit);
+      }
+      space.positions[i] = position(task) + in_head / group;
     }
   }
 
@@ -487,26 +504,26 @@ struct Attention {
     for (int64_t i = 0; i < count; ++i) state(states, i)[padded + LANES] = -INFINITY;
   }
 
-  void compute(const Unit& unit, const Unit* after, Space& space) const {
-    const int64_t each = unit.count * group, count = unit.heads * each;
-    const int64_t last = end(unit), start = low(position(unit)) / TILE * TILE;
-    load_queries(unit, space);
-    for (int64_t split = unit.from; split < unit.to; ++split) {
-      char* states = unit.part ? unit.part->states + (split - first_split(unit)) * count * state_bytes()
-                     : split == unit.from ? space.total
+  void compute(const Task& task, const Task* after, Space& space) const {
+    const int64_t each = task.count * group, count = task.heads * each;
+    const int64_t last = end(task), start = low(position(task)) / TILE * TILE;
+    load_queries(task, space);
+    for (int64_t split = task.from; split < task.to; ++split) {
+      char* states = task.part ? task.part->states + (split - first_split(task)) * count * state_bytes()
+                     : split == task.from ? space.total
                                           : space.current;
       clear(states, count);
       const int64_t stop = smaller((split + 1) * SPLIT, last);
       for (int64_t at = larger(split * SPLIT, start); at < stop; at += TILE)
-        for (int64_t h = 0; h < unit.heads; ++h) {
-          const Tile tile = fetch(unit, unit.head + h, at, space.cells);
+        for (int64_t h = 0; h < task.heads; ++h) {
+          const Tile tile = fetch(task, task.head + h, at, space.cells);
           Tile coming;
           const Tile* next = nullptr;
           if (packed) {
-            const bool more = at + TILE < smaller(unit.to * SPLIT, last);
-            const bool same_tile = h + 1 < unit.heads;
+            const bool more = at + TILE < smaller(task.to * SPLIT, last);
+            const bool same_tile = h + 1 < task.heads;
             if (same_tile || more) {
-              coming = same_tile ? find(unit, unit.head + h + 1, at) : find(unit, unit.head, at + TILE);
+              coming = same_tile ? find(task, task.head + h + 1, at) : find(task, task.head, at + TILE);
               next = &coming;
             } else if (after) {
               coming = find(*after, after->head, larger(after->from * SPLIT, low(position(*after)) / TILE * TILE));
@@ -524,8 +541,8 @@ struct Attention {
       if (states == space.current)
         for (int64_t i = 0; i < count; ++i) merge(state(space.total, i), state(space.current, i));
     }
-    if (!unit.part) finish(unit, space.total);
-    else if (__atomic_sub_fetch(&unit.part->left, 1, __ATOMIC_ACQ_REL) == 0) join(unit);
+    if (!task.part) finish(task, space.total);
+    else if (__atomic_sub_fetch(&task.part->left, 1, __ATOMIC_ACQ_REL) == 0) join(task);
   }
 
   void any(int tall, const char* x, char* states, const int64_t* positions, int64_t at, const Tile& tile,
@@ -549,27 +566,27 @@ struct Attention {
     for (int64_t i = 0; i < padded + LANES; i += LANES) store(a + i, fma(load(b + i), right, mul(load(a + i), left)));
   }
 
-  void join(const Unit& unit) const {
-    const int64_t count = unit.heads * unit.count * group;
-    char* states = unit.part->states;
-    for (int64_t split = 1; split < unit.part->splits; ++split)
+  void join(const Task& task) const {
+    const int64_t count = task.heads * task.count * group;
+    char* states = task.part->states;
+    for (int64_t split = 1; split < task.part->splits; ++split)
       for (int64_t i = 0; i < count; ++i) merge(state(states, i), state(states, split * count + i));
-    finish(unit, states);
+    finish(task, states);
   }
 
-  void finish(const Unit& unit, char* states) const {
+  void finish(const Task& task, char* states) const {
     Number row[1024 + PAGE];
-    for (int64_t i = 0; i < unit.heads * unit.count * group; ++i) {
+    for (int64_t i = 0; i < task.heads * task.count * group; ++i) {
       const float* from = state(states, i);
       const float most = from[padded + LANES];
       float weight = total(load(from + padded)), factor = 1.0f;
       if (sinks) {
-        const float sink = sinks[head(unit, i)] * LOG2E, base = most < sink ? sink : most;
+        const float sink = sinks[head(task, i)] * LOG2E, base = most < sink ? sink : most;
         factor = exp2(most - base);
         weight = weight * factor + exp2(sink - base);
       }
       const V share = all(factor / weight);
-      Number* to = out + (token(unit, i) * call.heads + head(unit, i)) * call.head_dim;
+      Number* to = out + (token(task, i) * call.heads + head(task, i)) * call.head_dim;
       for (int64_t d = 0; d < padded; d += sizeof(row) / sizeof(Number) - PAGE) {
         const int64_t stop = smaller(padded, d + 1024);
         // + 0: whether zeros of unseen keys were added to a -0 must not show.
@@ -581,13 +598,13 @@ struct Attention {
 
   // -- sharing the work ------------------------------------------------------------------------------------------------
 
-  int64_t first_split(const Unit& unit) const { return low(position(unit)) / SPLIT; }
-  int64_t num_splits(const Unit& unit) const { return up(end(unit), SPLIT) - first_split(unit); }
+  int64_t first_split(const Task& task) const { return low(position(task)) / SPLIT; }
+  int64_t num_splits(const Task& task) const { return up(end(task), SPLIT) - first_split(task); }
 
   // Roughly: keys times the groups of queries; a tile's memory takes as long as three of them.
-  int64_t cost(const Unit& unit) const {
-    const int64_t from = larger(low(position(unit)), unit.from * SPLIT), to = smaller(end(unit), unit.to * SPLIT);
-    return (to - from + TILE) * unit.heads * larger(3, up(unit.count * group, TALL));
+  int64_t cost(const Task& task) const {
+    const int64_t from = larger(low(position(task)), task.from * SPLIT), to = smaller(end(task), task.to * SPLIT);
+    return (to - from + TILE) * task.heads * larger(3, up(task.count * group, TALL));
   }
 
   // Calls visit for each (row, tokens, KV heads), all splits together.
@@ -603,29 +620,29 @@ struct Attention {
       const int64_t block = larger(1, QUERIES / group);
       for (int64_t head = 0; head < call.kv_heads; head += heads)
         for (int64_t first = 0; first < tokens; first += block) {
-          Unit unit = {row, first, smaller(block, tokens - first), head, smaller(heads, call.kv_heads - head), 0, 0, nullptr};
-          unit.from = first_split(unit);
-          unit.to = unit.from + num_splits(unit);
-          visit(unit);
+          Task task = {row, first, smaller(block, tokens - first), head, smaller(heads, call.kv_heads - head), 0, 0, nullptr};
+          task.from = first_split(task);
+          task.to = task.from + num_splits(task);
+          visit(task);
         }
     }
   }
 
-  // Where one thread would be left with much of the work alone, a unit's splits are divided.
-  int64_t pieces(const Unit& unit, int64_t most) const { return smaller(num_splits(unit), up(cost(unit), most)); }
+  // Where one thread would be left with much of the work alone, a task's splits are divided.
+  int64_t pieces(const Task& task, int64_t most) const { return smaller(num_splits(task), up(cost(task), most)); }
 
   // Lays everything out in scratch memory; false where that is short.
   bool plan(int threads) {
     int64_t all_cost = 0, parts = 0, states = 0;
-    divide_rows(threads, [&](const Unit& unit) { all_cost += cost(unit); });
+    divide_rows(threads, [&](const Task& task) { all_cost += cost(task); });
     const int64_t most = threads == 1 ? INT64_MAX / 2 : all_cost / (4 * threads) + 1;
-    num_units = 0;
-    divide_rows(threads, [&](const Unit& unit) {
-      const int64_t count = threads == 1 ? 1 : pieces(unit, most);
-      num_units += up(num_splits(unit), up(num_splits(unit), count));
-      if (count > 1) parts += 1, states += num_splits(unit) * unit.heads * unit.count * group;
+    num_tasks = 0;
+    divide_rows(threads, [&](const Task& task) {
+      const int64_t count = threads == 1 ? 1 : pieces(task, most);
+      num_tasks += up(num_splits(task), up(num_splits(task), count));
+      if (count > 1) parts += 1, states += num_splits(task) * task.heads * task.count * group;
     });
-    const int64_t sizes[] = {num_units * (int64_t)sizeof(Unit), parts * (int64_t)sizeof(Part), states * state_bytes(),
+    const int64_t sizes[] = {num_tasks * (int64_t)sizeof(Task), parts * (int64_t)sizeof(Part), states * state_bytes(),
                              threads * (int64_t)sizeof(Cursor), threads * (int64_t)sizeof(Space)};
     const int64_t own[] = {queries * query_bytes(), queries * state_bytes(), queries * state_bytes(),
                            PAGES * (key_cell() + value_cell()), queries * 8};
@@ -639,7 +656,7 @@ struct Attention {
       memory += up(size, 64) * 64;
       return taken;
     };
-    work = (Unit*)take(sizes[0]);
+    tasks = (Task*)take(sizes[0]);
     Part* part = (Part*)take(sizes[1]);
     char* place = take(sizes[2]);
     cursors = (Cursor*)take(sizes[3]);
@@ -653,26 +670,26 @@ struct Attention {
     int64_t next = 0, so_far = 0;
     int thread = 0;
     cursors[0].next = 0;
-    auto add = [&](const Unit& unit) {
+    auto add = [&](const Task& task) {
       // A thread's share begins where the cost before it reaches its fraction of the whole.
       while (thread + 1 < threads && so_far * threads >= all_cost * (thread + 1)) {
         cursors[thread].end = next;
         cursors[++thread].next = next;
       }
-      so_far += cost(unit);
-      work[next++] = unit;
+      so_far += cost(task);
+      tasks[next++] = task;
     };
-    divide_rows(threads, [&](Unit unit) {
-      const int64_t count = threads == 1 ? 1 : pieces(unit, most), splits = num_splits(unit), each = up(splits, count);
+    divide_rows(threads, [&](Task task) {
+      const int64_t count = threads == 1 ? 1 : pieces(task, most), splits = num_splits(task), each = up(splits, count);
       if (count > 1) {
         *part = {splits, up(splits, each), place};
-        place += splits * unit.heads * unit.count * group * state_bytes();
-        unit.part = part++;
+        place += splits * task.heads * task.count * group * state_bytes();
+        task.part = part++;
       }
-      const int64_t from = unit.from, to = unit.to;
-      for (unit.from = from; unit.from < to; unit.from = unit.to) {
-        unit.to = smaller(to, unit.from + each);
-        add(unit);
+      const int64_t from = task.from, to = task.to;
+      for (task.from = from; task.from < to; task.from = task.to) {
+        task.to = smaller(to, task.from + each);
+        add(task);
       }
     });
     cursors[thread].end = next;
@@ -686,8 +703,8 @@ struct Attention {
     if (threads > 1) meet();
     for (int i = 0; i < threads; ++i) {  // its own first, then what others have left
       Cursor& cursor = cursors[(thread + i) % threads];
-      for (int64_t unit; (unit = __atomic_fetch_add(&cursor.next, 1, __ATOMIC_RELAXED)) < cursor.end;)
-        compute(work[unit], unit + 1 < cursor.end ? &work[unit + 1] : nullptr, spaces[thread]);
+      for (int64_t task; (task = __atomic_fetch_add(&cursor.next, 1, __ATOMIC_RELAXED)) < cursor.end;)
+        compute(tasks[task], task + 1 < cursor.end ? &tasks[task + 1] : nullptr, spaces[thread]);
     }
   }
 

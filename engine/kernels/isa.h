@@ -53,6 +53,12 @@ static inline void store_halves(uint16_t* p, U u) {
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
 static inline void store_units(void* p, U u) { _mm256_storeu_si256((U*)p, u); }
+static inline float lowest_lane(V v) { return _mm256_cvtss_f32(v); }
+static inline float largest(V v) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
 
 #elif defined(ISA_AVX512) || defined(ISA_AVX512BF16)
 
@@ -102,6 +108,8 @@ template <int N> static inline U shifted_down(U u) { return _mm512_srli_epi32(u,
 // The lower halves of the units, side by side.
 static inline void store_halves(uint16_t* p, U u) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u)); }
 static inline void store_units(void* p, U u) { _mm512_storeu_si512(p, u); }
+static inline float lowest_lane(V v) { return _mm512_cvtss_f32(v); }
+static inline float largest(V v) { return _mm512_reduce_max_ps(v); }
 
 #if defined(ISA_AVX512BF16)
 #define HAS_DOT 1
