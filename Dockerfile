@@ -23,6 +23,8 @@ RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))
 RUN if [ "$DEVICE" = cuda ]; then \
         python -c "import sys, torch; sys.exit(0 if torch.version.cuda else 'torch has no CUDA; leave TORCH_INDEX out')"; \
     fi
+# The compiler of the CPU kernels stays in this stage.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY README.md LICENSE ./
 COPY engine engine
 COPY server server

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install dev serve test quick lint oracle sim path wheel-test test-gpu clean
+.PHONY: help install dev serve test quick lint oracle sim path wheel-test asan test-gpu clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -58,9 +58,16 @@ path:
 wheel-test: dev
 	@$(BIN)/python -m tests.wheel
 
+## make asan         the CPU kernels' tests with a library built under AddressSanitizer
+asan: dev
+	PEQUOD_KERNEL_FLAGS="-fsanitize=address -fno-omit-frame-pointer -g" ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" \
+	  $(BIN)/python -m pytest tests/engine/test_kernels.py
+
 ## make test-gpu     the tests that need a CUDA device
 test-gpu: dev
 	@$(BIN)/python -m pytest -m gpu tests/gpu
 
 clean:
+	rm -f engine/kernels/*.so engine/kernels/.lock
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

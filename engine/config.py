@@ -20,6 +20,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     implementation: str = "auto"  # native | transformers
     attention: str = "auto"
+    cpu_isa: str = "auto"  # instruction set of our own CPU kernels; torch: none of them
     max_len: int | None = None  # tokens of prompt plus output; None: what the model says
     max_seqs: int | None = None
     max_batched_tokens: int | None = None  # token budget of one step

@@ -109,6 +109,9 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     load_seconds: float
     torch: str
     revision: str | None = None  # the commit that all files came from, of a model from a hub
+    product: str = "torch"  # what computes the matrix products: an instruction set of our own kernels, or torch
+    product_note: str = ""  # what is lost by it
+    product_fix: str = ""  # how to get it
     notes: tuple[str, ...] = ()  # what was changed from what was asked, one sentence each
 
 

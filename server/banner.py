@@ -101,7 +101,7 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
         (
             "steps",
             f"{count(info.max_seqs, 'request')} at once, {info.max_batched_tokens:,} tokens a step,"
-            f" {info.attention} attention",
+            f" {info.attention} attention, {info.product} products",
         ),
         (
             "results",
@@ -117,6 +117,8 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
         lines.append(("network", f"listens on every address of this machine, port {base.rsplit(':', 1)[1]}"))
     if not settings.keys and not settings.is_loopback:
         lines.append(("warning", "anyone who reaches this port can use the server; set --api-key"))
+    if info.product_note:
+        lines.append(("note", "; ".join(filter(None, [info.product_note, info.product_fix]))))
     lines += [("note", note) for note in info.notes]
     if settings.model == "builtin":
         lines.append(("note", DEMONSTRATION))
@@ -136,6 +138,7 @@ def announce(
     if settings.log_format == "json":
         fields = {"model": settings.names[0], "url": url(settings, where), "seconds": round(seconds, 3)}
         fields |= {name: getattr(info, name) for name in ("dtype", "device", "num_blocks", "block_size", "max_len")}
+        fields |= {"product": info.product, "product_note": info.product_note}
         log.info("ready", extra={"fields": fields | {"exact": info.exact, "notes": list(info.notes)}})
         return
     stream = stream or sys.stdout

@@ -177,6 +177,9 @@ class Settings(BaseSettings):
         "engine", "auto", "whose code runs the model: ours, or transformers' on our cache"
     )
     attention_backend: str = setting("engine", "auto", "name of the attention backend", "NAME", max_length=64)
+    cpu_isa: Literal["auto", "avx512bf16", "avx512", "avx2", "torch"] = setting(
+        "engine", "auto", "instruction set of our CPU kernels; torch: none of them (default: the best there is)"
+    )
     max_model_len: Count | None = setting(
         "engine", None, "most tokens of prompt plus output (default: what the model and the cache hold)", "TOKENS"
     )
@@ -298,6 +301,7 @@ class Settings(BaseSettings):
             dtype=self.dtype,
             implementation=self.model_impl,
             attention=self.attention_backend,
+            cpu_isa=self.cpu_isa,
             max_len=self.max_model_len,
             max_seqs=self.max_num_seqs,
             max_batched_tokens=self.max_num_batched_tokens,

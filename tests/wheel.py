@@ -18,8 +18,11 @@ import urllib.request
 import venv
 import zipfile
 
+from engine.kernels import build
+
 ROOT = pathlib.Path(__file__).parent.parent
 CODE = "import server, engine; print(server.__file__); print(engine.__file__)"
+KERNELS = "from engine.kernels import build; print(build.library())"
 
 
 def main() -> int:
@@ -32,6 +35,7 @@ def main() -> int:
         tops = {name.partition("/")[0] for name in names}
         assert {top for top in tops if not top.endswith(".dist-info")} == {"server", "engine"}, tops
         assert "engine/builtin/model/model.safetensors" in names, "the built-in model is not in the wheel"
+        kernels = kernels_of(wheel, names)
 
         environment = place / "env"
         venv.create(environment, with_pip=False)
@@ -47,6 +51,9 @@ def main() -> int:
         clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         found = subprocess.check_output([python, "-c", CODE], cwd=place, env=clean, text=True).split()
         assert all(path.startswith(str(packages)) for path in found), f"not from the wheel: {found}"
+        if kernels:
+            found_kernels = subprocess.check_output([python, "-c", KERNELS], cwd=place, env=clean, text=True).strip()
+            assert found_kernels == str(packages / kernels), f"the wheel's kernels are not taken: {found_kernels}"
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {len(names)} files", flush=True)
 
         command = [python, "-m", "server", "complete", "--prompt", "Hello", "--max-tokens", "8", "--json"]
@@ -55,6 +62,19 @@ def main() -> int:
         serve(python, place, clean)
     print("the wheel works by itself")
     return 0
+
+
+def kernels_of(wheel: pathlib.Path, names: list[str]) -> str | None:
+    """The library in the wheel; None, and a wheel for any platform, where none could be built."""
+    libraries = [name for name in names if name.endswith(".so")]
+    if build.supported() or build.compiler() is None:
+        assert not libraries and wheel.name.endswith("-py3-none-any.whl"), (wheel.name, libraries)
+        return None
+    (library,) = libraries
+    assert library == f"engine/kernels/{build.file_name()}", library
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name.endswith(f"-py3-none-{platform}.whl"), wheel.name
+    return library
 
 
 def serve(python: pathlib.Path, place: pathlib.Path, environment: dict[str, str]) -> None:

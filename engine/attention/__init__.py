@@ -79,6 +79,8 @@ class AttentionMeta:
 class Attention(Protocol):
     """Owns the layout of the cache: it allocates, stores and reads; nobody else indexes a cache tensor."""
 
+    invariant: bool  # a token's result has the same bits whatever else is in the step, and however it was cut
+
     def allocate(
         self, layer: LayerKV, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:

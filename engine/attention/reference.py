@@ -38,6 +38,8 @@ class _Decode:
 class Reference:
     """Attention over gathered pages. Its workspace is reused from call to call: one instance, one thread."""
 
+    invariant = False  # torch's products round differently with the number of rows
+
     def __init__(self) -> None:
         self._space: dict[str, Tensor] = {}
 

@@ -106,19 +106,22 @@ def compile_into(folder: Path, *, emulate: bool = False) -> Path:
     return target
 
 
-def library(*, emulate: bool = False) -> Path:
-    """The library for these sources, compiled now where it is not there yet. Raises BuildError."""
+def library(*, emulate: bool = False, beside: bool = False) -> Path:
+    """The library for these sources, compiled now where it is not there yet. Raises BuildError.
+
+    `beside`: it must lie beside the sources, for the install; otherwise one in the cache folder will do.
+    """
     name = file_name(emulate=emulate)
     if (HERE / name).is_file():
         return HERE / name
-    folder = cache_folder()
+    folder = HERE if beside else cache_folder()
     if (folder / name).is_file():
         return folder / name
     if reason := supported():
         raise BuildError(reason)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder / "lock"):
+        with _only_one(folder / ".lock"):
             if not (folder / name).is_file():
                 compile_into(folder, emulate=emulate)
     except OSError as error:

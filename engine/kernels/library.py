@@ -22,7 +22,6 @@ ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
 AMX = 8
 CHOICES = ("auto", *ISAS, "torch")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-INSTALL = "install g++ and start again: it is then built in seconds"
 POOL = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -58,10 +57,11 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What computes the products: our kernels, or torch where `kernels` is None; `note` says what that costs."""
+    """What computes the products: our kernels, or torch where `kernels` is None."""
 
     kernels: Kernels | None
-    note: str | None = None
+    note: str = ""  # what is lost by it
+    fix: str = ""  # how to get it
 
     @property
     def name(self) -> str:
@@ -91,7 +91,8 @@ def _openmp() -> ctypes.CDLL | None:
     except OSError:
         return None
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
-    for path in sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))):
+    found = [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
+    for path in sorted(found, key=lambda path: ("torch" not in path, path)):
         runtime = ctypes.CDLL(path)
         if all(hasattr(runtime, name) for name in POOL):
             return runtime
@@ -111,22 +112,30 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
     """
     if asked not in CHOICES:
         raise ConfigError(f"unknown instruction set {asked!r}; known: {', '.join(CHOICES)}")
-    if device.type != "cpu" or asked == "torch" or dtype not in DTYPES:
+    if device.type != "cpu" or asked == "torch":
         return Choice(None)
+    if dtype not in DTYPES:
+        lost = f"the CPU kernels take {' and '.join(DTYPES.values())}: torch computes the products of this model"
+        return Choice(None, lost, "--dtype bfloat16")
     try:
         library, features = load(build.library())
     except (build.BuildError, OSError) as error:
         if asked != "auto":
             raise ConfigError(f"{asked} was asked for, but there are no CPU kernels: {error}") from None
         lost = "torch computes the products, slower and with results that depend on the batch"
-        fix = f"; {INSTALL}" if build.supported() is None and build.compiler() is None else ""
-        return Choice(None, f"no CPU kernels ({error}): {lost}{fix}")
+        fix = "mend what the compiler or the cache folder lacks, and start again"
+        if build.supported() is not None:
+            fix = "take a machine with Linux on x86-64"
+        elif build.compiler() is None:
+            fix = "install g++ and start again: they are then compiled, in seconds"
+        return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
     have = [isa for isa, bit in ISAS.items() if features & bit]
     if asked == "auto" and features & AMX and dtype == torch.bfloat16:
-        better = f"; PEQUOD_CPU_ISA={have[0]} makes them independent of it" if have else ""
-        return Choice(None, f"torch computes the products with AMX: results depend on the batch{better}")
+        fix = f"--cpu-isa {have[0]} where equal bits matter more than speed" if have else ""
+        return Choice(None, "torch computes the products with AMX, and results depend on the batch", fix)
     if asked == "auto" and not have:
-        return Choice(None, "this processor has no AVX2: torch computes the products, and results depend on the batch")
+        lost = "this processor has no AVX2: torch computes the products, and results depend on the batch"
+        return Choice(None, lost, "take a processor of the last ten years")
     if asked not in ("auto", *have):
         raise ConfigError(f"this processor cannot run {asked}; it can run {', '.join([*have, 'torch'])}")
     return Choice(Kernels(library, have[0] if asked == "auto" else asked))

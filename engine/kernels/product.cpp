@@ -338,7 +338,8 @@ struct Packing {
           const char* from = weight + row * row_bytes;
           for (int64_t u = start; u < end; ++u) {
             uint32_t unit = 0;
-            if (row >= 0) memcpy(&unit, from + 4 * u, u < whole ? 4 : 2);
+            if (row >= 0 && u < whole) memcpy(&unit, from + 4 * u, 4);
+            else if (row >= 0) memcpy(&unit, from + 4 * u, 2);
             to[u * WIDTH + j] = unit;
           }
         }
@@ -366,7 +367,8 @@ EXPORT int64_t NAMED(lookup)(const Matrix* matrix, int64_t number_bytes, const i
     if (ids[i] < 0 || ids[i] >= matrix->outputs) return i + 1;
     const uint32_t* from = (const uint32_t*)matrix->panels + ids[i] / WIDTH * units * WIDTH + ids[i] % WIDTH;
     char* out = (char*)to + i * row_bytes;
-    for (int64_t u = 0; u < units; ++u) memcpy(out + 4 * u, from + u * WIDTH, u < whole ? 4 : 2);
+    for (int64_t u = 0; u < whole; ++u) memcpy(out + 4 * u, from + u * WIDTH, 4);
+    if (whole < units) memcpy(out + 4 * whole, from + whole * WIDTH, 2);
   }
   return 0;
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
 from ..config import EngineConfig
+from ..kernels.library import Choice, choose
 from ..types import ModelError
 from .spec import ModelSpec, read_config, read_spec
 
@@ -24,6 +25,7 @@ class Model(Protocol):
     num_params: int
     weights_bytes: int
     weights_hash: str
+    product: Choice  # what computes the matrix products
 
     def forward(self, ids: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache, logits_at: Tensor) -> Tensor:
         """Store the tokens (ids, positions: [tokens] int64) in the cache; give the logits at the indices `logits_at`.
@@ -47,12 +49,13 @@ def describe(folder: Path, config: EngineConfig) -> ModelSpec:
 
 
 def load(config: EngineConfig, folder: Path, device: torch.device, progress: Progress = lambda share: None) -> Model:
-    """Build the model of a folder on a device; the weights are streamed in. Raises ModelError."""
+    """Build the model of a folder on a device; the weights are streamed in. Raises ModelError, ConfigError."""
     spec = describe(folder, config)
     if spec.implementation == "native":
         from .decoder import Decoder
 
-        return Decoder.load(spec, folder, device, progress)
+        product = choose(config.cpu_isa, device, spec.dtype)
+        return Decoder.load(spec, folder, device, product, progress)
     from . import hf
 
     return hf.load(spec, folder, device, progress)

@@ -7,17 +7,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..attention import AttentionMeta, KVCache
+from ..kernels.library import Choice, Kernels
 from ..types import ModelError
-from .layers import ACTIVATIONS, Linear, RMSNorm
+from .layers import Gated, Linear, RMSNorm
 from .rope import Rotary, rotate
 from .spec import DecoderSpec, ModelSpec
 from .weights import Checkpoint
-
-# Rows that the weights are packed for: a decode step's, where packing matters most.
-PACK_ROWS = 16
 
 
 class Layer:
@@ -34,16 +31,15 @@ class Layer:
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
         self.output = Linear(hidden, self.q_size, spec.output_bias, dtype, device)
         self.mlp_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
-        self.gate_up = Linear(2 * inner, hidden, spec.mlp_bias, dtype, device)
+        self.gate_up = Gated(inner, hidden, spec.mlp_bias, dtype, device, activation=spec.activation)
         self.down = Linear(hidden, inner, spec.mlp_bias, dtype, device)
-        self.activation = ACTIVATIONS[spec.activation]
 
     def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], meta: AttentionMeta, cache: KVCache) -> Tensor:
-        x = x + self.attend(self.attention_norm(x), turn, meta, cache)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(self.activation(gate) * up)
+        x = self.output(self.attend(self.attention_norm(x), turn, meta, cache), residual=x)
+        return self.down(self.gate_up(self.mlp_norm(x)), residual=x)
 
     def attend(self, x: Tensor, turn: tuple[Tensor, Tensor], meta: AttentionMeta, cache: KVCache) -> Tensor:
+        """What the heads see, side by side: [tokens, heads * head_dim]."""
         q, k, v = (
             part.unflatten(-1, (-1, self.spec.head_dim))
             for part in self.qkv(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
@@ -52,7 +48,7 @@ class Layer:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *turn), rotate(k, *turn)
         out = cache.attend(self.index, q, k, v, meta, scale=self.spec.head_dim**-0.5, window=self.window)
-        return self.output(out.flatten(1))
+        return out.flatten(1)
 
     def places(self) -> dict[str, Tensor]:
         """Checkpoint name -> where it goes; q, k and v share one matrix, gate and up another."""
@@ -79,39 +75,44 @@ class Layer:
                 found[f"{name}.bias"] = linear.bias[begin:end]
         return {prefix + name: place for name, place in found.items()}
 
-    def pack(self) -> None:
+    def pack(self, kernels: Kernels | None) -> None:
         for linear in (self.qkv, self.output, self.gate_up, self.down):
-            linear.pack(PACK_ROWS)
+            linear.pack(kernels)
 
 
 class Decoder:
     """A loaded model of our own."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, *, tied: bool) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device, product: Choice, *, tied: bool) -> None:
         if spec.decoder is None:
             raise ModelError(f"{spec.architecture} is not one of the native decoder's architectures")
         decoder, dtype = spec.decoder, spec.dtype
-        self.spec = spec
-        self.embedding = torch.empty(spec.vocab_size, decoder.hidden_size, dtype=dtype, device=device)
+        self.spec, self.product = spec, product
+        self.embedding = Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.layers = [Layer(index, spec, decoder, device) for index in range(len(spec.layers))]
         self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps, dtype, device)
-        self.head = None if tied else Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
+        self.head = self.embedding if tied else Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.rotary = Rotary(decoder.rope, spec.serve_len, dtype, device)
         self.num_params = self.weights_bytes = 0
         self.weights_hash = ""
 
     @classmethod
-    def load(cls, spec: ModelSpec, folder: Path, device: torch.device, progress: Callable[[float], None]) -> Decoder:
-        """A model with the weights of a folder. Raises ModelError for a checkpoint that does not fit the spec."""
+    def load(
+        cls, spec: ModelSpec, folder: Path, device: torch.device, product: Choice, progress: Callable[[float], None]
+    ) -> Decoder:
+        """A model with the weights of a folder. Raises ModelError for a checkpoint that does not fit the spec.
+
+        The weights are packed one by one: no more is held at once than all of them and the largest a second time.
+        """
         checkpoint = Checkpoint(folder)
         prefix = "model." if "model.embed_tokens.weight" in checkpoint.entries else ""
         tied = spec.decoder is not None and spec.decoder.tied
         if tied and "lm_head.weight" in checkpoint.entries:
             # A head that was trained apart is used, whatever the flag says.
             tied = checkpoint.equal("lm_head.weight", f"{prefix}embed_tokens.weight")
-        model = cls(spec, device, tied=tied)
+        model = cls(spec, device, product, tied=tied)
         places = {prefix + name: place for name, place in model.places().items()}
-        if model.head is not None:
+        if not tied:
             places["lm_head.weight"] = model.head.weight
         checkpoint.check(places)
         for name in sorted(checkpoint.entries.keys() - places.keys()):
@@ -127,24 +128,25 @@ class Decoder:
         return model
 
     def places(self) -> dict[str, Tensor]:
-        found = {"embed_tokens.weight": self.embedding, "norm.weight": self.norm.weight}
+        found = {"embed_tokens.weight": self.embedding.weight, "norm.weight": self.norm.weight}
         for layer in self.layers:
             found |= layer.places()
         return found
 
     def pack(self) -> None:
+        kernels = self.product.kernels
         for layer in self.layers:
-            layer.pack()
-        if self.head is not None:
-            self.head.pack(PACK_ROWS)
+            layer.pack(kernels)
+        # Logits are wanted in float32. A head that is the embedding too is held once, in the form that both can use.
+        self.head.pack(kernels, wide=True, looked_up=self.head is self.embedding)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache, logits_at: Tensor) -> Tensor:
         """Model.forward."""
-        x = F.embedding(ids, self.embedding)
+        x = self.embedding.rows(ids)
         turn = self.rotary.at(positions)
         for layer in self.layers:
             x = layer(x, turn, meta, cache)
         x = self.norm(x[logits_at])
-        logits = F.linear(x, self.embedding) if self.head is None else self.head(x)
+        logits = self.head(x)
         return logits if logits.dtype == torch.float64 else logits.float()

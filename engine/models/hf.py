@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from ..attention import AttentionMeta, KVCache, LayerKV, select
 from ..config import EngineConfig
+from ..kernels.library import Choice
 from ..types import ModelError
 from .spec import ModelSpec, architecture, choose_dtype, serve_len
 from .weights import Checkpoint
@@ -226,6 +227,7 @@ class Transformers:
 
     def __init__(self, spec: ModelSpec, model: Any, weights_hash: str) -> None:
         self.spec, self.model, self.weights_hash = spec, model, weights_hash
+        self.product = Choice(None)  # transformers' code multiplies with torch
         parameters = list(model.parameters())
         self.num_params = sum(parameter.numel() for parameter in parameters)
         self.weights_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)

@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels.library import Kernels
+from ..kernels.product import Packed
+
+# Rows that torch's form of a weight is made for: a decode step's, where the form matters most.
+PACK_ROWS = 16
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -23,22 +29,64 @@ class Linear:
     def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(rows, columns, dtype=dtype, device=device)
         self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
-        self._packed: Tensor | None = None
+        self._packed: Packed | None = None  # ours
+        self._reordered: Tensor | None = None  # torch's
 
-    def pack(self, rows: int) -> None:
-        """Prepare for calls of about `rows` rows; the plain weight is given up where another form takes its place."""
-        if can_pack(self.weight):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows)
+    def pack(self, kernels: Kernels | None, *, wide: bool = False, looked_up: bool = False) -> None:
+        """Prepare for the calls to come; the plain weight is given up where another form takes its place.
+
+        `wide`: results in float32 where our kernels compute. `looked_up`: `rows` will be asked for.
+        """
+        if kernels is not None:
+            self._give_up(Packed(kernels, self.weight, self.bias, wide=wide))
+        elif can_reorder(self.weight) and not looked_up:
+            self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
             self.weight = self.weight.new_empty(0)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is None:
-            return F.linear(x, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return out
+    def _give_up(self, packed: Packed) -> None:
+        self._packed = packed
+        self.weight = self.weight.new_empty(0)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[rows, weight's rows] of x: [rows, columns]; a residual of the result's shape is added to it."""
+        if self._packed is not None:
+            return self._packed(x, residual)
+        if self._reordered is not None:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
+        else:
+            out = F.linear(x, self.weight, self.bias)
+        return out if residual is None else residual + out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The weight's rows at ids: [n] int64."""
+        return F.embedding(ids, self.weight) if self._packed is None else self._packed.lookup(ids)
 
 
-def can_pack(weight: Tensor) -> bool:
+class Gated(Linear):
+    """activation(x @ gate.T) * (x @ up.T), gate and up of `inner` rows each in one weight."""
+
+    def __init__(
+        self, inner: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device, *, activation: str
+    ) -> None:
+        super().__init__(2 * inner, columns, bias, dtype, device)
+        self._activation = ACTIVATIONS[activation]
+        self._fused = False
+
+    def pack(self, kernels: Kernels | None, *, wide: bool = False, looked_up: bool = False) -> None:
+        if kernels is None or self._activation is not F.silu:
+            return super().pack(kernels, wide=wide, looked_up=looked_up)
+        self._fused = True
+        self._give_up(Packed(kernels, self.weight, self.bias, gated=True, wide=wide))
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._fused:
+            return super().__call__(x, residual)
+        gate, up = super().__call__(x).chunk(2, dim=-1)
+        out = self._activation(gate) * up
+        return out if residual is None else residual + out
+
+
+def can_reorder(weight: Tensor) -> bool:
     """Whether this build and CPU have oneDNN products for the weight that do not reorder it on every call."""
     if weight.is_cuda or not torch.backends.mkldnn.is_available():
         return False

@@ -235,7 +235,7 @@ def build(
         device=str(device),
         attention=backend,
         implementation=spec.implementation,
-        exact=False,  # torch's products round differently with the number of rows
+        exact=model.product.invariant and runner.cache.backend.invariant,
         num_params=model.num_params,
         weights_bytes=model.weights_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token,
@@ -243,6 +243,9 @@ def build(
         revision=folder.revision,
         load_seconds=time.monotonic() - began,
         torch=str(torch.__version__),
+        product=model.product.name,
+        product_note=model.product.note,
+        product_fix=model.product.fix,
         notes=plan.notes,
     )
     return runner, info, runner.config

@@ -221,7 +221,11 @@ def packages() -> Iterator[Finding]:
 
 def compiler() -> Finding:
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    return Finding("compiler", "ok", f"{found}" if found else "no C++ compiler; Pequod runs without one")
+    return Finding(
+        "compiler",
+        "ok",
+        f"{found}" if found else "none for C++; Pequod runs without one once its CPU kernels are built",
+    )
 
 
 def port(settings: Settings) -> Finding:
@@ -331,6 +335,11 @@ def engine(settings: Settings) -> Iterator[Finding]:
     yield Finding("engine", "ok", f"answers on {info.device}; start, built-in model and answer took {seconds:.1f} s")
     exact = "exact: a request gives the same bits alone and in any batch"
     yield Finding("results", "ok", exact if info.exact else "equal up to rounding between batches")
+    if info.product_note:
+        yield Finding("products", "warn", info.product_note, info.product_fix)
+    else:
+        own = f"by our own kernels for {info.product}" if info.product != "torch" else "by torch"
+        yield Finding("products", "ok", f"computed {own}")
     if runtimes is None:
         return
     if len(runtimes) <= 1:
@@ -344,7 +353,15 @@ async def _answer(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
     """The engine's description and the OpenMP libraries in its process, after it has drawn some tokens."""
     from engine import EngineConfig, EngineDied, EngineRequest, ProcessEngine, SamplingParams
 
-    one = ProcessEngine(EngineConfig(model="builtin", device=settings.device, threads=settings.threads, num_blocks=64))
+    one = ProcessEngine(
+        EngineConfig(
+            model="builtin",
+            device=settings.device,
+            cpu_isa=settings.cpu_isa,
+            threads=settings.threads,
+            num_blocks=64,
+        )
+    )
     try:
         await one.start()
         async with asyncio.timeout(ENGINE_S):

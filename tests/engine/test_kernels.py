@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import ConfigError
-from engine.kernels import build, library
+from engine.kernels import bench, build, library
 from engine.kernels.library import ISAS, Kernels, choose
 from engine.kernels.product import Packed
 
@@ -275,11 +276,12 @@ def processor(monkeypatch):
 def test_the_best_variant_is_chosen(processor):
     processor("avx2", "avx512")
     choice = choose("auto", CPU, torch.bfloat16)
-    assert (choice.name, choice.invariant, choice.note) == ("avx512", True, None)
+    assert (choice.name, choice.invariant, choice.note) == ("avx512", True, "")
     assert choose("avx2", CPU, torch.float32).name == "avx2"
     assert choose("torch", CPU, torch.float32).kernels is None
     for dtype in (torch.float64, torch.float16):
-        assert choose("auto", CPU, dtype).name == "torch"
+        choice = choose("avx2", CPU, dtype)
+        assert choice.name == "torch" and "float32 and bfloat16" in choice.note and choice.fix == "--dtype bfloat16"
     assert choose("auto", torch.device("cuda"), torch.bfloat16).name == "torch"
 
 
@@ -297,7 +299,7 @@ def test_amx_is_left_to_torch_and_told(processor):
     processor("avx2", "avx512", "avx512bf16", "amx")
     choice = choose("auto", CPU, torch.bfloat16)
     assert (choice.name, choice.invariant) == ("torch", False)
-    assert choice.note is not None and "AMX" in choice.note and "avx512bf16" in choice.note
+    assert "AMX" in choice.note and "avx512bf16" in choice.fix
     assert choose("auto", CPU, torch.float32).name == "avx512bf16", "AMX has no float32"
     assert choose("avx512", CPU, torch.bfloat16).invariant
 
@@ -306,7 +308,7 @@ def test_amx_is_left_to_torch_and_told(processor):
 def test_a_processor_without_avx2(processor):
     processor()
     choice = choose("auto", CPU, torch.float32)
-    assert choice.name == "torch" and choice.note is not None and "no AVX2" in choice.note
+    assert choice.name == "torch" and "no AVX2" in choice.note and choice.fix
 
 
 def test_without_a_library_torch_computes_and_says_so(monkeypatch):
@@ -314,12 +316,11 @@ def test_without_a_library_torch_computes_and_says_so(monkeypatch):
         raise build.BuildError("no C++ compiler was found")
 
     monkeypatch.setattr(build, "library", missing)
-    monkeypatch.setattr(build, "compiler", lambda: None)
     monkeypatch.setattr(build, "supported", lambda: None)
+    monkeypatch.setattr(build, "compiler", lambda: None)
     choice = choose("auto", CPU, torch.bfloat16)
-    assert choice.name == "torch" and choice.note is not None
-    assert "no C++ compiler" in choice.note and "install g++" in choice.note
-    assert choose("auto", CPU, torch.float64).note is None, "nothing is lost where there would be no kernel"
+    assert choice.name == "torch" and "no C++ compiler" in choice.note and "install g++" in choice.fix
+    assert choose("torch", CPU, torch.float32).note == "", "nothing is lost that was not wanted"
     with pytest.raises(ConfigError, match="avx2 was asked for, but there are no CPU kernels"):
         choose("avx2", CPU, torch.bfloat16)
 
@@ -330,6 +331,42 @@ def test_there_is_one_openmp_runtime():
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
     assert len({path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}) == 1
+
+
+# -- the bench ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(bench, "SHAPES", {"qkv": (64, 48), "head": (100, 33)})
+    monkeypatch.setattr(bench, "LARGE", 1 << 15)
+    monkeypatch.setattr(bench, "MOST_HEAD_ROWS", 4)
+
+
+@pytest.mark.parametrize("isa", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
+    assert bench.main(["--json", "--isa", isa, "--dtype", dtype, "--rows", "1,5", "--seconds", "0"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    choice = choose(isa, CPU, getattr(torch, dtype))
+    assert (found["isa"], found["dtype"], found["threads"]) == (choice.name, dtype, torch.get_num_threads())
+    assert [(line["shape"], line["rows"]) for line in found["products"]] == [("qkv", 1), ("qkv", 5), ("head", 1)]
+    assert len(err.splitlines()) >= 5
+    for line in found["products"]:
+        assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["gflop_per_s"] > 0
+        assert line["error"] < 0.02 and (line["invariant"] or not choice.invariant)
+
+
+def test_the_bench_refuses_what_cannot_be(small, capsys, monkeypatch):
+    monkeypatch.setattr(library, "ISAS", {"avx2": 1 << 20})
+    for flag in ([], ["--json"]):
+        assert bench.main([*flag, "--isa", "avx2"]) == 2
+        out, err = capsys.readouterr()
+        assert "avx2" in (json.loads(out)["error"] if flag else err)
+    for wrong in (["--rows", "0"], ["--rows", "a"], ["--threads", "0"], ["--isa", "sse"]):
+        with pytest.raises(SystemExit):
+            bench.main(wrong)
 
 
 # -- the build ------------------------------------------------------------------------------------------------------
@@ -359,7 +396,7 @@ def test_it_is_compiled_once(toolchain):
     assert len(calls) == len(build.OBJECTS) + 1
     assert all("-DSOMETHING_ELSE" in call for call in calls)
     assert build.library() == path and len(toolchain.read_text().splitlines()) == len(calls)
-    assert not [file for file in path.parent.iterdir() if file.name not in (path.name, "lock")]
+    assert not [file for file in path.parent.iterdir() if file.name not in (path.name, ".lock")]
 
 
 def test_of_several_at_once_one_compiles(toolchain):
@@ -395,7 +432,7 @@ def test_a_compiler_that_is_missing_or_fails(toolchain, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "broken"))
     with pytest.raises(build.BuildError, match=r"failed: a\.cpp:1: error: no such header"):
         build.library()
-    assert list(build.cache_folder().iterdir()) == [build.cache_folder() / "lock"]
+    assert list(build.cache_folder().iterdir()) == [build.cache_folder() / ".lock"]
 
 
 def test_a_cache_that_cannot_be_written(toolchain, monkeypatch, tmp_path):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine import EngineConfig, ModelError, models
 from engine.attention import AttentionMeta, KVCache, select
-from engine.models.layers import Linear, can_pack
+from engine.kernels.library import choose
+from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
 from tests.models import FALLBACK, FLOAT32_ONLY, MAX_LEN, MODELS, NATIVE, VOCAB, make, oracle, prompt
 
@@ -289,19 +290,76 @@ def arch(name: str) -> str:
     return {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[MODELS[name][0]] + "ForCausalLM"
 
 
-def test_packed_products_in_bfloat16(home):
+@pytest.mark.parametrize("isa", ["auto", "torch"])
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_packed_products_in_bfloat16(isa, looked_up):
     linear = Linear(48, 64, True, torch.bfloat16, CPU)
     weight, bias = torch.randn(48, 64).bfloat16(), torch.randn(48).bfloat16()
     linear.weight.copy_(weight)
     assert linear.bias is not None
     linear.bias.copy_(bias)
-    packs = can_pack(linear.weight)
-    linear.pack(16)
+    kernels = choose(isa, CPU, torch.bfloat16).kernels
+    packs = kernels is not None or (can_reorder(linear.weight) and not looked_up)
+    linear.pack(kernels, looked_up=looked_up)
     assert linear.weight.numel() == (0 if packs else weight.numel())
     for rows in (1, 2, 16, 300):
-        x = torch.randn(rows, 64).bfloat16()
+        x, residual = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 48).bfloat16()
         want = x.double() @ weight.double().t() + bias.double()
         assert (linear(x).double() - want).abs().max() < 0.01 * want.abs().max()
+        assert (linear(x, residual).double() - want - residual.double()).abs().max() < 0.02 * want.abs().max()
+    if looked_up:
+        assert torch.equal(linear.rows(torch.tensor([47, 0, 0])), weight[[47, 0, 0]])
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "llama-bias"])
+def test_packed_weights_are_held_once(home, name):
+    """The packed form is what stays, also of an embedding that is the head too."""
+    folder = make(name, home / name, dtype=torch.float64)
+    model = models.load(EngineConfig(model=str(folder), dtype="bfloat16"), folder, CPU)
+    if not model.product.invariant:
+        pytest.skip("no CPU kernels here")
+    linears = [linear for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    linears += [model.head] if name == "qwen3-tied" else [model.head, model.embedding]
+    assert (model.head is model.embedding) == (name == "qwen3-tied")
+    assert all(
+        linear.weight.numel() == 0 for linear in linears if linear is not model.embedding or name == "qwen3-tied"
+    )
+    held = sum(
+        linear.weight.numel() * 2 if linear._packed is None else linear._packed.panels.numel() * 4 for linear in linears
+    )
+    padding = 32 * 2 * 128 * len(linears)  # at most a panel of each, half-filled
+    assert model.weights_bytes * 0.9 < held < model.weights_bytes + padding
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu"])
+def test_gates_of_every_activation(activation):
+    for kernels in (None, choose("auto", CPU, torch.float32).kernels):
+        gated = Gated(9, 20, True, torch.float32, CPU, activation=activation)
+        weight, bias = torch.randn(18, 20), torch.randn(18)
+        gated.weight.copy_(weight)
+        assert gated.bias is not None
+        gated.bias.copy_(bias)
+        gated.pack(kernels)
+        x, residual = torch.randn(5, 20), torch.randn(5, 9)
+        gate, up = (x @ weight.t() + bias).chunk(2, dim=-1)
+        want = ACTIVATIONS[activation](gate) * up
+        assert torch.allclose(gated(x), want, atol=1e-4) and torch.allclose(
+            gated(x, residual), want + residual, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("isa", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["llama-bias", "qwen2", "qwen3-tied", "mistral"])
+def test_float32_is_near_transformers(home, name, isa):
+    """In float32 our own kernels compute, in float64 torch does."""
+    folder = make(name, home / name, dtype=torch.float64)
+    config = EngineConfig(model=str(folder), dtype="float32", cpu_isa=isa)
+    model, reference = models.load(config, folder, CPU), oracle(folder, torch.float64)
+    assert isa == "torch" or model.product.invariant == (choose("auto", CPU, torch.float32).kernels is not None)
+    for length in (1, 40):
+        want = whole(reference, prompt(length))
+        got = Bench(model).step({0: prompt(length)})[0]
+        assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
 def test_bfloat16_is_near_float32(home):

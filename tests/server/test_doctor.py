@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 import engine
 from engine import EngineDied, EngineInfo, ModelError
@@ -206,8 +207,14 @@ def test_the_engine_answers(monkeypatch):
         torch="2",
     )  # fmt: skip
     found = answer(monkeypatch, (info, ["/a/libgomp.so.1"]))
-    assert [finding.level for finding in found.values()] == ["ok", "ok", "ok"]
+    assert [finding.level for finding in found.values()] == ["ok", "ok", "ok", "ok"]
     assert "rounding" in found["results"].text
+    assert found["products"].text == "computed by torch"
+    ours = structs.replace(info, product="avx512")
+    assert "our own kernels for avx512" in answer(monkeypatch, (ours, None))["products"].text
+    lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++")
+    told = answer(monkeypatch, (lost, None))["products"]
+    assert (told.level, told.text, told.fix) == ("warn", "no CPU kernels", "install g++")
     assert answer(monkeypatch, (info, ["/a/libgomp.so.1", "/b/libomp.so"]))["openmp"].level == "warn"
     assert "openmp" not in answer(monkeypatch, (info, None))
 

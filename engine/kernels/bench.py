@@ -1,0 +1,173 @@
+"""Measure the packed product beside torch's:
+
+    python -m engine.kernels.bench --json [--isa auto|avx512bf16|avx512|avx2|torch] [--rows 1,4,8] [--dtype bfloat16]
+
+prints, for each shape of Qwen3-0.6B and each number of rows, the time of one product, torch's, the error against
+float64, and whether rows have the same bits alone and in the batch. Ours and torch's are called in turns, medians are
+told; every call takes the next of several weights, together larger than the caches. Exit code 2 goes with a sentence,
+or a JSON object that holds `error`. With `--isa torch`, "ours" is what Pequod then runs on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..models.layers import Linear, can_reorder
+from ..types import EngineError
+from .library import CHOICES, Kernels, choose
+
+# Qwen3-0.6B's weights: rows (outputs) and columns.
+SHAPES = {
+    "qkv": (4096, 1024),
+    "output": (1024, 2048),
+    "gate_up": (6144, 1024),
+    "down": (1024, 3072),
+    "head": (151936, 1024),
+}
+ROWS = (1, 4, 8, 16, 64, 512)
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+LARGE = 64 << 20  # bytes of weights that no cache holds; a shape's weight is repeated up to it
+MOST_HEAD_ROWS = 64  # logits are made of rows that draw a token, which are few
+CHECKED = 2048  # outputs that are compared with float64: enough, and it is slow
+SECONDS = 1.0  # for one line, a little more or less
+LEAST, MOST = 3, 50  # rounds
+
+
+def measure(
+    name: str, rows: int, kernels: Kernels | None, dtype: torch.dtype, seconds: float = SECONDS
+) -> dict[str, Any]:
+    """One line: times in seconds, `gb_per_s` of weights read, `gflop_per_s`, errors relative to the largest number."""
+    outputs, columns = SHAPES[name]
+    copies = max(1, LARGE // (outputs * columns * dtype.itemsize))
+    weights = [torch.empty(outputs, columns, dtype=dtype).normal_(0, columns**-0.5) for _ in range(copies)]
+    x = torch.randn(rows, columns).to(dtype)
+    own = [_packed(weight, kernels) for weight in weights]
+    others: dict[str, Callable[[int], Tensor]] = {"torch": lambda i: F.linear(x, weights[i])}
+    if can_reorder(weights[0]):
+        reordered = [_packed(weight, None) for weight in weights]
+        others["onednn"] = lambda i: reordered[i](x)
+    times = _interleaved({"ours": lambda i: own[i](x), **others}, copies, seconds)
+    want = x.double() @ weights[0][:CHECKED].double().T
+    batch = own[0](x)
+    alone = torch.cat([own[0](x[i : i + 1]) for i in sorted({0, rows // 2, rows - 1})])
+    size, work = outputs * columns * dtype.itemsize, 2 * rows * outputs * columns
+    best = min(times[other] for other in others)
+    return {
+        "shape": name,
+        "outputs": outputs,
+        "columns": columns,
+        "rows": rows,
+        "seconds": times["ours"],
+        "torch_seconds": times["torch"],
+        "onednn_seconds": times.get("onednn"),
+        "speedup": best / times["ours"],  # over the better of the two
+        "gb_per_s": size / times["ours"] / 1e9,
+        "gflop_per_s": work / times["ours"] / 1e9,
+        "error": ((batch[:, :CHECKED].double() - want).abs().max() / want.abs().max()).item(),
+        "invariant": torch.equal(alone, batch[sorted({0, rows // 2, rows - 1})]),
+    }
+
+
+def _packed(weight: Tensor, kernels: Kernels | None) -> Linear:
+    rows, columns = weight.shape
+    linear = Linear(rows, columns, False, weight.dtype, weight.device)
+    linear.weight = weight
+    linear.pack(kernels)
+    return linear
+
+
+def _interleaved(cases: dict[str, Callable[[int], Tensor]], copies: int, seconds: float) -> dict[str, float]:
+    """The median time of one call of each, all called in turns; the first round warms up and is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    began = time.perf_counter()
+    for round_ in range(MOST):
+        if round_ > LEAST and time.perf_counter() - began > seconds:
+            break
+        for name, call in cases.items():
+            start = time.perf_counter()
+            call(round_ % copies)
+            if round_:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+@torch.inference_mode()
+def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[[str], None]) -> dict[str, Any]:
+    """All shapes and rows; `show` gets a line of text as soon as it is known. Raises ConfigError."""
+    choice = choose(isa, torch.device("cpu"), DTYPES[dtype])
+    torch.manual_seed(0)
+    found = []
+    show(f"{choice.name} products of {dtype} on {torch.get_num_threads()} threads, torch {torch.__version__}")
+    if choice.note:
+        show(choice.note)
+    show(
+        f"{'shape':8} {'rows':>5} {'ms':>9} {'torch ms':>9} {'onednn ms':>9} {'ratio':>6} "
+        f"{'GB/s':>6} {'GFLOP/s':>8} {'error':>8} invariant"
+    )
+    for name in SHAPES:
+        for count in rows:
+            if name == "head" and count > MOST_HEAD_ROWS:
+                continue
+            line = measure(name, count, choice.kernels, DTYPES[dtype], seconds)
+            found.append(line)
+            onednn = line["onednn_seconds"]
+            show(
+                f"{name:8} {count:5d} {line['seconds'] * 1e3:9.3f} {line['torch_seconds'] * 1e3:9.3f} "
+                f"{'-' if onednn is None else f'{onednn * 1e3:.3f}':>9} {line['speedup']:6.2f} {line['gb_per_s']:6.1f} "
+                f"{line['gflop_per_s']:8.0f} {line['error']:8.0e} {'yes' if line['invariant'] else 'no'}"
+            )
+    return {
+        "isa": choice.name,
+        "note": choice.note,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "products": found,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.kernels.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--isa", default="auto", choices=CHOICES, help="instruction set; torch: without our kernels")
+    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, with commas")
+    parser.add_argument("--threads", type=int, help="default: torch's choice")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="about so long for each line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; lines as they come go to stderr")
+    given = parser.parse_args(arguments)
+    try:
+        rows = [int(part) for part in given.rows.split(",")]
+    except ValueError:
+        rows = [0]
+    if min(rows) < 1 or (given.threads is not None and given.threads < 1):
+        parser.error("--rows and --threads take whole numbers from 1 on")
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    lines = sys.stderr if given.json else sys.stdout
+    with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
+        try:
+            found = bench(given.isa, given.dtype, rows, given.seconds, lambda text: print(text, file=lines, flush=True))
+        except EngineError as error:
+            found = {"error": str(error)}
+    if given.json:
+        print(json.dumps(found))
+    elif "error" in found:
+        print(found["error"], file=sys.stderr)
+    return 2 if "error" in found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
