@@ -11,7 +11,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..kernels.library import DTYPES
+from ..kernels import build, library
+from ..kernels.library import DTYPES, ISAS
+from ..types import ConfigError
 from . import AttentionMeta, LayerKV
 
 # Of the processor's memory pages: one walk of their tables per 2 MB of keys and values instead of per 4 KB.
@@ -44,6 +46,22 @@ class Call(ctypes.Structure):
     ]
 
 
+def variant(isa: str) -> tuple[ctypes.CDLL, str]:
+    """The kernels and the instruction set that a setting means; ConfigError where there are none."""
+    if isa == "torch":
+        raise ConfigError("no CPU kernels are wanted (--cpu-isa torch)")
+    try:
+        loaded, features = library.load(build.library())
+    except (build.BuildError, OSError) as error:
+        raise ConfigError(f"there are no CPU kernels: {error}") from None
+    have = [name for name, bit in ISAS.items() if features & bit]
+    if not have:
+        raise ConfigError("this processor has no AVX2")
+    if isa not in ("auto", *have):
+        raise ConfigError(f"this processor cannot run {isa}; it can run {', '.join(have)}")
+    return loaded, have[0] if isa == "auto" else isa
+
+
 class Paged:
     """Attention by the kernel, for float32 and bfloat16 and keys as long as values.
 
@@ -52,11 +70,16 @@ class Paged:
 
     invariant = True
 
-    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+    def __init__(self, kernels: ctypes.CDLL, isa: str) -> None:
         pointer = ctypes.c_void_p
-        self._attend = {dtype: getattr(library, f"attend_{name}_{isa}") for dtype, name in DTYPES.items()}
+        self._attend = {dtype: getattr(kernels, f"attend_{name}_{isa}") for dtype, name in DTYPES.items()}
         for function in self._attend.values():
             function.argtypes = [pointer] * 7 + [ctypes.c_int32]
+
+    @classmethod
+    def of(cls, isa: str) -> Paged:
+        """The backend for a setting of the CPU kernels; ConfigError where there are none."""
+        return cls(*variant(isa))
 
     def allocate(
         self, layer: LayerKV, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -85,7 +108,7 @@ class Paged:
         shape = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), cache.shape, scale, window, softcap)
         found: tuple[Call, int] | None = meta.scratch.get(shape)
         if found is None:
-            call = _call(q, k, v, cache, meta, scale, window, softcap)
+            call = _call(q, k, v, cache, meta, scale=scale, window=window, softcap=softcap)
             found = meta.scratch[shape] = call, ctypes.addressof(call)
         if not q.dtype == k.dtype == v.dtype == cache.dtype:
             raise ValueError(f"{q.dtype}, {k.dtype} and {v.dtype} for a cache of {cache.dtype}")
@@ -112,6 +135,7 @@ def _call(
     v: Tensor,
     cache: Tensor,
     meta: AttentionMeta,
+    *,
     scale: float,
     window: int | None,
     softcap: float | None,
