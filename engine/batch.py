@@ -25,6 +25,8 @@ class Row:
     new_block_ids: list[int]  # all of the sequence's blocks in the step that it enters
     num_logits: int  # of the last positions: 0 while a prompt is not complete, 1 to draw a token, all to score a prompt
     scored: list[int] = field(default_factory=list)  # prompt tokens that the first of these positions predict
+    num_hidden: int = 0  # of the last positions: hidden states to pool instead, 1 for the last or all for their mean
+    embeds: bool = False  # the prompt is complete: its embedding is told
 
     @property
     def draws(self) -> bool:
@@ -78,3 +80,4 @@ class StepTokens:
         default_factory=dict
     )  # row index -> for errors: the field of SamplingParams to blame
     ended: frozenset[int] = frozenset()  # rows whose grammar has nothing more to say
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # row index -> TokenDelta.embedding, where it embeds

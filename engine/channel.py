@@ -73,6 +73,7 @@ class Tokens(Struct, frozen=True, array_like=True, tag=True):
     token_ids: list[int]
     logprobs: dict[int, tuple[TokenLogprob, ...]]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
+    embeddings: dict[int, bytes]
     ends: dict[int, End]
     stats: StepStats | None
 
@@ -88,6 +89,7 @@ def pack(deltas: list[TokenDelta], stats: StepStats | None = None) -> Tokens:
         token_ids=[token for delta in deltas for token in delta.token_ids],
         logprobs={i: delta.logprobs for i, delta in enumerate(deltas) if delta.logprobs is not None},
         prompt_logprobs={i: d.prompt_logprobs for i, d in enumerate(deltas) if d.prompt_logprobs is not None},
+        embeddings={i: delta.embedding for i, delta in enumerate(deltas) if delta.embedding is not None},
         ends={
             i: End(delta.finish_reason, delta.error, delta.field, delta.stats)
             for i, delta in enumerate(deltas)
@@ -111,6 +113,7 @@ def unpack(tokens: Tokens) -> list[TokenDelta]:
                 error=end.error if end else None,
                 field=end.field if end else None,
                 stats=end.stats if end else None,
+                embedding=tokens.embeddings.get(i),
             )
         )
         at += count

@@ -19,10 +19,11 @@ from .batch import Batch, Entered, Row, StepTokens
 from .blocks import BlockPool, root_hash
 from .config import EngineConfig
 from .sequence import Sequence, Status
-from .types import EngineRequest, StepStats, TokenDelta, TokenLogprob
+from .types import EngineRequest, Pooling, StepStats, TokenDelta, TokenLogprob
 
 # Logits of every position of a chunk are wide: 64 rows of a vocabulary of 152,000 are 39 MB in float32.
 SCORED_TOKENS = 64
+POOLINGS = ("last", "mean")
 # Blocks kept free when a request is admitted, so that those that run can grow before anyone must be preempted.
 WATERMARK = 0.03
 
@@ -123,11 +124,29 @@ class Scheduler:
             return f"request id {request.id} is in use"
         if not request.prompt_ids:
             return "the prompt has no tokens"
+        if request.params.pooling is not None:
+            return self._never_pooled(request, request.params.pooling)
         if length >= self.max_len:
             return f"the prompt has {length} tokens, and the model takes {self.max_len} of prompt and output together"
         if request.params.max_tokens <= len(request.output_ids):
             return "there is no token left to draw"
-        if not all(0 <= token < self.vocab_size for token in (*request.prompt_ids, *request.output_ids)):
+        return self._strange((*request.prompt_ids, *request.output_ids))
+
+    def _never_pooled(self, request: EngineRequest, pooling: Pooling) -> str | None:
+        """The same for a prompt that becomes a vector: nothing is drawn, so that it may take all the room."""
+        length = len(request.prompt_ids)
+        if pooling.kind not in POOLINGS:
+            return f"unknown pooling {pooling.kind!r}; known: {', '.join(POOLINGS)}"
+        if pooling.dimensions is not None and pooling.dimensions < 1:
+            return "a vector has at least one dimension"
+        if request.output_ids:
+            return "a prompt that becomes a vector has no output"
+        if length > self.max_len:
+            return f"the prompt has {length} tokens, and the model takes {self.max_len}"
+        return self._strange(request.prompt_ids)
+
+    def _strange(self, token_ids: tuple[int, ...]) -> str | None:
+        if not all(0 <= token < self.vocab_size for token in token_ids):
             return f"a token id is outside of [0, {self.vocab_size})"
         return None
 
@@ -230,7 +249,7 @@ class Scheduler:
     def _match(self, seq: Sequence) -> list[int] | None:
         """Blocks of the sequence's longest cached prefix; None when its next block is being filled."""
         hits: list[int] = []
-        if not self.config.prefix_caching or seq.is_scored:  # what is found is not computed, so it has no logits
+        if not self.config.prefix_caching or seq.needs_all:
             return hits
         # The last token is left to compute, and in a block of its own: shared blocks are never written.
         for index in range((len(seq.tokens) - 1) // seq.block_size):
@@ -278,14 +297,18 @@ class Scheduler:
                 entered.append(Entered(seq.id, seq.request.params, seq.prompt_len, history))
                 seq.new_to_runner = False
             scored = seq.tokens[start + 1 : start + count + 1] if seq.is_scored else []
+            is_last = start + count == len(seq.tokens)
+            embeds = is_last and seq.pooling is not None
             rows.append(
                 Row(
                     seq_id=seq.id,
                     start=start,
                     token_ids=seq.tokens[start : start + count],
                     new_block_ids=seq.block_ids[seq.num_sent_blocks :],
-                    num_logits=len(scored) + (start + count == len(seq.tokens)),
+                    num_logits=len(scored) + (is_last and not embeds),
                     scored=scored,
+                    num_hidden=count if seq.is_averaged else int(embeds),
+                    embeds=embeds,
                 )
             )
             seq.num_sent_blocks = len(seq.block_ids)
@@ -310,6 +333,9 @@ class Scheduler:
                 deltas.append(self._end(seq, "abort"))
             elif index in tokens.errors:
                 deltas.append(self._end(seq, "error", error=tokens.errors[index], field=tokens.fields.get(index)))
+            elif index in tokens.embeddings:
+                seq.last_token = now
+                deltas.append(self._end(seq, "stop", delta=TokenDelta(id=seq.id, embedding=tokens.embeddings[index])))
             elif drawn or index in tokens.ended:
                 begins = not seq.first_token
                 seq.first_token = seq.first_token or now

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .blocks import chain
-from .types import EngineRequest, RequestStats, TokenLogprob
+from .types import EngineRequest, Pooling, RequestStats, TokenLogprob
 
 
 class Status(Enum):
@@ -60,8 +60,22 @@ class Sequence:
     @property
     def is_scored(self) -> bool:
         """Whether log-probabilities of the prompt are still to be computed."""
-        asked = self.request.params.prompt_logprobs is not None
+        asked = self.request.params.prompt_logprobs is not None and self.pooling is None
         return asked and len(self.prompt_logprobs) < self.prompt_len - 1
+
+    @property
+    def pooling(self) -> Pooling | None:
+        return self.request.params.pooling
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether the hidden states of all its tokens are pooled."""
+        return self.pooling is not None and self.pooling.kind == "mean"
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether each of its tokens must be computed: what is found in the cache has no logits and no hidden state."""
+        return self.is_scored or self.is_averaged
 
     @property
     def num_output(self) -> int:

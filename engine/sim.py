@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from .batch import Batch, StepTokens
 from .config import POLICIES, EngineConfig
-from .scheduler import Scheduler
-from .types import EngineRequest, SamplingParams, TokenDelta, TokenLogprob
+from .scheduler import POOLINGS, Scheduler
+from .types import EngineRequest, Pooling, SamplingParams, TokenDelta, TokenLogprob
 
 VOCAB = 97
 STOP = 0
@@ -56,8 +56,17 @@ def is_whole(tokens: list[int]) -> bool:
     return tokens[-1] % 29 == 7
 
 
+def embed(tokens: list[int], kind: str) -> bytes:
+    """The vector of these tokens: a function of all of them, or of each of them and its place."""
+    if kind == "last":
+        return b"%d" % draw(tokens)
+    return b"%d" % sum(place * token for place, token in enumerate(tokens, 1))
+
+
 def alone(request: EngineRequest, max_len: int) -> tuple[list[int], str]:
     """What a request must give in any company: its whole output and its finish reason."""
+    if request.params.pooling:
+        return [], "stop"
     tokens = [*request.prompt_ids, *request.output_ids]
     output = list(request.output_ids)
     params = request.params
@@ -90,10 +99,12 @@ class FakeRunner:
         self.salts: dict[int, str] = {}
         self.holders: dict[int, set[int]] = {}  # block -> sequences whose table has it
         self.memory: dict[int, tuple[str, int, int]] = {}  # slot -> (salt, position, token)
+        self.pooled: dict[int, dict[int, int]] = {}  # position -> token of whose hidden state it is
 
     def forget(self, seq_id: int) -> None:
         for block in self.tables.pop(seq_id):
             self.holders[block].discard(seq_id)
+        self.pooled.pop(seq_id, None)
 
     def compute(self, batch: Batch, requests: dict[int, EngineRequest], tokens: dict[int, list[int]]) -> StepTokens:
         """`tokens`: what each sequence holds, by the driver's own books."""
@@ -110,6 +121,7 @@ class FakeRunner:
                 self.holders.setdefault(block, set()).add(row.seq_id)
         scores: dict[int, list[TokenLogprob]] = {}
         ended: set[int] = set()
+        embeddings: dict[int, bytes] = {}
         for index, row in enumerate(batch.rows):
             table, salt, own = self.tables[row.seq_id], requests[row.seq_id].cache_salt, tokens[row.seq_id]
             end = row.start + len(row.token_ids)
@@ -124,7 +136,18 @@ class FakeRunner:
                 block = table[position // self.block_size]
                 assert self.holders[block] == {row.seq_id}, f"block {block} is shared and written"
                 self.memory[block * self.block_size + position % self.block_size] = (salt, position, own[position])
-            assert row.draws == (end == len(own)), "a token is drawn too early or not at all"
+            pooling = requests[row.seq_id].params.pooling
+            assert row.draws == (end == len(own) and pooling is None), "a token is drawn too early or not at all"
+            assert row.embeds == (end == len(own) and pooling is not None), "a vector is made too early or not at all"
+            if pooling is not None:
+                first = end - row.num_hidden
+                states = {position: own[position] for position in range(first, end)}
+                self.pooled.setdefault(row.seq_id, {}).update(states)
+            if pooling is not None and row.embeds:
+                states = self.pooled[row.seq_id]
+                wanted = [len(own) - 1] if pooling.kind == "last" else list(range(len(own)))
+                assert sorted(states) == wanted, "hidden states are missing, or were not asked for"
+                embeddings[index] = embed(own if pooling.kind == "last" else [states[i] for i in wanted], pooling.kind)
             assert len(row.scored) in (0, row.num_logits - row.draws), "a position is scored and not computed"
             drawn.append([draw(own)] if row.draws else [])
             if row.draws and requests[row.seq_id].params.grammar:
@@ -133,7 +156,7 @@ class FakeRunner:
                     ended.add(index)
             if row.scored:
                 scores[index] = [TokenLogprob(-float(token)) for token in row.scored]
-        return StepTokens(drawn, prompt_logprobs=scores, ended=frozenset(ended))
+        return StepTokens(drawn, prompt_logprobs=scores, ended=frozenset(ended), embeddings=embeddings)
 
 
 @dataclass(eq=False)
@@ -196,7 +219,9 @@ class Episode:
 
     def arrive(self) -> None:
         rng, max_len = self.rng, self.scheduler.max_len
-        length = rng.randint(1, max_len - 1) if rng.random() < 0.3 else rng.randint(1, max(1, max_len // 3))
+        pooling = rng.choice((None, None, None, Pooling(kind=rng.choice(POOLINGS))))
+        most = max_len if pooling else max_len - 1
+        length = rng.randint(1, most) if rng.random() < 0.3 else rng.randint(1, max(1, max_len // 3))
         shared = rng.choice(self.prefixes)[: rng.randint(0, length)]
         prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(length - len(shared)))]
         request = EngineRequest(
@@ -207,12 +232,13 @@ class Episode:
                 min_tokens=rng.choice((0, 0, rng.randint(0, 5))),
                 stop_ids=rng.choice(((STOP,), ())),
                 prompt_logprobs=rng.choice((None, None, None, 0)),
-                grammar=rng.choice((None, None, ("sim", ""))),
+                grammar=rng.choice((None, None, ("sim", ""))) if pooling is None else None,
+                pooling=pooling,
             ),
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(("", "", "other")),
         )
-        if rng.random() < 0.1:  # handed over part-way, as after an engine's death
+        if rng.random() < 0.1 and pooling is None:  # handed over part-way, as after an engine's death
             output, _ = alone(request, max_len)
             request = EngineRequest(
                 id=request.id,
@@ -291,6 +317,11 @@ class Episode:
             if delta.prompt_logprobs is not None:
                 scores = [-entry.logprob for entry in delta.prompt_logprobs]
                 assert scores == list(request.prompt_ids[1:]), "a prompt's scores are not its tokens'"
+            pooling = request.params.pooling
+            wanted = (
+                embed(list(request.prompt_ids), pooling.kind) if pooling and delta.finish_reason == "stop" else None
+            )
+            assert delta.embedding == wanted, "a prompt's vector is not its own, or came when none was due"
             if not delta.finish_reason:
                 continue
             del self.requests[delta.id]

@@ -9,12 +9,20 @@ from __future__ import annotations
 from msgspec import Struct
 
 
+class Pooling(Struct, frozen=True, array_like=True, kw_only=True):
+    """How a sequence's last hidden states (behind the final norm) become one vector of length 1."""
+
+    kind: str = "last"  # last: the last token's; mean: the mean over all tokens, which takes nothing from the cache
+    dimensions: int | None = None  # of the vector, its first ones; None, or more than there are: all of them
+
+
 class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     """How one sequence draws its tokens. Filters apply in the order of the fields' groups.
 
     Order: penalties, bias, min_tokens mask, grammar, temperature, top_k, top_p, min_p, draw. `temperature` 0 is
     greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set: the draw is a function of
-    (seed, number of tokens since the end of the prompt).
+    (seed, number of tokens since the end of the prompt). With `pooling` nothing is drawn and no other field counts:
+    the prompt may be as long as the model takes, and what comes is one delta with its embedding and "stop".
     """
 
     max_tokens: int
@@ -34,6 +42,7 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     allowed_ids: tuple[int, ...] | None = None  # only these can be drawn
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of such a run cannot follow the others in the output
     grammar: tuple[str, str] | None = None  # (kind, text), see engine/grammar; what ends with "stop" follows it
+    pooling: Pooling | None = None  # the prompt becomes a vector
 
     @property
     def uses_history(self) -> bool:
@@ -69,7 +78,7 @@ class RequestStats(Struct, frozen=True, array_like=True, kw_only=True):
     arrived: float
     scheduled: float = 0.0
     first_token: float = 0.0
-    last_token: float = 0.0
+    last_token: float = 0.0  # or the embedding, which has no first token
     preemptions: int = 0
 
 
@@ -84,6 +93,7 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
     error: str | None = None  # a sentence, with finish_reason error
     field: str | None = None  # with error: the field of SamplingParams that is to blame, where there is one
     stats: RequestStats | None = None  # with the first token and with the finish_reason
+    embedding: bytes | None = None  # float32, little-endian; alone, when asked for
 
 
 class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
@@ -112,6 +122,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     product: str = "torch"  # what computes the matrix products: an instruction set of our own kernels, or torch
     product_note: str = ""  # what is lost by it
     product_fix: str = ""  # how to get it
+    hidden_size: int = 0  # numbers of an embedding; 0: this model tells no hidden states
     notes: tuple[str, ...] = ()  # what was changed from what was asked, one sentence each
 
 

@@ -21,11 +21,15 @@ from starlette.types import Receive, Scope, Send
 from engine import EngineInfo, EngineRequest
 
 from . import sse
+from .conversation import Shape, check_takes_grammars, hidden_ids, shape
+from .conversation import parser as message_parser
 from .errors import ApiError, deadline, from_exception, invalid
 from .generation import Choice, Due, Generation, Gone, Scores
 from .limits import Caller
 from .prompts import TextTooLong
-from .protocol.common import Head, Json, Output, Prompt, Sampling, TokenText, Writer
+from .protocol.common import Head, Json, Output, Prompt, TokenText, Writer
+from .protocol.conversation import Conversation
+from .protocol.sampling import Drawing
 from .schemas import Grammar
 from .state import Pequod
 from .templates import TemplateError
@@ -39,7 +43,7 @@ MAX_SCORES = 1 << 17
 NEVER = -100  # a logit_bias that forbids
 CONTEXT_CODE = "context_length_exceeded"
 
-Body = TypeVar("Body", bound=Sampling)
+Body = TypeVar("Body", bound=Drawing)
 Encode = Callable[[Pequod, Body], Awaitable[list[Prompt]]]
 MakeWriter = Callable[[Body, Head, list[Prompt], TokenText], Writer]
 
@@ -70,18 +74,20 @@ async def answer(
     grammar = await checked_grammar(app, body)
     # The ticket is the caller's: it ends with the HTTP request, however that ends.
     ticket = app.limits.admit(caller, body.num_prompts * body.num_choices)
-    prompts = await encoded(app, body, encode, due)
+    prompts = await encoded(encode(app, body), body.prompt_field, due)
+    shaped = await shape(app, body, grammar, prompts[0]) if isinstance(body, Conversation) else None
+    grammar = shaped.grammar if shaped else grammar
     max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
     check_scores(body, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     bad_words = await spelt(app, info, body)
     head = Head(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint)
-    requests = engine_requests(app, caller, body, prompts, max_tokens, bad_words=bad_words)
+    requests = engine_requests(app, caller, body, prompts, max_tokens, grammar=grammar, bad_words=bad_words)
     track = app.metrics.track(
         request.state.request_id, body.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)
     )
     track.began = began  # the client waits since then, not since its prompt was tokenized
-    choices = make_choices(app, body, requests, grammar.field if grammar else "")
+    choices = make_choices(app, body, requests, grammar, shaped)
     generation = Generation(app, choices, body.num_choices, track, due)
     return Answer(generation, write(body, head, prompts, app.tokenizer.token_text), body)
 
@@ -103,10 +109,9 @@ def time_limit(app: Pequod, request: Request) -> Due | None:
     return min(limits, default=None)
 
 
-def check_fields(app: Pequod, info: EngineInfo, body: Sampling) -> None:
+def check_fields(app: Pequod, info: EngineInfo, body: Drawing) -> None:
     """What the schema cannot know: the model's vocabulary and the server's settings."""
-    if body.priority and app.settings.scheduling_policy != "priority":
-        raise invalid("Invalid 'priority': the server does not run with --scheduling-policy priority.", "priority")
+    check_priority(app, body.priority)
     check_token_ids(info, body.stop_token_ids or (), "stop_token_ids")
     check_token_ids(info, tuple(body.logit_bias or ()), "logit_bias")
     check_token_ids(info, body.allowed_token_ids or (), "allowed_token_ids")
@@ -115,33 +120,32 @@ def check_fields(app: Pequod, info: EngineInfo, body: Sampling) -> None:
         raise invalid(f"Invalid '{field}': 0 is for scoring a prompt, with echo.", field)
 
 
+def check_priority(app: Pequod, priority: int | None) -> None:
+    """Raise 400 unless priorities decide here."""
+    if priority and app.settings.scheduling_policy != "priority":
+        raise invalid("Invalid 'priority': the server does not run with --scheduling-policy priority.", "priority")
+
+
 def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
     """Raise 400 unless the model has all of these tokens."""
     if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
         raise invalid(f"Invalid '{param}': token ids must be in 0..{info.vocab_size - 1}.", param)
 
 
-async def checked_grammar(app: Pequod, body: Sampling) -> Grammar | None:
-    """The grammar of a request, if it has one; raises 400 when it cannot be used."""
+async def checked_grammar(app: Pequod, body: Drawing) -> Grammar | None:
+    """The grammar that a request brings, if it does; raises 400 when it cannot be used."""
     grammar = body.answer_grammar
-    if grammar is None:
-        return None
-    assert app.tokenizer is not None
-    if not app.tokenizer.takes_grammars:
-        raise invalid(f"Invalid '{grammar.field}': this model's tokenizer cannot be used with it.", grammar.field)
-    if body.stops:
-        # What a stop string cuts off may be what makes the answer valid.
-        raise invalid("Invalid 'stop': must be absent where the answer has to follow a grammar.", "stop")
-    await app.grammars.check(grammar)
+    if grammar is not None:
+        check_takes_grammars(app, body, grammar.field)
+        await app.grammars.check(grammar)
     return grammar
 
 
-async def encoded(app: Pequod, body: Body, encode: Encode[Body], due: Due | None) -> list[Prompt]:
-    """The prompts; what the tokenizer or the template refuses becomes a 400."""
-    param = body.prompt_field
+async def encoded(encoding: Awaitable[list[Prompt]], param: str, due: Due | None) -> list[Prompt]:
+    """The prompts of the field `param`; what the tokenizer or the template refuses becomes a 400."""
     try:
         async with asyncio.timeout(due and due.left_s):
-            prompts = await encode(app, body)
+            prompts = await encoding
     except TimeoutError:
         raise deadline() from None
     except (TemplateError, TextTooLong) as error:
@@ -156,7 +160,7 @@ def text_error(error: TemplateError | TextTooLong, param: str) -> ApiError:
     return invalid(str(error), param, CONTEXT_CODE if isinstance(error, TextTooLong) else "invalid_value")
 
 
-def room(info: EngineInfo, body: Sampling, ids: Sequence[int], default: int | None) -> int:
+def room(info: EngineInfo, body: Drawing, ids: Sequence[int], default: int | None) -> int:
     """The most tokens that this prompt's answer may have; raises 400 when prompt and answer cannot fit."""
     left = info.max_len - len(ids)
     told = (
@@ -173,7 +177,7 @@ def room(info: EngineInfo, body: Sampling, ids: Sequence[int], default: int | No
     return most
 
 
-def check_scores(body: Sampling, prompts: list[Prompt]) -> None:
+def check_scores(body: Drawing, prompts: list[Prompt]) -> None:
     """Raise 400 when the prompts' own log-probabilities are more than one answer may hold."""
     if body.scoring is None:
         return
@@ -184,7 +188,7 @@ def check_scores(body: Sampling, prompts: list[Prompt]) -> None:
         raise invalid(f"{told} are more than the {MAX_SCORES} that one answer holds.", field)
 
 
-async def spelt(app: Pequod, info: EngineInfo, body: Sampling) -> tuple[tuple[int, ...], ...]:
+async def spelt(app: Pequod, info: EngineInfo, body: Drawing) -> tuple[tuple[int, ...], ...]:
     """The request's bad words as tokens; raises 400 when they and the other fields leave nothing to draw."""
     words: list[tuple[int, ...]] = []
     if body.bad_words:
@@ -205,10 +209,11 @@ async def spelt(app: Pequod, info: EngineInfo, body: Sampling) -> tuple[tuple[in
 def engine_requests(
     app: Pequod,
     caller: Caller,
-    body: Sampling,
+    body: Drawing,
     prompts: list[Prompt],
     max_tokens: list[int],
     *,
+    grammar: Grammar | None,
     bad_words: tuple[tuple[int, ...], ...],
 ) -> list[EngineRequest]:
     """One request per choice, prompt by prompt."""
@@ -224,6 +229,7 @@ def engine_requests(
                 max_tokens=max(1, most),
                 seed=own,
                 eos_ids=app.tokenizer.eos_ids,
+                grammar=grammar,
                 bad_words=bad_words,
                 scores=i == 0,
             )
@@ -245,27 +251,36 @@ def seed_of_choice(seed: int, index: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def make_choices(app: Pequod, body: Sampling, requests: list[EngineRequest], grammar_field: str) -> list[Choice]:
+def make_choices(
+    app: Pequod, body: Drawing, requests: list[EngineRequest], grammar: Grammar | None, shaped: Shape | None
+) -> list[Choice]:
     """A Choice per request; those of one prompt share its scores."""
     choices = []
     scores = None
     for index, request in enumerate(requests):
         if index % body.num_choices == 0:
             scores = None if body.scoring is None else Scores()
-        stream = text_stream(app, body, request)
-        choices.append(Choice(index, request, stream, grammar_field, scores=scores, is_silent=body.only_scores))
+        stream = text_stream(app, body, request, grammar, shaped)
+        parser = message_parser(body, shaped) if shaped and isinstance(body, Conversation) else None
+        field = grammar.field if grammar else ""
+        choices.append(Choice(index, request, stream, field, parser=parser, scores=scores, is_silent=body.only_scores))
     return choices
 
 
-def text_stream(app: Pequod, body: Sampling, request: EngineRequest) -> TextStream:
+def text_stream(
+    app: Pequod, body: Drawing, request: EngineRequest, grammar: Grammar | None, shaped: Shape | None
+) -> TextStream:
     assert app.tokenizer is not None
+    hidden = hidden_ids(app, shaped.formats) if shaped else app.tokenizer.special_ids
+    if body.skip_special_tokens is False:
+        hidden = frozenset()
     return TextStream(
         app.tokenizer,
         body.stops,
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special=body.skip_special_tokens is not False,
+        hidden=hidden,
         context=request.prompt_ids,
-        strip=body.answer_grammar is None,
+        strip=grammar is None,
         min_tokens=body.min_tokens or 0,
     )
 
@@ -276,26 +291,18 @@ def text_stream(app: Pequod, body: Sampling, request: EngineRequest) -> TextStre
 class Answer(Response):
     """Runs a Generation while it is being sent; an error before the first byte leaves as an ordinary exception."""
 
-    def __init__(self, generation: Generation, writer: Writer, body: Sampling) -> None:
+    def __init__(self, generation: Generation, writer: Writer, body: Drawing) -> None:
         super().__init__()
         self.generation = generation
         self.writer = writer
         self.request = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.generation.start(receive)
-        try:
+        async with self.generation.running(receive):
             if self.request.stream:
                 await Stream(self.generation, self.writer, self.request, send).run()
             else:
                 await self._send_whole(scope, receive, send)
-        except Gone:
-            return  # there is nobody to answer; what has happened is counted
-        except Exception as error:
-            self.generation.stop(error, "error")
-            raise
-        finally:
-            await self.generation.close()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         outputs: list[list[Output]] = [[] for _ in self.generation.choices]
@@ -321,7 +328,7 @@ class Stream:
     The head waits for the first token or for HEARTBEAT_S, so that whatever fails until then has its own status.
     """
 
-    def __init__(self, generation: Generation, writer: Writer, body: Sampling, send: Send) -> None:
+    def __init__(self, generation: Generation, writer: Writer, body: Drawing, send: Send) -> None:
         self.generation = generation
         self.writer = writer
         self.request = body
@@ -333,7 +340,7 @@ class Stream:
             async for outputs in self.generation.outputs():
                 await self._begin()
                 await self._write(await self._frames(outputs) if outputs else sse.HEARTBEAT)
-            await self._write(self._events(self.writer.closing(self.generation.usage())) + sse.DONE, more=False)
+            await self._write(self._events(self.writer.closing(self.generation.usage())) + self.writer.end, more=False)
         except Gone:
             raise
         except Exception as error:
@@ -341,7 +348,8 @@ class Stream:
                 raise
             self.generation.stop(error, "error")
             # The status has gone: the error is the last event, never a cut connection.
-            await self._write(sse.frame(from_exception(error).body()) + sse.DONE, more=False)
+            failure = self.writer.failure(from_exception(error), self.generation.usage())
+            await self._write(failure + self.writer.end, more=False)
 
     async def _begin(self) -> None:
         if self.has_begun:
@@ -368,7 +376,7 @@ class Stream:
         return self.generation.usage() if self.request.continuous_usage else None
 
     def _events(self, chunks: list[Json]) -> bytes:
-        return b"".join(sse.frame(msgspec.json.encode(chunk)) for chunk in chunks)
+        return b"".join(self.writer.frame(chunk) for chunk in chunks)
 
     async def _write(self, data: bytes, more: bool = True) -> None:
         if data or not more:

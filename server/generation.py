@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from starlette.types import Receive
@@ -13,6 +15,7 @@ from engine import EngineRequest, RequestStats, TokenDelta, TokenLogprob
 
 from .errors import ApiError, deadline, from_exception, unavailable
 from .metrics import Track
+from .parsers import Call, MessageParser, Part, Plain
 from .protocol.common import Json, Output, usage
 from .schemas import refusal
 from .state import Pequod
@@ -53,12 +56,31 @@ class Scores:
         return self._entries
 
 
-class Choice:
+class Reader(ABC):
+    """What becomes of one engine request, and what that has cost."""
+
+    def __init__(self, index: int, request: EngineRequest) -> None:
+        self.index = index
+        self.request = request
+        self.num_tokens = 0  # delivered
+        self.num_reasoning = 0  # of them, those that are reasoning
+        self.stats: RequestStats | None = None
+
+    @abstractmethod
+    def read(self, delta: TokenDelta) -> Output:
+        """What the delta makes certain; raises the ApiError that ends the whole request."""
+
+    async def scored(self, output: Output) -> Output:
+        """The first output, with the prompt's log-probabilities where they were asked for."""
+        return output
+
+
+class Choice(Reader):
     """One choice on its way: the engine's request, its text so far, and what it has cost.
 
-    `grammar_field` of the client's request is where its grammar stands; `scores` where the prompt's log-probabilities
-    were asked for; `is_silent`: there is nothing else to tell, and the one token that the engine draws at least is
-    dropped.
+    `grammar_field` of the client's request is where its grammar stands; `parser` tells what the text means; `scores`
+    where the prompt's log-probabilities were asked for; `is_silent`: there is nothing else to tell, and the one token
+    that the engine draws at least is dropped.
     """
 
     def __init__(
@@ -68,17 +90,17 @@ class Choice:
         stream: TextStream,
         grammar_field: str = "",
         *,
+        parser: MessageParser | None = None,
         scores: Scores | None = None,
         is_silent: bool = False,
     ) -> None:
-        self.index = index
+        super().__init__(index, request)
         self.grammar_field = grammar_field
-        self.request = request
         self.stream = stream
+        self.parser = parser or Plain()
         self.scores = scores
         self.is_silent = is_silent
-        self.num_tokens = 0  # delivered
-        self.stats: RequestStats | None = None
+        self._has_called = False
 
     def read(self, delta: TokenDelta) -> Output:
         """The delta's tokens as text. What comes after a stop string is dropped; a stop token has no text."""
@@ -86,30 +108,47 @@ class Choice:
         if reason == "error" and delta.field == "grammar":
             raise refusal(self.grammar_field, delta.error or "it cannot be used")
         if reason not in (None, "stop", "length"):
-            raise ApiError(
-                500,
-                f"The engine could not finish this request: {delta.error or reason}.",
-                type="server_error",
-                code="engine_error",
-            )
+            raise unfinished(delta)
         self.stats = delta.stats or self.stats
         if self.is_silent:
             return Output(self.index, finish_reason="length", prompt_logprobs=delta.prompt_logprobs)
         ids = delta.token_ids
         ended = reason == "stop" and bool(ids) and ids[-1] in self.request.params.stop_ids
-        piece = self.stream.feed(ids[:-1] if ended else ids)
-        text, offsets, count = piece.text, piece.offsets, piece.num_tokens
-        if piece.stopped:
-            reason = "stop"
-        elif reason:
+        texts: list[str] = []
+        parts: list[Part] = []
+        offsets: list[int] = []
+        for token_id in ids[:-1] if ended else ids:
+            # One at a time: whether a token is reasoning must not depend on what else came with it.
+            piece = self.stream.feed((token_id,))
+            thought = self.parser.is_reasoning
+            texts.append(piece.text)
+            parts += self.parser.feed(piece.text)
+            offsets += piece.offsets
+            self.num_reasoning += thought or self.parser.is_reasoning
+            if piece.stopped:
+                reason, ended = "stop", False
+                break
+        if reason:
             if ended:
-                offsets, count = (*offsets, self.stream.offset), count + 1
-            text += self.stream.finish().text
-        logprobs = (delta.logprobs or ())[:count]
-        return Output(self.index, text, ids[:count], logprobs, offsets, reason, delta.prompt_logprobs)
+                offsets.append(self.stream.offset)
+            rest = self.stream.finish().text
+            texts.append(rest)
+            parts += self.parser.feed(rest) + self.parser.finish()
+        self._has_called |= any(isinstance(part, Call) for part in parts)
+        if reason == "stop" and self._has_called:
+            reason = "tool_calls"
+        return Output(
+            choice=self.index,
+            text="".join(texts),
+            parts=tuple(parts),
+            token_ids=ids[: len(offsets)],
+            logprobs=(delta.logprobs or ())[: len(offsets)],
+            offsets=tuple(offsets),
+            finish_reason=reason,
+            prompt_logprobs=delta.prompt_logprobs,
+        )
 
     async def scored(self, output: Output) -> Output:
-        """The first output, with the prompt's log-probabilities."""
         if self.scores is None:
             return output
         if self.request.params.prompt_logprobs is not None:
@@ -117,14 +156,34 @@ class Choice:
         return output._replace(prompt_logprobs=await self.scores.get())
 
 
-class Generation:
-    """All choices of one request, from the engine to their text.
+def unfinished(delta: TokenDelta) -> ApiError:
+    """500 for what the engine gave up."""
+    return ApiError(
+        500,
+        f"The engine could not finish this request: {delta.error or delta.finish_reason}.",
+        type="server_error",
+        code="engine_error",
+    )
 
-    `start` it, read `outputs` to the end, and `close` it whatever happens: that stops what still runs.
+
+class Generation:
+    """All choices of one request, from the engine to their text; at most `window` of them at a time, in their order.
+
+    While it is `running`, read `outputs` to the end.
     """
 
-    def __init__(self, app: Pequod, choices: list[Choice], n: int, track: Track, due: Due | None) -> None:
+    def __init__(
+        self,
+        app: Pequod,
+        choices: Sequence[Reader],
+        n: int,
+        track: Track,
+        due: Due | None,
+        *,
+        window: int | None = None,
+    ) -> None:
         self.choices = choices
+        self._places = asyncio.Semaphore(window or len(choices))
         self._app = app
         self._n = n
         self._track = track
@@ -137,10 +196,27 @@ class Generation:
         self._watchers: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
+    @asynccontextmanager
+    async def running(self, receive: Receive) -> AsyncIterator[None]:
+        """From the beginning to the end, whichever that is: when it is left the engine has been told.
+
+        Gone ends it in silence: there is nobody to answer, and what has happened is counted.
+        """
+        self.start(receive)
+        try:
+            yield
+        except Gone:
+            return
+        except Exception as error:
+            self.stop(error, "error")
+            raise
+        finally:
+            await self.close()
+
     def start(self, receive: Receive) -> None:
         """Begin; `receive` tells when the client hangs up."""
         loop = asyncio.get_running_loop()
-        self._workers = [loop.create_task(self._work(choice)) for choice in self.choices]
+        self._workers = [loop.create_task(self._work_in_turn(choice)) for choice in self.choices]
         self._watchers = [loop.create_task(self._watch_client(receive)), loop.create_task(self._watch_drain())]
         if self._due is not None:
             self._timer = loop.call_later(self._due.left_s, self.stop, deadline(), self._due.cause)
@@ -159,7 +235,9 @@ class Generation:
                 self._track.delivered(len(output.token_ids), output.choice)
                 if output.finish_reason:
                     left -= 1
-                    self._track.finished(output.finish_reason, choice.stats, output.choice)
+                    self._track.finished(
+                        "length" if output.finish_reason == "length" else "stop", choice.stats, output.choice
+                    )
             yield taken
 
     async def _take(self) -> list[Output]:
@@ -176,7 +254,11 @@ class Generation:
             raise self._failure
         return taken
 
-    async def _work(self, choice: Choice) -> None:
+    async def _work_in_turn(self, choice: Reader) -> None:
+        async with self._places:
+            await self._work(choice)
+
+    async def _work(self, choice: Reader) -> None:
         engine, request_id = self._app.engine, choice.request.id
         try:
             is_first = True
@@ -232,4 +314,5 @@ class Generation:
             sum(len(choice.request.prompt_ids) for choice in first),
             sum(choice.num_tokens for choice in self.choices),
             sum(choice.stats.cached_tokens for choice in first if choice.stats is not None),
+            sum(choice.num_reasoning for choice in self.choices),
         )

@@ -192,8 +192,9 @@ class Metrics:
         self.http_requests.labels(method, handler, str(status)).inc()
         self.http_seconds.labels(method, handler).observe(seconds)
 
-    def track(self, label: str, n: int, prompt_tokens: int | Sequence[int], max_tokens: int) -> Track:
-        """Begin to watch one request, of one prompt or several, with `n` choices each."""
+    def track(self, label: str, n: int, prompt_tokens: int | Sequence[int], max_tokens: int | None) -> Track:
+        """Begin to watch one request, of one prompt or several, with `n` choices each; max_tokens None: it asks for no
+        tokens at all."""
         prompts = [prompt_tokens] if isinstance(prompt_tokens, int) else list(prompt_tokens)
         return Track(self, label, n, prompts, max_tokens)
 
@@ -288,7 +289,7 @@ class Track:
     Choices have the index that the API gives them: prompt index * n + i.
     """
 
-    def __init__(self, metrics: Metrics, label: str, n: int, prompts: list[int], max_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, label: str, n: int, prompts: list[int], max_tokens: int | None) -> None:
         self.metrics = metrics
         self.label = label
         self.n = n
@@ -298,8 +299,10 @@ class Track:
         self.begun: set[int] = set()  # prompts of which a token has come
         self.cached: dict[int, int] = {}  # by prompt: tokens found in the cache, as its first choice tells
         self.cause: str | None = None  # of the abort
+        self.generates = max_tokens is not None
         metrics.params_n.observe(n)
-        metrics.lengths[2].observe(max_tokens)
+        if max_tokens is not None:
+            metrics.lengths[2].observe(max_tokens)
 
     def delivered(self, num_tokens: int, choice: int = 0) -> None:
         """Tokens that are handed on to the client, now."""
@@ -333,7 +336,8 @@ class Track:
         metrics.success[mine.reason].inc()
         prompt = choice // self.n
         metrics.lengths[0].observe(self.prompts[prompt])
-        metrics.lengths[1].observe(mine.tokens)
+        if self.generates:
+            metrics.lengths[1].observe(mine.tokens)
         metrics.latency.observe(metrics.clock() - self.began)
         if mine.reason in ("stop", "length"):  # also an answer of no token, when a stop token was drawn first
             self._begin(prompt)
@@ -352,9 +356,11 @@ class Track:
         if stats.scheduled:
             mine.queued = max(0.0, stats.scheduled - stats.arrived)
             metrics.queue_seconds.observe(mine.queued)
-        if stats.scheduled and stats.first_token:
-            metrics.prefill_seconds.observe(max(0.0, stats.first_token - stats.scheduled))
-            metrics.decode_seconds.observe(max(0.0, stats.last_token - stats.first_token))
+        if stats.scheduled and stats.last_token:
+            # An embedding has no first token: all of its time is its prompt's.
+            metrics.prefill_seconds.observe(max(0.0, (stats.first_token or stats.last_token) - stats.scheduled))
+            if stats.first_token:
+                metrics.decode_seconds.observe(max(0.0, stats.last_token - stats.first_token))
             metrics.inference_seconds.observe(max(0.0, stats.last_token - stats.scheduled))
 
     def aborted(self, cause: str) -> None:

@@ -58,6 +58,11 @@ class Prompts:
         return bool(self._templates)
 
     @property
+    def template_source(self) -> str:
+        """What the chat templates say; empty where there is none."""
+        return self._templates.source
+
+    @property
     def max_characters(self) -> int:
         """No text longer than this can fit the context."""
         if self.max_len is None:

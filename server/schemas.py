@@ -43,6 +43,7 @@ class Grammar(NamedTuple):
     kind: str  # as the engine knows it
     text: str
     field: str
+    is_raw: bool = False  # it binds all of the text, with the marks of reasoning and calls; else only the answer itself
 
     @property
     def pair(self) -> tuple[str, str]:

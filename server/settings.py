@@ -23,6 +23,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from .parsers.formats import REASONING_FORMATS, TOOL_FORMATS
+
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
@@ -145,6 +147,23 @@ DType = Annotated[
 Device = Annotated[str, AfterValidator(_device)]
 
 
+def _one_of(formats: Iterable[str]) -> AfterValidator:
+    """One of these, auto or none."""
+    known = ("auto", "none", *formats)
+
+    def check(value: str) -> str:
+        if value not in known:
+            near = nearest(value, known)
+            raise ValueError(f"must be one of {', '.join(known)}" + (f"; did you mean {near}?" if near else ""))
+        return value
+
+    return AfterValidator(check)
+
+
+ToolParser = Annotated[str, _one_of(TOOL_FORMATS)]
+ReasoningParser = Annotated[str, _one_of(REASONING_FORMATS)]
+
+
 def setting(group: str, default: Any, description: str, metavar: str | None = None, **bounds: Any) -> Any:
     """A field with the group that `--help` lists it under."""
     return Field(default, description=description, json_schema_extra={"group": group, "metavar": metavar}, **bounds)
@@ -163,6 +182,12 @@ class Settings(BaseSettings):
         "model", [], "names that requests may use, the first is reported; several (default: MODEL)", "NAME"
     )
     chat_template: File | None = setting("model", None, "Jinja file used instead of the model's chat template", "FILE")
+    tool_call_parser: ToolParser = setting(
+        "model", "auto", "how the model writes calls of tools: auto (seen in its chat template), none, or a format"
+    )
+    reasoning_parser: ReasoningParser = setting(
+        "model", "auto", "how the model marks its reasoning: auto (seen in its chat template), none, or a format"
+    )
     generation_config: Annotated[str, AfterValidator(_generation_config)] = setting(
         "model",
         "auto",

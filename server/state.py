@@ -21,6 +21,7 @@ from .defaults import read_defaults
 from .errors import not_found, place, shown
 from .limits import Limits
 from .metrics import Metrics
+from .parsers import Formats, detect
 from .prompts import Prompts
 from .schemas import Gate
 from .settings import Settings
@@ -78,6 +79,7 @@ class Pequod:
         self.tokenizer: Tokenizer | None = None
         self.prompts: Prompts | None = None
         self.default_sampling: dict[str, float | int] = {}
+        self.formats = Formats()  # how the model writes calls and reasoning
         self.model_names = settings.names
         self.created = int(time.time())
         self.deadline_passed = asyncio.Event()  # the drain's: every open stream ends now, with an error event
@@ -110,6 +112,7 @@ class Pequod:
             info = engine.result()
             self.tokenizer, self.prompts, self.default_sampling = found.tokenizer, found.prompts, found.defaults
             self.prompts.max_len = info.max_len
+            self.formats = self._formats(self.prompts.template_source)
             self.limits.max_seqs = info.max_seqs
             self.metrics.bind(info)
             self.is_loaded = True
@@ -134,6 +137,13 @@ class Pequod:
         except (OSError, UnicodeDecodeError, TemplateError) as error:
             raise ConfigError(f"--chat-template {path} cannot be used: {error}") from None
         return TextFiles(folder.revision, tokenizer, prompts, defaults)
+
+    def _formats(self, template: str) -> Formats:
+        """The model's formats, as its chat template shows them or as the settings say."""
+        seen, settings = detect(template), self.settings
+        chosen = {"tools": settings.tool_call_parser, "reasoning": settings.reasoning_parser}
+        own = {kind: None if name == "none" else name for kind, name in chosen.items() if name != "auto"}
+        return seen._replace(**own)
 
     async def ready(self) -> EngineInfo:
         """Wait until generation works: engine and tokenizer; raises the EngineError that prevents it."""

@@ -154,6 +154,11 @@ class ChatTemplates:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
+    @property
+    def source(self) -> str:
+        """What all templates of the model say; empty where it has none."""
+        return "\n".join(self._sources.values())
+
     def get(self, name: str = "default") -> ChatTemplate:
         """A template by name, or the only one there is; raises TemplateError when it is missing or broken."""
         if not self._sources:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from .tokenizer import Tokenizer
@@ -59,7 +59,8 @@ class TextStream:
     several that one token completes, the one that begins first. A stop string that is complete within the first
     `min_tokens` tokens does not count. `strip`: a text that nothing comes before loses the space that some
     vocabularies put before every word; where a grammar counts each letter it must not. The pieces joined do not
-    depend on how the ids were cut into feeds.
+    depend on how the ids were cut into feeds. Tokens that are `hidden` have no
+    text; None: the special ones.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class TextStream:
         stops: Sequence[str] = (),
         *,
         include_stop: bool = False,
-        skip_special: bool = True,
+        hidden: Collection[int] | None = None,
         context: Sequence[int] = (),
         min_tokens: int = 0,
         strip: bool = True,
@@ -76,7 +77,7 @@ class TextStream:
         self.stopped = False
         self.offset = 0  # characters decoded so far: where the next token's text begins
         self._decoder = tokenizer.decoder
-        self._hidden = tokenizer.special_ids if skip_special else frozenset()
+        self._hidden = tokenizer.special_ids if hidden is None else hidden
         self._stops = [Stop(stop) for stop in stops if stop]
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -161,4 +162,4 @@ class TextStream:
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = False) -> list[int]:
     """Where each token's text begins in the text of them all, in characters."""
-    return list(TextStream(tokenizer, skip_special=skip_special).feed(ids).offsets)
+    return list(TextStream(tokenizer, hidden=tokenizer.special_ids if skip_special else ()).feed(ids).offsets)

@@ -149,6 +149,7 @@ class Tokenizer:
         self.eos_id = self._id(self.special_tokens.get("eos_token"))
         _add_ends(self._library, config, self.bos_id, self.eos_id)
         added = self._library.get_added_tokens_decoder()
+        self.added_ids = {token.content: i for i, token in added.items()}  # tokens that no letters spell
         self.special_ids = frozenset(i for i, token in added.items() if token.special) | marked
         self.eos_ids = _eos_ids(self.folder, self.eos_id)
         self.templates = _templates(self.folder, config)
@@ -188,6 +189,11 @@ class Tokenizer:
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """The vocabulary's own spelling of each token; empty for ids outside it."""
         return [_token(self._library, token_id) or "" for token_id in ids]
+
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """The ids of those of these tokens that the vocabulary has."""
+        found = (self._library.token_to_id(token) for token in tokens)
+        return frozenset(token_id for token_id in found if token_id is not None)
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """A token's text within a text, and its exact bytes.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
+import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -37,7 +39,7 @@ INFO = EngineInfo(
     model="fake", architecture="FakeForCausalLM", max_len=512, vocab_size=340, block_size=16, num_blocks=1000,
     max_seqs=4, max_batched_tokens=256, dtype="float32", device="cpu", attention="fake", implementation="native",
     exact=True, num_params=1000, weights_bytes=4000, kv_bytes_per_token=64, weights_hash="0123",
-    load_seconds=0.1, torch="0",
+    load_seconds=0.1, torch="0", hidden_size=8,
 )  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -66,6 +68,15 @@ def echo(request: EngineRequest) -> Sequence[int]:
     """What the fake model says unless told otherwise: the prompt again and again, from a place that the seed picks."""
     prompt, most = request.prompt_ids, request.params.max_tokens
     return [prompt[(request.params.seed + k) % len(prompt)] for k in range(most)]
+
+
+def embedded(request: EngineRequest) -> bytes:
+    """The fake model's vector of a prompt: other prompts point elsewhere."""
+    assert request.params.pooling is not None
+    numbers = [sum(request.prompt_ids) % 97 + 1 + place for place in range(INFO.hidden_size)]
+    numbers = numbers[: request.params.pooling.dimensions]
+    length = math.sqrt(sum(number * number for number in numbers))
+    return struct.pack(f"<{len(numbers)}f", *(number / length for number in numbers))
 
 
 class FakeEngine:
@@ -153,7 +164,8 @@ class FakeEngine:
         try:
             self._count()
             async with self._slots:
-                async for delta in self._run(request, arrived):
+                run = self._run if request.params.pooling is None else self._embed
+                async for delta in run(request, arrived):
                     yield delta
                     if delta.finish_reason:
                         return
@@ -196,6 +208,27 @@ class FakeEngine:
                 return
         del self._open[request.id]
         yield self._delta(request, waiting, "stop", None, (arrived, scheduled, first, count))
+
+    async def _embed(self, request: EngineRequest, arrived: float) -> AsyncIterator[TokenDelta]:
+        scheduled, tokens = time.monotonic(), len(request.prompt_ids)
+        self._lengths[request.id] = tokens
+        await asyncio.sleep(self.delay)
+        await self._moving.wait()
+        if self.status.error is not None:
+            raise self.status.error
+        if request.id not in self._open:  # aborted
+            return
+        del self._open[request.id]
+        del self._lengths[request.id]
+        self._step(request, tokens)
+        if self.error_at is not None:
+            yield TokenDelta(id=request.id, finish_reason="error", error=self.error_at[1])
+            return
+        stats = RequestStats(
+            prompt_tokens=tokens, cached_tokens=1, output_tokens=0, arrived=arrived, scheduled=scheduled,
+            last_token=time.monotonic(),
+        )  # fmt: skip
+        yield TokenDelta(id=request.id, embedding=embedded(request), finish_reason="stop", stats=stats)
 
     def _delta(
         self,

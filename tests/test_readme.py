@@ -35,8 +35,9 @@ def test_the_curl_example_answers(server):
 
 
 def test_the_python_examples_print_something_sensible(server):
-    sdk, library = blocks("python")
-    assert "batch" in run([sys.executable, "-"], sdk.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"))
+    sdk, vectors, library = (each.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}") for each in blocks("python"))
+    assert "batch" in run([sys.executable, "-"], sdk)
+    assert -1 <= float(run([sys.executable, "-"], vectors)) <= 1
     assert len(run([sys.executable, "-"], library).strip().splitlines()) >= 3
 
 

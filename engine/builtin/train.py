@@ -38,6 +38,13 @@ SPLIT = (
 )
 
 CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\nFunctions, called by <tool_call>{"name": ..., "arguments": {...}}</tool_call>:\\n' }}
+{%- for tool in tools %}
+{{- (tool.function or tool) | tojson + '\\n' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
 {%- set role = 'system' if message.role == 'developer' else message.role %}
 {{- '<|im_start|>' + role + '\\n' }}

@@ -23,8 +23,13 @@ class _Added(Struct):
     special: bool = False
 
 
+class _Model(Struct, frozen=True):
+    vocab: dict[str, int] | list[Any] = {}
+
+
 class _File(Struct):
     added_tokens: list[_Added] = []
+    model: _Model = _Model()
 
 
 class Table:
@@ -42,6 +47,7 @@ class Table:
             data, ends = _with_special(data, special)
         self.width = width
         self.end_id = ends[0]
+        data = _without_added(data, self.end_id)
         try:
             self.library = LLTokenizer(data.decode(), n_vocab=width, eos_token=self.end_id)
         except ValueError:  # more tokens than logits
@@ -58,6 +64,27 @@ class Table:
             return cls(data, width, _special_names(folder))
         except (ValueError, TypeError, KeyError, AttributeError, msgspec.DecodeError):
             raise GrammarError("the model's tokenizer.json is of a kind that grammars cannot be used with") from None
+
+
+def _without_added(data: bytes, end_id: int) -> bytes:
+    """The file without added tokens that have no text, but for the end token and those that the vocabulary has too.
+
+    llguidance would spell a text that a grammar forces with them, and then not let them through: there they have no
+    text. A grammar can still name one as <[id]>.
+    """
+    file = msgspec.json.decode(data, type=_File)
+    vocabulary = file.model.vocab
+    known = vocabulary if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
+    parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    added = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[dict[str, Any]])
+    kept = [token for token in added if token["id"] == end_id or token["content"] in known or not _is_mark(token)]
+    return msgspec.json.encode({**parts, "added_tokens": kept})
+
+
+def _is_mark(token: dict[str, Any]) -> bool:
+    """Whether llguidance takes an added token for one without text."""
+    text = token["content"]
+    return bool(token.get("special")) or (text.startswith("<") and text.endswith(">"))
 
 
 def _special_names(folder: Path) -> frozenset[str]:

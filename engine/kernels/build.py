@@ -143,8 +143,10 @@ def _only_one(path: Path) -> Iterator[None]:
 
 
 def _call(command: list[str]) -> None:
+    # What is preloaded here, a sanitizer's runtime say, is not meant for the compiler.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the compiler {command[0]} did not run: {error}") from None
     if done.returncode:

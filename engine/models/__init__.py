@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from .spec import ModelSpec, read_config, read_spec
 Progress = Callable[[float], None]  # gets the share of the weights that is in place, 0 to 1
 
 
+class Outputs(NamedTuple):
+    """What one forward pass gives."""
+
+    logits: Tensor  # [n, vocab_size] in float32, or float64 where the model runs in it
+    hidden: Tensor | None = None  # [m, hidden_size] behind the final norm, in the model's dtype; None: not asked or had
+
+
 class Model(Protocol):
     """A loaded model. Nothing of it changes after loading; all state of a request is in the cache."""
 
@@ -27,11 +34,20 @@ class Model(Protocol):
     weights_hash: str
     product: Choice  # what computes the matrix products
 
-    def forward(self, ids: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache, logits_at: Tensor) -> Tensor:
-        """Store the tokens (ids, positions: [tokens] int64) in the cache; give the logits at the indices `logits_at`.
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        meta: AttentionMeta,
+        cache: KVCache,
+        logits_at: Tensor,
+        *,
+        hidden_at: Tensor | None = None,
+    ) -> Outputs:
+        """Store the tokens (ids, positions: [tokens] int64) in the cache; give logits and hidden states of some.
 
-        `logits_at` is [n] int64, places in the flattened line of tokens; n may be 0. The result is
-        [n, vocab_size] in float32, or float64 where the model runs in it.
+        `logits_at` is [n] int64, places in the flattened line of tokens, n may be 0; `hidden_at` likewise [m]. Where
+        the spec has no hidden_size there are no hidden states to be had.
         """
 
 
@@ -61,4 +77,4 @@ def load(config: EngineConfig, folder: Path, device: torch.device, progress: Pro
     return hf.load(spec, folder, device, progress)
 
 
-__all__ = ["Model", "ModelError", "ModelSpec", "Progress", "describe", "load"]
+__all__ = ["Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "load"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention import AttentionMeta, KVCache
 from ..kernels.library import Choice, Kernels
 from ..types import ModelError
+from . import Outputs
 from .layers import Gated, Linear, RMSNorm
 from .rope import Rotary, rotate
 from .spec import DecoderSpec, ModelSpec
@@ -141,12 +142,22 @@ class Decoder:
         self.head.pack(kernels, wide=True, looked_up=self.head is self.embedding)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache, logits_at: Tensor) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        meta: AttentionMeta,
+        cache: KVCache,
+        logits_at: Tensor,
+        *,
+        hidden_at: Tensor | None = None,
+    ) -> Outputs:
         """Model.forward."""
         x = self.embedding.rows(ids)
         turn = self.rotary.at(positions)
         for layer in self.layers:
             x = layer(x, turn, meta, cache)
+        hidden = None if hidden_at is None else self.norm(x[hidden_at])
         x = self.norm(x[logits_at])
         logits = self.head(x)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)

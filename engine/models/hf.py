@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -30,6 +30,7 @@ from ..attention import AttentionMeta, KVCache, LayerKV, select
 from ..config import EngineConfig
 from ..kernels.library import Choice
 from ..types import ModelError
+from . import Outputs
 from .spec import ModelSpec, architecture, choose_dtype, serve_len
 from .weights import Checkpoint
 
@@ -58,6 +59,15 @@ class Trial:
 
     def object(self, reason: str) -> None:
         self.objection = self.objection or reason
+
+
+class Tried(NamedTuple):
+    """What a trial run showed."""
+
+    trial: Trial
+    vocab_size: int  # width of the logits
+    hidden_size: int  # of the last hidden states; 0: they cannot be heard
+    num_params: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +176,7 @@ def describe(folder: Path, source: dict[str, Any], config: EngineConfig) -> Mode
         raise ModelError(_refusal(name, "its layers keep a state of their own beside keys and values"))
     dtype = choose_dtype(source, config)
     with quiet():
-        trial, vocab_size, num_params = _try(settings, kind, name, dtype)
+        trial, vocab_size, hidden_size, num_params = _try(settings, kind, name, dtype)
     count = settings.get_text_config().num_hidden_layers
     if trial.objection:
         raise ModelError(_refusal(name, trial.objection))
@@ -186,6 +196,7 @@ def describe(folder: Path, source: dict[str, Any], config: EngineConfig) -> Mode
         windows=tuple(window for _, window in found),
         num_params=num_params,
         source=source,
+        hidden_size=hidden_size,
     )
 
 
@@ -234,18 +245,30 @@ class Transformers:
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache, logits_at: Tensor) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        meta: AttentionMeta,
+        cache: KVCache,
+        logits_at: Tensor,
+        *,
+        hidden_at: Tensor | None = None,
+    ) -> Outputs:
         """Model.forward."""
-        logits: Tensor = self.model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            pequod_step=Step(meta, cache, self.spec.windows),
-            **({"logits_to_keep": logits_at} if self._keeps else {}),
-        ).logits[0]
+        silence: AbstractContextManager[list[Tensor]] = nullcontext([])
+        with silence if hidden_at is None else overheard(self.model) as found:
+            logits: Tensor = self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                pequod_step=Step(meta, cache, self.spec.windows),
+                **({"logits_to_keep": logits_at} if self._keeps else {}),
+            ).logits[0]
         if not self._keeps:
             logits = logits[logits_at]
-        return logits if logits.dtype == torch.float64 else logits.float()
+        hidden = found[0][0, hidden_at] if found else None
+        return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
 
     def check_isolation(self, device: torch.device) -> None:
         """Raise ModelError if a token's logits depend on another sequence's token in the same step."""
@@ -264,7 +287,7 @@ class Transformers:
                 meta,
                 cache,
                 positions.new_tensor([2, 3]),
-            )
+            ).logits
             for before in ((some, other), (other, other))
         )
         # The same numbers up to rounding; experts may be multiplied in other groups.
@@ -282,10 +305,35 @@ class Transformers:
             ).logits[0, -1]
         again = self.forward(
             torch.tensor([some, other, some, other], device=device), positions, meta, cache, positions.new_tensor([3])
-        )[0]
+        ).logits[0]
         rounding = 0.05 if self.spec.dtype.itemsize == 2 else 0.001
         if (again - own).abs().max() > rounding * own.abs().max():
             raise ModelError(_refusal(self.spec.architecture, "it counts the positions of tokens in its own way"))
+
+
+@contextmanager
+def overheard(model: Any) -> Iterator[list[Tensor]]:
+    """The last hidden states that a model hands to its head while it runs, [1, tokens, hidden].
+
+    Heard, because a model gives only logits, and what a head does beside its product (caps, scales) is its own. Stays
+    empty where the head is no module of its own.
+    """
+    found: list[Tensor] = []
+
+    def hear(_: Any, __: Any, output: Any) -> None:
+        states = getattr(output, "last_hidden_state", None)
+        if isinstance(states, Tensor) and states.dim() == 3:
+            found.append(states)
+
+    body = model.get_decoder()
+    if body is model:
+        yield found
+        return
+    hook = body.register_forward_hook(hear)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def _settings(folder: Path, name: str) -> Any:
@@ -311,22 +359,27 @@ def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
     raise ModelError(f"{name} is not a causal language model that transformers {transformers.__version__} has")
 
 
-def _try(settings: Any, kind: Any, name: str, dtype: torch.dtype) -> tuple[Trial, int, int]:
-    """A trial run of two tokens on meta tensors: the trial, the logits' width, the number of parameters."""
+def _try(settings: Any, kind: Any, name: str, dtype: torch.dtype) -> Tried:
+    """A trial run of two tokens on meta tensors."""
     trial, settings = Trial(), deepcopy(settings)
     settings._experts_implementation = "batched_mm"  # the one form of experts whose shapes do not depend on numbers
     try:
         with torch.device("meta"):
             model = kind._from_config(settings, attn_implementation=TRIAL, dtype=dtype).eval()
             ones = torch.ones(1, 2, dtype=torch.int64)
-        with torch.inference_mode():
+        with torch.inference_mode(), overheard(model) as hidden:
             logits = model(
                 input_ids=ones, attention_mask=ones, position_ids=ones, use_cache=False, pequod_trial=trial
             ).logits
     except Exception as error:  # models fail in their own ways where they cannot be run like this
         reason = trial.objection or f"it cannot be tried without weights ({_first_line(error)})"
         raise ModelError(_refusal(name, reason if trial.layers or trial.objection else NOT_THERE)) from None
-    return trial, logits.shape[-1], sum(parameter.numel() for parameter in model.parameters())
+    return Tried(
+        trial,
+        vocab_size=logits.shape[-1],
+        hidden_size=hidden[0].shape[-1] if hidden else 0,
+        num_params=sum(parameter.numel() for parameter in model.parameters()),
+    )
 
 
 def _fix_rotary(model: torch.nn.Module, length: int) -> None:

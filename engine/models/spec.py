@@ -91,6 +91,7 @@ class ModelSpec:
     num_params: int
     source: dict[str, Any] = field(repr=False)  # config.json
     decoder: DecoderSpec | None = None  # of the native implementation
+    hidden_size: int = 0  # numbers of a last hidden state; 0: the implementation does not tell it
 
     @property
     def weights_bytes(self) -> int:
@@ -202,6 +203,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         num_params=_num_params(decoder, vocab_size, num_layers),
         source=source,
         decoder=decoder,
+        hidden_size=hidden,
     )
 
 

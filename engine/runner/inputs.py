@@ -33,6 +33,8 @@ class Prepared:
     lengths: Ints  # [rows] tokens of the sequence up to the end of the row
     draws_at: Ints | None  # [drawing rows], places among the logits; None: they are all the logits
     scored: dict[int, slice]  # row -> its places among the logits that score the prompt
+    hidden_at: Tensor | None  # [hidden states] int64, places in the line of tokens; None: nothing is pooled
+    pooled: dict[int, slice]  # row -> its places among the hidden states
 
 
 class Inputs:
@@ -78,11 +80,13 @@ class Inputs:
         lengths = starts + counts
         drawing = np.array([index for index, row in enumerate(rows) if row.draws], np.int64)
         draws_at, scored, places = _logits(rows, query_start)
+        pooled, hidden_places = _hidden(rows, query_start)
         width = -(-int(lengths.max()) // self.block_size)
 
         size = query_start[-1]
-        host = _Buffer((size, size, size, len(places)), (len(rows) + 1, len(rows), len(rows) * width), self.device)
-        ids, positions, slot_mapping, logits_at, starts_of, seq_lens, table = host.arrays
+        longs = (size, size, size, len(places), len(hidden_places))
+        host = _Buffer(longs, (len(rows) + 1, len(rows), len(rows) * width), self.device)
+        ids, positions, slot_mapping, logits_at, hidden_at, starts_of, seq_lens, table = host.arrays
         ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, size)
         starts_of[:] = query_start
         seq_lens[:] = lengths
@@ -94,20 +98,33 @@ class Inputs:
         blocks, offsets = np.divmod(positions, self.block_size)
         slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
         logits_at[:] = places
+        hidden_at[:] = hidden_places
         table[:] = self._table[slots, :width].ravel()
 
         on_device = host.to_device()
         meta = AttentionMeta(
-            query_start=on_device[4],
-            seq_lens=on_device[5],
+            query_start=on_device[5],
+            seq_lens=on_device[6],
             slot_mapping=on_device[2],
-            block_table=on_device[6].view(len(rows), width),
+            block_table=on_device[7].view(len(rows), width),
             max_query=max(counts),
             max_seq=int(lengths.max()),
             query_start_list=query_start,
             seq_lens_list=lengths.tolist(),
         )
-        return Prepared(on_device[0], on_device[1], meta, on_device[3], slots, drawing, lengths, draws_at, scored)
+        return Prepared(
+            ids=on_device[0],
+            positions=on_device[1],
+            meta=meta,
+            logits_at=on_device[3],
+            slots=slots,
+            drawing=drawing,
+            lengths=lengths,
+            draws_at=draws_at,
+            scored=scored,
+            hidden_at=on_device[4] if pooled else None,
+            pooled=pooled,
+        )
 
 
 def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints | None, dict[int, slice], list[int]]:
@@ -122,6 +139,17 @@ def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints | None, dict[
         if row.draws:
             draws.append(len(places) - 1)
     return (np.array(draws, np.int64) if scored else None), scored, places
+
+
+def _hidden(rows: list[Row], query_start: list[int]) -> tuple[dict[int, slice], list[int]]:
+    """pooled of Prepared, and the places in the line of tokens whose hidden states are pooled: rows' last ones."""
+    places: list[int] = []
+    pooled: dict[int, slice] = {}
+    for index, row in enumerate(rows):
+        if row.num_hidden:
+            pooled[index] = slice(len(places), len(places) + row.num_hidden)
+            places += range(query_start[index + 1] - row.num_hidden, query_start[index + 1])
+    return pooled, places
 
 
 class _Buffer:

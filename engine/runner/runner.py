@@ -11,7 +11,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from .. import attention, hub, memory, models
 from ..batch import Batch, Entered, Masks, Row, StepTokens
@@ -19,6 +18,7 @@ from ..config import EngineConfig, check
 from ..loop import StepOutOfMemory
 from ..types import ConfigError, EngineInfo, SamplingParams, TokenLogprob
 from .inputs import Inputs, Prepared
+from .pooler import Pooler
 from .sampler import Sampler
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Step:
     runner: Runner
     batch: Batch
     prepared: Prepared | None  # None when the batch has no rows
-    logits: Tensor | None  # [drawing rows, vocab]
+    outputs: models.Outputs | None  # None when there are no rows, and once they were sampled
     seconds: dict[str, float] = field(default_factory=dict)
 
     def sample(self, masks: Masks | None = None) -> StepTokens:
@@ -48,10 +48,12 @@ class Step:
         logprobs: dict[int, list[TokenLogprob]] = {}
         scores: dict[int, list[TokenLogprob]] = {}
         errors: dict[int, str] = {}
+        embeddings: dict[int, bytes] = {}
         if self.prepared is not None:
             sampler, prepared = self.runner.sampler, self.prepared
-            logits, self.logits = self.logits, None
-            assert logits is not None, "a step is sampled once"
+            outputs, self.outputs = self.outputs, None
+            assert outputs is not None, "a step is sampled once"
+            logits = outputs.logits
             for row, places in prepared.scored.items():
                 scores[row] = sampler.score(logits[places], int(prepared.slots[row]), self.batch.rows[row].scored)
             if len(prepared.drawing):
@@ -72,8 +74,12 @@ class Step:
                 errors |= {row: sampler.problems[slot] for row, slot in of_slot if slot in sampler.problems}
             for row in errors:
                 token_ids[row] = []
+            if prepared.pooled:  # at the end: whatever fails before leaves the sums as they were
+                pooled = self.runner.pooler.pool(outputs.hidden, prepared.pooled, prepared.slots, self.batch.rows)
+                embeddings = pooled.embeddings
+                errors |= pooled.errors
         self.seconds["sample"] = time.perf_counter() - began
-        return StepTokens(token_ids, logprobs, scores, errors, self.seconds)
+        return StepTokens(token_ids, logprobs, scores, errors, self.seconds, embeddings=embeddings)
 
 
 class Runner:
@@ -101,6 +107,7 @@ class Runner:
         max_blocks = -(-config.max_len // config.block_size)
         self.inputs = Inputs(config.max_seqs, max_blocks, config.block_size, self.device)
         self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device)
+        self.pooler = Pooler()
 
     def launch(self, batch: Batch) -> Step:
         """Queue the step's forward pass.
@@ -113,9 +120,13 @@ class Runner:
     def _launch(self, batch: Batch) -> Step:
         began = time.perf_counter()
         for seq_id in batch.left:
-            self.sampler.remove(self.inputs.leave(seq_id))
+            slot = self.inputs.leave(seq_id)
+            self.sampler.remove(slot)
+            self.pooler.remove(slot)
         for entered in batch.entered:
-            self.sampler.add(self.inputs.enter(entered.seq_id), entered)
+            slot = self.inputs.enter(entered.seq_id)
+            self.sampler.add(slot, entered)
+            self.pooler.add(slot, entered)
         if not batch.rows:
             return Step(self, batch, None, None)
         self.inputs.append_blocks(batch.rows)
@@ -123,10 +134,17 @@ class Runner:
         for slot, row in zip(prepared.slots.tolist(), batch.rows, strict=True):
             self.sampler.observe(slot, row.start, row.token_ids)
         ready = time.perf_counter()
-        logits = self.model.forward(prepared.ids, prepared.positions, prepared.meta, self.cache, prepared.logits_at)
+        outputs = self.model.forward(
+            prepared.ids,
+            prepared.positions,
+            prepared.meta,
+            self.cache,
+            prepared.logits_at,
+            hidden_at=prepared.hidden_at,
+        )
         # On CUDA the forward pass is only queued here: its time shows as the sampler's, which waits for it.
         seconds = {"prepare": ready - began, "forward": time.perf_counter() - ready}
-        return Step(self, batch, prepared, logits, seconds)
+        return Step(self, batch, prepared, outputs, seconds)
 
     def warm_up(self) -> None:
         """Run the two extremes of a step, a decode of all slots and one chunk as long as a step may be.
@@ -247,6 +265,7 @@ def build(
         product=model.product.name,
         product_note=model.product.note,
         product_fix=model.product.fix,
+        hidden_size=spec.hidden_size,
         notes=(*plan.notes, backend.note) if backend.note else plan.notes,
     )
     return runner, info, runner.config

@@ -1,4 +1,4 @@
-"""Chat completions on the wire: a conversation in, the assistant's next message out."""
+"""Chat completions on the wire: the conversation that comes in; what goes out is in chat_answer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from engine import TokenLogprob
-
-from .common import (
-    MAX_LOGPROBS,
-    Count,
-    Head,
-    Json,
-    Output,
-    Prompt,
-    PromptLogprobs,
-    Text,
-    TokenText,
-    Usage,
-    Writer,
-    number,
-)
+from .common import Json
+from .conversation import Conversation, Effort, thinking_variables
 from .formats import Structured
+from .sampling import MAX_INT, MAX_LOGPROBS, Count, Text
+from .tools import ToolChoiceFields, ToolsField
 from .wire import LABEL, MAX_LABEL, OneError, Wire, clash, refused
 
 if TYPE_CHECKING:
@@ -121,7 +109,7 @@ TemplateValue = Annotated[bool | int | float | Text, OneError("must be a string,
 TemplateKwargs = Annotated[dict[Name, TemplateValue], Field(max_length=MAX_TEMPLATE_KWARGS)]
 
 
-class TemplateOptions(Wire):
+class TemplateOptions(ToolsField):
     """How the chat template is to render the messages."""
 
     chat_template_kwargs: TemplateKwargs | None = None
@@ -133,7 +121,6 @@ class TemplateOptions(Wire):
 
     chat_template: Annotated[Any, refused(hint="The server has --chat-template.")] = None
     documents: Annotated[Any, refused([])] = None
-    tools: Annotated[Any, refused([])] = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -161,7 +148,7 @@ class TemplateOptions(Wire):
         }
 
 
-class ChatRequest(TemplateOptions, Structured):
+class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
     """POST /v1/chat/completions."""
 
     model_config = ConfigDict(
@@ -193,6 +180,13 @@ class ChatRequest(TemplateOptions, Structured):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Beside it those of this many most likely tokens."""
 
+    reasoning_effort: Effort | None = None
+    """How much the model is to think, where its template knows that; none: not at all (enable_thinking false)."""
+    include_reasoning: bool | None = None
+    """false: the answer is without its reasoning, which is thought and counted nevertheless."""
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it."""
+
     metadata: Annotated[
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]],
@@ -216,18 +210,14 @@ class ChatRequest(TemplateOptions, Structured):
     echo: Annotated[Any, refused(False)] = None
     function_call: Annotated[Any, refused("none", "auto")] = None
     functions: Annotated[Any, refused([])] = None
-    include_reasoning: Annotated[Any, refused(True)] = None
     modalities: Annotated[Any, refused(["text"])] = None
     moderation: Annotated[Any, refused()] = None
-    parallel_tool_calls: Annotated[Any, refused(True)] = None
     prediction: Annotated[Any, refused()] = None
     prompt_cache_options: Annotated[Any, refused({})] = None
     prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
     mm_processor_kwargs: Annotated[Any, refused({})] = None
     media_io_kwargs: Annotated[Any, refused({})] = None
-    reasoning_effort: Annotated[Any, refused("medium")] = None
     return_prompt_text: Annotated[Any, refused(False, hint="POST /apply-template tells it.")] = None
-    tool_choice: Annotated[Any, refused("none", "auto")] = None
     verbosity: Annotated[Any, refused("medium")] = None
     web_search_options: Annotated[Any, refused()] = None
 
@@ -251,6 +241,26 @@ class ChatRequest(TemplateOptions, Structured):
         return "messages"
 
     @property
+    def turns(self) -> list[Json]:
+        return as_dicts(self.messages)
+
+    @property
+    def render_options(self) -> RenderOptions:
+        return {
+            **super().render_options,
+            "template_kwargs": thinking_variables(self.reasoning_effort, self.chat_template_kwargs),
+        }
+
+    @property
+    def effort(self) -> tuple[str, Effort] | None:
+        return None if self.reasoning_effort is None else ("reasoning_effort", self.reasoning_effort)
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        most = self.thinking_token_budget
+        return None if most is None or most == -1 else ("thinking_token_budget", most)
+
+    @property
     def limit(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
@@ -264,188 +274,3 @@ class ChatRequest(TemplateOptions, Structured):
 def as_dicts(messages: list[Message]) -> list[Json]:
     """Messages as chat templates read them."""
     return [message.model_dump(exclude_none=True) for message in messages]
-
-
-class ChatWriter(Writer):
-    """chat.completion and chat.completion.chunk."""
-
-    def __init__(self, request: ChatRequest, head: Head, prompts: list[Prompt], token_text: TokenText) -> None:
-        super().__init__(head, prompts, token_text)
-        self.request = request
-
-    def opening(self, usage: Json | None) -> list[Json]:
-        """The role, for each choice: it stands in the first delta."""
-        role = {"role": "assistant", "content": "", "refusal": None}
-        chunks = [self._chunk([self._choice(i, role)], usage) for i in range(self.request.num_choices)]
-        if self.request.return_token_ids:
-            chunks[0]["prompt_token_ids"] = self.prompts[0].ids
-        return chunks
-
-    def chunks(self, output: Output, usage: Json | None) -> list[Json]:
-        """The text in one chunk, the end in one of its own, as OpenAI has it."""
-        chunks = []
-        is_told = output.token_ids and (output.logprobs or self.request.return_token_ids)
-        if output.text or is_told or self._prompt_logprobs(output):
-            choice = self._choice(output.choice, {"content": output.text}) | self._logprobs(output) | self._ids(output)
-            chunks.append(self._chunk([choice], usage) | self._prompt_logprobs(output))
-        if output.finish_reason:
-            chunks.append(self._chunk([self._choice(output.choice, {}, output.finish_reason)], usage))
-        return chunks
-
-    def closing(self, usage: Json) -> list[Json]:
-        return [self._chunk([], usage)] if self.request.include_usage else []
-
-    def whole(self, outputs: list[Output], usage: Json) -> Json:
-        choices = [
-            {
-                "index": output.choice,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": output.finish_reason,
-            }
-            | self._logprobs(output)
-            | self._ids(output)
-            for output in outputs
-        ]
-        answer = self._object("chat.completion", choices) | {"usage": usage} | self._prompt_logprobs(outputs[0])
-        if self.request.return_token_ids:
-            answer["prompt_token_ids"] = self.prompts[0].ids
-        if self.request.metadata is not None:
-            answer["metadata"] = self.request.metadata
-        return answer
-
-    def _object(self, kind: str, choices: list[Json]) -> Json:
-        head = self.head
-        answer: Json = {
-            "id": head.id,
-            "object": kind,
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.fingerprint,
-            "choices": choices,
-        }
-        if self.request.service_tier is not None:
-            answer["service_tier"] = "default"
-        return answer
-
-    def _chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
-        chunk = self._object("chat.completion.chunk", choices)
-        if usage is not None or self.request.include_usage:
-            chunk["usage"] = usage
-        return chunk
-
-    def _choice(self, index: int, delta: Json, finish_reason: str | None = None) -> Json:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-    def _ids(self, output: Output) -> Json:
-        return {"token_ids": output.token_ids} if self.request.return_token_ids else {}
-
-    def _prompt_logprobs(self, output: Output) -> Json:
-        """The prompt is told once, with the first choice."""
-        told = self.scores(self.prompts[0], output.prompt_logprobs, self.request.prompt_logprobs)
-        return {} if told is None or output.choice else {"prompt_logprobs": told}
-
-    def _logprobs(self, output: Output) -> Json:
-        if self.request.num_logprobs is None:
-            return {}
-        pairs = zip(output.token_ids, output.logprobs, strict=True)
-        return {"logprobs": {"content": [self._entry(token, entry) for token, entry in pairs], "refusal": None}}
-
-    def _entry(self, token_id: int, entry: TokenLogprob) -> Json:
-        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return {
-            **self._token(token_id, entry.logprob),
-            "top_logprobs": [self._token(other, logprob) for other, logprob in top],
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        text, data = self.token_text(token_id)
-        return {"token": text, "logprob": number(logprob), "bytes": list(data)}
-
-
-class TopLogprob(Wire):
-    """A token that could have been drawn."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatLogprob(TopLogprob):
-    """A token that was drawn, and the most likely ones in its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Wire):
-    """One entry per token, the one that ended the answer included."""
-
-    content: list[ChatLogprob] | None
-    refusal: None = None
-
-
-class AnswerMessage(Wire):
-    """The assistant's message."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None = None
-
-
-class ChatChoice(Wire):
-    """One of n answers."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
-    token_ids: list[int] | None = None
-
-
-class ChatAnswer(Wire):
-    """The answer in one object."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    service_tier: Literal["default"] | None = None
-    metadata: dict[str, str] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class Delta(Wire):
-    """What a chunk adds to the message."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    refusal: None = None
-
-
-class ChunkChoice(Wire):
-    """A choice's part of a chunk."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-    token_ids: list[int] | None = None
-
-
-class ChatChunk(Wire):
-    """One event of a stream."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
-    service_tier: Literal["default"] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None

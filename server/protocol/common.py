@@ -1,232 +1,26 @@
-"""What the APIs share: sampling fields, token usage, log-probabilities, and the pieces of an answer."""
+"""What answers share: token usage, log-probabilities, the pieces of an answer, and who writes them."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import BeforeValidator, Field, field_validator
-from pydantic_core.core_schema import ValidationInfo
+import msgspec
 
-from engine import SamplingParams, TokenLogprob
+from engine import TokenLogprob
 
-from ..schemas import Grammar
-from .extensions import LlamaCppFields, VllmFields
-from .wire import LABEL, MAX_LABEL, Wire, clash, refused
+from .. import sse
+from ..errors import ApiError
+from ..parsers import Part
+from .wire import Wire
 
 Json = dict[str, Any]
 TokenText = Callable[[int], tuple[str, bytes]]  # a token's text, and its bytes
 
-MAX_TEXT = 8_000_000  # characters; the longest body that the server reads by default
-MAX_INT = 2**31 - 1
-MAX_CHOICES = 16
-MAX_STOPS = 16
-MAX_STOP_TEXT = 1024  # characters; as much may be held back at the end of a stream
-MAX_STOP_IDS = 256
-MAX_BIASES = 1024
-MIN_PENALTY = 1e-9  # logits are divided by it, and must stay finite in float32
-MAX_LOGPROBS = 20  # alternatives per token
-MAX_ALLOWED = 4096  # 16 rows of it are as much work in a step as one row of logits
-MAX_BAD_WORDS = 128  # each is compared with the end of the output before each draw
-MAX_BAD_WORD = 128  # characters
 # JSON has no infinity. The probability is 0 in float32; clients know this number from OpenAI.
 NO_CHANCE = -9999.0
-
-
-def token_name(value: str) -> int:
-    """A token id that is a JSON name: its decimal digits as they stand, and nothing that Python would read as them."""
-    if not (value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_INT)) and str(int(value)) == value):
-        raise clash("the names must be token ids")
-    return int(value)
-
-
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
-TokenName = Annotated[TokenId, BeforeValidator(token_name)]
-Text = Annotated[str, Field(max_length=MAX_TEXT)]
-StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_TEXT)]
-BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD, pattern=r"\S")]
-Count = Annotated[int, Field(ge=1, le=MAX_INT)]
-
-
-class StreamOptions(Wire):
-    """What a stream tells beside the answer."""
-
-    include_usage: bool | None = None
-    """A last chunk tells the token counts of the whole answer; the others say `usage: null`."""
-    continuous_usage_stats: bool | None = None
-    """Every chunk with text tells the token counts so far."""
-    include_obfuscation: Annotated[bool | None, LABEL] = None
-    """Accepted: no chunk is padded either way."""
-
-
-class Sampling(VllmFields, LlamaCppFields):
-    """Fields that chat and completions share."""
-
-    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
-    """One of the served names; absent: the first of them. Another name is a 404."""
-
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """0 always takes the most likely token; 1 draws from the model's own distribution."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Draw among the most likely tokens that together have at least this probability."""
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """Draw among this many most likely tokens; -1 and 0: all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Draw among tokens at least this likely, as a share of the most likely one's probability."""
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Taken once from the logit of each token that is in the output."""
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Taken from a token's logit for each time that it is in the output."""
-    repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
-    """Divides positive and multiplies negative logits of tokens in prompt or output."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    """The same seed and request draw the same tokens; with n, each choice draws with one of its own."""
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Answers to each prompt."""
-    logit_bias: (
-        Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
-    ) = None
-    """Added to the logits of these token ids; -100 forbids a token, 100 forces it."""
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None = (
-        None
-    )
-    """Only these tokens can be drawn."""
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-    """Texts that are not drawn, as the tokenizer spells them at the start of a text and behind a space."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The answer has the log-probability of each prompt token, and of this many most likely ones in its place."""
-
-    max_tokens: Count | None = None
-    """The most tokens of an answer."""
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    """Nothing ends the answer before this many tokens."""
-    ignore_eos: bool | None = None
-    """The model's own end tokens do not end the answer."""
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    """Texts that end the answer, and are not part of it."""
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
-    """Tokens that end the answer beside the model's own; they have no text."""
-    include_stop_str_in_output: bool | None = None
-    """The stop text that ended the answer is part of it."""
-    skip_special_tokens: bool | None = None
-    """false: special tokens are written out in the text."""
-    return_token_ids: bool | None = None
-    """The answer has prompt_token_ids and, per choice, token_ids."""
-
-    stream: bool | None = None
-    """The answer comes in pieces, as server-sent events."""
-    stream_options: StreamOptions | None = None
-    """What a stream tells beside the answer; only with stream true."""
-
-    priority: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
-    """Lower is served first; only under --scheduling-policy priority."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL)] | None = None
-    """Cached prefixes are shared only among requests with the same salt."""
-
-    user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
-
-    best_of: Annotated[Any, refused(1, hint="Ask for n answers with logprobs and choose.")] = None
-
-    @field_validator("stream_options")
-    @classmethod
-    def _options_of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if value is not None and not info.data.get("stream"):
-            raise clash("must be absent unless stream is true")
-        return value
-
-    @property
-    def prompt_field(self) -> str:
-        """The field that the prompts come from."""
-        return "prompt"
-
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts the request brings; each is answered `num_choices` times."""
-        return 1
-
-    @property
-    def num_choices(self) -> int:
-        return self.n or 1
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """The field that bounds the answer, and its value."""
-        return "max_tokens", self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many alternatives are told per token; None: no log-probabilities at all. Each API has its own way."""
-        return None
-
-    @property
-    def answer_grammar(self) -> Grammar | None:
-        """What the answer must look like; None: it may be any text."""
-        return None
-
-    @property
-    def scoring(self) -> tuple[str, int] | None:
-        """The field that asks for the prompt's own log-probabilities, and for how many alternatives."""
-        return None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs)
-
-    @property
-    def only_scores(self) -> bool:
-        """Whether the answer has no token of its own."""
-        return False
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    def params(
-        self,
-        defaults: dict[str, float | int],
-        *,
-        max_tokens: int,
-        seed: int,
-        eos_ids: tuple[int, ...],
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        scores: bool = False,
-    ) -> SamplingParams:
-        """How the engine is to draw; where the request is silent, the model's `defaults` speak, then OpenAI's.
-
-        `bad_words` as tokens; `scores`: this choice asks for the prompt's log-probabilities, if the request does.
-        """
-
-        def chosen(name: str, default: float) -> float:
-            own = getattr(self, name)
-            return own if own is not None else defaults.get(name, default)
-
-        ends = (() if self.ignore_eos else eos_ids) + tuple(self.stop_token_ids or ())
-        return SamplingParams(
-            max_tokens=max_tokens,
-            seed=seed,
-            temperature=float(chosen("temperature", 1.0)),
-            top_k=max(0, int(chosen("top_k", 0))),
-            top_p=float(chosen("top_p", 1.0)),
-            min_p=float(chosen("min_p", 0.0)),
-            repetition_penalty=float(chosen("repetition_penalty", 1.0)),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias or {},
-            min_tokens=self.min_tokens or 0,
-            stop_ids=tuple(dict.fromkeys(ends)),
-            logprobs=self.num_logprobs,
-            grammar=self.answer_grammar.pair if self.answer_grammar else None,
-            prompt_logprobs=self.scoring[1] if scores and self.scoring is not None else None,
-            allowed_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            bad_words=bad_words,
-        )
 
 
 class Output(NamedTuple):
@@ -234,10 +28,11 @@ class Output(NamedTuple):
 
     choice: int
     text: str = ""
+    parts: tuple[Part, ...] = ()  # what the text means
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # as long as token_ids when they were asked for
     offsets: tuple[int, ...] = ()  # per token: where its text begins in the whole output, in characters
-    finish_reason: str | None = None  # stop | length; with it the choice is complete
+    finish_reason: str | None = None  # stop | length | tool_calls; with it the choice is complete
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all prompt tokens but the first; with a choice's first
 
     @staticmethod
@@ -246,6 +41,7 @@ class Output(NamedTuple):
         return Output(
             choice=outputs[0].choice,
             text="".join(output.text for output in outputs),
+            parts=tuple(part for output in outputs for part in output.parts),
             token_ids=tuple(token for output in outputs for token in output.token_ids),
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
             offsets=tuple(offset for output in outputs for offset in output.offsets),
@@ -313,6 +109,17 @@ class Writer(ABC):
     def closing(self, usage: Json) -> list[Json]:
         """Chunks after the last token of all choices."""
 
+    def frame(self, event: Json) -> bytes:
+        """A chunk as it is sent."""
+        return sse.frame(msgspec.json.encode(event))
+
+    def failure(self, error: ApiError, usage: Json) -> bytes:
+        """The last event of a stream that cannot go on: the status has gone, and a connection is never just cut."""
+        return sse.frame(error.body())
+
+    end: bytes = sse.DONE
+    """What comes after the last event, also after a failure."""
+
     @abstractmethod
     def whole(self, outputs: list[Output], usage: Json) -> Json:
         """The answer in one object; one output per choice, in their order."""
@@ -335,6 +142,12 @@ class PromptTokensDetails(Wire):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Wire):
+    """What is known about the answer's tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(Wire):
     """What an answer cost, in tokens."""
 
@@ -342,15 +155,17 @@ class Usage(Wire):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int) -> Json:
     """A Usage as JSON."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 

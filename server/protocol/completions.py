@@ -9,22 +9,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from engine import TokenLogprob
 
-from .common import (
-    MAX_INT,
-    MAX_LOGPROBS,
-    Head,
-    Json,
-    Output,
-    Prompt,
-    PromptLogprobs,
-    Text,
-    TokenId,
-    TokenText,
-    Usage,
-    Writer,
-    number,
-)
+from .common import Head, Json, Output, Prompt, PromptLogprobs, TokenText, Usage, Writer, number
 from .formats import Structured
+from .sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
 from .wire import Wire, refused
 
 MAX_PROMPTS = 256  # of one request: as many as wait in the default queue
@@ -36,7 +23,7 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_f
 IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-def _form(value: Any) -> str:
+def form(value: Any) -> str:
     """Which form a prompt has, by its first element: trying all of them would cost an error per token."""
     if not isinstance(value, list):
         return "text"
@@ -68,7 +55,7 @@ class CompletionRequest(Structured):
         | Annotated[Texts, Tag("texts")]
         | Annotated[Ids, Tag("ids")]
         | Annotated[IdLists, Tag("id_lists")],
-        Discriminator(_form),
+        Discriminator(form),
     ]
 
     """A text, token ids, or a list of either; each is answered n times."""
@@ -84,6 +71,7 @@ class CompletionRequest(Structured):
 
     prompt_embeds: Annotated[Any, refused()] = None
     suffix: Annotated[Any, refused()] = None
+    thinking_token_budget: Annotated[Any, refused(-1)] = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -39,7 +39,6 @@ class VllmFields(Wire):
     """Accepted for routers before this server."""
     spaces_between_special_tokens: Annotated[Any, refused(True)] = None
     stream_interval: Annotated[Any, refused(1)] = None
-    thinking_token_budget: Annotated[Any, refused(-1)] = None
     truncate_prompt_tokens: Annotated[Any, refused(hint="Shorten the prompt: what is too long gets a 400.")] = None
     truncation_side: Annotated[Any, refused()] = None
     use_beam_search: Annotated[Any, refused(False)] = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ..schemas import MAX_SOURCE, Grammar
-from .common import Sampling, Text
+from .sampling import Sampling, Text
 from .wire import LABEL, Wire, clash
 
 MAX_CHOICES = 8192  # of which the source's size allows fewer
@@ -114,14 +114,14 @@ def of_outputs(value: StructuredOutputs | None) -> Grammar | None:
     field = "structured_outputs"
     if value.json_ is not None:
         text = value.json_ if isinstance(value.json_, str) else _written(value.json_)
-        return Grammar("json_schema", text, f"{field}.json")
+        return Grammar("json_schema", text, f"{field}.json", True)
     if value.regex is not None:
-        return Grammar("regex", value.regex, f"{field}.regex")
+        return Grammar("regex", value.regex, f"{field}.regex", True)
     if value.choice is not None:
-        return Grammar("choice", _written(value.choice), f"{field}.choice")
+        return Grammar("choice", _written(value.choice), f"{field}.choice", True)
     if value.grammar is not None:
-        return Grammar("lark", value.grammar, f"{field}.grammar")
-    return Grammar("json_schema", ANY_OBJECT, field) if value.json_object else None
+        return Grammar("lark", value.grammar, f"{field}.grammar", True)
+    return Grammar("json_schema", ANY_OBJECT, field, True) if value.json_object else None
 
 
 def _written(value: Any) -> str:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, model_validator
 
 from .chat import Messages, TemplateOptions
-from .common import Text, TokenId
 from .completions import MAX_PROMPT_IDS
+from .sampling import Text, TokenId
 from .wire import MAX_LABEL, Wire, clash, refused
 
 ModelName = Annotated[str, Field(max_length=MAX_LABEL)]

@@ -1,5 +1,5 @@
 """The routes, by what they serve."""
 
-from . import chat, completions, ops, tokens
+from . import chat, completions, embeddings, ops, tokens
 
-ROUTERS = (chat.router, completions.router, tokens.router, ops.router)
+ROUTERS = (chat.router, completions.router, embeddings.router, tokens.router, ops.router)

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from ..answer import answer
 from ..body import body, described
+from ..conversation import encode
 from ..errors import OPENAI_ERRORS
 from ..limits import UserDep
-from ..protocol.chat import ChatAnswer, ChatRequest, ChatWriter, as_dicts
-from ..protocol.common import Prompt
-from ..state import AppDep, Pequod
+from ..protocol.chat import ChatRequest
+from ..protocol.chat_answer import ChatAnswer, ChatWriter
+from ..state import AppDep
 
 router = APIRouter(tags=["generation"])
 
@@ -37,9 +38,3 @@ async def chat(
 ) -> Response:
     """The next message of a conversation."""
     return await answer(app, caller, request, asked, encode=encode, write=ChatWriter, prefix="chatcmpl")
-
-
-async def encode(app: Pequod, asked: ChatRequest) -> list[Prompt]:
-    """The conversation as the model's chat template writes it."""
-    assert app.prompts is not None
-    return [Prompt(tuple(await app.prompts.chat(as_dicts(asked.messages), **asked.render_options)))]

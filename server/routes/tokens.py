@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 
 from ..answer import check_token_ids, text_error
 from ..body import body, described
+from ..conversation import as_tools
 from ..errors import OPENAI_ERRORS
 from ..limits import user
 from ..prompts import TextTooLong
@@ -49,7 +50,7 @@ async def apply_template(asked: Annotated[TemplateRequest, Depends(body(Template
     check(app, asked.model)
     assert app.prompts is not None
     try:
-        text = await app.prompts.render(as_dicts(asked.messages), **asked.render_options)
+        text = await app.prompts.render(as_dicts(asked.messages), as_tools(asked.offered), **asked.render_options)
         ids = await app.prompts.encode(text, add_special=False)
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "messages") from None
@@ -67,6 +68,6 @@ async def encode(app: Pequod, asked: TokenizeRequest) -> list[int]:
     try:
         if asked.prompt is not None:
             return await app.prompts.encode(asked.prompt, asked.add_special_tokens is not False)
-        return await app.prompts.chat(as_dicts(asked.messages or []), **asked.render_options)
+        return await app.prompts.chat(as_dicts(asked.messages or []), as_tools(asked.offered), **asked.render_options)
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "messages" if asked.prompt is None else "prompt") from None

@@ -82,6 +82,15 @@ def test_digits_are_single_tokens(tokenizer):
     assert [token for token in tokenizer.encode("123 + 45").tokens if token.isdigit()] == list("12345")
 
 
+def test_template_tells_of_tools():
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    text = render([{"role": "user", "content": "Hi"}], tools=[tool])
+    first, second = text.split("<|im_end|>\n")[:2]
+    assert first.startswith("<|im_start|>system\n")
+    assert first.endswith('\n{"name": "look", "parameters": {"type": "object"}}\n')
+    assert second == "<|im_start|>user\nHi"
+
+
 def test_template_renders_every_role():
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     messages = [

@@ -46,6 +46,7 @@ def test_deltas_cross_in_columns_and_come_back_the_same():
         TokenDelta(id=1, token_ids=(5,)),
         TokenDelta(id=2, token_ids=(6, 7), logprobs=(entry, entry)),
         TokenDelta(id=3, finish_reason="error", error="why"),
+        TokenDelta(id=5, finish_reason="stop", embedding=bytes(range(256))),
         TokenDelta(
             id=4,
             token_ids=(8,),

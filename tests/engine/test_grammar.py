@@ -513,3 +513,14 @@ def test_a_killed_engine_goes_on_with_the_grammar_where_it_was():
     assert (restarts, reason) == (1, "stop")
     assert ids == expected
     jsonschema.validate(json.loads(text(ids)), array)
+
+
+def test_forced_text_may_look_like_special_tokens(data):
+    table = Table.of(data / "tokenizers/qwen3", 151_936)
+    text = "<think>\nhm</think>\n<tool_call>\n{}\n</tool_call><|im_end|>."
+    matcher = LLMatcher(table.library, source("choice", json.dumps([text])), limits=limits(), log_level=0)
+    forced = matcher.compute_ff_tokens()
+    assert max(forced) < 151_643, "it is spelt in letters"
+    assert matcher.consume_tokens(forced) and matcher.is_accepting(), matcher.get_error()
+    named = LLMatcher(table.library, source("lark", 'start: <[151657]> "x" <[151645]>'), limits=limits(), log_level=0)
+    assert named.consume_tokens([151_657, 87, 151_645]) and named.is_accepting(), "a grammar can still name them"

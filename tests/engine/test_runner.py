@@ -15,6 +15,7 @@ from engine.attention import LayerKV
 from engine.batch import Batch, Entered, Masks, Row
 from engine.config import EngineConfig, resolve
 from engine.loop import StepOutOfMemory
+from engine.models import Outputs
 from engine.runner import Runner, build, pick_device
 from engine.types import ConfigError, SamplingParams
 
@@ -32,7 +33,7 @@ class MeanModel:
         self.poison = None  # a token after which this model computes no numbers
         self.calls = []
 
-    def forward(self, ids, positions, meta, cache, logits_at):
+    def forward(self, ids, positions, meta, cache, logits_at, *, hidden_at=None):
         self.calls.append((ids.numel(), logits_at.numel()))
         if self.fails_with is not None:
             raise self.fails_with
@@ -41,7 +42,8 @@ class MeanModel:
         logits = mean[logits_at] @ self.matrix
         if self.poison is not None:
             logits[ids[logits_at] == self.poison] = torch.nan
-        return logits
+            mean[ids == self.poison] = torch.nan
+        return Outputs(logits, None if hidden_at is None else mean[hidden_at])
 
     def greedy(self, tokens):
         mean = torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).double().mean(0)
@@ -194,7 +196,7 @@ def test_other_errors_are_not_taken_for_missing_memory():
 def test_nothing_needs_a_gradient():
     _, runner = make()
     got = runner.launch(Batch(1, [Row(1, 0, [4], [0], 1)], [Entered(1, GREEDY, 1, [])]))
-    assert got.logits.is_inference()
+    assert got.outputs.logits.is_inference()
 
 
 @pytest.mark.parametrize(("num_blocks", "config"), [(1, {}), (2, {"max_seqs": 8}), (50, {"max_batched_tokens": 64})])

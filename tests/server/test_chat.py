@@ -5,7 +5,8 @@ import asyncio
 import openai
 import pytest
 
-from server.protocol.chat import ChatAnswer, ChatChunk, ChatRequest
+from server.protocol.chat import ChatRequest
+from server.protocol.chat_answer import ChatAnswer, ChatChunk
 from tests.fakes import FakeEngine, listening, model_folder, serving
 from tests.server.wire import (
     CHAT,
@@ -56,6 +57,7 @@ def test_an_answer_has_what_openai_has(folder):
         "completion_tokens": count,
         "total_tokens": prompt + count,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -349,7 +351,7 @@ def test_the_openai_sdk_reads_whole_answers_and_streams(folder):
                 assert final.choices[0].message.content == WHALE
                 with pytest.raises(openai.BadRequestError) as bad:
                     await client.chat.completions.create(model="fake", messages=QUESTION, tools=[{"type": "function"}])
-                assert bad.value.param == "tools"
+                assert bad.value.param == "tools.0.function"
 
     asyncio.run(main())
 

@@ -47,7 +47,7 @@ def test_the_table_tells_the_kind_of_each_field():
     assert [name for name, kind in table.items() if kind == "label"] == [
         "session_id", "user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
     ]  # fmt: skip
-    assert {table[name] for name in ("tools", "reasoning_effort", "best_of")} == {"refused"}
+    assert {table[name] for name in ("functions", "verbosity", "best_of")} == {"refused"}
 
 
 @BOTH

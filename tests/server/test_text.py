@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -60,11 +60,10 @@ def slow(
     stops: list[str],
     *,
     include_stop: bool,
-    skip_special: bool,
+    hidden: Collection[int],
     context: list[int],
     min_tokens: int,
 ) -> tuple[str, bool, int, list[int]]:
-    hidden = tokenizer.special_ids if skip_special else frozenset()
     prompt = visible(tokenizer, context, hidden, final=True)
     texts = [
         without(prompt, visible(tokenizer, [*context, *ids[:count]], hidden, final=False))
@@ -106,7 +105,7 @@ def test_equals_the_slow_version(tokenizer: Tokenizer, draw: st.DataObject) -> N
 
     options: dict[str, Any] = {
         "include_stop": include_stop,
-        "skip_special": skip_special,
+        "hidden": tokenizer.special_ids if skip_special else (),
         "context": context,
         "min_tokens": min_tokens,
     }
@@ -125,7 +124,10 @@ def test_equals_the_library(tokenizer: Tokenizer, draw: st.DataObject) -> None:
         tokenizer._library.decode(part, skip_special_tokens=skip_special) for part in (context, context + ids)
     )
     if "\ufffd" not in whole and "\ufffd" not in prompt:
-        text, *_ = run(TextStream(tokenizer, skip_special=skip_special, context=context), [[i] for i in ids])
+        text, *_ = run(
+            TextStream(tokenizer, hidden=tokenizer.special_ids if skip_special else (), context=context),
+            [[i] for i in ids],
+        )
         assert prompt + text == whole
 
 
@@ -204,7 +206,7 @@ def test_special_tokens_are_hidden_or_shown(made: Make) -> None:
     end = next(i for i in tokenizer.special_ids if tokenizer.tokens([i]) == ["<|end|>"])
     ids = [*tokenizer.encode("a"), end, *tokenizer.encode("b")]
     assert TextStream(tokenizer).feed(ids).text == "ab"
-    assert TextStream(tokenizer, skip_special=False).feed(ids).text == "a<|end|>b"
+    assert TextStream(tokenizer, hidden=()).feed(ids).text == "a<|end|>b"
     assert TextStream(tokenizer, ["ab"]).feed(ids) == Piece("", True, 3, (0, 1, 1))
 
 

@@ -19,7 +19,7 @@ from tests.toys import byte_level
 LIBRARY = byte_level()
 END = LIBRARY.token_to_id("<|end|>")
 QUESTION = [{"role": "user", "content": "the sea"}]
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
 def ids(text: str) -> list[int]:

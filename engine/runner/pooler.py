@@ -1,0 +1,81 @@
+"""Pooler: the last hidden states of a sequence -> one vector of length 1, its embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..batch import Entered, Row
+from ..types import Pooling
+
+NOT_FINITE = "the hidden states for this request are not finite numbers, or are all zero"
+
+NOT_TOLD = "this model tells no hidden states"
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What a step's rows came to, by their index: a vector (float32, little-endian) or the reason why not."""
+
+    embeddings: dict[int, bytes] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Pooler:
+    """Sums of the chunks of prompts whose mean is asked for, by slot. The model thread's.
+
+    A sum has the direction of the mean, and at length 1 is the same. Sums are float64, so that how a prompt was cut
+    into chunks does not show in a float32.
+    """
+
+    def __init__(self) -> None:
+        self._pooling: dict[int, Pooling] = {}
+        self._sums: dict[int, Tensor] = {}  # slot -> [hidden] float64, of the tokens before the next row
+
+    def add(self, slot: int, entered: Entered) -> None:
+        """A sequence enters, to be computed from its first token that is not in the cache."""
+        if entered.params.pooling is not None:
+            self._pooling[slot] = entered.params.pooling
+
+    def remove(self, slot: int) -> None:
+        self._pooling.pop(slot, None)
+        self._sums.pop(slot, None)
+
+    def pool(
+        self, hidden: Tensor | None, places: dict[int, slice], slots: NDArray[np.int64], rows: list[Row]
+    ) -> Pooled:
+        """Take a step's hidden states in.
+
+        hidden: [states, hidden], None: the model has none to tell. places: row -> its states among them. slots:
+        [rows]. When this raises, as for lack of memory, nothing has been taken in and the step can be computed again.
+        """
+        if hidden is None:
+            return Pooled(errors=dict.fromkeys(places, NOT_TOLD))
+        sums: dict[int, Tensor] = {}
+        ready: dict[int, Tensor] = {}
+        for index, place in places.items():
+            row, slot = rows[index], int(slots[index])
+            states = hidden[place].sum(dim=0, dtype=torch.float64)
+            if row.start and slot in self._sums:  # at 0 a prompt begins, perhaps again
+                states += self._sums[slot]
+            (ready if row.embeds else sums)[index] = states
+        vectors = torch.stack(list(ready.values())).cpu().numpy() if ready else ()  # the only transfer
+        pooled = Pooled()
+        for index, vector in zip(ready, vectors, strict=True):
+            embedding = unit(vector[: self._pooling[int(slots[index])].dimensions])
+            if embedding is None:
+                pooled.errors[index] = NOT_FINITE
+            else:
+                pooled.embeddings[index] = embedding
+        self._sums.update({int(slots[index]): states for index, states in sums.items()})
+        return pooled
+
+
+def unit(vector: NDArray[np.float64]) -> bytes | None:
+    """The vector of length 1 in this direction, as TokenDelta.embedding has it; None where there is no direction."""
+    length = np.sqrt(vector @ vector)
+    return (vector / length).astype("<f4").tobytes() if np.isfinite(length) and length > 0 else None

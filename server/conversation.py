@@ -1,0 +1,139 @@
+"""Conversations: messages to a prompt, and what the model's text means, whichever API the messages came by."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .errors import invalid
+from .parsers import Formats, MessageParser, call_grammar, ends_reasoning, markers, message_parser, reasoning_opened
+from .protocol.common import Json, Prompt
+from .protocol.conversation import Calling, Conversation, Tool
+from .protocol.sampling import Drawing
+from .schemas import Grammar
+from .state import Pequod
+
+ANY_ARGUMENTS: Json = {"type": "object"}
+TAIL = 32  # tokens at a prompt's end, in which a block of reasoning can have been opened
+
+
+async def encode(app: Pequod, asked: Conversation) -> list[Prompt]:
+    """The conversation as the model's chat template writes it."""
+    assert app.prompts is not None
+    calling = asked.calling
+    if calling is not None and app.formats.tools is None:
+        raise invalid(
+            "Invalid 'tools': the model's chat template knows no tools. The server has --tool-call-parser.", "tools"
+        )
+    check_effort(app, asked)
+    tools = as_tools(calling.in_prompt if calling else ())
+    return [Prompt(tuple(await app.prompts.chat(asked.turns, tools, **asked.render_options)))]
+
+
+def check_effort(app: Pequod, asked: Conversation) -> None:
+    """Raise 400 where the effort that is asked for would change nothing."""
+    assert app.prompts is not None
+    if asked.effort is None or asked.effort[1] == "medium":
+        return
+    field, effort = asked.effort
+    variable = "enable_thinking" if effort == "none" else "reasoning_effort"
+    if variable not in app.prompts.template_source and (effort != "none" or app.formats.reasoning is not None):
+        raise invalid(f"Invalid '{field}': the model's chat template does not know {variable}.", field)
+
+
+def as_tools(tools: Iterable[Tool]) -> list[Json] | None:
+    """Tools as chat templates read them; None: there are none."""
+    return [tool.as_json for tool in tools] or None
+
+
+class Shape(NamedTuple):
+    """What an answer is written by and read with."""
+
+    formats: Formats
+    grammar: Grammar | None  # of the whole text
+    is_opened: bool  # the prompt ends inside of a block of reasoning
+
+
+async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, prompt: Prompt) -> Shape:
+    """How the answer to a prompt looks, where `grammar` is what the request says of it; raises 400.
+
+    Calls that must be made, or whose functions are strict, and an end to the reasoning are grammars too: one of the
+    whole text, in the model's own format.
+    """
+    assert app.tokenizer is not None
+    formats, opened = app.formats, is_opened(app, prompt.ids)
+    calling, budget = asked.calling, asked.thinking_budget if app.formats.reasoning else None
+    if grammar is not None and grammar.is_raw:
+        if calling is not None and calling.is_required:
+            message = f"Invalid '{grammar.field}': must be absent where tool_choice asks for a call."
+            raise invalid(message, grammar.field)
+        return Shape(formats, grammar, opened)
+    is_shaped = calling is not None and (calling.is_required or any(tool.strict for tool in calling.tools))
+    is_mixed = grammar is not None and (calling is not None or formats.reasoning is not None)
+    if not is_shaped and not is_mixed and budget is None:
+        return Shape(formats, grammar, opened)
+    field = "tools" if is_shaped else grammar.field if grammar is not None else budget[0] if budget else ""
+    check_takes_grammars(app, asked, field)
+    if budget is not None and ends_reasoning(formats) not in app.tokenizer.added_ids:
+        raise invalid(f"Invalid '{budget[0]}': the marks of the model's reasoning are not tokens.", budget[0])
+    tools = await checked_tools(app, calling) if calling else {}
+    forced = await asyncio.to_thread(
+        call_grammar,
+        formats,
+        tools,
+        required=calling is not None and calling.is_required,
+        parallel=calling is None or calling.is_parallel,
+        opened=opened,
+        special=app.tokenizer.added_ids,
+        content=None if grammar is None else grammar.text,
+        budget=None if budget is None else budget[1],
+    )
+    whole = Grammar(forced.kind, forced.text, field)
+    await app.grammars.check(whole)
+    return Shape(forced.formats, whole, opened)
+
+
+async def checked_tools(app: Pequod, calling: Calling) -> dict[str, Json]:
+    """Names and schemas of the tools, those that must be followed checked; the others' arguments are any object."""
+    for tool in calling.tools:
+        if calling.is_required or tool.strict:
+            await app.grammars.check(Grammar("json_schema", json.dumps(tool.parameters), tool.field))
+    return {
+        tool.name: tool.parameters if calling.is_required or tool.strict else ANY_ARGUMENTS for tool in calling.tools
+    }
+
+
+def check_takes_grammars(app: Pequod, asked: Drawing, field: str) -> None:
+    """Raise 400 where no grammar can be followed."""
+    assert app.tokenizer is not None
+    if not app.tokenizer.takes_grammars:
+        raise invalid(f"Invalid '{field}': this model's tokenizer cannot be used with it.", field)
+    if asked.stops:
+        # What a stop string cuts off may be what makes the answer valid.
+        raise invalid("Invalid 'stop': must be absent where the answer has to follow a grammar.", "stop")
+
+
+def parser(asked: Conversation, shape: Shape) -> MessageParser:
+    """What reads an answer."""
+    calling = asked.calling
+    tools = {tool.name: tool.parameters for tool in calling.tools} if calling else {}
+    return message_parser(shape.formats, tools=tools, opened=shape.is_opened, new_id=new_call_id)
+
+
+def is_opened(app: Pequod, prompt_ids: Sequence[int]) -> bool:
+    """Whether the answer begins inside of a block of reasoning that the prompt has opened."""
+    assert app.tokenizer is not None
+    return reasoning_opened(app.formats, app.tokenizer.decode(prompt_ids[-TAIL:], skip_special=False))
+
+
+def hidden_ids(app: Pequod, formats: Formats) -> frozenset[int]:
+    """Special tokens that have no text in an answer: all but the marks that its parser must see."""
+    assert app.tokenizer is not None
+    return app.tokenizer.special_ids - app.tokenizer.ids_of(markers(formats))
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

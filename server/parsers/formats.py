@@ -1,0 +1,108 @@
+"""Formats: how models write calls and reasoning, and which one a chat template belongs to."""
+
+# ruff: noqa: RUF001 (DeepSeek spells its marks with letters that look like others)
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Formats(NamedTuple):
+    """Which formats a model writes; None: it writes nothing of that kind."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+
+class Block(NamedTuple):
+    """The marks around reasoning."""
+
+    opens: str
+    closes: str
+
+
+# What encloses the reasoning at the beginning of an answer.
+BLOCKS = {
+    "think": Block("<think>", "</think>"),
+    "mistral": Block("[THINK]", "[/THINK]"),
+    "seed_oss": Block("<seed:think>", "</seed:think>"),
+    "command": Block("<|START_THINKING|>", "<|END_THINKING|>"),
+    "kimi": Block("◁think▷", "◁/think▷"),
+    "gpt_oss": Block("<|channel|>analysis<|message|>", "<|end|>"),
+}
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+# What stands in the text of a call beside names and arguments.
+MARKS: dict[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "mistral_v11": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK,  # the same marks; the name stands in another place
+    "gpt_oss": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    "json": (),
+}
+
+TOOL_FORMATS = tuple(MARKS)
+REASONING_FORMATS = tuple(BLOCKS)
+
+
+def detect(template: str) -> Formats:
+    """The formats of the model that a chat template was written for, from the marks that stand in it."""
+    return Formats(_tools(template), _reasoning(template))
+
+
+def markers(formats: Formats) -> frozenset[str]:
+    """Tokens that a parser of these formats must see, also where they are special."""
+    if "gpt_oss" in formats:
+        return frozenset(MARKS["gpt_oss"])
+    marks = MARKS[formats.tools] if formats.tools else ()
+    return frozenset((*marks, *(BLOCKS[formats.reasoning] if formats.reasoning else ())))
+
+
+def reasoning_opened(formats: Formats, prompt_tail: str) -> bool:
+    """Whether a prompt ends with the beginning of a block of reasoning: the model writes only the rest."""
+    return formats.reasoning is not None and prompt_tail.rstrip().endswith(BLOCKS[formats.reasoning].opens)
+
+
+def ends_reasoning(formats: Formats) -> str | None:
+    """What closes a block of reasoning."""
+    return BLOCKS[formats.reasoning].closes if formats.reasoning else None
+
+
+def _tools(template: str) -> str | None:
+    if _is_gpt_oss(template):
+        return "gpt_oss"
+    if "<｜tool▁call▁begin｜>" in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    if "[TOOL_CALLS]" in template:
+        return "mistral_v11" if "[ARGS]" in template else "mistral"
+    if "<function=" in template and "<parameter=" in template:
+        return "qwen3_coder"
+    if "<tool_call>" in template and "<arg_key>" not in template:  # with it, it is GLM's, which is not JSON
+        return "hermes"
+    if not re.search(r"\btools\b", template):
+        return None
+    return "llama3_json" if "<|start_header_id|>" in template and '"parameters"' in template else "json"
+
+
+def _reasoning(template: str) -> str | None:
+    if _is_gpt_oss(template):
+        return "gpt_oss"
+    for name, block in BLOCKS.items():
+        # Some templates write only the end, where there is to be no reasoning.
+        if block.closes in template and name != "gpt_oss":
+            return name
+    return None
+
+
+def _is_gpt_oss(template: str) -> bool:
+    return "<|channel|>" in template and "<|message|>" in template

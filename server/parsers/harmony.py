@@ -1,0 +1,94 @@
+"""gpt-oss: a row of messages, each with a channel (analysis, commentary, final) and perhaps a function it goes to."""
+
+from __future__ import annotations
+
+import re
+
+from .formats import MARKS
+from .parts import Reasoning
+from .scanner import END, NOTHING, WHITE, Edged, Scanner, Script
+
+START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS = MARKS["gpt_oss"]
+MAX_HEADER = 256  # letters; a name has at most 64
+FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
+RECIPIENT = re.compile(r"\bto=")
+ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
+
+
+class Harmony(Scanner):
+    """Text outside of all messages is content; a line end stands between two messages of a kind."""
+
+    has_reasoned = False
+
+    def script(self) -> Script[None]:
+        letter, mark = (yield), ""
+        if self.is_reasoning:
+            mark, letter = yield from self._reasoning(letter)
+        elif letter == " ":  # the prompt ends with the role, and the recipient can stand behind it
+            self.record("", letter)
+            is_there, letter = yield from self.literal(" to=", letter)
+            if is_there:
+                mark, letter = yield from self._message(" to=", letter)
+            if self._record is not None:
+                self.no_call(letter)
+        while letter != END or mark in (START, CHANNEL):
+            if mark in (START, CHANNEL):
+                self.record(mark, letter)
+                mark, letter = yield from self._message(mark, letter)
+                if self._record is not None:
+                    self.no_call(letter)
+            else:
+                mark, letter = yield from self._body(letter, self.content)
+
+    def _message(self, header: str, letter: str) -> Script[tuple[str, str]]:
+        """One message; gives the mark behind it, and what comes next. `header`: what is read of it so far."""
+        while not header.endswith(MESSAGE):
+            if letter == END:
+                self.forget()  # nothing was said yet
+                return "", END
+            if len(header) == MAX_HEADER or header.endswith((START, *ENDS), 1):
+                return "", letter
+            header += letter
+            self.is_reasoning = header.endswith(MESSAGE) and _is_analysis(header)
+            letter = yield
+        function = FUNCTION.search(header)
+        if function is not None and function[1] in self.tools:
+            return (yield from self._arguments(function[1], letter))
+        if RECIPIENT.search(header):
+            return "", letter
+        self.forget()
+        if self.is_reasoning:
+            return (yield from self._reasoning(letter))
+        if not self.content.is_empty:
+            self.content.add("\n")
+        return (yield from self._body(letter, self.content))
+
+    def _arguments(self, name: str, letter: str) -> Script[tuple[str, str]]:
+        """What is not an object is told as arguments all the same: the client sees what is wrong with it."""
+        say = self.say_call(name)
+        letter = yield from self.white(letter)
+        if letter == "{":
+            letter = yield from self.value(letter, say)  # marks within its texts are text
+            return (yield from self._body(letter, self.content))
+        said = Edged(say, NOTHING, WHITE)
+        mark, letter = yield from self._body(letter, said)
+        if said.is_empty and mark != END:
+            say("{}")
+        return mark, letter
+
+    def _reasoning(self, letter: str) -> Script[tuple[str, str]]:
+        if self.has_reasoned:
+            self.say(Reasoning, "\n")
+        self.has_reasoned = True
+        said = Edged(lambda text: self.say(Reasoning, text), NOTHING, NOTHING)
+        return (yield from self._body(letter, said))
+
+    def _body(self, letter: str, into: Edged) -> Script[tuple[str, str]]:
+        """Text up to the next mark; gives the mark and what comes next."""
+        mark = yield from self.until((START, CHANNEL, *ENDS), letter, into)
+        self.is_reasoning = False
+        return mark, END if mark == END else (yield)
+
+
+def _is_analysis(header: str) -> bool:
+    return ANALYSIS.search(header) is not None and RECIPIENT.search(header) is None

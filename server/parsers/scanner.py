@@ -1,0 +1,284 @@
+"""Scanner: reads a text letter by letter, once, and says what each part of it is.
+
+A format is a script, a generator to which every letter is sent; scripts are made of scripts. Each one is begun with the
+letter that it is to look at first and returns the first letter that it has not used, so that nothing depends on how the
+text was cut and nothing is read twice. END comes behind the last letter; every script lets it through.
+
+White space next to a call's marks is not content, nor are line ends next to a block of reasoning. What turns out not to
+be a call is content as it stands, and is not searched for other calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from .formats import Block
+from .parts import Arguments, Call, Content, Part, Reasoning, Schema
+
+T = TypeVar("T")
+Script = Generator[None, str, T]
+
+END = ""
+WHITE = frozenset(" \t\r\n")
+LINE_ENDS = frozenset("\r\n")
+NOTHING: frozenset[str] = frozenset()
+NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.:/")
+
+
+class Edged:
+    """Text without what stands at its edges: `lead` is dropped at its beginning, and `trail` held back at its end."""
+
+    def __init__(self, say: Callable[[str], None], lead: frozenset[str], trail: frozenset[str]) -> None:
+        self.is_empty = True  # but for what is held
+        self._say = say
+        self._lead = lead
+        self._trail = trail
+        self._held: list[str] = []
+
+    def add(self, letters: Iterable[str]) -> None:
+        for letter in letters:
+            if self.is_empty and not self._held and letter in self._lead:
+                continue
+            self._held.append(letter)
+            if letter not in self._trail:
+                self.is_empty = False
+                self.flush()
+
+    def flush(self, but: int = 0) -> None:
+        """What is held belongs to the text, but for the last few letters."""
+        held = "".join(self._held[: len(self._held) - but] if but else self._held)
+        self._held.clear()
+        if held:
+            self._say(held)
+
+
+class Scanner:
+    """A MessageParser. What the formats differ in is in `opens`, `closes`, `bare` and `call`."""
+
+    opens: tuple[str, ...] = ()  # marks that begin a call
+    closes: tuple[str, ...] = ()  # marks that mean nothing behind a call
+    bare: frozenset[str] = NOTHING  # letters that may begin a call where nothing comes before
+
+    def __init__(
+        self, tools: Mapping[str, Schema], block: Block | None, *, opened: bool, new_id: Callable[[], str]
+    ) -> None:
+        self.is_reasoning = opened and block is not None
+        self.tools = tools
+        self._block = block  # None: behind it
+        self.content = self.after(NOTHING)
+        self._new_id = new_id
+        self.num_calls = 0
+        self._closing: tuple[str, ...] = ()  # marks that the last call may still be closed with
+        self._record: list[str] | None = None  # what is content if it does not become a call
+        self._parts: list[Part] = []
+        self._script = self.script()
+        next(self._script)
+
+    def feed(self, text: str) -> list[Part]:
+        for letter in text:
+            if self._record is not None:
+                self._record.append(letter)
+            self._script.send(letter)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        try:
+            self._script.send(END)
+        except StopIteration:
+            self.content.flush()
+        return self._take()
+
+    def script(self) -> Script[None]:
+        """The whole text."""
+        letter = yield
+        if self.is_reasoning:
+            letter = yield from self.reasoning(letter)
+        while letter != END:
+            while letter in WHITE and self.content.is_empty:
+                self.content.add(letter)
+                letter = yield
+            if self.content.is_empty and letter in self.bare:
+                letter = yield from self._called("", letter)
+            else:
+                letter = yield from self._marked(letter)
+
+    def call(self, mark: str, letter: str) -> Script[str]:
+        """What comes behind a mark that begins a call, or from a bare letter on; says the calls."""
+        raise NotImplementedError
+        yield
+
+    def reasoning(self, letter: str) -> Script[str]:
+        """The inside of a block of reasoning, and what closes it."""
+        assert self._block is not None
+        self.is_reasoning = True
+        said = Edged(lambda text: self.say(Reasoning, text), LINE_ENDS, LINE_ENDS)
+        mark = yield from self.until((self._block.closes,), letter, said)
+        if mark == END:
+            said.flush()
+            return END
+        self._block = None
+        self.is_reasoning = False
+        self.content = self.after(LINE_ENDS)
+        return (yield)
+
+    def say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        """Say more text."""
+        self._parts.append(kind(text))
+
+    def say_call(self, name: str) -> Callable[[str], None]:
+        """Begin a call; gives what says more of its arguments."""
+        index = self.num_calls
+        self.num_calls += 1
+        self._closing = self.closes
+        self._record = None
+        self.content = self.after(WHITE)
+        self._parts.append(Call(index, self._new_id(), name))
+        return lambda text: self._parts.append(Arguments(index, text))
+
+    def after(self, lead: frozenset[str]) -> Edged:
+        """The next text of the answer; what was held back of the last one is dropped."""
+        return Edged(lambda text: self.say(Content, text), lead, WHITE if self._has_marks else NOTHING)
+
+    @property
+    def _has_marks(self) -> bool:
+        return bool(self.opens or self.bare or self._block)
+
+    def record(self, text: str, letter: str) -> None:
+        """From here on, beginning with `text` and the letter, keep what may have to be content."""
+        self._record = [*text, *letter]
+
+    def no_call(self, letter: str) -> None:
+        """What was recorded, but for the letter that comes next, is content."""
+        record, self._record = self._record or [], None
+        self.content.add(record[:-1] if letter != END else record)
+
+    def forget(self) -> None:
+        """What was recorded was the syntax of a call."""
+        self._record = None
+
+    def until(self, marks: tuple[str, ...], letter: str, into: Edged) -> Script[str]:
+        """Text before the first of these marks; gives the mark, END where there is none. It reads no further.
+
+        No mark may stand within another one.
+        """
+        firsts = frozenset(mark[0] for mark in marks)
+        held = ""
+        while letter != END:
+            if not held and letter not in firsts:
+                into.add(letter)
+            else:
+                held += letter
+                while held and not any(mark.startswith(held) for mark in marks):
+                    into.add(held[0])
+                    held = held[1:]
+                if held in marks:
+                    return held
+            letter = yield
+        into.add(held)
+        return END
+
+    def white(self, letter: str) -> Script[str]:
+        """White space, or nothing."""
+        while letter in WHITE:
+            letter = yield
+        return letter
+
+    def literal(self, text: str, letter: str) -> Script[tuple[bool, str]]:
+        """Whether exactly this text comes; what is like it at the beginning is used up all the same."""
+        for wanted in text:
+            if letter != wanted:
+                return False, letter
+            letter = yield
+        return True, letter
+
+    def name(self, letter: str) -> Script[tuple[str, str]]:
+        """As much as can belong to the name of a function."""
+        letters: list[str] = []
+        while letter in NAME:
+            letters.append(letter)
+            letter = yield
+        return "".join(letters), letter
+
+    def string(self, letter: str) -> Script[tuple[str | None, str]]:
+        """A JSON string and what it means, None when it means nothing. The letter is its first quote."""
+        letters: list[str] = []
+        letter = yield from self.value(letter, letters.append)
+        try:
+            text = json.loads("".join(letters), strict=False)
+        except ValueError:
+            return None, letter
+        return text if isinstance(text, str) else None, letter
+
+    def value(self, letter: str, say: Callable[[str], None]) -> Script[str]:
+        """A JSON value, as it stands: up to the quote or bracket that ends it, or to what cannot belong to it."""
+        depth, quoted, escaped = 0, False, False
+        while letter != END:
+            if quoted:
+                quoted = escaped or letter != '"'
+                escaped = letter == "\\" and not escaped
+            elif letter == '"':
+                quoted = True
+            elif letter in "{[":
+                depth += 1
+            elif letter in "}]":
+                depth -= 1
+            elif not depth and (letter == "," or letter in WHITE):
+                return letter
+            if depth < 0:
+                return letter
+            say(letter)
+            is_whole = not depth and not quoted and letter in '"}]'
+            letter = yield
+            if is_whole:
+                break
+        return letter
+
+    def arguments(self, name: str, letter: str) -> Script[str]:
+        """The object of a call's arguments, if it is one and may be called."""
+        if letter == "{" and name in self.tools:
+            letter = yield from self.value(letter, self.say_call(name))
+        return letter
+
+    def _marked(self, letter: str) -> Script[str]:
+        """Text, and what its next mark begins."""
+        block = (self._block.opens,) if self._block and self.content.is_empty and not self.num_calls else ()
+        mark = yield from self.until((*self.opens, *self._closing, *block), letter, self.content)
+        if mark == END:
+            return END
+        if mark in block and self.content.is_empty:
+            self.is_reasoning = True
+            return (yield from self.reasoning((yield)))
+        if mark in block:  # something was said before
+            self.content.add(mark)
+        elif mark in self.opens:
+            return (yield from self._called(mark, (yield)))
+        else:
+            self._closing = tuple(each for each in self._closing if each != mark)
+            self.content = self.after(WHITE)
+        return (yield)
+
+    def _called(self, mark: str, letter: str) -> Script[str]:
+        """A call, or what looks like one."""
+        self.record(mark, letter)
+        letter = yield from self.call(mark, letter)
+        if self._record is not None:
+            self.no_call(letter)
+        return letter
+
+    def _take(self) -> list[Part]:
+        """The parts said since the last time, those that go on put together."""
+        said, self._parts = self._parts, []
+        parts: list[Part] = []
+        run: list[str] = []
+        for i, part in enumerate(said):
+            if isinstance(part, Call):
+                parts.append(part)
+                continue
+            run.append(part.text)
+            if i + 1 == len(said) or type(said[i + 1]) is not type(part):  # between two calls' arguments is a Call
+                parts.append(replace(part, text="".join(run)))
+                run.clear()
+        return parts

@@ -1,0 +1,80 @@
+"""What a request says that goes on with a conversation, whichever API's form it came in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from .common import Json
+from .sampling import Drawing
+
+if TYPE_CHECKING:
+    from ..prompts import RenderOptions
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class Tool(NamedTuple):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None
+    parameters: Json  # the JSON schema of its arguments, an object
+    strict: bool  # arguments must follow the schema also where the model is free to call
+    field: str  # of the request: where the schema stands
+
+    @property
+    def as_json(self) -> Json:
+        """As chat templates read it."""
+        told = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **told, "parameters": self.parameters}}
+
+
+class Calling(NamedTuple):
+    """How the answer may use tools."""
+
+    tools: tuple[Tool, ...]
+    is_required: bool = False  # the answer is at least one call
+    is_parallel: bool = True  # there may be several calls
+    told: tuple[Tool, ...] = ()  # what the prompt tells of, where that is more than may be called
+
+    @property
+    def in_prompt(self) -> tuple[Tool, ...]:
+        return self.told or self.tools
+
+
+class Conversation(Drawing):
+    """A request whose prompt the chat template writes, and whose answer is a message."""
+
+    @property
+    def turns(self) -> list[Json]:
+        """The messages as chat templates read them, in the form of chat completions."""
+        raise NotImplementedError
+
+    @property
+    def render_options(self) -> RenderOptions:
+        """What else the template is told."""
+        return {}
+
+    @property
+    def calling(self) -> Calling | None:
+        """The tools that the answer may call; None: none."""
+        return None
+
+    @property
+    def effort(self) -> tuple[str, Effort] | None:
+        """The field that says how much the model is to think, and its value; medium is what models do anyway."""
+        return None
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        """The field that bounds the reasoning, and its most tokens; None: as many as the model wants."""
+        return None
+
+
+def thinking_variables(effort: Effort | None, own: Json | None) -> Json | None:
+    """What the template is told about thinking: by the effort, but first of all by the request's own variables."""
+    if effort is None:
+        return own
+    told: Json = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return told | (own or {})

@@ -1,0 +1,145 @@
+"""Tools on the wire, in the form of chat completions: functions that the model may call, and which of them it must."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from .conversation import Calling, Tool
+from .sampling import Text
+from .wire import OneError, Wire, clash
+
+MAX_TOOLS = 256
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
+
+
+class Function(Wire):
+    """A function: its name, what it is for, and the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of the arguments, an object; absent: there are none."""
+    strict: bool | None = None
+    """true: arguments follow the schema also where the model is free to call the function or not."""
+
+
+class FunctionTool(Wire):
+    """A tool of the only kind that there is."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Wire):
+    """The name of a function among the tools."""
+
+    name: FunctionName
+
+
+class NamedTool(Wire):
+    """One of the tools."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Wire):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedToolsChoice(Wire):
+    """The model sees all tools and may call only some."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Named = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | Named,
+    OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
+]
+
+
+class ToolsField(Wire):
+    """The tools of a conversation."""
+
+    tools: Tools | None = None
+    """Functions that the model may call."""
+
+    @field_validator("tools")
+    @classmethod
+    def _names_differ(cls, value: list[FunctionTool] | None) -> list[FunctionTool] | None:
+        names = [tool.function.name for tool in value or ()]
+        if len({*names}) < len(names):
+            raise clash("must not hold two functions of the same name")
+        return value
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools as the rest of the server knows them."""
+        return tuple(described(tool, index) for index, tool in enumerate(self.tools or ()))
+
+
+class ToolChoiceFields(ToolsField):
+    """What a chat request says about tools."""
+
+    tool_choice: ToolChoice | None = None
+    """auto: the model decides; none: no call, and the prompt does not tell of the tools; required: at least one call;
+    or a function that must be called, or allowed_tools: those that may or must be."""
+    parallel_tool_calls: bool | None = None
+    """false: at most one call."""
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None or value in ("none", "auto"):
+            return value
+        names = {tool.function.name for tool in info.data.get("tools") or ()}
+        if not names:
+            raise clash("must be absent, none or auto where there are no tools")
+        if not {*chosen_names(value)} <= names:
+            raise clash("must name functions that are among the tools")
+        return value
+
+    @property
+    def calling(self) -> Calling | None:
+        """The tools that the answer may call; None: none."""
+        tools, choice = self.offered, self.tool_choice
+        if not tools or choice == "none":
+            return None
+        is_parallel = self.parallel_tool_calls is not False
+        if choice is None or isinstance(choice, str):
+            return Calling(tools, choice == "required", is_parallel)
+        names = chosen_names(choice)
+        chosen = tuple(tool for tool in tools if tool.name in names)
+        if isinstance(choice, NamedTool):
+            return Calling(chosen, True, False, told=tools)
+        return Calling(chosen, choice.allowed_tools.mode == "required", is_parallel, told=tools)
+
+
+def chosen_names(choice: str | NamedTool | AllowedToolsChoice) -> list[str]:
+    """The functions that a choice names."""
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    return [] if isinstance(choice, str) else [tool.function.name for tool in choice.allowed_tools.tools]
+
+
+def described(tool: FunctionTool, index: int) -> Tool:
+    """A tool as the rest of the server knows it."""
+    function = tool.function
+    return Tool(
+        function.name,
+        function.description,
+        NO_PARAMETERS if function.parameters is None else function.parameters,
+        bool(function.strict),
+        f"tools[{index}].function.parameters",
+    )

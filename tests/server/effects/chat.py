@@ -1,0 +1,149 @@
+"""What the fields of a chat completion do."""
+
+import json
+import typing
+
+from openai.types.chat import ChatCompletionStreamOptionsParam
+from openai.types.chat import completion_create_params as params
+
+from tests.server.wire import CHAT
+
+from .drawing import SHARED
+from .endpoint import END, QUESTION
+from .extensions import EXTENSIONS
+
+
+def max_completion_tokens(e):
+    assert len(e.tokens(max_tokens=None, max_completion_tokens=3)) == 3
+
+
+def messages(e):
+    two = [*QUESTION, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+    assert "Why?" in e.decode(e.prompt(messages=two))
+    assert "batching" in e.decode(e.prompt())
+
+
+def chat_logprobs(e):
+    assert all(p <= 0 and k == 0 for p, k in e.logprobs(logprobs=True))
+    assert e.choices()[0]["logprobs"] is None
+
+
+def top_logprobs(e):
+    assert {k for _, k in e.logprobs(logprobs=True, top_logprobs=3)} == {3}
+
+
+def chat_template_kwargs(e):
+    assert e.decode(e.prompt(chat_template_kwargs={"mood": "calm"})).startswith("calm")
+
+
+def add_generation_prompt(e):
+    ending = "<|im_start|>assistant\n"
+    assert e.decode(e.prompt()).endswith(ending)
+    assert not e.decode(e.prompt(add_generation_prompt=False)).endswith(ending)
+
+
+def continue_final_message(e):
+    begun = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    assert e.decode(e.prompt(messages=begun, continue_final_message=True)).endswith("It is")
+
+
+# What a model says is forced, so that the marks in it are read.
+THOUGHT = {"max_tokens": 60, "structured_outputs": {"choice": ["<think>\nA whale.\n</think>\n\nYes."]}}
+
+
+def message(e, **more):
+    return e.choices(**more)[0]["message"]
+
+
+def tool(name, **properties):
+    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+FOG, ROW = tool("fog", thick={"type": "boolean"}), tool("row", oars={"enum": [2, 4]})
+CALLED = {"tools": [FOG, ROW], "max_tokens": 120, "temperature": 1.0, "seed": 4, "thinking_token_budget": 0}
+
+
+def called(e, **more):
+    [choice] = e.choices(**CALLED, **more)
+    assert choice["finish_reason"] == "tool_calls"
+    return [call["function"] for call in choice["message"]["tool_calls"]]
+
+
+def tools(e):
+    assert '{"name": "fog"' in e.decode(e.prompt(tools=[FOG])).replace('"parameters"', '"name"')
+    said = '<tool_call>\n{"name": "fog", "arguments": {"thick": true}}\n</tool_call>'
+    [call] = message(e, max_tokens=60, tools=[FOG], structured_outputs={"choice": [said]})["tool_calls"]
+    assert call["function"] == {"name": "fog", "arguments": '{"thick": true}'}
+
+
+def tool_choice(e):
+    assert {call["name"] for call in called(e, tool_choice="required")} <= {"fog", "row"}
+    [call] = called(e, tool_choice={"type": "function", "function": {"name": "row"}})
+    assert call["name"] == "row" and json.loads(call["arguments"])["oars"] in (2, 4)
+    some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "fog"}}]}
+    assert {c["name"] for c in called(e, tool_choice={"type": "allowed_tools", "allowed_tools": some})} == {"fog"}
+    assert "fog" not in e.decode(e.prompt(tools=[FOG], tool_choice="none"))
+
+
+def parallel_tool_calls(e):
+    again = {"tool_choice": "required", "logit_bias": {str(END): -100}}
+    assert len(called(e, **again, parallel_tool_calls=False)) == 1
+
+
+def include_reasoning(e):
+    assert message(e, **THOUGHT)["reasoning_content"] == "A whale."
+    assert message(e, **THOUGHT, include_reasoning=False) == {"role": "assistant", "content": "Yes.", "refusal": None}
+
+
+def reasoning_effort(e):
+    assert e.decode(e.prompt(reasoning_effort="high")).startswith("high")
+    assert e.decode(e.prompt(reasoning_effort="none")).startswith("brisk")
+
+
+def thinking_token_budget(e):
+    """The tokens that begin a block are forced; what it holds is the model's own."""
+
+    def thought(**more):
+        begun = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "continue_final_message": True}
+        answer = e.ask(**begun, max_tokens=40, logit_bias={str(END): -100}, **more)
+        return answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+
+    assert thought() == 40
+    assert thought(thinking_token_budget=5) == 6, "and the mark that ends it"
+    assert thought(thinking_token_budget=-1) == 40
+
+
+TEMPLATES = {
+    "tools": tools,
+    "messages": messages,
+    "chat_template_kwargs": chat_template_kwargs,
+    "add_generation_prompt": add_generation_prompt,
+    "continue_final_message": continue_final_message,
+}
+EFFECTS = {
+    CHAT: {
+        **SHARED,
+        **TEMPLATES,
+        "max_completion_tokens": max_completion_tokens,
+        "logprobs": chat_logprobs,
+        "top_logprobs": top_logprobs,
+        "tool_choice": tool_choice,
+        "parallel_tool_calls": parallel_tool_calls,
+        "include_reasoning": include_reasoning,
+        "reasoning_effort": reasoning_effort,
+        "thinking_token_budget": thinking_token_budget,
+    }
+}
+OWN = """
+    add_generation_prompt chat_template chat_template_kwargs continue_final_message documents include_reasoning
+    media_io_kwargs mm_processor_kwargs return_prompt_text
+"""
+KNOWN = {
+    CHAT: {
+        *typing.get_type_hints(params.CompletionCreateParamsStreaming),
+        *(f"stream_options.{name}" for name in typing.get_type_hints(ChatCompletionStreamOptionsParam)),
+        *EXTENSIONS,
+        *OWN.split(),
+    }
+}

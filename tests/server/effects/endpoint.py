@@ -1,0 +1,60 @@
+"""Sends requests that differ from a plain one in what a test is about, and reads what the answers tell."""
+
+from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, chunks
+
+TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
+QUESTION = [{"role": "user", "content": "What is continuous batching?"}]
+BASE = {
+    CHAT: {"messages": QUESTION, "max_tokens": 12, "temperature": 0},
+    COMPLETIONS: {"prompt": "The captain", "max_tokens": 12, "temperature": 0},
+    EMBEDDINGS: {"input": "The captain"},
+    TOKENIZE: {},
+    DETOKENIZE: {},
+    TEMPLATE: {"messages": QUESTION},
+}
+END = 2  # <|im_end|> of the built-in model
+
+
+class Endpoint:
+    """One path of a running server."""
+
+    def __init__(self, server, path):
+        self.server, self.path, self.client = server, path, server.client
+
+    def post(self, **more):
+        return self.client.post(self.path, json={**BASE[self.path], **more})
+
+    def ask(self, **more):
+        response = self.post(**more)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def choices(self, **more):
+        return self.ask(**more, return_token_ids=True)["choices"]
+
+    def tokens(self, **more):
+        return self.choices(**more)[0]["token_ids"]
+
+    def text(self, **more):
+        [choice] = self.choices(**more)
+        return choice["message"]["content"] if self.path == CHAT else choice["text"]
+
+    def prompt(self, **more):
+        """The prompt's ids."""
+        answer = self.ask(**more, return_token_ids=True)
+        return (answer if self.path == CHAT else answer["choices"][0])["prompt_token_ids"]
+
+    def logprobs(self, **more):
+        """Per token its log-probability and how many likely ones are beside it."""
+        told = self.choices(**more)[0]["logprobs"]
+        if self.path == CHAT:
+            return [(entry["logprob"], len(entry["top_logprobs"])) for entry in told["content"]]
+        return list(zip(told["token_logprobs"], map(len, told["top_logprobs"]), strict=True))
+
+    def stream(self, **more):
+        response = self.post(**more, stream=True)
+        assert response.headers["content-type"].startswith("text/event-stream"), response.text
+        return chunks(response.text)
+
+    def decode(self, ids):
+        return self.client.post(DETOKENIZE, json={"tokens": ids}).json()["prompt"]

@@ -1,0 +1,485 @@
+"""Parsers: what was written comes out again, however the text is cut; what is no call is text; and it costs no more."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from server import parsers
+from server.parsers import TOOL_FORMATS, Call, Content, Formats, Message, Reasoning, join, markers, message_parser
+from server.parsers.formats import BLOCKS, MARKS
+
+PROPERTY = settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TOOLS: dict[str, dict[str, Any]] = {
+    "find_ship": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "masts": {"type": "integer"},
+            "at": {"$ref": "#/$defs/place"},
+            "is_lost": {"type": "boolean"},
+            "note": {"type": ["string", "null"]},
+            "anything": {},
+        },
+        "$defs": {"place": {"type": "object"}},
+    },
+    "ring-bell.now": {"type": "object", "properties": {}},
+}
+FORMATS = [
+    *(Formats(tools, "think") for tools in TOOL_FORMATS if tools != "gpt_oss"),
+    *(Formats("hermes", reasoning) for reasoning in BLOCKS if reasoning != "gpt_oss"),
+    Formats("gpt_oss", "gpt_oss"),
+]
+EACH = pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+
+
+def parser(formats: Formats, tools=TOOLS, opened=False):
+    ids = itertools.count()
+    return message_parser(formats, tools=tools, opened=opened, new_id=lambda: f"call_{next(ids)}")
+
+
+def parts(formats: Formats, pieces, **options):
+    reader = parser(formats, **options)
+    return [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+
+
+def read(formats: Formats, *pieces: str, **options) -> Message:
+    return join(parts(formats, pieces, **options))
+
+
+def calls(message: Message) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in message.calls]
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
+
+
+# How a model writes a message. The slow obvious version of the formats: nothing here is the parsers' code.
+
+
+def write(formats: Formats, reasoning: str, content: str, made: list[tuple[str, dict[str, Any]]]) -> str:
+    if formats.tools == "gpt_oss":
+        return write_harmony(reasoning, content, made)
+    opens, closes = BLOCKS[formats.reasoning]
+    thought = f"{opens}\n{reasoning}\n{closes}\n\n" if reasoning else ""
+    return thought + content + WRITERS[formats.tools](content, made)
+
+
+def pair(name, arguments, key="arguments"):
+    return f'{{"name": "{name}", "{key}": {json.dumps(arguments, ensure_ascii=False)}}}'
+
+
+def write_hermes(content, made):
+    return "".join(f"\n<tool_call>\n{pair(*call)}\n</tool_call>" for call in made)
+
+
+def write_mistral(content, made):
+    return f"[TOOL_CALLS] [{', '.join(pair(*call) for call in made)}]" if made else ""
+
+
+def write_mistral_v11(content, made):
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in made)
+
+
+def write_coder(content, made):
+    def value(x):
+        return x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
+
+    return "".join(
+        f"\n<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{value(x)}\n</parameter>\n" for key, x in arguments.items())
+        + "</function>\n</tool_call>"
+        for name, arguments in made
+    )
+
+
+def write_deepseek(one):
+    def written(content, made):
+        each = "".join(f"<｜tool▁call▁begin｜>{one(*call)}<｜tool▁call▁end｜>" for call in made)  # noqa: RUF001
+        return f"<｜tool▁calls▁begin｜>{each}<｜tool▁calls▁end｜>" if made else ""  # noqa: RUF001
+
+    return written
+
+
+def write_harmony(reasoning, content, made):
+    messages = [f"<|channel|>analysis<|message|>{reasoning}<|end|>"] if reasoning else []
+    if content:
+        messages.append(f"<|channel|>{'commentary' if made else 'final'}<|message|>{content}<|end|>")
+    for name, arguments in made:
+        body = json.dumps(arguments, ensure_ascii=False)
+        messages.append(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{body}<|call|>")
+    return "<|start|>assistant".join(messages)
+
+
+WRITERS = {
+    "hermes": write_hermes,
+    "llama3_json": lambda content, made: "".join(
+        ("; " if i else "<|python_tag|>") + pair(*call, "parameters") for i, call in enumerate(made)
+    ),
+    "mistral": write_mistral,
+    "mistral_v11": write_mistral_v11,
+    "qwen3_coder": write_coder,
+    "deepseek_v3": write_deepseek(
+        lambda name, arguments: f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"  # noqa: RUF001
+    ),
+    "deepseek_v31": write_deepseek(lambda name, arguments: f"{name}<｜tool▁sep｜>{json.dumps(arguments)}"),  # noqa: RUF001
+    "json": lambda content, made: "" if content or not made else f"[{', '.join(pair(*call) for call in made)}]",
+}
+
+ALL_MARKS = sorted(
+    {mark for marks in MARKS.values() for mark in marks} | {m for block in BLOCKS.values() for m in block}
+)
+PIECES = [*ALL_MARKS, "<function=", "</function>", "<parameter=x>", "</parameter>", *'{}[]"\\<>;,:|', "\n", " ", "\n\n"]
+PIECES += [
+    '{"name": "find_ship", "arguments": ',
+    '"parameters": {}',
+    "<thi",
+    "<tool_",
+    "```json",
+    "```",
+    "é",
+    "🐋",
+    "\u2028",
+]
+PIECES += [
+    "find_ship",
+    "ring-bell.now",
+    "function",
+    " to=",
+    "functions.",
+    "a",
+    "null",
+    "<|cha",
+    "true",
+    "name",
+    "\\u00",
+]
+AWKWARD = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8).map("".join)
+CUTS = st.lists(st.integers(0, 10_000), max_size=12)
+
+
+def without(marks):
+    """Text that could not be mistaken: with the marks themselves in it, no reader could know."""
+    return lambda text: not any(mark in text for mark in marks)
+
+
+def plain(text: str) -> str:
+    return text.strip(" \t\r\n")
+
+
+def values(formats: Formats):
+    """Arguments that the format can carry: XML knows no escapes, so an end mark cannot stand in a text."""
+    text = st.text(max_size=8) | AWKWARD
+    deep = st.recursive(
+        st.none() | st.booleans() | st.integers() | text, lambda x: st.lists(x, max_size=3), max_leaves=5
+    )
+    if formats.tools == "gpt_oss":
+        text = text.filter(without(MARKS["gpt_oss"]))
+        deep = st.lists(st.integers() | text)
+    if formats.tools != "qwen3_coder":
+        return st.fixed_dictionaries(
+            {}, optional={"name": text, "masts": deep, "at": st.dictionaries(text, deep, max_size=2)}
+        )
+    text = text.filter(without(["</parameter>"]))
+    deep = st.dictionaries(st.text("abc"), st.integers() | st.text('a"\\}{', max_size=3), max_size=2)
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "name": text,
+            "masts": st.integers(),
+            "at": deep,
+            "is_lost": st.booleans(),
+            "note": st.none() | text.filter(lambda text: text != "null"),
+            "anything": st.booleans() | st.integers() | deep,
+        },
+    )
+
+
+@EACH
+def test_what_was_written_comes_out_however_it_is_cut(formats):
+    marks = {*markers(formats), "<function=", "</function>"}
+    prose = AWKWARD.filter(without(marks)).map(plain)
+
+    @PROPERTY
+    @given(
+        prose,
+        # A bare object at the beginning is what a call looks like.
+        prose.filter(lambda text: formats.tools not in ("json", "llama3_json") or text[:1] not in ("{", "[")),
+        st.lists(st.tuples(st.just("find_ship"), values(formats)) | st.just(("ring-bell.now", {})), max_size=3),
+        CUTS,
+    )
+    def check(reasoning, content, made, places):
+        content = "" if made and formats.tools == "json" else content
+        text = write(formats, reasoning, content, made)
+        got = read(formats, *cut(text, places))
+        assert got == read(formats, text) == read(formats, *text)
+        assert (got.reasoning, got.content, calls(got)) == (reasoning, content, made)
+
+    check()
+
+
+@EACH
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
+def test_garbage_is_read_alike_however_it_is_cut(formats, opened):
+    @PROPERTY
+    @given(st.lists(st.sampled_from(PIECES + ALL_MARKS), max_size=25).map("".join), CUTS)
+    def check(text, places):
+        said = parts(formats, cut(text, places), opened=opened)
+        got = join(said)
+        assert got == read(formats, text, opened=opened) == read(formats, *text, opened=opened)
+        if not got.calls and formats.tools != "gpt_oss":
+            opens, closes = BLOCKS[formats.reasoning]
+            kept = text
+            if got.reasoning or opened:
+                kept = kept.replace(opens, "", 0 if opened else 1).replace(closes, "", 1)
+            # Nothing but the marks of the reasoning and white space next to them is missing.
+            assert "".join((got.reasoning + got.content).split()) in ("".join(kept.split()), "".join(text.split())) or (
+                not got.reasoning
+            )
+
+    check()
+
+
+@EACH
+def test_without_tools_the_marks_of_calls_are_text(formats):
+    text = write(formats, "", "", [("find_ship", {"name": "Pequod"})])
+    got = read(formats, text, tools={})
+    assert not got.calls
+    assert "Pequod" in got.content and (got.content == text or formats.tools == "gpt_oss")
+
+
+@EACH
+def test_calls_of_unknown_functions_are_text(formats):
+    text = write(formats, "", "" if formats.tools == "json" else "so", [("sink", {"name": "Pequod"})])
+    got = read(formats, text)
+    assert not got.calls
+    assert "sink" in got.content and '"Pequod"'.strip('"') in got.content
+
+
+def test_a_known_call_behind_an_unknown_one_is_a_call():
+    got = read(Formats("hermes"), write_hermes("", [("sink", {}), ("find_ship", {})]))
+    assert calls(got) == [("find_ship", {})]
+    assert got.content == '\n<tool_call>\n{"name": "sink", "arguments": {}}\n</tool_call>'
+
+
+@EACH
+def test_arguments_come_as_they_are_written(formats):
+    """The name is said before the arguments are whole, and of these no letter waits for the next but one."""
+    text = write(formats, "", "", [("find_ship", {"name": "P" * 100})])
+    reader = parser(formats)
+    lengths, said = [], 0
+    for letter in text:
+        for part in reader.feed(letter):
+            said += len(part.text) if isinstance(part, parsers.Arguments) else 0
+        lengths.append(said)
+    middle = text.index("P" * 100) + 50
+    assert lengths[middle] - lengths[middle - 10] == 10
+    assert said > 100
+
+
+@EACH
+def test_plain_text_waits_for_nothing(formats):
+    reader = parser(formats)
+    assert [join(reader.feed(letter)).content for letter in "a whale"] == ["a", "", " w", "h", "a", "l", "e"] or (
+        formats.tools == "gpt_oss"
+    )
+    assert reader.finish() == []
+
+
+@pytest.mark.parametrize("reasoning", [name for name in BLOCKS if name != "gpt_oss"])
+def test_reasoning_is_told_from_the_answer(reasoning):
+    opens, closes = BLOCKS[reasoning]
+    formats = Formats(None, reasoning)
+    assert read(formats, f"\n{opens}\nhm\n\nhm\n{closes}\n\n so\n") == Message(" so\n", "hm\n\nhm", ())
+    assert read(formats, f"\nhm\n{closes}so", opened=True) == Message("so", "hm", ())
+    assert read(formats, f"{opens}hm\n") == Message("", "hm\n", ()), "begun and never ended"
+    assert read(formats, f"so {opens}hm{closes}") == Message(f"so {opens}hm{closes}", "", ()), "only where text begins"
+    assert read(formats, opens[:-1]) == Message(opens[:-1], "", ())
+
+
+@EACH
+def test_whether_it_reasons_is_known_at_once(formats):
+    reader = parser(formats)
+    opens, closes = BLOCKS[formats.reasoning]
+    assert not reader.is_reasoning
+    reader.feed(opens)
+    assert reader.is_reasoning
+    reader.feed("hm")
+    reader.feed(closes[:-1])
+    assert reader.is_reasoning
+    reader.feed(closes[-1])
+    assert not reader.is_reasoning
+    assert parser(formats, opened=True).is_reasoning
+
+
+def test_a_model_without_marks_has_the_plain_parser():
+    assert isinstance(parser(Formats()), parsers.Plain)
+    assert isinstance(parser(Formats("hermes"), tools={}), parsers.Plain)
+    assert read(Formats(), "a", "", "b\n") == Message("ab\n", "", ())
+
+
+CALL = '{"name": "find_ship", "arguments": {"masts": 3}}'
+ONE = [("find_ship", {"masts": 3})]
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "content", "made"),
+    [
+        ("hermes", f"<tool_call>{CALL}</tool_call>", "", ONE),
+        ("hermes", f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>", "", ONE * 2),
+        ("hermes", f"<tool_call>{CALL}}}</tool_call> so", "}so", ONE),  # a bracket too many
+        ("hermes", f"<tool_call>{CALL}", "", ONE),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\n \n", "", ONE),
+        ("hermes", '<tool_call>{"arguments": {"masts": 3}, "id": [1, "]"], "name": "find_ship"}</tool_call>', "", ONE),
+        ("hermes", '<tool_call>{"name": "find_ship", "arguments": "{\\"masts\\": 3}"}</tool_call>', "", ONE),
+        ("hermes", '<tool_call>{"name": "find_ship"}</tool_call>', "", [("find_ship", {})]),
+        ("hermes", '<tool_call>{"name": "find_ship", "arguments": null}', "", [("find_ship", {})]),
+        ("hermes", '<tool_call>{"name": "find_ship", "arguments": 5}', None, []),
+        ("hermes", '<tool_call>{"name": "find_ship", "argu', None, []),
+        ("hermes", '<tool_call>{"name": find_ship}</tool_call>', None, []),
+        ("hermes", "<tool_call>find_ship</tool_call>", None, []),
+        ("hermes", "</tool_call>", None, []),
+        ("llama3_json", CALL, "", ONE),
+        ("llama3_json", f"{CALL}; {CALL}", "", ONE * 2),
+        ("llama3_json", f"{CALL}\n{CALL}", "", ONE * 2),
+        ("llama3_json", f"<|python_tag|>{CALL};", ";", ONE),
+        ("llama3_json", "<|python_tag|>import os", None, []),
+        ("llama3_json", f"See {CALL}", None, []),
+        ("json", f" [{CALL} , {CALL}]\n", "", ONE * 2),
+        ("json", f"[{CALL}, {{bad]", ", {bad]", ONE),
+        ("json", f"[{CALL}, and", ", and", ONE),
+        ("json", "[1] says", None, []),
+        ("json", "{}", None, []),
+        ("json", '{"a": {"name": "find_ship"}}', None, []),
+        ("mistral", f"so[TOOL_CALLS][{CALL},{CALL}]", "so", ONE * 2),
+        ("mistral", f"[TOOL_CALLS]{CALL}", "", ONE),
+        ("mistral", '[TOOL_CALLS]find_ship{"masts": 3}', "", ONE),
+        ("mistral_v11", '[TOOL_CALLS]find_ship[CALL_ID]abc123def[ARGS]{"masts": 3}', "", ONE),
+        ("mistral_v11", '[TOOL_CALLS]find_ship[ARG]{"masts": 3}', None, []),
+        ("mistral_v11", "[TOOL_CALLS]find_ship[ARGS]3", None, []),
+        ("qwen3_coder", "<function=find_ship><parameter=masts>3</parameter></function>", "", ONE),
+        ("qwen3_coder", "<tool_call><function=find_ship></function></tool_call>", "", [("find_ship", {})]),
+        ("qwen3_coder", "<function=find_ship><parameter=masts>3</parameter>so</function>", "so", ONE),
+        ("qwen3_coder", "<function=find_ship><parameter=masts>some", "", None),
+        ("qwen3_coder", "<tool_call>\n<function=find_ship\n", None, []),
+    ],
+)
+def test_models_do_not_always_write_what_they_should(tools, text, content, made):
+    got = read(Formats(tools), text)
+    assert got == read(Formats(tools), *text)
+    assert got.content == (text if content is None else content)
+    if made is not None:
+        assert calls(got) == made
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "meant"),
+    [
+        ("name", "null", "null"),
+        ("name", "5", "5"),
+        ("name", ' "quoted" \\ ', ' "quoted" \\ '),
+        ("name", "\n\nlines\n\n", "\n\nlines\n\n"),
+        ("masts", "3", 3),
+        ("masts", " 3 ", 3),
+        ("masts", "three", "three"),
+        ("masts", "NaN", "NaN"),
+        ("masts", "[" * 100_000, "[" * 100_000),
+        ("is_lost", "True", True),
+        ("is_lost", "false", False),
+        ("at", '{"x": [1]}', {"x": [1]}),
+        ("at", "{'x': 1}", "{'x': 1}"),
+        ("note", "null", None),
+        ("note", "5", "5"),
+        ("anything", "5", 5),
+        ("anything", "five", "five"),
+        ("unheard_of", '{"a": 1}', {"a": 1}),
+    ],
+)
+def test_the_schema_says_what_a_tagged_value_is(name, written, meant):
+    got = read(Formats("qwen3_coder"), write_coder("", [("find_ship", {name: written})]))
+    assert calls(got) == [("find_ship", {name: meant})]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("so", Message("so", "", ())),
+        ("<|channel|>final<|message|>so<|return|>", Message("so", "", ())),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b", ("", "a\nb")),
+        ("<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", ("a\nb", "")),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assist", ("", "a")),
+        ("<|channel|>" + "x" * 300, ("<|channel|>" + "x" * 300, "")),
+    ],
+)
+def test_messages_of_gpt_oss(text, message):
+    got = read(Formats("gpt_oss", "gpt_oss"), text)
+    assert got[:2] == message[:2]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        " to=functions.find_ship<|channel|>commentary json",
+        "<|start|>assistant to=functions.find_ship<|channel|>analysis",
+    ],
+)
+def test_where_gpt_oss_names_the_function(header):
+    assert calls(read(Formats("gpt_oss", "gpt_oss"), f'{header}<|message|> {{"masts": 3}}\n<|call|>')) == ONE
+    assert calls(read(Formats("gpt_oss", "gpt_oss"), f"{header}<|message|><|call|>")) == [("find_ship", {})]
+
+
+def steps(formats: Formats, text: str) -> int:
+    """Lines of the parsers that are run for a text."""
+    place = str(pathlib.Path(parsers.__file__).parent)
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(place):
+            return None
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        read(formats, text)
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@EACH
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *("<", "<tool_call", "<tool_call>", "<tool_call>{", '<tool_call>{"name": "', " ", "\n", "[", "{", '"', "\\"),
+        *("<think>", "</", "<function=find_ship>", "<function=find_ship><parameter=name>\n", "[TOOL_CALLS]", "[{"),
+        *("[TOOL_CALLS]a[CALL_ID]", "<|python_tag|>", "<｜tool▁calls▁begin｜>", "<|channel|>", "<|start|>"),  # noqa: RUF001
+        "<|channel|>x<|message|>",
+    ],
+)
+def test_twice_the_text_is_twice_the_work(formats, unit):
+    call = write(formats, "", "", [("find_ship", {"name": ""})])[:-20]
+    for before in ("", call):
+        once, twice = (steps(formats, before + unit * (times * (1000 // len(unit)))) for times in (1, 2))
+        assert twice <= 2.3 * once + 500  # of the first letters, some cost more or less than those to come
+
+
+def test_parts_of_a_kind_are_said_as_one():
+    said = parts(Formats("hermes", "think"), [f"<think>hm</think>so it is{write_hermes('', ONE)}"])
+    assert said[:2] == [Reasoning("hm"), Content("so it is")]
+    assert said[2:] == [Call(0, "call_0", "find_ship"), parsers.Arguments(0, '{"masts": 3}')]

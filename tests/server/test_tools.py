@@ -1,0 +1,161 @@
+"""Tools: what the prompt tells of them, what the answer makes of calls, and what is refused."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving
+from tests.server.wire import CHAT, LIBRARY, QUESTION, ask, chunks, ids, saying
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALLING = TEMPLATE + "{% for t in tools or [] %}<tool_call>{{ t.function.name }}{% endfor %}"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Nantucket"}}\n</tool_call>'
+SECOND = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = {"eos_token": "<|end|>", "chat_template": CALLING}
+    return model_folder(tmp_path_factory.mktemp("model") / "fake", tokenizer_config=config)
+
+
+def choice(folder, says, **body):
+    body = {"messages": QUESTION, "tools": [WEATHER, CLOCK], **body}
+    response = ask(folder, CHAT, body, FakeEngine(saying(says)))
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def refusal(folder, **body):
+    response = ask(folder, CHAT, {"messages": QUESTION, **body})
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def prompt(folder, **body):
+    engine = FakeEngine(saying("a"))
+    assert ask(folder, CHAT, {"messages": QUESTION, **body}, engine).status_code == 200
+    return LIBRARY.decode(engine.requests[0].prompt_ids)
+
+
+def test_a_call_is_no_text(folder):
+    answered = choice(folder, CALL)
+    assert answered["finish_reason"] == "tool_calls"
+    message = answered["message"]
+    assert message["content"] is None
+    [call] = message["tool_calls"]
+    assert call["type"] == "function"
+    assert call["id"].startswith("call_")
+    assert call["function"] == {"name": "weather", "arguments": '{"place": "Nantucket"}'}
+
+
+def test_text_comes_before_calls_and_ids_differ(folder):
+    message = choice(folder, f"Let me look.\n{CALL}\n{SECOND}")["message"]
+    assert message["content"] == "Let me look."
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "clock"]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+def test_streamed_arguments_come_piece_by_piece(folder):
+    body = {"messages": QUESTION, "tools": [WEATHER], "stream": True}
+    seen = chunks(ask(folder, CHAT, body, FakeEngine(saying(CALL))).text)
+    pieces = [call for chunk in seen for c in chunk["choices"] for call in c["delta"].get("tool_calls", ())]
+    assert [piece["index"] for piece in pieces] == [0] * len(pieces)
+    assert pieces[0]["function"] == {"name": "weather", "arguments": ""}
+    assert [key for piece in pieces[1:] for key in piece] == ["index", "function"] * (len(pieces) - 1)
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"place": "Nantucket"}'
+    assert len(pieces) > 4
+    assert seen[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_that_was_cut_off_ends_by_length(folder):
+    cut = choice(folder, CALL, max_tokens=len(ids(CALL)) - 15)
+    assert cut["finish_reason"] == "length"
+    assert '{"place": "Nantucket"}'.startswith(cut["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+def test_what_is_not_a_tool_is_text(folder):
+    unknown = CALL.replace("weather", "sink_the_ship")
+    answered = choice(folder, unknown)
+    assert answered["message"]["content"] == unknown
+    assert answered["finish_reason"] == "stop"
+    assert choice(folder, CALL, tools=None)["message"]["content"] == CALL
+
+
+def test_the_prompt_tells_of_the_tools(folder):
+    assert prompt(folder, tools=[WEATHER, CLOCK]).endswith("<tool_call>weather<tool_call>clock")
+    assert "<tool_call>" not in prompt(folder)
+    assert "<tool_call>" not in prompt(folder, tools=[])
+
+
+def test_with_choice_none_there_are_no_tools(folder):
+    assert "<tool_call>" not in prompt(folder, tools=[WEATHER], tool_choice="none")
+    assert choice(folder, CALL, tool_choice="none")["message"]["content"] == CALL
+
+
+def test_allowed_tools_are_told_of_but_not_called(folder):
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    some = {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    assert prompt(folder, **some).endswith("<tool_call>weather<tool_call>clock")
+    assert choice(folder, CALL, **some)["message"]["content"] == CALL
+    assert choice(folder, SECOND, **some)["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools.0.function.parameters"),
+        ({"tools": [WEATHER] * 257}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+    ],
+)
+def test_bad_tools_are_refused_by_name(folder, body, param):
+    assert refusal(folder, **body)["param"] == param
+
+
+def test_a_model_that_knows_no_tools_says_so(tmp_path):
+    plain = model_folder(tmp_path / "plain")
+    error = refusal(plain, tools=[WEATHER])
+    assert error["param"] == "tools"
+    assert "--tool-call-parser" in error["message"]
+    on = ask(
+        plain, CHAT, {"messages": QUESTION, "tools": [WEATHER]}, FakeEngine(saying(CALL)), tool_call_parser="hermes"
+    )
+    assert on.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_the_openai_sdk_calls_tools_until_the_answer(folder):
+    async def main():
+        async with serving(folder, FakeEngine(saying(CALL, "Fog."))) as (_, app), listening(app) as url:
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+                messages = list(QUESTION)
+                async with client.chat.completions.stream(model="fake", messages=messages, tools=[WEATHER]) as stream:
+                    first = (await stream.get_final_completion()).choices[0]
+                assert first.finish_reason == "tool_calls"
+                [call] = first.message.tool_calls
+                assert json.loads(call.function.arguments) == {"place": "Nantucket"}
+                messages += [
+                    first.message.model_dump(exclude_none=True),
+                    {"role": "tool", "tool_call_id": call.id, "content": "fog"},
+                ]
+                last = await client.chat.completions.create(model="fake", messages=messages, tools=[WEATHER])
+                assert last.choices[0].message.content == "Fog."
+
+    asyncio.run(main())
