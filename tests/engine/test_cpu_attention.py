@@ -16,6 +16,8 @@ from engine.attention.cpu import Paged
 from engine.kernels import build, library
 from engine.kernels.library import ISAS
 from tests.engine.test_attention import Pool, dense
+from tests.engine.test_models import Bench, load
+from tests.models import make, prompt
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -251,6 +253,28 @@ def test_bits_do_not_depend_on_the_layout(kind):
         cache = paged.allocate(LayerKV(2, 64, 64), len(blocks), block_size, dtype, CPU).fill_(math.nan)
         found.append(paged.attend(q, k, v, cache, AttentionMeta.of([(blocks, 0, 200)], block_size), scale=0.125))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_logits_have_the_same_bits_in_any_schedule(tmp_path, dtype, name):
+    """The whole model: each token alone, and many sequences in chunks, on one thread and on two."""
+    model = load(make(name, tmp_path, dtype=dtype), dtype)
+    if not model.product.invariant:
+        pytest.skip("torch computes the products here")
+    prompts, rng = [prompt(length, seed=length) for length in (70, 33, 18, 1)], random.Random(5)
+    torch.set_num_threads(1)
+    alone = [[bench.step({0: [token]})[0] for token in ids] for ids in prompts for bench in [Bench(model)]]
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        bench, found = Bench(model, seed=threads), [[] for _ in prompts]
+        while open_ := [s for s, ids in enumerate(prompts) if bench.done.get(s, 0) < len(ids)]:
+            chosen = rng.sample(open_, rng.randint(1, len(open_)))
+            starts = {s: bench.done.get(s, 0) for s in chosen}
+            rows = {s: prompts[s][at : at + rng.choice([1, 1, 2, 9, 40])] for s, at in starts.items()}
+            for seq, logits in bench.step(rows).items():
+                found[seq].append(logits)
+        for one, other in zip(alone, found, strict=True):
+            assert torch.equal(torch.cat(one), torch.cat(other))
 
 
 # -- bad calls and the choice -----------------------------------------------------------------------------------------
