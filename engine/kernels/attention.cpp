@@ -30,6 +30,7 @@ const int TALL = 6;                       // queries side by side
 const int WIDE = LANES == 16 ? 4 : 2;     // vectors side by side: 24 sums of 32 registers, or 12 of 16
 const int64_t QUERIES = 96;               // of a task: their sums stay in the second cache
 const int64_t FEW = 16;                   // queries of one KV head up to which memory is what costs: heads go together
+const int64_t SHORT = 1 << 13;            // new numbers that one thread writes faster than several agree on it
 const int64_t SMALL = 1 << 17;            // multiply-adds below which waking other threads costs more than they save
 const float LOG2E = 1.44269504f;
 
@@ -226,6 +227,7 @@ struct Attention {
   int64_t queries;  // the most of a task
   int shift;        // of a block size that is a power of two, else -1: divisions would show
   bool packed;
+  bool stored;      // the new keys and values, before the threads begin
   Task* tasks;
   int64_t num_tasks;
   Cursor* cursors;
@@ -699,8 +701,10 @@ struct Attention {
 
   void share(int thread, int threads) const {
     const int64_t tokens = call.query_start[call.rows];
-    store_tokens(tokens * thread / threads, tokens * (thread + 1) / threads);
-    if (threads > 1) meet();
+    if (!stored) {
+      store_tokens(tokens * thread / threads, tokens * (thread + 1) / threads);
+      meet();
+    }
     for (int i = 0; i < threads; ++i) {  // its own first, then what others have left
       Cursor& cursor = cursors[(thread + i) % threads];
       for (int64_t task; (task = __atomic_fetch_add(&cursor.next, 1, __ATOMIC_RELAXED)) < cursor.end;)
@@ -716,6 +720,9 @@ struct Attention {
     for (int64_t row = 0; row < call.rows; ++row) keys += length(row) * call.seq_lens[row];
     if (keys * 2 * call.heads * call.head_dim < SMALL) threads = 1;
     if (!plan(threads)) return 1;
+    const int64_t tokens = call.query_start[call.rows];
+    stored = threads == 1 || tokens * call.kv_heads * call.head_dim <= SHORT;
+    if (stored) store_tokens(0, tokens);
     run(shared, this, threads);
     return 0;
   }
