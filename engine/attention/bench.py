@@ -100,6 +100,6 @@ def _checked(name: str, isa: str, dtype: torch.dtype) -> tuple[float, bool]:
 
     whole, last = part(0, CHECKED), range(CHECKED - 5, CHECKED)
     alone = torch.cat([part(at, at + 1) for at in last])
-    wide = (x.double().transpose(0, 1)[None] for x in (q, k, v))
-    want = F.scaled_dot_product_attention(*wide, is_causal=True, scale=SCALE, enable_gqa=True)[0].transpose(0, 1)
+    q, k, v = (x.double().transpose(0, 1)[None] for x in (q, k, v))
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)[0].transpose(0, 1)
     return ((whole.double() - want).abs().max() / want.abs().max()).item(), torch.equal(whole[last.start :], alone)
