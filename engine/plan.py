@@ -31,9 +31,10 @@ def plan(config: EngineConfig) -> dict[str, Any]:
     """The arithmetic as one flat object; sizes in bytes, lengths in tokens. Raises EngineError."""
     check(config)
     device = pick_device(config.device)
-    backend = attention.resolve_name(config.attention, device)
+    attention.check(config.attention)
     folder = hub.fetch(config.model, config.revision, weights=False)
     spec = models.describe(folder.path, config)
+    backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
     found = memory.arrange(spec, config, machine)
     return {
@@ -42,7 +43,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "implementation": spec.implementation,
         "dtype": str(spec.dtype).removeprefix("torch."),
         "device": str(device),
-        "attention": backend,
+        "attention": backend.name,
         "num_params": spec.num_params,
         "weights_bytes": found.weights_bytes,
         "activation_bytes": found.activation_bytes,
@@ -58,7 +59,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "max_seqs": found.config.max_seqs,
         "max_batched_tokens": found.config.max_batched_tokens,
         "full_length_users": round(found.full_length_users, 2),
-        "notes": list(found.notes),
+        "notes": [*found.notes, *([backend.note] if backend.note else [])],
         "assumptions": list(ASSUMPTIONS),
     }
 

@@ -201,7 +201,9 @@ class Settings(BaseSettings):
     model_impl: Literal["auto", "native", "transformers"] = setting(
         "engine", "auto", "whose code runs the model: ours, or transformers' on our cache"
     )
-    attention_backend: str = setting("engine", "auto", "name of the attention backend", "NAME", max_length=64)
+    attention_backend: str = setting(
+        "engine", "auto", "auto, cpu (our kernel) or reference (torch)", "NAME", max_length=64
+    )
     cpu_isa: Literal["auto", "avx512bf16", "avx512", "avx2", "torch"] = setting(
         "engine", "auto", "instruction set of our CPU kernels; torch: none of them (default: the best there is)"
     )

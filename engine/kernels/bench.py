@@ -1,11 +1,12 @@
-"""Measure the packed product beside torch's:
+"""Measure the packed product beside torch's, and attention:
 
     python -m engine.kernels.bench --json [--isa auto|avx512bf16|avx512|avx2|torch] [--rows 1,4,8] [--dtype bfloat16]
 
 prints, for each shape of Qwen3-0.6B and each number of rows, the time of one product, torch's, the error against
 float64, and whether rows have the same bits alone and in the batch. Ours and torch's are called in turns, medians are
-told; every call takes the next of several weights, together larger than the caches. Exit code 2 goes with a sentence,
-or a JSON object that holds `error`. With `--isa torch`, "ours" is what Pequod then runs on.
+told; every call takes the next of several weights, together larger than the caches. Then steps of attention in the same
+way (engine/attention/bench.py). Exit code 2 goes with a sentence, or a JSON object that holds `error`. With
+`--isa torch`, "ours" is what Pequod then runs on.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..attention import bench as attention
 from ..models.layers import Linear, can_reorder
 from ..types import EngineError
 from .library import CHOICES, Kernels, choose
+from .timing import interleaved
 
 # Qwen3-0.6B's weights: rows (outputs) and columns.
 SHAPES = {
@@ -41,7 +42,6 @@ LARGE = 64 << 20  # bytes of weights that no cache holds; a shape's weight is re
 MOST_HEAD_ROWS = 64  # logits are made of rows that draw a token, which are few
 CHECKED = 2048  # outputs that are compared with float64: enough, and it is slow
 SECONDS = 1.0  # for one line, a little more or less
-LEAST, MOST = 3, 50  # rounds
 
 
 def measure(
@@ -57,7 +57,7 @@ def measure(
     if can_reorder(weights[0]):
         reordered = [_packed(weight, None) for weight in weights]
         others["onednn"] = lambda i: reordered[i](x)
-    times = _interleaved({"ours": lambda i: own[i](x), **others}, copies, seconds)
+    times = interleaved({"ours": lambda i: own[i](x), **others}, copies, seconds)
     want = x.double() @ weights[0][:CHECKED].double().T
     batch = own[0](x)
     alone = torch.cat([own[0](x[i : i + 1]) for i in sorted({0, rows // 2, rows - 1})])
@@ -87,21 +87,6 @@ def _packed(weight: Tensor, kernels: Kernels | None) -> Linear:
     return linear
 
 
-def _interleaved(cases: dict[str, Callable[[int], Tensor]], copies: int, seconds: float) -> dict[str, float]:
-    """The median time of one call of each, all called in turns; the first round warms up and is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    began = time.perf_counter()
-    for round_ in range(MOST):
-        if round_ > LEAST and time.perf_counter() - began > seconds:
-            break
-        for name, call in cases.items():
-            start = time.perf_counter()
-            call(round_ % copies)
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in times.items()}
-
-
 @torch.inference_mode()
 def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[[str], None]) -> dict[str, Any]:
     """All shapes and rows; `show` gets a line of text as soon as it is known. Raises ConfigError."""
@@ -127,6 +112,11 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
                 f"{'-' if onednn is None else f'{onednn * 1e3:.3f}':>9} {line['speedup']:6.2f} {line['gb_per_s']:6.1f} "
                 f"{line['gflop_per_s']:8.0f} {line['error']:8.0e} {'yes' if line['invariant'] else 'no'}"
             )
+    show(attention.HEADER)
+    attended = []
+    for step in attention.STEPS:
+        attended.append(attention.measure(*step, isa=isa, dtype=DTYPES[dtype], seconds=seconds))
+        show(attention.told(attended[-1]))
     return {
         "isa": choice.name,
         "note": choice.note,
@@ -134,6 +124,7 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "products": found,
+        "attention": attended,
     }
 
 

@@ -23,17 +23,22 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-# Object -> its source and options; several of one source are its variants. Of each instruction set, the last first.
-OBJECTS = {
-    "avx512bf16": ("product.cpp", ["-DISA_AVX512BF16", "-mfma", "-mf16c", *AVX512, "-mavx512bf16"]),
-    "avx512": ("product.cpp", ["-DISA_AVX512", "-mfma", "-mf16c", *AVX512]),
-    "avx2": ("product.cpp", ["-DISA_AVX2", "-mfma", "-mf16c", "-mavx2"]),
-    "machine": ("machine.cpp", []),
+# Instruction set -> its options. Of each, the last first.
+VARIANTS = {
+    "avx512bf16": ["-DISA_AVX512BF16", "-mfma", "-mf16c", *AVX512, "-mavx512bf16"],
+    "avx512": ["-DISA_AVX512", "-mfma", "-mf16c", *AVX512],
+    "avx2": ["-DISA_AVX2", "-mfma", "-mf16c", "-mavx2"],
 }
+# Object -> its source and options; several of one source are its variants.
+OBJECTS = {
+    f"{kernel}_{isa}": (f"{kernel}.cpp", options)
+    for isa, options in VARIANTS.items()
+    for kernel in ("attention", "product")
+} | {"machine": ("machine.cpp", [])}
 # Sums are written as they are meant: no reordering, and multiply-adds fused only where the source says so. gcc 12
-# takes its own headers for wrong (maybe-uninitialized).
+# takes its own headers for wrong (uninitialized).
 OPTIONS = ["-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"]
-OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-maybe-uninitialized"]
+OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 LINKED = ["-shared", "-fPIC", "-Wl,--as-needed"]
 # More options, for both: the tests under a sanitizer. A library that was built with others is another library.
 FLAGS = "PEQUOD_KERNEL_FLAGS"
@@ -85,7 +90,7 @@ def compile_into(folder: Path, *, emulate: bool = False) -> Path:
 
         def one(name: str) -> None:
             source, options = OBJECTS[name]
-            if emulate and name == "avx512bf16":
+            if emulate and name.endswith("avx512bf16"):
                 options = [*(option for option in options if option != "-mavx512bf16"), "-DEMULATE_BF16"]
             _call([*command, *OPTIONS, *options, *more, "-c", str(HERE / source), "-o", objects[name]])
 

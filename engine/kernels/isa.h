@@ -39,6 +39,26 @@ static inline V upper(U u) { return _mm256_castsi256_ps(_mm256_and_si256(u, _mm2
 static inline V load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+static inline U as_units(V v) { return _mm256_castps_si256(v); }
+static inline V where_less(V a, V b, V yes, V no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+static inline V where_number(V a, V yes, V no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, a, _CMP_ORD_Q)); }
+static inline U plus(U a, U b) { return _mm256_add_epi32(a, b); }
+static inline U both(U a, U b) { return _mm256_and_si256(a, b); }
+static inline U either(U a, U b) { return _mm256_or_si256(a, b); }
+static inline U all_units(uint32_t x) { return _mm256_set1_epi32((int)x); }
+template <int N> static inline U shifted_down(U u) { return _mm256_srli_epi32(u, N); }
+// The lower halves of the units, side by side.
+static inline void store_halves(uint16_t* p, U u) {
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 8);
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+}
+static inline void store_units(void* p, U u) { _mm256_storeu_si256((U*)p, u); }
+static inline float lowest_lane(V v) { return _mm256_cvtss_f32(v); }
+static inline float largest(V v) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
 
 #elif defined(ISA_AVX512) || defined(ISA_AVX512BF16)
 
@@ -73,6 +93,23 @@ static inline V upper(U u) { return _mm512_castsi512_ps(_mm512_and_si512(u, _mm5
 static inline V load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+static inline U as_units(V v) { return _mm512_castps_si512(v); }
+static inline V where_less(V a, V b, V yes, V no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
+static inline V where_number(V a, V yes, V no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, a, _CMP_ORD_Q), no, yes);
+}
+static inline U plus(U a, U b) { return _mm512_add_epi32(a, b); }
+static inline U both(U a, U b) { return _mm512_and_si512(a, b); }
+static inline U either(U a, U b) { return _mm512_or_si512(a, b); }
+static inline U all_units(uint32_t x) { return _mm512_set1_epi32((int)x); }
+template <int N> static inline U shifted_down(U u) { return _mm512_srli_epi32(u, N); }
+// The lower halves of the units, side by side.
+static inline void store_halves(uint16_t* p, U u) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u)); }
+static inline void store_units(void* p, U u) { _mm512_storeu_si512(p, u); }
+static inline float lowest_lane(V v) { return _mm512_cvtss_f32(v); }
+static inline float largest(V v) { return _mm512_reduce_max_ps(v); }
 
 #if defined(ISA_AVX512BF16)
 #define HAS_DOT 1
@@ -89,7 +126,6 @@ static inline V dot(V sum, U a, U b) {
 #else
 static inline V dot(V sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 #endif
-static inline U all_units(uint32_t x) { return _mm512_set1_epi32((int)x); }
 #endif
 
 #else
@@ -106,6 +142,13 @@ static inline uint16_t to_bf16(float x) {
   union { float f; uint32_t i; } u = {x};
   if ((u.i & 0x7fffffff) > 0x7f800000) return (uint16_t)(u.i >> 16 | 0x40);
   return (uint16_t)((u.i + 0x7fff + (u.i >> 16 & 1)) >> 16);
+}
+
+// to_bf16 of each, in the lower halves of the units.
+static inline U rounded(V v) {
+  const U bits = as_units(v), last = both(shifted_down<16>(bits), all_units(1));
+  const U number = plus(bits, plus(all_units(0x7fff), last)), none = either(bits, all_units(0x400000));
+  return shifted_down<16>(as_units(where_number(v, as_floats(number), as_floats(none))));
 }
 
 // e^x to 2 units in the last place: x = n ln 2 + r, a polynomial for e^r, times 2^n. Too small gives 2^-126 or so,

@@ -273,7 +273,7 @@ class Transformers:
     def check_isolation(self, device: torch.device) -> None:
         """Raise ModelError if a token's logits depend on another sequence's token in the same step."""
         size = 4
-        backend = select("reference", device)
+        backend = select("reference")
         cache = KVCache.allocate(
             backend, self.spec.layers, num_blocks=2, block_size=size, dtype=self.spec.dtype, device=device
         )

@@ -93,7 +93,7 @@ class Runner:
         self.num_blocks = num_blocks
         self.device = torch.device(config.device)
         spec = model.spec
-        backend = attention.select(config.attention, self.device)
+        backend = attention.select(config.attention, config.cpu_isa)
         self.cache = _guarded(
             lambda: attention.KVCache.allocate(
                 backend,
@@ -216,15 +216,16 @@ def build(
     began = time.monotonic()
     check(config)
     device = pick_device(config.device)
-    backend = attention.resolve_name(config.attention, device)
+    attention.check(config.attention)
     folder = hub.fetch(config.model, config.revision, weights=True)
     spec = models.describe(folder.path, config)
+    backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
     if device.type == "cpu":
         _set_threads(config, spec)
     try:
         plan = memory.arrange(spec, config, machine)
-        resolved = replace(plan.config, device=str(device), attention=backend)
+        resolved = replace(plan.config, device=str(device), attention=backend.name)
         # With the length that was asked for, not the lowered one: rotary frequencies may depend on it, and what the
         # memory allows today must not change what the model says.
         wanted = replace(resolved, max_len=config.max_len)
@@ -233,7 +234,7 @@ def build(
             taken = _profile(model, resolved)
             if taken > plan.activation_bytes:
                 plan = memory.arrange(spec, config, machine, taken)
-                resolved = replace(plan.config, device=str(device), attention=backend)
+                resolved = replace(plan.config, device=str(device), attention=backend.name)
         runner = Runner(model, replace(resolved, num_blocks=plan.num_blocks), plan.num_blocks)
         runner.warm_up()
         limits = _guarded(lambda: roofline.measure(spec, device))
@@ -252,7 +253,7 @@ def build(
         max_batched_tokens=runner.config.max_batched_tokens or 0,
         dtype=str(spec.dtype).removeprefix("torch."),
         device=str(device),
-        attention=backend,
+        attention=backend.name,
         implementation=spec.implementation,
         exact=model.product.invariant and runner.cache.backend.invariant,
         num_params=model.num_params,
@@ -266,7 +267,7 @@ def build(
         product_note=model.product.note,
         product_fix=model.product.fix,
         hidden_size=spec.hidden_size,
-        notes=plan.notes,
+        notes=(*plan.notes, backend.note) if backend.note else plan.notes,
         roofline=limits,
     )
     return runner, info, runner.config

@@ -340,6 +340,7 @@ def engine(settings: Settings) -> Iterator[Finding]:
     else:
         own = f"by our own kernels for {info.product}" if info.product != "torch" else "by torch"
         yield Finding("products", "ok", f"computed {own}")
+    yield Finding("attention", "ok", f"computed by the {info.attention} backend")
     if runtimes is None:
         return
     if len(runtimes) <= 1:

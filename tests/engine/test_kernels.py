@@ -341,6 +341,8 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "SHAPES", {"qkv": (64, 48), "head": (100, 33)})
     monkeypatch.setattr(bench, "LARGE", 1 << 15)
     monkeypatch.setattr(bench, "MOST_HEAD_ROWS", 4)
+    monkeypatch.setattr(bench.attention, "STEPS", [(2, 1, 20), (1, 7, 30)])
+    monkeypatch.setattr(bench.attention, "LARGE", 1 << 15)
 
 
 @pytest.mark.parametrize("isa", ["auto", "torch"])
@@ -353,6 +355,10 @@ def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
     assert (found["isa"], found["dtype"], found["threads"]) == (choice.name, dtype, torch.get_num_threads())
     assert [(line["shape"], line["rows"]) for line in found["products"]] == [("qkv", 1), ("qkv", 5), ("head", 1)]
     assert len(err.splitlines()) >= 5
+    assert [(line["batch"], line["new"], line["context"]) for line in found["attention"]] == [(2, 1, 20), (1, 7, 30)]
+    for line in found["attention"]:
+        assert line["seconds"] > 0 and line["reference_seconds"] > 0 and line["sdpa_seconds"] > 0
+        assert line["error"] < 0.02 and (line["invariant"] or line["backend"] == "reference")
     for line in found["products"]:
         assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["gflop_per_s"] > 0
         assert line["error"] < 0.02 and (line["invariant"] or not choice.invariant)

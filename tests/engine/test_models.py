@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import EngineConfig, ModelError, models
+from engine import EngineConfig, ModelError, attention, models
 from engine.attention import AttentionMeta, KVCache, select
 from engine.kernels.library import choose
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
@@ -46,7 +46,7 @@ class Bench:
     def __init__(self, model: models.Model, num_blocks: int = 128, seed: int = 0) -> None:
         self.model = model
         self.cache = KVCache.allocate(
-            select("auto", CPU),
+            select(attention.choose("auto", CPU, model.spec.layers, model.spec.dtype).name),
             model.spec.layers,
             num_blocks=num_blocks,
             block_size=BLOCK,

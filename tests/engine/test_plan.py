@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import memory, plan
 from engine.config import EngineConfig
@@ -51,7 +52,7 @@ def on(monkeypatch):
     def pretend(total, available=None, kind="cpu"):
         machine = Machine(kind, total, total if available is None else available)
         monkeypatch.setattr(memory, "measure", lambda device: machine)
-        monkeypatch.setattr(plan, "pick_device", lambda name: kind)
+        monkeypatch.setattr(plan, "pick_device", lambda name: torch.device(kind))
 
     return pretend
 

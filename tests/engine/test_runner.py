@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine import runner as package
-from engine.attention import LayerKV
+from engine.attention import LayerKV, choose
 from engine.batch import Batch, Entered, Masks, Row
 from engine.config import EngineConfig, resolve
 from engine.loop import StepOutOfMemory
@@ -56,6 +56,7 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 def make(num_blocks=12, **config):
     model = MeanModel()
     defaults = {"model": "mean", "device": "cpu", "block_size": 4, "max_seqs": 3, "max_batched_tokens": 16}
+    defaults["attention"] = "reference"  # it computes in float64
     resolved = resolve(EngineConfig(**{**defaults, **config}), "cpu", model.spec.max_len)
     return model, Runner(model, resolved, num_blocks)
 
@@ -272,13 +273,14 @@ def tiny_llama(folder, max_positions=64):
 def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
     shares: list[float] = []
     runner, info, config = build(EngineConfig(model=tiny_llama(tmp_path), device="cpu"), shares.append)
-    assert (info.architecture, info.implementation, info.attention) == ("LlamaForCausalLM", "native", "reference")
+    assert (info.architecture, info.implementation) == ("LlamaForCausalLM", "native")
+    assert info.attention == choose("auto", torch.device("cpu"), [LayerKV(2, 16, 16)], torch.float32).name
     assert (info.dtype, info.device, info.vocab_size, info.max_len) == ("float32", "cpu", 40, 64)
     assert info.num_params == 40 * 16 + 16 + 2 * (2 * 16 + 2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 32)
     assert info.weights_bytes == 4 * info.num_params
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 4 * 4
     assert info.num_blocks == 2 * 16 * 64 // 16, "twice what all sequences at full length can hold"
-    assert not info.exact and info.notes == () and info.torch == torch.__version__
+    assert info.exact == (info.attention == "cpu") and info.notes == () and info.torch == torch.__version__
     assert shares and shares[-1] == 1.0 and shares == sorted(shares)
     assert (config.max_seqs, config.max_batched_tokens, config.num_blocks) == (16, 256, info.num_blocks)
     assert runner.config == config and runner.cache.layers[0].shape[0] == info.num_blocks
@@ -310,5 +312,5 @@ def test_the_number_of_threads_is_set(tmp_path):
 
 
 def test_an_unknown_backend_is_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(ConfigError, match="known: auto, reference"):
+    with pytest.raises(ConfigError, match="known: auto, cpu, reference"):
         package.build(EngineConfig(model=str(tmp_path / "nothing"), attention="magic"))

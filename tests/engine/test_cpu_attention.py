@@ -1,0 +1,338 @@
+"""The paged CPU kernel against attention written out densely in float64, the bits of its tokens, and its choice."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ConfigError
+from engine.attention import AttentionMeta, LayerKV, choose, cpu, select
+from engine.attention.cpu import Paged
+from engine.kernels import build, library
+from engine.kernels.library import ISAS
+from tests.engine.test_attention import Pool, dense
+from tests.engine.test_models import Bench, load
+from tests.models import make, prompt
+
+CPU = torch.device("cpu")
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# Block size, KV heads, query heads of each, head size. The first ones are read in place, the others are plain.
+SHAPES = [
+    (16, 2, 2, 64),
+    (32, 1, 7, 80),
+    (16, 3, 1, 112),
+    (1024, 2, 3, 128),
+    (48, 1, 12, 192),
+    (16, 1, 2, 256),
+    (16, 1, 100, 16),
+    (4, 2, 3, 8),
+    (5, 1, 2, 33),
+    (1, 2, 2, 16),
+    (16, 2, 4, 1),
+]
+
+pytestmark = pytest.mark.skipif(
+    build.supported() is not None or build.compiler() is None, reason="needs Linux on x86-64 and a C++ compiler"
+)
+
+
+def backend(isa: str) -> Paged:
+    """A variant; that of bfloat16 emulated where the processor lacks the instruction. Skips where nothing helps."""
+    loaded, features = library.load(build.library())
+    needed = isa
+    if isa == "avx512bf16" and not features & ISAS[isa]:
+        loaded, features = library.load(build.library(emulate=True))
+        needed = "avx512"
+    if not features & ISAS[needed]:
+        pytest.skip(f"this processor has no {needed}")
+    return Paged(loaded, isa)
+
+
+# In float32 the variant of bfloat16 is that of AVX-512.
+KINDS = [(isa, dtype) for isa in ISAS for dtype in LIMITS if (isa, dtype) != ("avx512bf16", torch.float32)]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{library.DTYPES[kind[1]]}")
+def kind(request) -> tuple[Paged, torch.dtype]:
+    return backend(request.param[0]), request.param[1]
+
+
+@pytest.fixture
+def best() -> Paged:
+    return Paged.of("auto")
+
+
+@pytest.fixture(params=list(LIMITS), ids=["float32", "bfloat16"])
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def same_threads_after() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def pool(paged: Paged, dtype: torch.dtype, shape: tuple[int, int, int, int], lengths: list[int], seed: int = 0) -> Pool:
+    block_size, kv_heads, group, dim = shape
+    return Pool(
+        seed, lengths, LayerKV(kv_heads, dim, dim), group=group, block_size=block_size, dtype=dtype, backend=paged
+    )
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_mixed_rows_equal_dense_attention(kind, shape):
+    paged, dtype = kind
+    made = pool(paged, dtype, shape, [40, 3, 17, 1, 145])
+    made.q = [q * shape[3] ** -0.5 for q in made.q]
+    assert made.run() < LIMITS[dtype]
+
+
+@pytest.mark.parametrize(
+    "kw", [{"window": 1}, {"window": 5}, {"window": 64}, {"softcap": 3.0}, {"sinks": True}], ids=str
+)
+@pytest.mark.parametrize("shape", [(16, 2, 3, 64), (4, 2, 3, 8)], ids=str)
+def test_what_models_add(kind, shape, kw):
+    paged, dtype = kind
+    if "sinks" in kw:
+        kw = {"sinks": torch.linspace(-2, 3, shape[1] * shape[2])}
+    assert pool(paged, dtype, shape, [150, 3, 70, 1]).run(**kw) < LIMITS[dtype]
+
+
+def test_everything_added_at_once(best):
+    sinks = torch.linspace(-2, 3, 6)
+    made = pool(best, torch.float32, (16, 2, 3, 64), [150, 3, 70, 1])
+    assert made.run(window=40, softcap=2.0, sinks=sinks) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 1100])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_long_contexts_are_split_and_merged(kind, threads, window):
+    paged, dtype = kind
+    torch.set_num_threads(threads)
+    made = pool(paged, dtype, (16, 2, 2, 64), [2600, 40])
+    made.q = [q * 0.3 for q in made.q]
+    made.step({0: 2598, 1: 38}, window=window)
+    assert made.step({0: 1, 1: 1}, window=window) < LIMITS[dtype]
+    assert made.step({0: 1}, window=window) < LIMITS[dtype]
+
+
+def test_huge_scores(kind):
+    paged, dtype = kind
+    made = pool(paged, dtype, (16, 1, 2, 64), [90])
+    made.q[0] *= 1e4
+    assert made.step({0: 60}) < LIMITS[dtype] * 10
+    assert made.step({0: 1}) < LIMITS[dtype] * 10
+
+
+def test_scores_far_below_zero_are_scores(best):
+    """No score is as small as what a sum begins with."""
+    made = pool(best, torch.float32, (16, 1, 1, 64), [70])
+    made.q[0], made.k[0] = torch.full((70, 1, 64), 1e18), torch.full((70, 1, 64), -1e18)
+    assert made.step({0: 69}) < 1e-5
+    assert made.step({0: 1}) < 1e-5
+
+
+def test_subnormal_numbers(kind):
+    paged, dtype = kind
+    made = pool(paged, dtype, (16, 1, 2, 64), [40])
+    made.v[0] = (torch.randn(40, 1, 64) * 1e-39).to(dtype)
+    made.k[0] *= 1e-39
+    out = made.step({0: 40})
+    assert out < 1e-37
+
+
+def test_one_key_is_its_value(kind):
+    paged, dtype = kind
+    made = pool(paged, dtype, (16, 2, 2, 64), [1])
+    assert made.step({0: 1}) == 0.0
+
+
+def test_empty_rows_get_nothing_and_disturb_nobody(best):
+    made = pool(best, torch.float32, (16, 1, 2, 64), [30, 20])
+    made.step({0: 10, 1: 10})
+    assert made.step({0: 0, 1: 5}) < 1e-5
+    assert made.step({0: 5, 1: 0}) < 1e-5
+
+
+def test_a_number_that_is_none_stays_with_its_sequence(best):
+    made = pool(best, torch.float32, (16, 1, 2, 64), [30, 20])
+    made.q[0][3] = made.k[0][25] = math.nan
+    meta = AttentionMeta.of([(made.blocks[s], 0, n) for s, n in enumerate(made.lengths)], 16)
+    out = best.attend(*(torch.cat(x) for x in (made.q, made.k, made.v)), made.cache.layers[0], meta, scale=0.3)
+    assert out[3].isnan().all() and out[25:30].isnan().all() and not out[30:].isnan().any()
+
+
+def test_a_block_moves_as_bytes(best, dtype):
+    made = pool(best, dtype, (16, 2, 2, 64), [40])
+    made.step({0: 39})
+    cache, spare = made.cache.layers[0], (set(range(6)) - set(made.blocks[0])).pop()
+    assert cache[0].is_contiguous()
+    cache[spare] = cache[made.blocks[0][1]]
+    cache[made.blocks[0][1]] = math.nan
+    made.blocks[0][1] = spare
+    assert made.step({0: 1}) < LIMITS[dtype]
+
+
+def test_parts_of_larger_tensors_are_read_where_they_are(best):
+    """Values come as a slice of a fused product, transformers' queries with their heads first."""
+    made = pool(best, torch.float32, (16, 2, 2, 64), [50])
+    made.q[0] = made.q[0].transpose(0, 1).contiguous().transpose(0, 1)
+    made.v[0] = torch.cat([made.v[0], torch.full((50, 3, 64), math.nan)], 1)[:, :2]
+    meta = AttentionMeta.of([(made.blocks[0], 0, 50)], 16)
+    out = best.attend(made.q[0], made.k[0], made.v[0], made.cache.layers[0], meta, scale=0.3)
+    want = dense(made.q[0].double(), made.k[0].double(), made.v[0].double(), scale=0.3)
+    assert (out - want).abs().max() < 1e-5
+
+
+# -- bits -----------------------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Sequences whose every token was computed alone: the truth of bits."""
+
+    LENGTHS = (1300, 700, 65, 64, 17, 1)
+
+    def __init__(self, paged: Paged, dtype: torch.dtype, block_size: int, dim: int, **kw) -> None:
+        self.paged, self.block_size, self.kw = paged, block_size, kw
+        self.data = [[torch.randn(n, heads, dim).to(dtype) for heads in (4, 2, 2)] for n in self.LENGTHS]
+        self.data[0][0] *= 3  # a sharper softmax
+        needs = [-(-n // block_size) for n in self.LENGTHS]
+        self.caches: list[tuple[Tensor, list[list[int]]]] = []
+        for _ in range(2):  # the same keys in other places; what lies behind their ends is no number
+            cache = paged.allocate(LayerKV(2, dim, dim), sum(needs) + 1, block_size, dtype, CPU).fill_(math.nan)
+            order = torch.randperm(sum(needs) + 1).tolist()
+            self.caches.append((cache, [[order.pop() for _ in range(need)] for need in needs]))
+        torch.set_num_threads(1)
+        self.alone = [torch.cat([self.run([(s, i, i + 1)], 0) for i in range(n)]) for s, n in enumerate(self.LENGTHS)]
+        self.run([(s, 0, n) for s, n in enumerate(self.LENGTHS)], 1)
+
+    def run(self, rows: list[tuple[int, int, int]], which: int) -> Tensor:
+        cache, blocks = self.caches[which]
+        meta = AttentionMeta.of([(blocks[s], a, b - a) for s, a, b in rows], self.block_size)
+        q, k, v = (torch.cat([self.data[s][part][a:b] for s, a, b in rows]) for part in range(3))
+        return self.paged.attend(q, k, v, cache, meta, scale=q.shape[2] ** -0.5, **self.kw)
+
+
+CASES = [(16, 64, {}), (5, 24, {}), (64, 32, {"window": 100, "softcap": 20.0, "sinks": torch.linspace(-1, 1, 4)})]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["in-place", "plain", "window"])
+def test_bits_do_not_depend_on_the_schedule(best, dtype, case):
+    block_size, dim, kw = case
+    streams, rng = Streams(best, dtype, block_size, dim, **kw), random.Random(7)
+    lengths = Streams.LENGTHS
+    for _ in range(100):
+        rows = []
+        for s in rng.sample(range(len(lengths)), rng.randint(1, len(lengths))):
+            end = rng.randint(1, lengths[s])
+            rows.append((s, max(0, end - rng.choice([1, 1, 2, 5, 16, 33, 64, 130, 700])), end))
+        torch.set_num_threads(rng.choice([1, 2, 3]))
+        out = streams.run(rows, rng.randrange(2))
+        want = torch.cat([streams.alone[s][a:b] for s, a, b in rows])
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(out.view(bits), want.view(bits)), rows
+
+
+def test_bits_do_not_depend_on_the_layout(kind):
+    paged, dtype = kind
+    q, k, v = (torch.randn(200, heads, 64).to(dtype) for heads in (4, 2, 2))
+    found = []
+    for block_size in (16, 7, 256):
+        blocks = list(range(-(-200 // block_size)))
+        cache = paged.allocate(LayerKV(2, 64, 64), len(blocks), block_size, dtype, CPU).fill_(math.nan)
+        found.append(paged.attend(q, k, v, cache, AttentionMeta.of([(blocks, 0, 200)], block_size), scale=0.125))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_logits_have_the_same_bits_in_any_schedule(tmp_path, dtype, name):
+    """The whole model: each token alone, and many sequences in chunks, on one thread and on two."""
+    model = load(make(name, tmp_path, dtype=dtype), dtype)
+    if not model.product.invariant:
+        pytest.skip("torch computes the products here")
+    prompts, rng = [prompt(length, seed=length) for length in (70, 33, 18, 1)], random.Random(5)
+    torch.set_num_threads(1)
+    alone = [[bench.step({0: [token]})[0] for token in ids] for ids in prompts for bench in [Bench(model)]]
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        bench, found = Bench(model, seed=threads), [[] for _ in prompts]
+        while open_ := [s for s, ids in enumerate(prompts) if bench.done.get(s, 0) < len(ids)]:
+            chosen = rng.sample(open_, rng.randint(1, len(open_)))
+            starts = {s: bench.done.get(s, 0) for s in chosen}
+            rows = {s: prompts[s][at : at + rng.choice([1, 1, 2, 9, 40])] for s, at in starts.items()}
+            for seq, logits in bench.step(rows).items():
+                found[seq].append(logits)
+        for one, other in zip(alone, found, strict=True):
+            assert torch.equal(torch.cat(one), torch.cat(other))
+
+
+# -- bad calls and the choice -----------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused(best):
+    cache = best.allocate(LayerKV(2, 8, 8), 3, 16, torch.float32, CPU)
+    meta = AttentionMeta.of([([0], 0, 4)], 16)
+    q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
+    wrong: list[tuple[Tensor, Tensor, Tensor]] = [
+        (q[:3], kv[:3], kv[:3]),
+        (q, kv, kv[:, :, :4]),
+        (torch.randn(4, 3, 8), kv, kv),
+        (q, kv[:, :1], kv[:, :1]),
+        (q[:, :, :4], kv, kv),
+        (q.bfloat16(), kv, kv),
+        (q.double(), kv.double(), kv.double()),
+    ]
+    for given in wrong:
+        with pytest.raises(ValueError):
+            best.attend(*given, cache, meta, scale=1.0)
+    for dtype, layer in ((torch.float16, LayerKV(2, 8, 8)), (torch.float32, LayerKV(2, 8, 4))):
+        with pytest.raises(ValueError):
+            best.allocate(layer, 3, 16, dtype, CPU)
+
+
+def test_auto_takes_the_kernel_where_it_can():
+    same, other = [LayerKV(2, 8, 8)], [LayerKV(2, 8, 8), LayerKV(2, 8, 4)]
+    assert choose("auto", CPU, same, torch.bfloat16).name == "cpu"
+    assert choose("cpu", CPU, same, torch.float32).note == ""
+    assert choose("reference", CPU, same, torch.float32) == choose("auto", torch.device("cuda"), same, torch.float32)
+    for layers, dtype, isa, reason in [
+        (same, torch.float16, "auto", "in float32 and bfloat16, not in float16"),
+        (other, torch.float32, "auto", "here they have 8 and 4 numbers"),
+        (same, torch.float32, "torch", "no CPU kernels are wanted"),
+    ]:
+        found = choose("auto", CPU, layers, dtype, isa)
+        assert found.name == "reference" and reason in found.note
+        with pytest.raises(ConfigError, match=f"the attention backend cpu cannot be used: .*{reason}"):
+            choose("cpu", CPU, layers, dtype, isa)
+    with pytest.raises(ConfigError, match="the device is cuda"):
+        choose("cpu", torch.device("cuda"), same, torch.float32)
+
+
+def test_without_a_library_torch_computes(monkeypatch):
+    def fails():
+        raise build.BuildError("no C++ compiler was found")
+
+    monkeypatch.setattr(cpu.build, "library", fails)
+    found = choose("auto", CPU, [LayerKV(2, 8, 8)], torch.float32)
+    assert found.name == "reference" and "there are no CPU kernels: no C++ compiler was found" in found.note
+
+
+def test_a_forced_variant_is_the_one_that_computes():
+    isa = library.available()[-1]
+    q, k, v = (torch.randn(5, 2, 64) for _ in range(3))
+    meta = AttentionMeta.of([([0], 0, 5)], 16)
+    outs = []
+    for paged in (select("cpu", isa), backend(isa)):
+        outs.append(paged.attend(q, k, v, paged.allocate(LayerKV(2, 64, 64), 1, 16, q.dtype, CPU), meta, scale=1.0))
+    assert torch.equal(*outs)

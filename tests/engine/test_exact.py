@@ -1,0 +1,71 @@
+"""What `exact` promises, through the whole engine: a request's tokens and the bits of its logprobs, however it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams
+from tests.models import VOCAB, make
+
+FEW = 14  # blocks: so few that requests are preempted
+Found = list[tuple[list[int], list[float]]]
+
+
+def requests() -> list[EngineRequest]:
+    rng = random.Random(3)
+    shared = tuple(rng.randrange(3, VOCAB) for _ in range(20))
+    found = []
+    for number, length in enumerate((1, 3, 70, 16, 31, 33, 5, 48)):
+        ids = (*shared, *(rng.randrange(3, VOCAB) for _ in range(length)))
+        params = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=number, logprobs=3)
+        found.append(EngineRequest(id=number, prompt_ids=ids, params=params))
+    return found
+
+
+async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, int]:
+    """Tokens and logprobs of each request, whether the engine calls itself exact, and how often it preempted."""
+    preempted: list[int] = []
+    async with LocalEngine(config) as engine:
+        engine.on_step.append(lambda stats: preempted.append(stats.preempted))
+
+        async def one(request: EngineRequest) -> tuple[list[int], list[float]]:
+            tokens: list[int] = []
+            logprobs: list[float] = []
+            async for delta in engine.generate(request):
+                tokens += delta.token_ids
+                for entry in delta.logprobs or ():
+                    logprobs += [entry.logprob, *entry.top_logprobs]
+            return tokens, logprobs
+
+        if together:
+            found = list(await asyncio.gather(*map(one, requests())))
+        else:
+            found = [await one(request) for request in requests()]
+        return found, engine.info.exact, sum(preempted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, dtype):
+    folder = make("qwen3", tmp_path, dtype=getattr(torch, dtype))
+    base = {"model": str(folder), "device": "cpu", "dtype": dtype, "num_blocks": 64, "max_seqs": 8}
+    alone, exact, _ = asyncio.run(serve(EngineConfig(**base, prefix_caching=False, threads=1), together=False))
+    if not exact:
+        pytest.skip("torch computes here")
+    assert all(len(tokens) == 12 and len(logprobs) >= 48 for tokens, logprobs in alone)
+    for settings in (
+        {"prefix_caching": False},
+        {"prefix_caching": True, "max_batched_tokens": 9, "threads": 2},  # in chunks, after hits in the cache
+        {"prefix_caching": True, "num_blocks": FEW, "threads": 1},
+        {"block_size": 5, "num_blocks": 200},
+    ):
+        before = torch.get_num_threads()
+        try:
+            found, _, preempted = asyncio.run(serve(EngineConfig(**{**base, **settings}), together=True))
+            assert found == alone
+            assert preempted or settings.get("num_blocks") != FEW
+        finally:
+            torch.set_num_threads(before)
