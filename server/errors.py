@@ -19,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from engine import EngineDied, EngineError, RequestError
@@ -214,8 +215,7 @@ def from_exception(error: Exception) -> ApiError:
         case HTTPException(status_code=404):
             return not_found("There is nothing under this path; /docs lists what there is.")
         case HTTPException(status_code=405):
-            headers = dict(error.headers or {})
-            return ApiError(405, "This path does not take that method.", code="method_not_allowed", headers=headers)
+            return ApiError(405, "This path does not take that method.", code="method_not_allowed")
         case HTTPException(status_code=status):
             return ApiError(status, "The request was refused.", headers=dict(error.headers or {}))
     log.error("%s at %s", type(error).__name__, place(error))
@@ -237,11 +237,20 @@ def install(app: FastAPI) -> None:
     """Make every exception of a route leave as the envelope."""
 
     async def handle(request: Request, error: Exception) -> Response:
-        return from_exception(error).response(request.scope)
+        answer = from_exception(error)
+        if answer.status == 405:
+            answer.headers["Allow"] = ", ".join(allowed(app, request.scope))
+        return answer.response(request.scope)
 
     handler: Callable[[Request, Exception], Awaitable[Response]] = handle
     for kind in (ApiError, EngineError, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handler)
+
+
+def allowed(app: FastAPI, scope: Scope) -> list[str]:
+    """The methods that a path takes: a route knows only its own."""
+    routes = (route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL)
+    return sorted({method for route in routes for method in route.methods or ()})
 
 
 # For the API page: what an error is, and which of them a route may answer.

@@ -340,6 +340,16 @@ def test_a_request_keeps_its_id_or_gets_one(tmp_path):
     asyncio.run(run())
 
 
+def test_a_wrong_method_is_told_all_that_the_path_takes(tmp_path):
+    async def run():
+        async with serving(model_folder(tmp_path / "m")) as (client, _):
+            answer = await client.put("/v1/responses/resp_1")
+            assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
+            assert (await client.put("/v1/embeddings")).headers["allow"] == "POST"
+
+    asyncio.run(run())
+
+
 def test_cors_is_off_unless_it_is_set(tmp_path):
     preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
                  "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}  # fmt: skip
