@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from .batch import Batch, Entered, Row, StepTokens
+from .batch import NOTHING_LEFT, Batch, Entered, Row, StepTokens
 from .blocks import BlockPool, root_hash
 from .config import EngineConfig
 from .sequence import Sequence, Status
@@ -332,7 +332,10 @@ class Scheduler:
             if seq.aborted:
                 deltas.append(self._end(seq, "abort"))
             elif index in tokens.errors:
-                deltas.append(self._end(seq, "error", error=tokens.errors[index], field=tokens.fields.get(index)))
+                error, field = tokens.errors[index], tokens.fields.get(index)
+                if error == NOTHING_LEFT:
+                    field = seq.request.params.narrowest
+                deltas.append(self._end(seq, "error", error=error, field=field))
             elif index in tokens.embeddings:
                 seq.last_token = now
                 deltas.append(self._end(seq, "stop", delta=TokenDelta(id=seq.id, embedding=tokens.embeddings[index])))

@@ -45,6 +45,15 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     pooling: Pooling | None = None  # the prompt becomes a vector
 
     @property
+    def narrowest(self) -> str:
+        """The field to blame when all of them together leave no token that could be drawn."""
+        if self.allowed_ids is not None:
+            return "allowed_ids"
+        if self.logit_bias:
+            return "logit_bias"
+        return "bad_words" if self.bad_words else "grammar" if self.grammar is not None else "min_tokens"
+
+    @property
     def uses_history(self) -> bool:
         """Whether the sampler must know the tokens before the current one."""
         return bool(self.bad_words or self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)

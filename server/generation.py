@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from engine import EngineRequest, RequestStats, TokenDelta, TokenLogprob
 
-from .errors import ApiError, deadline, from_exception, unavailable
+from .errors import ApiError, deadline, from_exception, invalid, unavailable
 from .metrics import Track
 from .parsers import Call, MessageParser, Part, Plain
 from .protocol.common import Json, Output, usage
@@ -23,6 +23,10 @@ from .text import TextStream
 
 HEARTBEAT_S = 15.0  # of silence; most proxies close a connection that says nothing for a minute
 RETRY_DRAINING_S = 5
+
+
+# Names of the engine's that are not those of the API.
+FIELDS = {"allowed_ids": "allowed_token_ids"}
 
 
 class Gone(Exception):
@@ -107,6 +111,9 @@ class Choice(Reader):
         reason = delta.finish_reason
         if reason == "error" and delta.field == "grammar":
             raise refusal(self.grammar_field, delta.error or "it cannot be used")
+        if reason == "error" and delta.field is not None:
+            field = FIELDS.get(delta.field, delta.field)
+            raise invalid(f"Invalid '{field}': {delta.error}.", field)
         if reason not in (None, "stop", "length"):
             raise unfinished(delta)
         self.stats = delta.stats or self.stats

@@ -255,6 +255,23 @@ def server():
         yield running
 
 
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"allowed_token_ids": [700]}, "allowed_token_ids"),
+        ({"logit_bias": {"700": 100}}, "logit_bias"),
+        ({"bad_words": ["wh", "whale", "w", "whal", "wha"]}, "bad_words"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_fields_that_leave_nothing_to_draw_are_the_clients_error(server, more, param, stream):
+    body = {"messages": QUESTION, "structured_outputs": {"choice": ["whale"]}, "stream": stream, **more}
+    response = server.client.post(CHAT, json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert "leave no token that could be drawn" in response.json()["error"]["message"]
+
+
 def test_the_openai_sdk_parses_what_it_asks_for(server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     for seed in range(4):
