@@ -5,6 +5,7 @@ This is the whole public surface. Importing it imports no torch.
 
 from .client import Engine, EngineStatus, LocalEngine, ProcessEngine
 from .config import EngineConfig
+from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
 from .hub import Folder, fetch
 from .types import (
@@ -25,6 +26,7 @@ from .types import (
 )
 
 __all__ = [
+    "GRAMMARS_BUSY",
     "ConfigError",
     "Engine",
     "EngineConfig",

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from .batch import Batch, Masks, StepTokens
-from .grammar import GrammarError
+from .grammar import GrammarError, GrammarsBusy
 from .scheduler import Scheduler
 from .types import EngineRequest, StepStats, TokenDelta
 
@@ -144,10 +144,9 @@ class EngineLoop:
             if self.grammars is None:
                 raise GrammarError("this engine takes no grammars")
             matcher = await self.grammars.compile(request)
-        except GrammarError as error:
-            delta: TokenDelta | None = TokenDelta(
-                id=request.id, finish_reason="error", error=str(error), field="grammar"
-            )
+        except (GrammarError, GrammarsBusy) as error:
+            field = "grammar" if isinstance(error, GrammarError) else None
+            delta: TokenDelta | None = TokenDelta(id=request.id, finish_reason="error", error=str(error), field=field)
         else:
             delta = self.scheduler.add(request, matcher.jump(self.scheduler.room(request) - 1))
             if delta is None:

@@ -14,7 +14,7 @@ from .parsers.forced import call_grammar
 from .protocol.common import Json, Prompt
 from .protocol.conversation import Calling, Conversation, Tool
 from .protocol.sampling import Drawing
-from .schemas import Grammar
+from .schemas import MAX_SOURCE, Grammar, refusal
 from .state import Pequod
 
 ANY_ARGUMENTS: Json = {"type": "object"}
@@ -67,6 +67,8 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     assert app.tokenizer is not None
     formats, opened = app.formats, is_opened(app, prompt.ids)
     calling, budget = asked.calling, asked.thinking_budget if app.formats.reasoning else None
+    if budget is not None and asked.limit[1] is not None and budget[1] >= asked.limit[1]:
+        budget = None  # the answer ends before
     if grammar is not None and grammar.is_raw:
         if calling is not None and calling.is_required:
             message = f"Invalid '{grammar.field}': must be absent where tool_choice asks for a call."
@@ -77,7 +79,8 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     if not is_shaped and not is_mixed and budget is None:
         return Shape(formats, grammar, opened)
     field = "tools" if is_shaped else grammar.field if grammar is not None else budget[0] if budget else ""
-    check_takes_grammars(app, asked, field)
+    # A budget alone leaves the answer free.
+    check_takes_grammars(app, asked, field, is_free=not is_shaped and grammar is None)
     if budget is not None and ends_reasoning(formats) not in app.tokenizer.added_ids:
         raise invalid(f"Invalid '{budget[0]}': the marks of the model's reasoning are not tokens.", budget[0])
     tools = await checked_tools(app, calling) if calling else {}
@@ -92,6 +95,9 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
         content=None if grammar is None else grammar.text,
         budget=None if budget is None else budget[1],
     )
+    if len(forced.text) > MAX_SOURCE:
+        what = "the grammar of all functions and formats together"
+        raise refusal(field, f"{what} has {len(forced.text)} characters, and at most {MAX_SOURCE} can be used")
     whole = Grammar(forced.kind, forced.text, field)
     await app.grammars.check(whole)
     return Shape(forced.formats, whole, opened)
@@ -99,19 +105,29 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
 
 async def checked_tools(app: Pequod, calling: Calling) -> dict[str, Json]:
     """Names and schemas of the tools, those that must be followed checked; the others' arguments are any object."""
+    schemas = {}
     for tool in calling.tools:
+        schemas[tool.name] = ANY_ARGUMENTS
         if calling.is_required or tool.strict:
-            await app.grammars.check(Grammar("json_schema", json.dumps(tool.parameters), tool.field))
-    return {
-        tool.name: tool.parameters if calling.is_required or tool.strict else ANY_ARGUMENTS for tool in calling.tools
-    }
+            types = tool.parameters.get("type", "object")
+            if "object" not in (types if isinstance(types, list) else [types]):
+                raise refusal(
+                    tool.field, "the arguments of a function are an object, and 'type' at '/type' says otherwise"
+                )
+            schemas[tool.name] = {**tool.parameters, "type": "object"}
+            await app.grammars.check(Grammar("json_schema", json.dumps(schemas[tool.name]), tool.field))
+    return schemas
 
 
-def check_takes_grammars(app: Pequod, asked: Drawing, field: str) -> None:
-    """Raise 400 where no grammar can be followed."""
+def check_takes_grammars(app: Pequod, asked: Drawing, field: str, *, is_free: bool = False) -> None:
+    """Raise 400 where no grammar can be followed. `is_free`: the end of the answer is not the grammar's matter."""
     assert app.tokenizer is not None
     if not app.tokenizer.takes_grammars:
         raise invalid(f"Invalid '{field}': this model's tokenizer cannot be used with it.", field)
+    if is_free:
+        return
+    if asked.min_tokens:
+        raise invalid("Invalid 'min_tokens': must be absent where the answer has to follow a grammar.", "min_tokens")
     if asked.stops:
         # What a stop string cuts off may be what makes the answer valid.
         stops = asked.stop_field

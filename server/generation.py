@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from starlette.types import Receive
 
-from engine import EngineRequest, RequestStats, TokenDelta, TokenLogprob
+from engine import GRAMMARS_BUSY, EngineRequest, RequestStats, TokenDelta, TokenLogprob
 
 from .errors import ApiError, deadline, from_exception, invalid, unavailable
 from .metrics import Track
@@ -168,7 +168,9 @@ class Choice(Reader):
 
 
 def unfinished(delta: TokenDelta) -> ApiError:
-    """500 for what the engine gave up."""
+    """503 where the engine had too much to do, 500 for what else it gave up."""
+    if delta.error == GRAMMARS_BUSY:
+        return unavailable("Too many grammars are being compiled.", "grammars_busy", RETRY_DRAINING_S)
     return ApiError(
         500,
         f"The engine could not finish this request: {delta.error or delta.finish_reason}.",

@@ -20,6 +20,7 @@ from .errors import ApiError, invalid, shown
 
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SOURCE = 64 << 10  # bytes
+SMALL = 4096  # characters
 MAX_KNOWN = 1024  # grammars whose check is remembered
 SEARCH_S = 0.05  # for the place of an error that only llguidance knows about
 
@@ -56,17 +57,30 @@ class Gate:
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, str | None] = OrderedDict()  # digest -> what is wrong
+        self._checking: dict[bytes, asyncio.Task[str | None]] = {}
+        self._large = asyncio.Semaphore(1)
 
     async def check(self, grammar: Grammar) -> None:
         """Raise 400 when a grammar cannot be used."""
         digest = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode("utf-8", "surrogatepass")).digest()
         if digest not in self._known:
-            # Some milliseconds for the largest: not on the thread that streams.
-            self._known[digest] = await asyncio.to_thread(wrong, grammar.kind, grammar.text)
+            if digest not in self._checking:
+                task = self._checking[digest] = asyncio.create_task(self._check(grammar))
+                task.add_done_callback(lambda _: self._checking.pop(digest))
+            # Others may wait for the same: who hangs up does not end it.
+            self._known[digest] = await asyncio.shield(self._checking[digest])
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         if (reason := self._known[digest]) is not None:
             raise refusal(grammar.field, reason)
+
+    async def _check(self, grammar: Grammar) -> str | None:
+        """On another thread than the one that streams: small ones take some milliseconds, large ones, of which there
+        is one at a time, a tenth of a second."""
+        if len(grammar.text) <= SMALL:
+            return await asyncio.to_thread(wrong, grammar.kind, grammar.text)
+        async with self._large:
+            return await asyncio.to_thread(wrong, grammar.kind, grammar.text)
 
 
 def refusal(field: str, reason: str) -> ApiError:

@@ -33,8 +33,15 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 
 
+GRAMMARS_BUSY = "too many grammars are being compiled"
+
+
 class GrammarError(Exception):
     """A grammar, or what is left of it part-way, cannot be used; its text is one sentence without a full stop."""
+
+
+class GrammarsBusy(Exception):
+    """So many grammars are being compiled that one has waited too long."""
 
 
 def source(kind: str, text: str) -> str:
@@ -70,7 +77,7 @@ def problem(kind: str, text: str) -> str | None:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost: some tens of milliseconds to compile, and ten for each token at the worst.
+    """What a grammar may cost: 200 milliseconds to compile, and ten for each token at the worst.
 
     llguidance's own limits let one token take 240 ms, in which nobody else's comes. No schema of MaskBench needs half
     of what these allow.

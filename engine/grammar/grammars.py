@@ -1,8 +1,9 @@
 """Grammars: which tokens each running sequence may draw next, and which it must (with llguidance).
 
-Three owners. Compiling happens on a thread of its own, which alone has the table and the compiled grammars. A
-Matcher is born there, one for each sequence, and then belongs to the loop, which asks it for a mask while the forward
-pass runs and tells it what was drawn. Nothing here is asked about a sequence without a grammar.
+Three owners. Compiling happens on two threads, one for small grammars and one for large ones, so that nobody's small
+one waits behind others' large ones; each alone has the grammars that it compiled. A Matcher is born there, one for each
+sequence, and then belongs to the loop, which asks it for a mask while the forward pass runs and tells it what was
+drawn. Nothing here is asked about a sequence without a grammar.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from .. import hub
 from ..batch import NOTHING_LEFT, Batch, Masks, StepTokens
 from ..config import EngineConfig
 from ..types import EngineError, EngineRequest, SamplingParams
-from . import GrammarError, limits, shown, source
+from . import GRAMMARS_BUSY, GrammarError, GrammarsBusy, limits, shown, source
 from .table import Table
 
 Bits = NDArray[np.int32]
 
-WAIT_S = 30.0  # for a compiled grammar, with all that are before it in line; one takes 20 ms at the worst
+WAIT_S = 30.0  # for a compiled grammar, with all that are before it in line
+# Characters of a source. Those below compile in some ten milliseconds at the worst, the largest in 200.
+LARGE = 4096
 # A compiled grammar holds about 110 bytes for each one of its source, and seldom less than this (measured on the
 # schemas of the JSON Schema test suite and of MaskBench: 75 MB for 647 schemas of 677 kB).
 COMPILED_FACTOR = 128
 COMPILED_LEAST = 64 << 10
-CACHED_BYTES = 64 << 20
+CACHED_BYTES = 32 << 20  # of each thread
 # A mask takes 0.1 ms, to wake other threads as long and, on a machine that is busy, ten times as long.
 MASK_THREADS, MANY_ROWS = 8, 16
 REFUSED = "a token was drawn that the grammar does not allow"
@@ -105,6 +108,30 @@ class Matcher:
         return taken
 
 
+class Compiler:
+    """Compiles grammars, each once: also what cannot be used is remembered. Everything here is its thread's."""
+
+    def __init__(self, name: str) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self.known: OrderedDict[tuple[str, str], LLMatcher | GrammarError] = OrderedDict()  # oldest use first
+        self._bytes = 0
+
+    def compile(self, table: Table, grammar: tuple[str, str]) -> LLMatcher:
+        """A matcher at its beginning, to be copied; raises GrammarError."""
+        if grammar in self.known:
+            self.known.move_to_end(grammar)
+        else:
+            self.known[grammar] = _compiled(table, grammar)
+            self._bytes += _cost(grammar)
+            while self._bytes > CACHED_BYTES and len(self.known) > 1:
+                oldest, _ = self.known.popitem(last=False)
+                self._bytes -= _cost(oldest)
+        found = self.known[grammar]
+        if isinstance(found, GrammarError):
+            raise GrammarError(str(found))
+        return found
+
+
 class Grammars:
     """The matchers of all sequences that have a grammar, and what makes them."""
 
@@ -123,25 +150,25 @@ class Grammars:
         self._matchers: dict[int, Matcher] = {}  # by request id
         threads = min(MASK_THREADS, (os.cpu_count() or 1) // 4)
         self._executor = LLExecutor(threads) if threads > 1 else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # the thread's; oldest use first
-        self._compiled_bytes = 0
+        self.small, self.large = Compiler("grammar"), Compiler("large grammar")
 
     async def compile(self, request: EngineRequest) -> Matcher:
-        """A matcher for the request, behind the output that it brings; raises GrammarError."""
+        """A matcher for the request, behind the output that it brings; raises GrammarError and GrammarsBusy."""
         loop = asyncio.get_running_loop()
+        assert request.params.grammar is not None
+        compiler = self.small if len(request.params.grammar[1]) <= LARGE else self.large
         try:
             async with asyncio.timeout(WAIT_S):
-                return await loop.run_in_executor(self._thread, self._make, request)
+                return await loop.run_in_executor(compiler.thread, self._make, compiler, request)
         except TimeoutError:
-            raise GrammarError("the grammar was not compiled in time") from None
+            raise GrammarsBusy(GRAMMARS_BUSY) from None
 
-    def _make(self, request: EngineRequest) -> Matcher:
+    def _make(self, compiler: Compiler, request: EngineRequest) -> Matcher:
         assert request.params.grammar is not None
         if isinstance(self._table, GrammarError):
             raise self._table
         try:
-            library = self._compile(self._table, request.params.grammar).deep_copy()
+            library = compiler.compile(self._table, request.params.grammar).deep_copy()
             matcher = Matcher(library, self._table, request.params)
             is_allowed = all(matcher.take(token) for token in request.output_ids)
         except GrammarError:
@@ -151,21 +178,6 @@ class Grammars:
         if not is_allowed:
             raise GrammarError("the output so far is not what the grammar allows")
         return matcher
-
-    def _compile(self, table: Table, grammar: tuple[str, str]) -> LLMatcher:
-        if grammar in self._compiled:
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
-        compiled = LLMatcher(table.library, source(*grammar), limits=limits(), log_level=0)
-        compiled.compute_bitmask()  # the first mask is the dearest; all copies begin behind it
-        if compiled.is_error():
-            raise GrammarError(f"the grammar cannot be used: {shown(compiled.get_error())}")
-        self._compiled[grammar] = compiled
-        self._compiled_bytes += _cost(grammar)
-        while self._compiled_bytes > CACHED_BYTES and len(self._compiled) > 1:
-            oldest, _ = self._compiled.popitem(last=False)
-            self._compiled_bytes -= _cost(oldest)
-        return compiled
 
     def add(self, request_id: int, matcher: Matcher) -> None:
         """From now on the request's rows are masked."""
@@ -230,7 +242,19 @@ class Grammars:
 
     def close(self) -> None:
         """What still compiles is not waited for."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for compiler in (self.small, self.large):
+            compiler.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _compiled(table: Table, grammar: tuple[str, str]) -> LLMatcher | GrammarError:
+    try:
+        compiled = LLMatcher(table.library, source(*grammar), limits=limits(), log_level=0)
+        compiled.compute_bitmask()  # the first mask is the dearest; all copies begin behind it
+    except GrammarError as error:
+        return error
+    if compiled.is_error():
+        return GrammarError(f"the grammar cannot be used: {shown(compiled.get_error())}")
+    return compiled
 
 
 def _cost(grammar: tuple[str, str]) -> int:

@@ -148,7 +148,7 @@ def arguments(schema: Schema) -> Schema:
     for place in walk(schema):
         for keyword in ANNOTATIONS:
             place.schema.pop(keyword, None)
-    schema.setdefault("type", "object")
+    schema["type"] = "object"
     if "properties" in schema and not any(keyword in schema for keyword in COMPOSED):
         schema["additionalProperties"] = False
     return schema

@@ -119,7 +119,8 @@ class Capability(Wire):
 
 @router.get("/v1/capabilities", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
 async def capabilities(request: Request) -> list[Capability]:
-    """Every field that a request may hold, and what becomes of it. A field that is not here is refused."""
+    """The fields of each request and of the objects in it, and what becomes of them; the elements of lists (messages,
+    tools) are told by /openapi.json. A field that is in neither is refused."""
     return [
         Capability(endpoint=path, field=row.field, kind=row.kind, note=row.note)
         for path, model in models_of(request.app.routes).items()

@@ -16,9 +16,19 @@ import tokenizers
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
-from engine import EngineConfig, EngineRequest, LocalEngine, ProcessEngine, SamplingParams, TokenDelta, builtin
+from engine import (
+    GRAMMARS_BUSY,
+    EngineConfig,
+    EngineRequest,
+    LocalEngine,
+    ProcessEngine,
+    SamplingParams,
+    TokenDelta,
+    builtin,
+)
 from engine.batch import NOTHING_LEFT, Batch, Row, StepTokens
 from engine.grammar import GrammarError, limits, problem, source
+from engine.grammar import grammars as grammars_module
 from engine.grammar.grammars import REFUSED, Grammars, Matcher
 from engine.grammar.table import Table
 from server.tokenizer import Tokenizer
@@ -224,16 +234,63 @@ def test_a_token_that_the_grammar_does_not_allow_fails_its_row_alone():
 
 def test_compiled_grammars_are_kept_within_bytes(monkeypatch):
     monkeypatch.setattr("engine.grammar.grammars.CACHED_BYTES", 3 * (64 << 10) + 10_000)
+    monkeypatch.setattr("engine.grammar.grammars.LARGE", 1 << 20)
 
     async def main():
         grammars = Grammars(CONFIG, 2048)
         for i in (0, 1, 2, 0, 3):
             await grammars.compile(request(1, ("regex", f"a{i}")))
-        assert [text for _, text in grammars._compiled] == ["a2", "a0", "a3"]
+        assert [text for _, text in grammars.small.known] == ["a2", "a0", "a3"]
         for i in range(3):
             await grammars.compile(request(1, ("choice", json.dumps([f"value {i} {k}" for k in range(3000)]))))
-        assert len(grammars._compiled) == 1
+        assert len(grammars.small.known) == 1
         grammars.close()
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_used_is_found_out_once(monkeypatch):
+    tried = []
+
+    async def main():
+        grammars = Grammars(CONFIG, 2048)
+        compiled = grammars_module._compiled
+        monkeypatch.setattr(grammars_module, "_compiled", lambda *args: (tried.append(args), compiled(*args))[1])
+        for _ in range(3):
+            with pytest.raises(GrammarError):
+                await grammars.compile(request(1, ("lark", "start: nothing")))
+        grammars.close()
+
+    asyncio.run(main())
+    assert len(tried) == 1
+
+
+def test_a_small_grammar_does_not_wait_behind_large_ones(monkeypatch):
+    held = Held(monkeypatch, large_only=True)
+    large = ("choice", json.dumps(["whale" * 1000]))
+
+    async def main():
+        grammars = Grammars(CONFIG, 2048)
+        waiting = asyncio.create_task(grammars.compile(request(1, large)))
+        await asyncio.to_thread(held.begun.wait, 10)
+        matcher = await asyncio.wait_for(grammars.compile(request(2, ("choice", '["a"]'))), 10)
+        assert not matcher.is_accepting and not waiting.done()
+        held.go.set()
+        await waiting
+        grammars.close()
+
+    asyncio.run(main())
+
+
+def test_a_grammar_that_waits_too_long_is_not_the_clients_fault(monkeypatch):
+    monkeypatch.setattr("engine.grammar.grammars.WAIT_S", 0.05)
+    held = Held(monkeypatch)
+
+    async def main():
+        async with LocalEngine(CONFIG) as engine:
+            [delta] = await deltas(engine, request(1, SCHEMA))
+            assert (delta.finish_reason, delta.error, delta.field) == ("error", GRAMMARS_BUSY, None)
+            held.go.set()
 
     asyncio.run(main())
 
@@ -418,16 +475,17 @@ def test_hostile_grammars_hurt_nobody_else():
 
 
 class Held:
-    """Compiling waits until `go`."""
+    """Compiling waits until `go`; of large grammars alone, or of all."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch, *, large_only: bool = False) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
         make = Grammars._make
 
-        def wait(grammars, asked):
-            self.begun.set()
-            assert self.go.wait(20)
-            return make(grammars, asked)
+        def wait(grammars, compiler, asked):
+            if not large_only or compiler is grammars.large:
+                self.begun.set()
+                assert self.go.wait(20)
+            return make(grammars, compiler, asked)
 
         monkeypatch.setattr(Grammars, "_make", wait)
 

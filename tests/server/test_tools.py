@@ -130,6 +130,69 @@ def test_bad_tools_are_refused_by_name(folder, body, param):
     assert refusal(folder, **body)["param"] == param
 
 
+def forced(folder, parameters, **body):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    engine = FakeEngine(saying("a"))
+    response = ask(folder, CHAT, {"messages": QUESTION, "tools": [tool], "tool_choice": "required", **body}, engine)
+    return response, engine
+
+
+@pytest.mark.parametrize(
+    ("parameters", "place"),
+    [
+        ({"type": "array", "items": {"type": "integer"}}, "'/type'"),
+        ({"type": ["string", "null"]}, "'/type'"),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, "'/properties/a/not'"),
+        ({"const": 5}, ""),
+    ],
+)
+def test_a_schema_that_calls_cannot_follow_is_refused_with_its_place(folder, parameters, place):
+    response, _ = forced(folder, parameters)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools[0].function.parameters")
+    assert place in error["message"]
+
+
+def test_what_cannot_stand_beside_a_call_that_must_be_made(folder):
+    for more, param in (
+        ({"stop": ["a"]}, "stop"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+    ):
+        response, _ = forced(folder, {}, **more)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_required_call_is_a_grammar_of_the_whole_answer(folder):
+    response, engine = forced(folder, {"type": ["object", "null"], "required": ["a"], "properties": {"a": {}}})
+    assert response.status_code == 200
+    kind, text = engine.requests[0].params.grammar
+    assert kind == "lark" and '"<tool_call>"' in text and '"type": "object"' in text and "null" not in text
+
+
+def grammar_beside(folder, tool):
+    engine = FakeEngine(saying("a"))
+    assert ask(folder, CHAT, {"messages": QUESTION, "tools": [tool]}, engine).status_code == 200
+    return engine.requests[0].params.grammar
+
+
+def test_where_the_model_is_free_to_call_only_strict_functions_are_a_grammar(folder):
+    assert grammar_beside(folder, WEATHER) is None
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    kind, text = grammar_beside(folder, strict)
+    assert kind == "lark" and '"place"' in text
+
+
+def test_too_many_functions_for_one_grammar(tmp_path):
+    plain = model_folder(tmp_path / "plain")  # its prompt does not tell of them
+    parameters = {"type": "object", "properties": {f"place{i}": {"type": "integer"} for i in range(6)}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(256)]
+    body = {"messages": QUESTION, "tools": tools, "tool_choice": "required"}
+    response = ask(plain, CHAT, body, tool_call_parser="hermes")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert "together" in response.json()["error"]["message"]
+
+
 def test_a_model_that_knows_no_tools_says_so(tmp_path):
     plain = model_folder(tmp_path / "plain")
     error = refusal(plain, tools=[WEATHER])
