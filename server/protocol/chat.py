@@ -59,6 +59,8 @@ class CalledFunction(Wire):
 
     name: Name
     arguments: Text
+    # Of the streaming helper of OpenAI's SDK, whose messages are sent back as they are: the arguments once more.
+    parsed_arguments: Annotated[Any, LABEL, Field(exclude=True)] = None
 
 
 class ToolCall(Wire):
@@ -83,6 +85,8 @@ class AssistantMessage(Wire):
     annotations: Annotated[Any, refused([])] = None
     audio: Annotated[Any, refused()] = None
     function_call: Annotated[Any, refused()] = None
+    # Of `.parse()` of OpenAI's SDK, whose messages are sent back as they are: the content once more.
+    parsed: Annotated[Any, LABEL, Field(exclude=True)] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
