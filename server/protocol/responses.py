@@ -138,9 +138,10 @@ class ResponsesRequest(Conversation):
 
     max_output_tokens: Count | None = None
     """The most tokens of an answer, with its reasoning and calls; absent: as many as fit."""
-    include: Annotated[
-        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=8)
-    ] | None = None
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=8)]
+        | None
+    ) = None
     """message.output_text.logprobs: the text has the log-probability of each of its tokens.
     reasoning.encrypted_content: accepted, as clients that store nothing send it; the reasoning is told as plain text,
     and goes on when it is sent back."""

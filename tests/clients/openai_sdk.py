@@ -9,7 +9,20 @@ from typing import Any
 import openai
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
-from .place import ANSWER, ENDLESS, LONG, LOOKOUT_SCHEMA, MESSAGES, QUESTION, SAID, THINKS, THOUGHT, Place, Sighting
+from .place import (
+    ANSWER,
+    ENDLESS,
+    LONG,
+    LOOKOUT_SCHEMA,
+    MESSAGES,
+    QUESTION,
+    SAID,
+    THINKS,
+    THOUGHT,
+    Place,
+    Sighting,
+    raised,
+)
 from .place import lookout as look
 
 LOOKOUT = {"name": "lookout", "description": "Looks out.", "parameters": LOOKOUT_SCHEMA, "strict": True}
@@ -182,9 +195,7 @@ def responses_tools(place: Place) -> None:
     client, shared = client_of(place), {"model": place.model, "tools": FLAT, "temperature": 0}
     first = client.responses.create(**shared, input=QUESTION, tool_choice="required")
     named = {"type": "function", "name": "lookout"}
-    second = client.responses.create(
-        **shared, input=outputs(first), previous_response_id=first.id, tool_choice=named
-    )
+    second = client.responses.create(**shared, input=outputs(first), previous_response_id=first.id, tool_choice=named)
     last = client.responses.create(**shared, input=outputs(second), previous_response_id=second.id)
     assert last.output_text and last.usage.input_tokens > second.usage.input_tokens > first.usage.input_tokens
 
@@ -276,9 +287,7 @@ def bad_field(place: Place) -> None:
 
 def hang_up(place: Place) -> None:
     with place.hung_up():
-        stream = client_of(place).chat.completions.create(
-            **asked(place, **LONG), stream=True, extra_body=ENDLESS
-        )
+        stream = client_of(place).chat.completions.create(**asked(place, **LONG), stream=True, extra_body=ENDLESS)
         next(iter(stream))
         stream.close()
 
@@ -286,20 +295,10 @@ def hang_up(place: Place) -> None:
 async def hang_up_async(place: Place) -> None:
     async with async_client_of(place) as client:
         with place.hung_up():
-            ask = client.chat.completions.create(**asked(place, **LONG), extra_body=ENDLESS)
-            await place.give_up(asyncio.ensure_future(ask))
+            await place.give_up(client.chat.completions.create(**asked(place, **LONG), extra_body=ENDLESS))
 
 
 def retry(place: Place) -> None:
     with place.full() as url:
         answer = client_of(place, base_url=f"{url}/v1", max_retries=10).chat.completions.create(**asked(place))
     assert ANSWER in answer.choices[0].message.content
-
-
-def raised(kind: type[openai.APIStatusError], ask: Any) -> Any:
-    """The error that a call raises."""
-    try:
-        ask()
-    except kind as error:
-        return error
-    raise AssertionError(f"no {kind.__name__}")

@@ -9,7 +9,7 @@ import functools
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Literal
 
 import pydantic
@@ -64,6 +64,8 @@ class Place:
     def __init__(self, python: str | None = None) -> None:
         self._stack = contextlib.ExitStack()
         self._python = python
+        # One loop for all calls: some clients keep connections for later ones.
+        self.runner = self._stack.enter_context(asyncio.Runner())
         self.server = self._stack.enter_context(Server("--api-key", KEY, python=python))
 
     def __enter__(self) -> Place:
@@ -101,8 +103,9 @@ class Place:
         eventually(lambda: self._disconnects > before, 30)
         eventually(lambda: self.server.metric("vllm:num_requests_running") == 0, 30)
 
-    async def give_up(self, task: asyncio.Future[Any]) -> None:
-        """Cancel a task when the server works on what it asked for."""
+    async def give_up(self, asking: Coroutine[Any, Any, Any]) -> None:
+        """Cancel what is asked for when the server works on it."""
+        task = asyncio.ensure_future(asking)
         while self.server.metric("vllm:num_requests_running") == 0 and not task.done():
             await asyncio.sleep(0.02)
         task.cancel()
@@ -148,5 +151,14 @@ def occupied(server: Server) -> socket.socket:
 
 
 def refusals(server: Server) -> float:
-    """How many chats the server has refused with a 503."""
-    return server.metric("http_requests_total", handler="/v1/chat/completions", status="503")
+    """How many requests a server that is ready has refused with a 503, from some number on."""
+    return server.metric("http_requests_total", status="503")
+
+
+def raised(kind: type[Exception], ask: Callable[[], object]) -> Any:
+    """The error that a call raises."""
+    try:
+        ask()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")

@@ -6,7 +6,6 @@ Place, may be async, and raises what it likes when the call fails. What a client
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.metadata
 import inspect
@@ -70,7 +69,7 @@ ROWS = {
     "retry": "a 503 is tried again",
 }
 
-NOT_OFFERED = "–"
+NOT_OFFERED = "-"
 
 
 @dataclass(frozen=True)
@@ -98,25 +97,20 @@ def offered(module: ModuleType) -> list[str]:
 
 def call(module: ModuleType, row: str, place: Place) -> None:
     """Run one call; raises whatever it raises."""
-    function = getattr(module, row)
-    made = function(place)
-    if inspect.isawaitable(made):
-        asyncio.run(_awaited(made))
-
-
-async def _awaited(made: object) -> None:
-    await made  # type: ignore[misc]
+    made = getattr(module, row)(place)
+    if inspect.iscoroutine(made):
+        place.runner.run(made)
 
 
 def results(module: ModuleType, place: Place, rows: list[str]) -> Iterator[Result]:
     """What becomes of each of the calls, one after another."""
     for row in rows:
         began = time.monotonic()
+        failure = None
         try:
             call(module, row, place)
-            failure = None
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}" or type(error).__name__
+            failure = f"{type(error).__name__}: {error}"
         yield Result(row, failure, time.monotonic() - began)
 
 
