@@ -1,4 +1,4 @@
-"""The table of `make clients`, for those of its clients that the tests want anyway: the SDKs of OpenAI and Anthropic."""
+"""The table of `make clients`, for the clients that the tests want anyway: the SDKs of OpenAI and Anthropic."""
 
 import inspect
 
@@ -24,7 +24,7 @@ def calls():
             yield pytest.param(name, row, id=f"{name}-{row}")
 
 
-@pytest.mark.parametrize(("name", "row"), calls())
+@pytest.mark.parametrize(("name", "row"), [*calls()])
 def test_a_client_does_what_its_row_says(place, name, row):
     table.call(table.client(name), row, place)
 
