@@ -1,10 +1,11 @@
 # make serve: a server on the built-in model. make test: everything that must hold. Both set up what they need.
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install dev serve test quick lint oracle sim path wheel-test asan test-gpu clean
+.PHONY: help install dev serve test quick lint oracle clients sim path wheel-test asan test-gpu clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -44,6 +45,17 @@ lint: dev
 oracle: dev
 	@$(BIN)/python -m tests.oracle
 
+# uv, because pip takes very long to find versions of these packages that go together.
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check uv
+	$(CLIENTS)/bin/uv pip install -q --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
+	touch $@
+
+## make clients      clients that people use, each against a live server; ARGS="--json FILE" keeps every result
+clients: install $(CLIENTS)/.installed
+	@$(CLIENTS)/bin/python -m tests.clients --python $(BIN)/python $(ARGS)
+
 ## make sim          the scheduler alone, 200,000 steps
 sim: install
 	@$(BIN)/python -m engine.sim --steps 200000 --seed 1
@@ -71,4 +83,4 @@ test-gpu: dev
 
 clean:
 	rm -f engine/kernels/*.so engine/kernels/.lock
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache

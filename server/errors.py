@@ -67,7 +67,10 @@ class ApiError(Exception):
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         # Agents look for these words, and shorten the conversation.
         message = f"prompt is too long: {self.message}" if self.code == CONTEXT_CODE else self.message
-        error = {"type": kind, "message": message, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {"type": kind, "message": message, "param": self.param, "code": self.code}
+        if self.param == "thread":
+            # The tool runner of Anthropic's SDK asks for a thread first, and by these words goes on without.
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         told = {"type": "error", "error": error, "request_id": request_id}
         return json.dumps(told, separators=(",", ":")).encode()
 

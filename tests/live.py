@@ -29,13 +29,18 @@ class Server:
     """`pequod serve` as a child: use as a context manager; `url`, `client`, `engine_pid`, `log`."""
 
     def __init__(
-        self, *args: str, wait: bool = True, env: dict[str, str] | None = None, cwd: str | None = None
+        self,
+        *args: str,
+        wait: bool = True,
+        env: dict[str, str] | None = None,
+        cwd: str | None = None,
+        python: str | None = None,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         # Lives as long as this object.
         self._log = tempfile.NamedTemporaryFile("w+b", prefix="pequod-", suffix=".log")
-        command = [sys.executable, "-m", "server", "serve", "--port", str(self.port), *args]
+        command = [python or sys.executable, "-m", "server", "serve", "--port", str(self.port), *args]
         self.process = subprocess.Popen(
             command,
             stdout=self._log,

@@ -59,6 +59,8 @@ class CalledFunction(Wire):
 
     name: Name
     arguments: Text
+    # Of the streaming helper of OpenAI's SDK, whose messages are sent back as they are: the arguments once more.
+    parsed_arguments: Annotated[Any, LABEL, Field(exclude=True)] = None
 
 
 class ToolCall(Wire):
@@ -83,6 +85,10 @@ class AssistantMessage(Wire):
     annotations: Annotated[Any, refused([])] = None
     audio: Annotated[Any, refused()] = None
     function_call: Annotated[Any, refused()] = None
+    # What clients add to the messages that they give their users, who send them back as they are: `.parse()` of
+    # OpenAI's SDK the content once more, LiteLLM the fields that it did not know.
+    parsed: Annotated[Any, LABEL, Field(exclude=True)] = None
+    provider_specific_fields: Annotated[Any, LABEL, Field(exclude=True)] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:

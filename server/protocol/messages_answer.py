@@ -238,6 +238,8 @@ class MessagesProblem(Wire):
     message: str
     param: str | None
     code: str | None
+    details: dict[str, Any] | None = None
+    """What clients go by where the field is one that they can do without."""
 
 
 class MessagesError(Wire):

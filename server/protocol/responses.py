@@ -138,8 +138,13 @@ class ResponsesRequest(Conversation):
 
     max_output_tokens: Count | None = None
     """The most tokens of an answer, with its reasoning and calls; absent: as many as fit."""
-    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=8)] | None = None
-    """message.output_text.logprobs: the text has the log-probability of each of its tokens."""
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=8)]
+        | None
+    ) = None
+    """message.output_text.logprobs: the text has the log-probability of each of its tokens.
+    reasoning.encrypted_content: accepted, as clients that store nothing send it; the reasoning is told as plain text,
+    and goes on when it is sent back."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Beside it those of this many most likely tokens."""
     text: TextOptions | None = None
@@ -215,7 +220,7 @@ class ResponsesRequest(Conversation):
     @field_validator("top_logprobs")
     @classmethod
     def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value and not info.data.get("include"):
+        if value and LOGPROBS not in (info.data.get("include") or ()):
             raise clash(f"must be absent unless include holds {LOGPROBS}")
         return value
 
@@ -302,7 +307,7 @@ class ResponsesRequest(Conversation):
 
     @property
     def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.include else None
+        return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     @property
     def turns(self) -> list[Json]:

@@ -360,3 +360,11 @@ def test_events_are_frames_of_one_line(folder):
     raw = ask(folder, CHAT, {"messages": QUESTION, "stream": True}, FakeEngine(saying(WHALE))).text
     assert all(isinstance(event, dict) or event == "[DONE]" for event in events(raw))
     assert len(raw.splitlines()) == 2 * len(events(raw))
+
+
+def test_what_clients_add_to_their_messages_is_taken_back_and_not_rendered():
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    added = {**call, "function": {**call["function"], "parsed_arguments": {"a": [1]}}}
+    turn = {"role": "assistant", "content": "4", "tool_calls": [call]}
+    sent = {**turn, "tool_calls": [added], "parsed": {"sum": 4}, "provider_specific_fields": {"refusal": None}}
+    assert ChatRequest.model_validate({"messages": [sent]}).turns == [turn]

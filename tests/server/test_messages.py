@@ -451,6 +451,12 @@ def test_what_is_wrong_is_named(folder, change, param):
     assert param in error["message"]
 
 
+def test_a_thread_is_refused_in_the_words_by_which_the_sdks_tool_runner_goes_on_without(folder):
+    status, error = refusal(folder, thread={"type": "create"})
+    assert (status, error["param"]) == (400, "thread")
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+
+
 def test_a_format_and_a_stop_sequence_exclude_each_other(folder):
     output = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     _, error = refusal(folder, output_config=output, stop_sequences=["a"])

@@ -319,7 +319,7 @@ def test_items_become_messages_in_their_order(folder):
         ({"input": "sea " * 2000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10_000}, "max_output_tokens"),
-        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
+        ({"include": ["message.input_image.image_url"]}, "include.0"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "file_search", "vector_store_ids": ["x"]}]}, "tools.0.type"),
@@ -353,6 +353,7 @@ def test_what_is_wrong_is_named(folder, body, param):
     "body",
     [
         {"truncation": "disabled"}, {"reasoning": {"summary": "auto", "effort": "medium"}}, {"include": []},
+        {"include": ["reasoning.encrypted_content"]},
         {"text": {"format": {"type": "text"}, "verbosity": "medium"}}, {"tool_choice": "auto"}, {"background": False},
         {"metadata": None}, {"service_tier": "auto"}, {"store": None}, {"max_tool_calls": 1}, {"conversation": None},
         {"input": [{"type": "message", "role": "user", "content": [], "phase": None}]},

@@ -122,7 +122,7 @@ def background(e):
 def include(e):
     assert all(p <= 0 and k == 0 for p, k in e.logprobs(include=["message.output_text.logprobs"]))
     assert len(e.logprobs(include=["message.output_text.logprobs"], ignore_eos=True)) == 12
-    assert e.logprobs() == []
+    assert e.logprobs() == e.logprobs(include=["reasoning.encrypted_content"]) == []
 
 
 def top_logprobs(e):

@@ -1,0 +1,57 @@
+"""`make clients`: every client of the table against a live server; prints the table, exits with 1 on a failure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import Any
+
+from . import table
+from .place import Place
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser.add_argument("--python", help="the interpreter that has the server (default: this one)")
+    parser.add_argument("--json", metavar="FILE", help="write every result there, with its seconds")
+    parser.add_argument("--client", action="append", choices=table.CLIENTS, help="only this one; several times")
+    parser.add_argument("--row", action="append", choices=table.ROWS, help="only this call; several times")
+    options = parser.parse_args()
+    columns = {}
+    with Place(options.python) as place:
+        for name in options.client or table.CLIENTS:
+            columns[f"{table.CLIENTS[name]} {table.version(name)}"] = run(name, place, options.row)
+    print(f"\n{table.markdown(columns)}")
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(written(columns), indent=1) + "\n")
+    failed = [(heading, result) for heading, column in columns.items() for result in column.values() if result.failure]
+    for heading, result in failed:
+        print(f"\n{heading}, {table.ROWS[result.row]}: {result.failure}")
+    return 1 if failed else 0
+
+
+def run(name: str, place: Place, rows: list[str] | None) -> dict[str, table.Result]:
+    """One client's column."""
+    module = table.client(name)
+    column = {}
+    for result in table.results(module, place, [row for row in table.offered(module) if row in (rows or table.ROWS)]):
+        column[result.row] = result
+        print(f"{name} {result.row} {table.told(result)} {result.seconds:.1f} s", file=sys.stderr, flush=True)
+    return column
+
+
+def written(columns: dict[str, dict[str, table.Result]]) -> dict[str, Any]:
+    """Results as JSON: per client and call ok or the failure; calls that a client does not offer are absent."""
+    return {
+        heading: {
+            result.row: {"ok": result.failure is None, "failure": result.failure, "seconds": round(result.seconds, 3)}
+            for result in column.values()
+        }
+        for heading, column in columns.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

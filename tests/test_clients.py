@@ -1,0 +1,66 @@
+"""The table of `make clients`, for the clients that the tests want anyway: the SDKs of OpenAI and Anthropic."""
+
+import inspect
+
+import pytest
+
+from tests.clients import table
+from tests.clients.place import Place
+
+HERE = ["openai_sdk", "anthropic_sdk"]
+
+
+@pytest.fixture(scope="module")
+def place():
+    with Place() as place:
+        yield place
+
+
+def calls():
+    """Every client here with every row; ids such as openai_sdk-chat."""
+    for name in HERE:
+        pytest.importorskip(table.CLIENTS[name])
+        for row in table.offered(table.client(name)):
+            yield pytest.param(name, row, id=f"{name}-{row}")
+
+
+@pytest.mark.parametrize(("name", "row"), [*calls()])
+def test_a_client_does_what_its_row_says(place, name, row):
+    table.call(table.client(name), row, place)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_client_has_no_call_that_the_table_does_not_show(name):
+    module = table.client(name)
+    taking = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and [*inspect.signature(value).parameters] == ["place"]
+    ]
+    assert {*taking} - {"client_of", "async_client_of"} == {*table.offered(module)}
+
+
+def test_a_failure_is_told_with_its_reason():
+    class Client:
+        @staticmethod
+        def chat(place):
+            raise ValueError("no whale")
+
+        @staticmethod
+        async def models(place):
+            pass
+
+    assert table.offered(Client) == ["chat", "models"]
+
+    class Here:
+        @staticmethod
+        def run(coroutine):
+            coroutine.close()
+
+    Here.runner = Here
+    failed, good = table.results(Client, Here, table.offered(Client))
+    assert (failed.failure, good.failure) == ("ValueError: no whale", None)
+    shown = table.markdown({"a 1.0": {"chat": failed}, "b 2.0": {"models": good}})
+    assert shown.splitlines() == [
+        "| | a 1.0 | b 2.0 |", "|---|---|---|", "| chat | FAILED | - |", "| models | - | ok |",
+    ]  # fmt: skip
