@@ -141,11 +141,29 @@ def test_logprobs_are_those_of_the_texts_tokens(folder):
     body = {"input": "the sea", "tools": [WEATHER], **LOGPROBS}
     answer = ask(folder, RESPONSES, body, engine).json()
     entries = next(item for item in answer["output"] if item["type"] == "message")["content"][0]["logprobs"]
-    assert "".join(entry["token"] for entry in entries).endswith("the whale")
-    assert "hm" not in "".join(entry["token"] for entry in entries)
+    assert [entry["token"] for entry in entries] == ["the", " whale"]
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
     assert [entry["token"] for entry in respond(folder, **LOGPROBS)["output"][0]["content"][0]["logprobs"]] == [
         "the", " whale"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ("<think>\nabc\n</think>\n\nthink", "think"),
+        ("<think>abc</think>\n\n🐳 and €", "🐳 and €"),
+        (f"{CALL}\n\nthe whale", "the whale"),
+        ("<b>the whale</b>", "<b>the whale</b>"),
+        ("the whale <th> the whale", "the whale <th> the whale"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"stop": "whale of"}], ids=["", "held back"])
+def test_logprobs_are_none_of_marks(folder, says, text, more):
+    body = {"input": "the sea", "tools": [WEATHER], **LOGPROBS, **more}
+    answer = ask(folder, RESPONSES, body, Odds(saying(says))).json()
+    [part] = [item["content"][0] for item in answer["output"] if item["type"] == "message"]
+    assert part["text"].strip() == text
+    assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode().strip() == text
 
 
 def test_token_ids_are_told_when_asked_for(folder):
