@@ -9,6 +9,7 @@ import pydantic
 import pytest
 
 from server.limits import Limits
+from server.protocol.responses_items import as_turns
 from server.protocol.responses_object import ResponseAnswer, ResponseEvent
 from server.routes import responses as routes
 from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving, until
@@ -316,6 +317,25 @@ def test_items_become_messages_in_their_order(folder):
         "system: Sing\n!\nuser: the sea\nassistant: the ship\ntool: wind\n"
         "tool: rain\nassistant: no\nassistant: <think>hm</think>[weather Nantucket][weather Hull]"
     )
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        {"type": "message", "role": "user", "content": "and?"},
+        {"type": "message", "role": "developer", "content": "Sing."},
+        {"type": "function_call_output", "call_id": "c1", "output": "wind"},
+    ],
+    ids=["user", "developer", "output"],
+)
+def test_a_thought_that_was_cut_off_does_not_move_to_a_later_answer(between):
+    thoughts = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("hm", "so")]
+    said = {"type": "message", "role": "assistant", "content": "the ship"}
+    turns = as_turns([*thoughts, between, said])
+    assert turns[0] == {"role": "assistant", "content": "", "reasoning_content": "hm\nso"}
+    assert turns[2] == {"role": "assistant", "content": "the ship"}
+    [_, _, later] = as_turns([thoughts[0], between, thoughts[1], said])
+    assert later == {"role": "assistant", "content": "the ship", "reasoning_content": "so"}
 
 
 @pytest.mark.parametrize(
