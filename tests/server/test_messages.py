@@ -377,6 +377,22 @@ def test_the_conversation_reaches_the_template_as_turns(folder):
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({}, "Error"),
+        ({"content": ""}, "Error"),
+        ({"content": []}, "Error"),
+        ({"content": [{"type": "text", "text": ""}]}, "Error"),
+        ({"content": "fog"}, "Error: fog"),
+        ({"content": [{"type": "text", "text": "fog"}, {"type": "text", "text": "ice"}]}, "Error: fog\nice"),
+    ],
+)
+def test_an_error_is_told_also_where_it_has_no_content(folder, content, told):
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True, **content}
+    assert prompt(folder, messages=[{"role": "user", "content": [result]}]) == f"tool: {told}; assistant: "
+
+
 def test_neighbouring_messages_of_one_role_are_one_turn(folder):
     two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert prompt(folder, messages=two) == "user: a\nb; assistant: "
