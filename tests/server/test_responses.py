@@ -545,6 +545,30 @@ def test_input_items_come_in_pages(folder):
     run(folder, use, FakeEngine(saying("the whale")))
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", ""), ("GET", "/ID"), ("POST", "/ID/cancel"), ("DELETE", "/ID"), ("GET", "/ID/input_items")],
+)
+def test_unknown_parameters_of_the_query_are_refused(folder, method, path):
+    async def use(client):
+        id = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
+        url = RESPONSES + path.replace("ID", id)
+        body = None if path else {"input": "the sea"}
+        response = await client.request(method, url, params={"colour": "blue"}, json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("colour", "unknown_parameter")
+        assert (await client.get(f"{RESPONSES}/{id}")).status_code == 200, "nothing has been done"
+        keyless = await client.request(method, url, params={"colour": "blue"}, json=body, headers={"authorization": ""})
+        assert keyless.status_code == 401
+
+    async def with_key(client):
+        client.headers["authorization"] = "Bearer key-1"
+        await use(client)
+
+    run(folder, with_key, FakeEngine(saying("the whale")), api_key=["key-1"])
+
+
 def test_the_store_is_bounded(folder):
     async def use(client):
         made = [(await client.post(RESPONSES, json={"input": "the sea"})).json()["id"] for _ in range(4)]
