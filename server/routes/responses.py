@@ -43,7 +43,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ResponseAnswer,
         "description": "The response; with stream true its typed events; with background true as it begins, queued",
-        "content": streamed(ResponseEvent, STREAM),
+        "content": streamed(ResponseEvent, STREAM, is_typed=True),
     },
     **OPENAI_ERRORS,
 }

@@ -778,5 +778,8 @@ def test_the_page_describes_answers_and_errors(folder):
     operation = page["paths"][MESSAGES]["post"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert {"400", "401", "404", "413", "503", "504"} <= operation["responses"].keys()
+    example = put_together(events(operation["responses"]["200"]["content"]["text/event-stream"]["example"]))
+    MessagesAnswer.model_validate(example)
+    assert (example["content"], example["stop_reason"]) == ([{"type": "text", "text": "Hello"}], "end_turn")
     schemas = page["components"]["schemas"]
     assert {"input_tokens"} == schemas["TokenCount"]["properties"].keys()

@@ -14,7 +14,7 @@ from server.protocol.responses_object import ResponseAnswer, ResponseEvent
 from server.routes import responses as routes
 from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving, until
 from tests.server.test_equality import CASES, spelt, text_of
-from tests.server.wire import END, LIBRARY, RESPONSES, Odds, ask, ids, run, saying, typed
+from tests.server.wire import CHAT, END, LIBRARY, RESPONSES, Odds, ask, ids, run, saying, typed
 
 WEATHER = {
     "type": "function",
@@ -184,6 +184,17 @@ def test_a_format_is_a_grammar_and_told_as_it_came(tmp_path):
 
 
 # Events
+
+
+def test_the_page_says_how_a_stream_ends(folder):
+    paths = run(folder, lambda client: client.get("/openapi.json")).json()["paths"]
+    told = {
+        path: json.dumps(paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"])
+        for path in (RESPONSES, CHAT)
+    }
+    assert ["[DONE]" in schema for schema in told.values()] == [False, True]
+    assert "ResponseEvent" in told[RESPONSES]
+    assert "[DONE]" not in ask(folder, RESPONSES, {"input": "a", "stream": True}, FakeEngine(saying("a"))).text
 
 
 def test_events_come_in_the_documented_order(folder):
