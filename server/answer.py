@@ -1,4 +1,4 @@
-"""From a parsed request to the bytes of its answer: the one line that chat and completions share.
+"""From a parsed request to the bytes of its answer: the one line that all APIs which generate share.
 
 `answer` checks everything that can be known before the first byte. Its Answer then runs a Generation and writes the
 outputs, as one JSON object or as a stream of events: a stream's deltas, joined, are the answer in one piece.

@@ -143,11 +143,15 @@ def described(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def streamed(event: type[BaseModel], example: str) -> dict[str, Any]:
-    """For a route's `responses=`: the events of a stream that ends with [DONE], each with an `event` or an error."""
+def streamed(event: type[BaseModel], example: str, *, is_typed: bool = False) -> dict[str, Any]:
+    """For a route's `responses=`: the events of a stream, each with an `event` or an error; the last is [DONE].
+
+    Where they are typed an error is an `event` like others, and the last one is known by its type.
+    """
     schema = event.model_json_schema(ref_template=REF)
     shared = {**schema.pop("$defs", {}), event.__name__: schema}
-    one_of = [{"$ref": REF.format(model=event.__name__)}, ENVELOPE]
+    one_of = [{"$ref": REF.format(model=event.__name__)}, *([] if is_typed else [ENVELOPE])]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": one_of}}
-    events = [{"properties": {"data": told}, "required": ["data"]} for told in ({"const": "[DONE]"}, data)]
+    kinds = [data] if is_typed else [{"const": "[DONE]"}, data]
+    events = [{"properties": {"data": told}, "required": ["data"]} for told in kinds]
     return {"text/event-stream": {"schema": {"type": "object", "anyOf": events, "$defs": shared}, "example": example}}

@@ -84,8 +84,17 @@ class Store:
     # From the event loop
 
     def put(self, record: Record) -> None:
-        """Keep a record, in the place of an older one with its id. It is written later, and found at once."""
+        """Keep a record, in the place of an older one with its id. It is written later, and found at once.
+
+        One that is larger than all that may be kept is not kept, nor is the older one: it tells what is no longer so.
+        """
         if self._is_closed:
+            return
+        if record.num_bytes > self.max_bytes:
+            log.warning("a response of %d bytes is larger than --max-stored-bytes and is not kept", record.num_bytes)
+            with self._lock:
+                self._unwritten.pop(record.id, None)
+            self._thread.submit(self._outdated, record.id)
             return
         with self._lock:
             self._unwritten.pop(record.id, None)
@@ -141,11 +150,14 @@ class Store:
             if self._unwritten.get(record.id) is record:
                 del self._unwritten[record.id]
 
+    def _outdated(self, id: str) -> None:
+        try:
+            self._delete(id)
+        except sqlite3.Error as error:
+            log.error("an outdated response could not be deleted from --response-store: %s", error)
+
     def _write(self, record: Record) -> None:
         self._delete(record.id)
-        if record.num_bytes > self.max_bytes:
-            log.warning("a response of %d bytes is larger than --max-stored-bytes and is not kept", record.num_bytes)
-            return
         self._clock += 1
         row = (record.id, record.owner, record.is_open, record.answer, record.items, record.num_bytes, self._clock)
         with self._db:

@@ -42,8 +42,11 @@ class Coder(Scanner):
         return (yield from self._parameters(self.tools[name], letter, say))
 
     def _parameters(self, schema: Schema, letter: str, say: Callable[[str], None]) -> Script[str]:
-        """All parameters. Arguments that the text ends in stay open: half of a call must not look like a whole one."""
-        before = ""
+        """All parameters. Arguments that the text ends in stay open: half of a call must not look like a whole one.
+
+        Of a parameter that is given twice the first one counts: it has been told when the second one comes.
+        """
+        names: set[str] = set()
         while True:
             self.record("", letter)
             letter = yield from self.white(letter)
@@ -51,9 +54,12 @@ class Coder(Scanner):
             if tag.startswith(PARAMETER):
                 self.forget()
                 name = tag[len(PARAMETER) : -1]
-                say(f"{before}{_quoted(name)}: ")
+                if name in names:
+                    letter = yield from self._value(types(schema, name), letter, lambda _: None)
+                    continue
+                say(f"{', ' if names else ''}{_quoted(name)}: ")
+                names.add(name)
                 letter = yield from self._value(types(schema, name), letter, say)
-                before = ", "
                 continue
             if letter != END or tag:
                 say("}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -18,10 +20,15 @@ from .wire import Wire
 
 Block = tuple[str, int]  # which block a part belongs to: its type, and of calls the number
 NO_BLOCK: Block = ("", 0)
+LONE = re.compile("[\ud800-\udfff]")  # halves of letters: JSON's escapes can say them, UTF-8 cannot
 
 
 class MessagesWriter(Writer):
-    """message, and the events that make it."""
+    """message, and the events that make it.
+
+    A call whose arguments are no JSON object is not to be run. The whole answer has it as text; a stream has begun its
+    block before that can be known and tells the arguments as they are. Either way it is no reason for `tool_use`.
+    """
 
     end = b""
 
@@ -31,6 +38,8 @@ class MessagesWriter(Writer):
         self._last: Output | None = None  # the output that ended the answer
         self._block = NO_BLOCK  # the open one
         self._index = -1  # its place in the content
+        self._arguments: list[str] = []  # of the open block's call
+        self._has_calls = False  # there is a call that can be run
 
     def opening(self, usage_so_far: Json | None) -> list[Json]:
         """The message without content. What the cache saved is not known yet: the end corrects the usage."""
@@ -52,7 +61,9 @@ class MessagesWriter(Writer):
 
     def whole(self, outputs: list[Output], usage: Json) -> Json:
         [output] = outputs
-        content = [self._whole_block(list(run)) for _, run in self._runs(output.parts)]
+        runs = [list(run) for _, run in self._runs(output.parts)]
+        is_cut = output.finish_reason == "length"
+        content = [self._whole_block(run, is_cut and run is runs[-1]) for run in runs]
         return self._message(content, output, usage)
 
     def frame(self, event: Json) -> bytes:
@@ -72,7 +83,7 @@ class MessagesWriter(Writer):
             yield from self._closed()
         for part in run:
             if block != self._block:
-                self._block, self._index = block, self._index + 1
+                self._block, self._index, self._arguments = block, self._index + 1, []
                 yield {"type": "content_block_start", "index": self._index, "content_block": begun(part)}
             if (delta := self._delta(part)) is not None:
                 yield {"type": "content_block_delta", "index": self._index, "delta": delta}
@@ -83,6 +94,8 @@ class MessagesWriter(Writer):
         if kind == "thinking":
             signature = {"type": "signature_delta", "signature": ""}
             yield {"type": "content_block_delta", "index": self._index, "delta": signature}
+        if kind == "tool_use" and parsed("".join(self._arguments)) is not None:
+            self._has_calls = True
         if kind:
             yield {"type": "content_block_stop", "index": self._index}
         self._block = NO_BLOCK
@@ -94,17 +107,22 @@ class MessagesWriter(Writer):
             case Reasoning(text):
                 return {"type": "thinking_delta", "thinking": text} if self.request.tells_thinking else None
             case Arguments(_, text):
+                self._arguments.append(text)
                 return {"type": "input_json_delta", "partial_json": text}
         return None
 
-    def _whole_block(self, run: list[Part]) -> Json:
+    def _whole_block(self, run: list[Part], is_cut: bool) -> Json:
         first = run[0]
         text = "".join(part.text for part in run if not isinstance(part, Call))
         if isinstance(first, Content):
             return begun(first) | {"text": text}
         if isinstance(first, Reasoning):
             return begun(first) | {"thinking": text if self.request.tells_thinking else ""}
-        return begun(first) | {"input": parsed(text)}
+        value = parsed(text)
+        if value is None and not is_cut:
+            return {"type": "text", "text": as_text(first, text)}
+        self._has_calls |= value is not None
+        return begun(first) | {"input": value or {}}
 
     def _message(self, content: list[Json], output: Output | None, usage: Json) -> Json:
         told = self._usage(usage)
@@ -121,6 +139,8 @@ class MessagesWriter(Writer):
 
     def _ending(self, output: Output, told: Json) -> Json:
         reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[output.finish_reason or "stop"]
+        if reason == "tool_use" and not self._has_calls:
+            reason = "end_turn"
         if reason == "max_tokens" and told["output_tokens"] < self.request.max_tokens:
             reason = "model_context_window_exceeded"  # the context held less than was asked for
         if reason == "end_turn" and output.stop is not None:
@@ -159,13 +179,23 @@ def begun(part: Part) -> Json:
     raise AssertionError("arguments come behind their call")
 
 
-def parsed(arguments: str) -> Json:
-    """A call's input. What is no JSON object is no input: where a length cut it off, the stop_reason says so."""
+def parsed(arguments: str) -> Json | None:
+    """A call's input, {} where it has no arguments at all; None: it is no JSON object.
+
+    Half of a letter, which only an escape can write, becomes U+FFFD.
+    """
     try:
-        value = from_json(arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        text = json.dumps(json.loads(arguments or "{}"), ensure_ascii=False)
+        value = from_json(LONE.sub("\ufffd", text), allow_inf_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def as_text(part: Part, arguments: str) -> str:
+    """A call that cannot be made, as most models write one."""
+    assert isinstance(part, Call)
+    return f'{{"name": {json.dumps(part.name)}, "arguments": {arguments}}}'
 
 
 class MessagesText(Wire):

@@ -74,7 +74,7 @@ class ToolResultBlock(Block):
     tool_use_id: Name
     content: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     is_error: bool | None = None
-    """true: the model reads `Error: ` before the content."""
+    """true: the model reads `Error: ` before the content, and `Error` where there is none."""
     toolset_name: Annotated[Any, refused()] = None
 
 
@@ -165,7 +165,8 @@ def asked(parts: list[Block], names: dict[str, str]) -> Iterator[Json]:
         for part in group:
             assert isinstance(part, ToolResultBlock)
             given = texts(part.content or [])
-            given = [f"Error: {text}" if part.is_error and not i else text for i, text in enumerate(given)]
+            if part.is_error:
+                given = [f"Error: {given[0]}", *given[1:]] if any(given) else ["Error"]
             turn = {"role": "tool", "tool_call_id": part.tool_use_id, "content": content(given)}
             name = names.get(part.tool_use_id)
             yield turn if name is None else {**turn, "name": name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -204,6 +205,7 @@ class ResponsesWriter(Writer):
         if not self._goes_on("message"):
             yield from self._close()
             yield from self._begin("msg", {"type": "message", "role": "assistant", "content": []})
+            self._held = since(text, self._held)
         logprobs, self._held = self._held, []
         part = self._items[-1]["content"][0]
         part["text"] += text
@@ -283,6 +285,18 @@ class ResponsesWriter(Writer):
     def _token(self, token_id: int, logprob: float) -> Json:
         text, data = self.token_text(token_id)
         return {"token": text, "logprob": number(logprob), "bytes": list(data)}
+
+
+def since(text: str, entries: list[Json]) -> list[Json]:
+    """The entries of the tokens from the one on in which a text begins; before it are marks, which no part tells.
+
+    All of them where the text is not theirs letter by letter, as with bytes that are no UTF-8.
+    """
+    data, own = b"".join(bytes(entry["bytes"]) for entry in entries), text.encode()
+    # Behind a mark the same letters may stand in the mark too: the last place counts.
+    begin = 0 if data.startswith(own) else max(0, data.rfind(own))
+    ends = itertools.accumulate(len(entry["bytes"]) for entry in entries)
+    return [entry for entry, end in zip(entries, ends, strict=True) if end > begin]
 
 
 def empty_part(prefix: str) -> Json:

@@ -124,7 +124,10 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fas
 
 
 def as_turns(items: list[Json]) -> list[Json]:
-    """Items as messages of a chat: what the model thought, said and called in one go is one message."""
+    """Items as messages of a chat: what the model thought, said and called in one go is one message.
+
+    A thought that was cut off before the model said anything is a message of its own.
+    """
     turns: list[Json] = []
     thought: list[str] = []  # for the assistant's next message
     for item in items:
@@ -132,6 +135,9 @@ def as_turns(items: list[Json]) -> list[Json]:
         if kind == "reasoning":
             thought.append(reasoning_text(item))
             continue
+        if thought and not (kind == "function_call" or item.get("role") == "assistant"):
+            turns.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(thought)})
+            thought = []
         if kind == "function_call":
             call = {"name": item["name"], "arguments": item["arguments"]}
             asked = {"id": item["call_id"], "type": "function", "function": call}
@@ -142,7 +148,7 @@ def as_turns(items: list[Json]) -> list[Json]:
             turns.append({"role": "tool", "tool_call_id": item["call_id"], "content": plain(item["output"])})
         else:
             turns.append({"role": item["role"], "content": plain(item["content"])})
-        if thought and turns[-1]["role"] == "assistant":
+        if thought:
             turns[-1]["reasoning_content"] = "\n".join(thought)
             thought = []
     return turns

@@ -24,11 +24,15 @@ STREAM = (
     '"model":"builtin","content":[],"stop_reason":null,"stop_sequence":null,"usage":{"input_tokens":14,'
     '"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":0,"output_tokens_details":'
     '{"thinking_tokens":0},"service_tier":"standard"}}}\n\n'
+    'event: ping\ndata: {"type":"ping"}\n\n'
     'event: content_block_start\ndata: {"type":"content_block_start","index":0,"content_block":{"type":"text",'
     '"text":""}}\n\n'
     'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta",'
     '"text":"Hello"}}\n\n'
     'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
+    'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null},'
+    '"usage":{"input_tokens":14,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":2,'
+    '"output_tokens_details":{"thinking_tokens":0},"service_tier":"standard"}}\n\n'
     'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 )
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -23,9 +23,17 @@ from ..store import Record, packed, unpacked
 
 OPEN = ("queued", "in_progress")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-NO_INFLUENCE = ("stream", "include_obfuscation")  # fields of GET that may be there
 
-router = APIRouter(tags=["responses"])
+
+def check_query(request: Request, _: UserDep) -> None:
+    """Raise 400 for a query parameter that the route does not have; only for those who may know what it has."""
+    known = {param.alias for param in request.scope["route"].dependant.query_params}
+    for name in request.query_params:
+        if name not in known:
+            raise invalid(f"Unknown field: '{shown(name)}'.", shown(name), "unknown_parameter")
+
+
+router = APIRouter(tags=["responses"], dependencies=[Depends(check_query)])
 
 STREAM = (
     'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":4,'
@@ -35,7 +43,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ResponseAnswer,
         "description": "The response; with stream true its typed events; with background true as it begins, queued",
-        "content": streamed(ResponseEvent, STREAM),
+        "content": streamed(ResponseEvent, STREAM, is_typed=True),
     },
     **OPENAI_ERRORS,
 }
@@ -67,16 +75,12 @@ async def retrieve(
     response_id: str,
     app: AppDep,
     caller: UserDep,
-    request: Request,
     stream: bool = False,
     include_obfuscation: bool | None = None,
 ) -> Response:
-    """A stored response, as it is now."""
+    """A stored response, as it is now; include_obfuscation is accepted: no event is padded either way."""
     if stream:
         raise invalid("Unsupported field: 'stream'; ask again until status tells the end.", "stream")
-    for name in request.query_params:
-        if name not in NO_INFLUENCE:
-            raise invalid(f"Unknown field: '{shown(name)}'.", shown(name), "unknown_parameter")
     return told(await found(app, caller, response_id))
 
 

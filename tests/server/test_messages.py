@@ -76,6 +76,11 @@ def events(text):
     return seen
 
 
+def as_text(block, arguments):
+    """A call whose arguments are no JSON object, as the whole answer has it."""
+    return {"type": "text", "text": f'{{"name": "{block["name"]}", "arguments": {arguments}}}'}
+
+
 def put_together(seen):
     """The message that events make, as a client does it."""
     assert [event["type"] for event in seen[:2]] == ["message_start", "ping"]
@@ -93,7 +98,8 @@ def put_together(seen):
                 try:
                     block["input"] = json.loads(inputs.get(opened) or "{}")
                 except ValueError:
-                    block["input"] = {}
+                    if seen[-2]["delta"]["stop_reason"] != "max_tokens":
+                        message["content"][opened] = as_text(block, inputs[opened])
             opened = None
         elif event["delta"]["type"] == "input_json_delta":
             inputs[opened] = inputs.get(opened, "") + event["delta"]["partial_json"]
@@ -218,9 +224,9 @@ def test_events_do_not_depend_on_how_parts_came(seed):
     whole = writer().whole([Output(0, parts=PARTS, finish_reason="tool_calls")], told)
     MessagesAnswer.model_validate(whole)
     assert [block["type"] for block in whole["content"]] == [
-        "thinking", "text", "tool_use", "tool_use", "text", "thinking", "tool_use",
+        "thinking", "text", "tool_use", "tool_use", "text", "thinking", "text",
     ]  # fmt: skip
-    assert [block["input"] for block in whole["content"] if block["type"] == "tool_use"] == [{"far": True}, {}, {}]
+    assert [block["input"] for block in whole["content"] if block["type"] == "tool_use"] == [{"far": True}, {}]
     streamed, left = writer(), list(PARTS)
     seen = streamed.opening(None)
     while left:
@@ -267,14 +273,75 @@ def test_more_tokens_than_fit_mean_as_many_as_fit(folder):
     assert request.params.max_tokens == INFO.max_len - len(request.prompt_ids)
 
 
-@pytest.mark.parametrize(
-    "arguments", ["", "{", "[1]", '"a"', "nothing", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 10_000, '{"a": 1} {"b": 2}']
-)
-def test_arguments_that_are_no_object_are_no_input(arguments):
+def both(*parts, finish_reason="tool_calls"):
+    """The same answer whole, and as events put together."""
+    told = usage(3, 9, 0, 0)
+    whole = writer().whole([Output(0, parts=parts, finish_reason=finish_reason)], told)
+    msgspec.json.encode(whole)
+    streamed = writer()
+    seen = streamed.opening(None)
+    for part in parts:
+        seen += streamed.chunks(Output(0, parts=(part,)), None)
+    seen += streamed.chunks(Output(0, finish_reason=finish_reason), None) + streamed.closing(told)
+    return whole, put_together(seen)
+
+
+NO_OBJECTS = ["{", "{b:1}", "[1]", '"a"', "nothing", '{"a": NaN}', '{"a": 1e999}', "[" * 100_000, '{"a": 1} {"b": 2}']
+
+
+@pytest.mark.parametrize("arguments", NO_OBJECTS, ids=range(len(NO_OBJECTS)))
+def test_arguments_that_are_no_object_are_text_and_no_reason_to_run_a_tool(arguments):
     parts = (Call(0, "call_0", "look"), Arguments(0, arguments))
-    told = writer().whole([Output(0, parts=parts, finish_reason="tool_calls")], usage(3, 9, 0, 0))
-    assert told["content"] == [{"type": "tool_use", "id": "call_0", "name": "look", "input": {}}]
-    msgspec.json.encode(told)
+    whole = writer().whole([Output(0, parts=parts, finish_reason="tool_calls")], usage(3, 9, 0, 0))
+    assert whole["content"] == [as_text({"name": "look"}, arguments)]
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("end_turn", None)
+
+
+def test_a_malformed_call_reads_alike_in_the_stream_and_the_whole_answer(folder):
+    says = '<tool_call>{"name": "look", "arguments": {far: 1}}</tool_call>'
+    whole = answer(folder, says, tools=[LOOK])
+    assert whole["content"] == [as_text(LOOK, "{far: 1}")]
+    assert whole["stop_reason"] == "end_turn"
+    body = {**ASKED, "tools": [LOOK], "stream": True}
+    seen = events(ask(folder, MESSAGES, body, FakeEngine(saying(says))).text)
+    deltas = [event["delta"] for event in seen if event["type"] == "content_block_delta"]
+    assert "".join(delta["partial_json"] for delta in deltas) == "{far: 1}"
+    message = put_together(seen)
+    assert (message["content"], message["stop_reason"]) == (whole["content"], "end_turn")
+
+
+def test_a_good_call_beside_a_malformed_one_is_to_be_run():
+    bad, good = (Call(0, "call_0", "look"), Arguments(0, "{b:1}")), (Call(1, "call_1", "look"), Arguments(1, "{}"))
+    for parts in (bad + good, good + bad):
+        whole, streamed = both(*parts)
+        assert sorted(block["type"] for block in whole["content"]) == ["text", "tool_use"]
+        assert whole["stop_reason"] == "tool_use"
+        assert streamed == whole
+
+
+def test_only_the_last_call_of_a_cut_answer_is_a_cut_call():
+    parts = (Call(0, "call_0", "look"), Arguments(0, "{b:1}"), Call(1, "call_1", "look"), Arguments(1, '{"fa'))
+    whole = writer().whole([Output(0, parts=parts, finish_reason="length")], usage(3, 300, 0, 0))
+    assert whole["content"] == [
+        as_text(LOOK, "{b:1}"), {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
+    ]  # fmt: skip
+    assert whole["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ("", {}),
+        ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
+        ('{"\\udc33": ["\\ud83d\\udc33"]}', {"\ufffd": ["🐳"]}),
+        ('{"a": "\\\\ud83d"}', {"a": "\\ud83d"}),
+    ],
+    ids=["nothing", "half", "half and whole", "no escape"],
+)
+def test_an_input_holds_no_halves_of_letters(arguments, value):
+    whole, _ = both(Call(0, "call_0", "look"), Arguments(0, arguments))
+    assert whole["content"] == [{"type": "tool_use", "id": "call_0", "name": "look", "input": value}]
+    assert whole["stop_reason"] == "tool_use"
 
 
 # Prompts
@@ -308,6 +375,22 @@ def test_the_conversation_reaches_the_template_as_turns(folder):
         'system: brief; user: look; assistant: (far?)I dolook{"far": true}toolu_1look{}toolu_2; tool look: a ship; '
         "tool look: Error: fog; user: and?; tool: ; user: well; assistant: "
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({}, "Error"),
+        ({"content": ""}, "Error"),
+        ({"content": []}, "Error"),
+        ({"content": [{"type": "text", "text": ""}]}, "Error"),
+        ({"content": "fog"}, "Error: fog"),
+        ({"content": [{"type": "text", "text": "fog"}, {"type": "text", "text": "ice"}]}, "Error: fog\nice"),
+    ],
+)
+def test_an_error_is_told_also_where_it_has_no_content(folder, content, told):
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True, **content}
+    assert prompt(folder, messages=[{"role": "user", "content": [result]}]) == f"tool: {told}; assistant: "
 
 
 def test_neighbouring_messages_of_one_role_are_one_turn(folder):
@@ -701,5 +784,8 @@ def test_the_page_describes_answers_and_errors(folder):
     operation = page["paths"][MESSAGES]["post"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert {"400", "401", "404", "413", "503", "504"} <= operation["responses"].keys()
+    example = put_together(events(operation["responses"]["200"]["content"]["text/event-stream"]["example"]))
+    MessagesAnswer.model_validate(example)
+    assert (example["content"], example["stop_reason"]) == ([{"type": "text", "text": "Hello"}], "end_turn")
     schemas = page["components"]["schemas"]
     assert {"input_tokens"} == schemas["TokenCount"]["properties"].keys()

@@ -414,6 +414,21 @@ def test_the_schema_says_what_a_tagged_value_is(name, written, meant):
     assert calls(got) == [("find_ship", {name: meant})]
 
 
+@pytest.mark.parametrize(("name", "first", "second"), [("masts", 3, 4), ("name", "Rachel", "Rachel\n")])
+def test_of_a_tagged_parameter_given_twice_the_first_one_counts(name, first, second):
+    given = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for value in (first, second, first))
+    text = f"<tool_call>\n<function=find_ship>\n{given}<parameter=is_lost>true</parameter></function></tool_call>"
+    [call] = read(Formats("qwen3_coder"), text).calls
+    pairs = json.loads(call.arguments, object_pairs_hook=list)
+    assert pairs == [(name, first), ("is_lost", True)]
+
+
+def test_a_second_value_that_the_text_ends_in_leaves_the_call_open():
+    text = "<function=find_ship><parameter=masts>3</parameter><parameter=masts>4"
+    [call] = read(Formats("qwen3_coder"), text).calls
+    assert call.arguments == '{"masts": 3'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

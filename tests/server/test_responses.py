@@ -9,11 +9,12 @@ import pydantic
 import pytest
 
 from server.limits import Limits
+from server.protocol.responses_items import as_turns
 from server.protocol.responses_object import ResponseAnswer, ResponseEvent
 from server.routes import responses as routes
 from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving, until
 from tests.server.test_equality import CASES, spelt, text_of
-from tests.server.wire import END, LIBRARY, RESPONSES, Odds, ask, ids, run, saying, typed
+from tests.server.wire import CHAT, END, LIBRARY, RESPONSES, Odds, ask, ids, run, saying, typed
 
 WEATHER = {
     "type": "function",
@@ -141,11 +142,29 @@ def test_logprobs_are_those_of_the_texts_tokens(folder):
     body = {"input": "the sea", "tools": [WEATHER], **LOGPROBS}
     answer = ask(folder, RESPONSES, body, engine).json()
     entries = next(item for item in answer["output"] if item["type"] == "message")["content"][0]["logprobs"]
-    assert "".join(entry["token"] for entry in entries).endswith("the whale")
-    assert "hm" not in "".join(entry["token"] for entry in entries)
+    assert [entry["token"] for entry in entries] == ["the", " whale"]
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
     assert [entry["token"] for entry in respond(folder, **LOGPROBS)["output"][0]["content"][0]["logprobs"]] == [
         "the", " whale"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ("<think>\nabc\n</think>\n\nthink", "think"),
+        ("<think>abc</think>\n\n🐳 and €", "🐳 and €"),
+        (f"{CALL}\n\nthe whale", "the whale"),
+        ("<b>the whale</b>", "<b>the whale</b>"),
+        ("the whale <th> the whale", "the whale <th> the whale"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"stop": "whale of"}], ids=["", "held back"])
+def test_logprobs_are_none_of_marks(folder, says, text, more):
+    body = {"input": "the sea", "tools": [WEATHER], **LOGPROBS, **more}
+    answer = ask(folder, RESPONSES, body, Odds(saying(says))).json()
+    [part] = [item["content"][0] for item in answer["output"] if item["type"] == "message"]
+    assert part["text"].strip() == text
+    assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode().strip() == text
 
 
 def test_token_ids_are_told_when_asked_for(folder):
@@ -165,6 +184,17 @@ def test_a_format_is_a_grammar_and_told_as_it_came(tmp_path):
 
 
 # Events
+
+
+def test_the_page_says_how_a_stream_ends(folder):
+    paths = run(folder, lambda client: client.get("/openapi.json")).json()["paths"]
+    told = {
+        path: json.dumps(paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"])
+        for path in (RESPONSES, CHAT)
+    }
+    assert ["[DONE]" in schema for schema in told.values()] == [False, True]
+    assert "ResponseEvent" in told[RESPONSES]
+    assert "[DONE]" not in ask(folder, RESPONSES, {"input": "a", "stream": True}, FakeEngine(saying("a"))).text
 
 
 def test_events_come_in_the_documented_order(folder):
@@ -298,6 +328,25 @@ def test_items_become_messages_in_their_order(folder):
         "system: Sing\n!\nuser: the sea\nassistant: the ship\ntool: wind\n"
         "tool: rain\nassistant: no\nassistant: <think>hm</think>[weather Nantucket][weather Hull]"
     )
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        {"type": "message", "role": "user", "content": "and?"},
+        {"type": "message", "role": "developer", "content": "Sing."},
+        {"type": "function_call_output", "call_id": "c1", "output": "wind"},
+    ],
+    ids=["user", "developer", "output"],
+)
+def test_a_thought_that_was_cut_off_does_not_move_to_a_later_answer(between):
+    thoughts = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("hm", "so")]
+    said = {"type": "message", "role": "assistant", "content": "the ship"}
+    turns = as_turns([*thoughts, between, said])
+    assert turns[0] == {"role": "assistant", "content": "", "reasoning_content": "hm\nso"}
+    assert turns[2] == {"role": "assistant", "content": "the ship"}
+    [_, _, later] = as_turns([thoughts[0], between, thoughts[1], said])
+    assert later == {"role": "assistant", "content": "the ship", "reasoning_content": "so"}
 
 
 @pytest.mark.parametrize(
@@ -506,6 +555,30 @@ def test_input_items_come_in_pages(folder):
         assert [(await page(**{name: value}))["error"]["param"] for name, value in wrong.items()] == [*wrong]
 
     run(folder, use, FakeEngine(saying("the whale")))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", ""), ("GET", "/ID"), ("POST", "/ID/cancel"), ("DELETE", "/ID"), ("GET", "/ID/input_items")],
+)
+def test_unknown_parameters_of_the_query_are_refused(folder, method, path):
+    async def use(client):
+        id = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
+        url = RESPONSES + path.replace("ID", id)
+        body = None if path else {"input": "the sea"}
+        response = await client.request(method, url, params={"colour": "blue"}, json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("colour", "unknown_parameter")
+        assert (await client.get(f"{RESPONSES}/{id}")).status_code == 200, "nothing has been done"
+        keyless = await client.request(method, url, params={"colour": "blue"}, json=body, headers={"authorization": ""})
+        assert keyless.status_code == 401
+
+    async def with_key(client):
+        client.headers["authorization"] = "Bearer key-1"
+        await use(client)
+
+    run(folder, with_key, FakeEngine(saying("the whale")), api_key=["key-1"])
 
 
 def test_the_store_is_bounded(folder):

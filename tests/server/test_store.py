@@ -128,6 +128,40 @@ def test_bytes_are_bounded_too(make):
     use(store, work)
 
 
+def test_what_is_too_large_is_refused_before_it_drives_out_what_waits_to_be_written(make, caplog):
+    store = make(size=10_000)
+    is_free = threading.Event()
+
+    async def work():
+        store.put(record("old", is_open=True))
+        await store._run(lambda: None)
+        store._thread.submit(is_free.wait)  # a slow disk
+        store.put(record("one"))
+        store.put(record("two", is_open=True))
+        for name in ("huge", "two", "old"):
+            store.put(record(name, 10_000))
+        assert list(store._unwritten) == ["one"]
+        is_free.set()
+        assert await names(store, "one", "two", "old", "huge") == ["one"], "an older one is out of date"
+        assert (store._count, store._bytes) == (1, record("one").num_bytes)
+
+    use(store, work)
+    assert caplog.text.count("is larger than --max-stored-bytes and is not kept") == 3
+
+
+def test_what_is_too_large_is_no_crash_where_the_file_fails(tmp_path, caplog):
+    store = Store(tmp_path / "store.db", 2, 10_000)
+
+    async def work():
+        store.put(record("one"))
+        await spoil(store)
+        store.put(record("one", 10_000))
+        await store._run(lambda: None)
+
+    use(store, work)
+    assert "could not be deleted" in caplog.text
+
+
 # Files
 
 
