@@ -1,4 +1,4 @@
-"""Every field of a generating request has its effect, is a label, or gets a 400 that names it."""
+"""Chat and completions: what is refused by name and what counts as absent. Effects: test_capabilities.py."""
 
 import pytest
 

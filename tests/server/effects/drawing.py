@@ -1,4 +1,4 @@
-"""What the fields do that chat and completions share."""
+"""What the fields of `Drawing` and `Sampling` do; APIs that take only some of them name those."""
 
 import concurrent.futures
 import json
