@@ -19,10 +19,11 @@ class Pooling(Struct, frozen=True, array_like=True, kw_only=True):
 class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     """How one sequence draws its tokens. Filters apply in the order of the fields' groups.
 
-    Order: penalties, bias, allowed_ids, bad_words, min_tokens mask, grammar, temperature, top_k, top_p, min_p, draw. `temperature` 0 is
-    greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set: the draw is a function of
-    (seed, number of tokens since the end of the prompt). With `pooling` nothing is drawn and no other field counts:
-    the prompt may be as long as the model takes, and what comes is one delta with its embedding and "stop".
+    Order: penalties, bias, allowed_ids, bad_words, min_tokens mask, grammar, temperature, top_k, top_p, min_p,
+    draw. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set: the draw is a
+    function of (seed, number of tokens since the end of the prompt). With `pooling` nothing is drawn and no other
+    field counts: the prompt may be as long as the model takes, and what comes is one delta with its embedding and
+    "stop".
     """
 
     max_tokens: int

@@ -1,7 +1,7 @@
 """Errors on the wire: whatever goes wrong leaves as `{"error": {"message", "type", "param", "code"}}`.
 
-Under /v1/messages it leaves in Anthropic's form, `{"type": "error", "error": {"type", "message"}, "request_id"}`, with our
-param and code beside: `ApiError.response` decides which. What never became a request (connection.py) has the first.
+Under /v1/messages it leaves in Anthropic's form, `{"type": "error", "error": {"type", "message"}, "request_id"}`, with
+our param and code beside: `ApiError.response` decides which. What never became a request (connection.py) has the first.
 
 Texts are fixed sentences: they name fields and limits and never repeat a value of more than SHOWN characters.
 """
