@@ -490,7 +490,7 @@ def steps(formats: Formats, text: str) -> int:
 def test_twice_the_text_is_twice_the_work(formats, unit):
     call = write(formats, "", "", [("find_ship", {"name": ""})])[:-20]
     for before in ("", call):
-        once, twice = (steps(formats, before + unit * (times * (400 // len(unit)))) for times in (1, 2))
+        once, twice = (steps(formats, before + unit * (times * (700 // len(unit)))) for times in (1, 2))
         assert twice <= 2.3 * once + 500  # of the first letters, some cost more or less than those to come
 
 
