@@ -11,6 +11,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
 AMX = 8
 CHOICES = ("auto", *ISAS, "torch")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+COUNTED = 3  # kinds of kernels whose time is counted apart: products, attention, others
 POOL = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -39,6 +41,17 @@ class Matrix(ctypes.Structure):
     ]
 
 
+class Multiplied(ctypes.Structure):
+    """A product and the weight that is its own, as layers.cpp has it."""
+
+    _fields_ = [("multiply", ctypes.c_void_p), ("matrix", ctypes.c_void_p)]
+
+
+def address(function: Any) -> int:
+    """Where a function of a library is, for kernels that call it."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 class Kernels:
     """One variant of the library: the functions for one instruction set."""
 
@@ -52,6 +65,15 @@ class Kernels:
         self.pack.argtypes, self.pack.restype = [pointer, pointer, long, long, long, long, integer, integer], None
         self.lookup = getattr(library, f"lookup_{isa}")
         self.lookup.argtypes, self.lookup.restype = [pointer, long, pointer, long, pointer], long
+        self.norm = {dtype: getattr(library, f"norm_{name}_{isa}") for dtype, name in DTYPES.items()}
+        for function in self.norm.values():
+            function.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_float, integer]
+            function.restype = None
+        self.layers = {dtype: getattr(library, f"layers_{name}_{isa}") for dtype, name in DTYPES.items()}
+        for function in self.layers.values():
+            function.argtypes = [pointer]
+        self.best = getattr(library, f"best_{isa}")
+        self.best.argtypes = [pointer, long, long, pointer, pointer, integer]
         self.width: int = getattr(library, f"panel_width_{isa}")()  # rows of a weight in one panel
 
 
@@ -73,10 +95,20 @@ class Choice:
         return self.kernels is not None
 
 
+# The nanoseconds that each loaded library has counted, by kind of kernel.
+_counted: list[ctypes.Array[ctypes.c_int64]] = []
+
+
+def spent() -> float:
+    """Seconds that this process has been in kernels so far; what several threads call at once counts for each."""
+    return sum(map(sum, _counted)) / 1e9
+
+
 @cache
 def load(path: Path) -> tuple[ctypes.CDLL, int]:
     """The library with torch's threads, and the processor's features. OSError when it cannot be loaded."""
     library = ctypes.CDLL(str(path))
+    _counted.append((ctypes.c_int64 * COUNTED).in_dll(library, "pequod_nanoseconds"))
     # torch is imported, so its OpenMP runtime is mapped; whichever that is, no second one may come.
     if runtime := _openmp():
         library.pequod_use_pool.argtypes = [ctypes.c_void_p] * len(POOL)
