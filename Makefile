@@ -62,7 +62,7 @@ wheel-test: dev
 asan: dev
 	PEQUOD_KERNEL_FLAGS="-fsanitize=address -fno-omit-frame-pointer -g" ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" \
-	  $(BIN)/python -m pytest tests/engine/test_kernels.py tests/engine/test_cpu_attention.py
+	  $(BIN)/python -m pytest tests/engine/test_kernels.py tests/engine/test_kernels_small.py tests/engine/test_cpu_attention.py
 
 ## make test-gpu     the tests that need a CUDA device
 test-gpu: dev

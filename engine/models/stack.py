@@ -103,9 +103,7 @@ class Stack:
         self._room = torch.empty(0, dtype=self._dtype)
 
     @classmethod
-    def of(
-        cls, kernels: Kernels | None, spec: DecoderSpec, layers: Sequence[Layer], rotary: Rotary
-    ) -> Stack | None:
+    def of(cls, kernels: Kernels | None, spec: DecoderSpec, layers: Sequence[Layer], rotary: Rotary) -> Stack | None:
         """None where some part of the layers has no kernel."""
         parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         products = [product for part in parts if (product := part.multiplied()) is not None]

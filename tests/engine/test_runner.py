@@ -72,7 +72,7 @@ def test_chunks_decodes_and_neighbours_read_their_own_past():
     assert got.token_ids == [[]] and model.calls == [(5, 0)]
     got = step(runner, [Row(1, 5, one[5:], [], 1), Row(2, 0, two, [5], 1)], [Entered(2, GREEDY, 2, [])])
     assert got.token_ids == [[model.greedy(one)], [model.greedy(two)]]
-    assert set(got.seconds) == {"prepare", "forward", "sample"}
+    assert set(got.seconds) == {"prepare", "forward", "sample", "kernels"}
     for _ in range(4):
         one, two = one + got.token_ids[0], two + got.token_ids[1]
         new = [0] if len(one) == 9 else []
