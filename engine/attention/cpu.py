@@ -72,6 +72,7 @@ class Paged:
 
     def __init__(self, kernels: ctypes.CDLL, isa: str) -> None:
         pointer = ctypes.c_void_p
+        self.library = kernels
         self._attend = {dtype: getattr(kernels, f"attend_{name}_{isa}") for dtype, name in DTYPES.items()}
         for function in self._attend.values():
             function.argtypes = [pointer] * 7 + [ctypes.c_int32]

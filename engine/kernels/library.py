@@ -8,6 +8,7 @@ library, no kernel for the processor) or are faster (AMX).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,7 +58,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-        self.isa = isa
+        self.library, self.isa = library, isa
         self.multiply = {dtype: getattr(library, f"product_{name}_{isa}") for dtype, name in DTYPES.items()}
         for function in self.multiply.values():
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
@@ -95,20 +96,25 @@ class Choice:
         return self.kernels is not None
 
 
-# The nanoseconds that each loaded library has counted, by kind of kernel.
-_counted: list[ctypes.Array[ctypes.c_int64]] = []
+class Clock:
+    """The time that the kernels of these libraries have counted."""
 
+    def __init__(self, libraries: Iterable[ctypes.CDLL]) -> None:
+        kind = ctypes.c_int64 * COUNTED
+        self._counted = [kind.in_dll(library, "pequod_nanoseconds") for library in libraries]
 
-def spent() -> float:
-    """Seconds that this process has been in kernels so far; what several threads call at once counts for each."""
-    return sum(map(sum, _counted)) / 1e9
+    def __bool__(self) -> bool:
+        return bool(self._counted)
+
+    def seconds(self) -> float:
+        """How long this process has been in kernels so far; what several threads call at once counts for each."""
+        return sum(map(sum, self._counted)) / 1e9
 
 
 @cache
 def load(path: Path) -> tuple[ctypes.CDLL, int]:
     """The library with torch's threads, and the processor's features. OSError when it cannot be loaded."""
     library = ctypes.CDLL(str(path))
-    _counted.append((ctypes.c_int64 * COUNTED).in_dll(library, "pequod_nanoseconds"))
     # torch is imported, so its OpenMP runtime is mapped; whichever that is, no second one may come.
     if runtime := _openmp():
         library.pequod_use_pool.argtypes = [ctypes.c_void_p] * len(POOL)

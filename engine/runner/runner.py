@@ -13,9 +13,10 @@ import torch
 from msgspec.structs import replace
 
 from .. import attention, hub, memory, models, roofline
+from ..attention.cpu import Paged
 from ..batch import Batch, Entered, Masks, Row, StepTokens
 from ..config import EngineConfig, check
-from ..kernels.library import spent
+from ..kernels.library import Clock, Kernels
 from ..loop import StepOutOfMemory
 from ..types import ConfigError, EngineInfo, SamplingParams, TokenLogprob
 from .inputs import Inputs, Prepared
@@ -38,7 +39,7 @@ class Step:
     prepared: Prepared | None  # None when the batch has no rows
     outputs: models.Outputs | None  # None when there are no rows, and once they were sampled
     seconds: dict[str, float] = field(default_factory=dict)
-    spent: float = 0.0  # `kernels.library.spent` when the step began
+    spent: float = 0.0  # what the kernels' clock said when the step began
 
     def sample(self, masks: Masks | None = None) -> StepTokens:
         """Draw the step's tokens; once."""
@@ -81,7 +82,8 @@ class Step:
                 embeddings = pooled.embeddings
                 errors |= pooled.errors
         self.seconds["sample"] = time.perf_counter() - began
-        self.seconds["kernels"] = spent() - self.spent
+        if self.runner.clock:
+            self.seconds["kernels"] = self.runner.clock.seconds() - self.spent
         return StepTokens(token_ids, logprobs, scores, errors, self.seconds, embeddings=embeddings)
 
 
@@ -111,6 +113,8 @@ class Runner:
         self.inputs = Inputs(config.max_seqs, max_blocks, config.block_size, self.device)
         self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, model.product.kernels)
         self.pooler = Pooler()
+        parts = (model.product.kernels, backend)
+        self.clock = Clock({part.library for part in parts if isinstance(part, Kernels | Paged)})
 
     def launch(self, batch: Batch) -> Step:
         """Queue the step's forward pass.
@@ -121,7 +125,7 @@ class Runner:
         return _guarded(lambda: self._launch(batch))
 
     def _launch(self, batch: Batch) -> Step:
-        began, spent_before = time.perf_counter(), spent()
+        began, spent_before = time.perf_counter(), self.clock.seconds()
         for seq_id in batch.left:
             slot = self.inputs.leave(seq_id)
             self.sampler.remove(slot)

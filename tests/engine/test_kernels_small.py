@@ -16,13 +16,14 @@ from torch import Tensor
 from engine import EngineConfig, SamplingParams
 from engine.attention import AttentionMeta, KVCache
 from engine.attention.reference import Reference
-from engine.batch import Entered
+from engine.batch import Batch, Entered, Row
 from engine.kernels import library
-from engine.kernels.library import Choice, Kernels
+from engine.kernels.library import Choice, Clock, Kernels
 from engine.models.decoder import Decoder
 from engine.models.layers import RMSNorm
 from engine.models.rope import Rope, Rotary
 from engine.models.spec import ModelSpec, read_spec
+from engine.runner import Runner
 from engine.runner.sampler import Sampler, best
 from tests.engine.test_cpu_attention import backend
 from tests.engine.test_kernels import kernels, needs_library
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 # Of the relative error: at most this, or this times what torch's own bfloat16 has.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-TORCHS = 1.3
+TORCHS = 1.5
 SIZES = [1, 5, 16, 33, 64, 130, 1000, 1024]
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -347,7 +348,8 @@ def test_the_sampler_draws_the_same_with_kernels_and_without(variant):
 
 
 def test_kernels_count_their_time(variant):
-    seen = [library.spent()]
+    clock = Clock([variant.library])
+    seen = [clock.seconds()]
     ours, _ = norms(variant, 1000, torch.float32)
     model = decoder("llama", torch.float32, variant, torch.float32)
     for call in (
@@ -356,5 +358,17 @@ def test_kernels_count_their_time(variant):
         lambda: Lines(model, variant.isa).step({0: [1, 2, 3]}),
     ):
         call()
-        seen.append(library.spent())
+        seen.append(clock.seconds())
     assert sorted(set(seen)) == seen
+    assert not Clock([]) and Clock([]).seconds() == 0.0
+
+
+def test_a_step_tells_its_time_in_kernels(variant):
+    model = decoder("llama", torch.float32, variant, torch.float32)
+    wanted = EngineConfig(
+        model="random", device="cpu", max_seqs=2, max_len=64, max_batched_tokens=64, block_size=16, attention="cpu"
+    )
+    runner = Runner(model, wanted, 8)
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    tokens = runner.launch(Batch(1, [Row(1, 0, [1, 2, 3], [0], 1)], [Entered(1, params, 3, [])])).sample()
+    assert 0 < tokens.seconds["kernels"] < tokens.seconds["forward"] + tokens.seconds["sample"]
