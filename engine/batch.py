@@ -75,7 +75,7 @@ class StepTokens:
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per token
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per scored token
     errors: dict[int, str] = field(default_factory=dict)  # row index -> why this row alone failed
-    seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample
+    seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample, kernels
     fields: dict[int, str] = field(
         default_factory=dict
     )  # row index -> for errors: the field of SamplingParams to blame

@@ -186,7 +186,8 @@ class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
     context: int = 0  # cached tokens that the rows see, summed over the rows
     pairs: int = 0  # pairs of a computed token and one that it sees
     logits: int = 0  # positions whose logits were computed
-    seconds: dict[str, float] = {}  # schedule, prepare, forward, masks, sample, publish (of the step before)
+    # schedule, prepare, forward, masks, sample, publish (of the step before); and kernels, which is a part of these
+    seconds: dict[str, float] = {}
 
     @property
     def blocks_unaccounted(self) -> int:

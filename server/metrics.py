@@ -32,6 +32,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "cancelled", "error")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 PHASES = ("schedule", "prepare", "forward", "sample", "publish")
+KERNELS = "kernels"  # told beside the phases, of which it is a part: the time in our CPU kernels
 ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction with each further one: some fifty steps count
 MOST_GAPS = 4096  # per choice, for the median that the log tells
 
@@ -91,7 +92,7 @@ class Metrics:
         step_seconds = Histogram(
             "pequod:step_seconds", "Seconds of one engine step by phase.", ["phase"], buckets=FINE, registry=registry
         )
-        self.step_seconds = {phase: step_seconds.labels(phase) for phase in PHASES}
+        self.step_seconds = {phase: step_seconds.labels(phase) for phase in (*PHASES, KERNELS)}
         self.grammar_masks = Histogram(
             "pequod:grammar_mask_seconds",
             "Seconds to tell which tokens the grammars of one step allow; the model computes meanwhile.",

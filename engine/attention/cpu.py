@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import build, library
-from ..kernels.library import DTYPES, ISAS
+from ..kernels.library import DTYPES, ISAS, address
 from ..types import ConfigError
 from . import AttentionMeta, LayerKV
 
@@ -72,6 +72,7 @@ class Paged:
 
     def __init__(self, kernels: ctypes.CDLL, isa: str) -> None:
         pointer = ctypes.c_void_p
+        self.library = kernels
         self._attend = {dtype: getattr(kernels, f"attend_{name}_{isa}") for dtype, name in DTYPES.items()}
         for function in self._attend.values():
             function.argtypes = [pointer] * 7 + [ctypes.c_int32]
@@ -90,6 +91,10 @@ class Paged:
         cache = torch.empty(num_blocks, layer.num_kv_heads, block_size * 2 * layer.head_dim, dtype=dtype, device=device)
         _advise(cache)
         return cache
+
+    def function(self, dtype: torch.dtype) -> int:
+        """Where the kernel is, for those that call it themselves with `describe`'s Call."""
+        return address(self._attend[dtype])
 
     def attend(
         self,
@@ -142,14 +147,39 @@ def _call(
 ) -> Call:
     """Checked here, once per step, so that the kernel reads and writes within the tensors."""
     tokens, heads, head_dim = q.shape
-    kv_heads, rows = k.shape[1], len(meta.seq_lens_list)
+    kv_heads = k.shape[1]
     wrong = k.shape != (tokens, kv_heads, head_dim) or v.shape != k.shape or heads % kv_heads
     wrong |= cache.shape[1] != kv_heads or cache.shape[2] % (2 * head_dim) or not cache.is_contiguous()
-    wrong |= meta.query_start_list[-1] != tokens or meta.slot_mapping.shape != (tokens,)
-    wrong |= len(meta.query_start_list) != rows + 1 or meta.block_table.shape[0] != rows
     if wrong:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, cache))
-        raise ValueError(f"q, k, v and cache of {shapes} do not fit each other or a step of {rows} rows")
+        raise ValueError(f"q, k, v and cache of {shapes} do not fit each other")
+    call = describe(meta, tokens, heads, cache, head_dim, scale=scale, window=window, softcap=softcap)
+    call.q_token, call.q_head = q.stride()[:2]
+    call.k_token, call.k_head = k.stride()[:2]
+    call.v_token, call.v_head = v.stride()[:2]
+    return call
+
+
+def describe(
+    meta: AttentionMeta,
+    tokens: int,
+    heads: int,
+    cache: Tensor,
+    head_dim: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Call:
+    """A step of so many tokens and the shape of a layer; the strides of q, k and v are for the caller to fill in.
+
+    Like `meta` and `cache`, it is checked here so that the kernel stays within them.
+    """
+    rows = len(meta.seq_lens_list)
+    wrong = meta.query_start_list[-1] != tokens or meta.slot_mapping.shape != (tokens,)
+    wrong |= len(meta.query_start_list) != rows + 1 or meta.block_table.shape[0] != rows
+    if wrong:
+        raise ValueError(f"{tokens} tokens do not fit a step of {rows} rows and {meta.query_start_list[-1]} tokens")
     for part in (meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping):
         assert part.is_contiguous()
     return Call(
@@ -160,15 +190,9 @@ def _call(
         rows=rows,
         width=meta.block_table.shape[1],
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=cache.shape[1],
         head_dim=head_dim,
         block_size=cache.shape[2] // (2 * head_dim),
-        q_token=q.stride(0),
-        q_head=q.stride(1),
-        k_token=k.stride(0),
-        k_head=k.stride(1),
-        v_token=v.stride(0),
-        v_head=v.stride(1),
         window=window or 0,
         scale=scale,
         softcap=softcap or 0.0,

@@ -160,14 +160,6 @@ INLINE V hyperbolic_tangent(V x) {
   return where_less(size, all(0.25f), series, result);
 }
 
-INLINE float total(V v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
-}
-
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -734,10 +726,12 @@ struct Attention {
 // the call; out: [tokens, heads, head_dim] without gaps; sinks: [heads] or null.
 EXPORT int32_t NAMED(attend_float32)(const Call* call, const float* q, const float* k, const float* v, float* cache,
                                      float* out, const float* sinks, int32_t threads) {
+  const Timed timed(IN_ATTENTION);
   return Attention<Floats>(*call, q, k, v, cache, out, sinks).attend(threads);
 }
 
 EXPORT int32_t NAMED(attend_bfloat16)(const Call* call, const uint16_t* q, const uint16_t* k, const uint16_t* v,
                                       uint16_t* cache, uint16_t* out, const float* sinks, int32_t threads) {
+  const Timed timed(IN_ATTENTION);
   return Attention<Halves>(*call, q, k, v, cache, out, sinks).attend(threads);
 }

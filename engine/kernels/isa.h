@@ -132,6 +132,15 @@ static inline V dot(V sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a,
 #error "no instruction set was named"
 #endif
 
+// The sum of the lanes, halves onto halves.
+static inline float total(V v) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
 static inline float to_float(uint16_t x) {
   union { uint32_t i; float f; } u = {(uint32_t)x << 16};
   return u.f;

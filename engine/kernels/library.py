@@ -8,9 +8,11 @@ library, no kernel for the processor) or are faster (AMX).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +24,7 @@ ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
 AMX = 8
 CHOICES = ("auto", *ISAS, "torch")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+COUNTED = 3  # kinds of kernels whose time is counted apart: products, attention, others
 POOL = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -39,12 +42,23 @@ class Matrix(ctypes.Structure):
     ]
 
 
+class Multiplied(ctypes.Structure):
+    """A product and the weight that is its own, as layers.cpp has it."""
+
+    _fields_ = [("multiply", ctypes.c_void_p), ("matrix", ctypes.c_void_p)]
+
+
+def address(function: Any) -> int:
+    """Where a function of a library is, for kernels that call it."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 class Kernels:
     """One variant of the library: the functions for one instruction set."""
 
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-        self.isa = isa
+        self.library, self.isa = library, isa
         self.multiply = {dtype: getattr(library, f"product_{name}_{isa}") for dtype, name in DTYPES.items()}
         for function in self.multiply.values():
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
@@ -52,6 +66,15 @@ class Kernels:
         self.pack.argtypes, self.pack.restype = [pointer, pointer, long, long, long, long, integer, integer], None
         self.lookup = getattr(library, f"lookup_{isa}")
         self.lookup.argtypes, self.lookup.restype = [pointer, long, pointer, long, pointer], long
+        self.norm = {dtype: getattr(library, f"norm_{name}_{isa}") for dtype, name in DTYPES.items()}
+        for function in self.norm.values():
+            function.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_float, integer]
+            function.restype = None
+        self.layers = {dtype: getattr(library, f"layers_{name}_{isa}") for dtype, name in DTYPES.items()}
+        for function in self.layers.values():
+            function.argtypes = [pointer]
+        self.best = getattr(library, f"best_{isa}")
+        self.best.argtypes = [pointer, long, long, pointer, pointer, integer]
         self.width: int = getattr(library, f"panel_width_{isa}")()  # rows of a weight in one panel
 
 
@@ -71,6 +94,21 @@ class Choice:
     def invariant(self) -> bool:
         """Whether a row's products have the same bits in any batch."""
         return self.kernels is not None
+
+
+class Clock:
+    """The time that the kernels of these libraries have counted."""
+
+    def __init__(self, libraries: Iterable[ctypes.CDLL]) -> None:
+        kind = ctypes.c_int64 * COUNTED
+        self._counted = [kind.in_dll(library, "pequod_nanoseconds") for library in libraries]
+
+    def __bool__(self) -> bool:
+        return bool(self._counted)
+
+    def seconds(self) -> float:
+        """How long this process has been in kernels so far; what several threads call at once counts for each."""
+        return sum(map(sum, self._counted)) / 1e9
 
 
 @cache

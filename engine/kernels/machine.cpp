@@ -1,8 +1,9 @@
-// What this processor can do, the thread pool, and scratch memory. Compiled without any -m flag.
+// What this processor can do, the thread pool, scratch memory, and the kernels' clock. Compiled without any -m flag.
 #include "work.h"
 
 #include <cpuid.h>
 #include <stdlib.h>
+#include <time.h>
 
 // -- the processor ---------------------------------------------------------------------------------------------------
 
@@ -84,4 +85,18 @@ void* scratch(int64_t num_bytes) {
     if (!buffer.memory) buffer.size = 0;
   }
   return buffer.memory;
+}
+
+// -- time ------------------------------------------------------------------------------------------------------------
+
+EXPORT int64_t pequod_nanoseconds[KINDS] = {};
+
+int64_t now() {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1000000000ll + time.tv_nsec;
+}
+
+void count(Counted kind, int64_t nanoseconds) {
+  __atomic_fetch_add(&pequod_nanoseconds[kind], nanoseconds, __ATOMIC_RELAXED);
 }

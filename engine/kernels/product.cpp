@@ -297,12 +297,14 @@ struct Product {
 
 EXPORT int32_t NAMED(product_float32)(const Matrix* matrix, const float* x, const float* residual, float* y,
                                           int64_t rows, int32_t threads) {
+  const Timed timed(IN_PRODUCTS);
   Product<Floats> product = {matrix, x, residual, y, rows, 0, 0};
   return product.compute(threads);
 }
 
 EXPORT int32_t NAMED(product_bfloat16)(const Matrix* matrix, const uint16_t* x, const uint16_t* residual, void* y,
                                            int64_t rows, int32_t threads) {
+  const Timed timed(IN_PRODUCTS);
   Product<Halves> product = {matrix, x, residual, y, rows, 0, 0};
   return product.compute(threads);
 }
@@ -362,6 +364,7 @@ EXPORT void NAMED(pack)(const void* weight, void* panels, int64_t rows, int64_t 
 // Rows of the weight that was packed, as they were: to[i] = W[ids[i]]. Gives the first id that is none, plus 1, or 0.
 EXPORT int64_t NAMED(lookup)(const Matrix* matrix, int64_t number_bytes, const int64_t* ids, int64_t count,
                                  void* to) {
+  const Timed timed(IN_OTHERS);
   const int64_t row_bytes = matrix->columns * number_bytes, units = (row_bytes + 3) / 4, whole = row_bytes / 4;
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= matrix->outputs) return i + 1;

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .library import Kernels, Matrix
+from .library import Kernels, Matrix, Multiplied, address
 
 
 class Packed:
@@ -79,6 +79,10 @@ class Packed:
         if wrong:
             raise IndexError(f"there is no row {int(ids[wrong - 1])} among {self.outputs}")
         return out
+
+    def multiplied(self) -> Multiplied:
+        """The product for kernels that call it themselves, valid while this object lives."""
+        return Multiplied(address(self._multiply), self._address)
 
     def _check(self, x: Tensor, columns: int) -> int:
         """The rows of a tensor that pointers may be taken from."""

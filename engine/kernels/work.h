@@ -25,3 +25,15 @@ void meet();
 
 // Memory of this thread, the same at each call as long as it suffices; null when there is none.
 void* scratch(int64_t num_bytes);
+
+// The time that kernels take on the threads that call them, by kind: each counts from its entry to its end.
+enum Counted { IN_PRODUCTS, IN_ATTENTION, IN_OTHERS, KINDS };
+int64_t now();  // nanoseconds
+void count(Counted kind, int64_t nanoseconds);
+
+struct Timed {
+  const Counted kind;
+  const int64_t began = now();
+  explicit Timed(Counted kind) : kind(kind) {}
+  ~Timed() { count(kind, now() - began); }
+};

@@ -46,8 +46,8 @@ class Model(Protocol):
     ) -> Outputs:
         """Store the tokens (ids, positions: [tokens] int64) in the cache; give logits and hidden states of some.
 
-        `logits_at` is [n] int64, places in the flattened line of tokens, n may be 0; `hidden_at` likewise [m]. Where
-        the spec has no hidden_size there are no hidden states to be had.
+        `logits_at` is [n] int64, rising places in the flattened line of tokens, n may be 0; `hidden_at` likewise [m].
+        Where the spec has no hidden_size there are no hidden states to be had.
         """
 
 

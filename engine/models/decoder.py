@@ -15,6 +15,7 @@ from . import Outputs
 from .layers import Gated, Linear, RMSNorm
 from .rope import Rotary, rotate
 from .spec import DecoderSpec, ModelSpec
+from .stack import Stack
 from .weights import Checkpoint
 
 
@@ -79,6 +80,8 @@ class Layer:
     def pack(self, kernels: Kernels | None) -> None:
         for linear in (self.qkv, self.output, self.gate_up, self.down):
             linear.pack(kernels)
+        for norm in (self.attention_norm, self.mlp_norm):
+            norm.pack(kernels)
 
 
 class Decoder:
@@ -89,6 +92,7 @@ class Decoder:
             raise ModelError(f"{spec.architecture} is not one of the native decoder's architectures")
         decoder, dtype = spec.decoder, spec.dtype
         self.spec, self.product = spec, product
+        self.stack: Stack | None = None  # the layers in one call, where all of them have kernels
         self.embedding = Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.layers = [Layer(index, spec, decoder, device) for index in range(len(spec.layers))]
         self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps, dtype, device)
@@ -140,6 +144,9 @@ class Decoder:
             layer.pack(kernels)
         # Logits are wanted in float32. A head that is the embedding too is held once, in the form that both can use.
         self.head.pack(kernels, wide=True, looked_up=self.head is self.embedding)
+        self.norm.pack(kernels)
+        assert self.spec.decoder is not None
+        self.stack = Stack.of(kernels, self.spec.decoder, self.layers, self.rotary)
 
     @torch.inference_mode()
     def forward(
@@ -154,10 +161,13 @@ class Decoder:
     ) -> Outputs:
         """Model.forward."""
         x = self.embedding.rows(ids)
-        turn = self.rotary.at(positions)
-        for layer in self.layers:
-            x = layer(x, turn, meta, cache)
+        if self.stack is not None and self.stack.takes(cache):
+            x = self.stack(x, positions, meta, cache)
+        else:
+            turn = self.rotary.at(positions)
+            for layer in self.layers:
+                x = layer(x, turn, meta, cache)
         hidden = None if hidden_at is None else self.norm(x[hidden_at])
-        x = self.norm(x[logits_at])
+        x = self.norm(x if len(logits_at) == len(x) else x[logits_at])
         logits = self.head(x)
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)

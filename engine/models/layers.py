@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.library import Kernels
+from ..kernels.library import Kernels, Multiplied
 from ..kernels.product import Packed
 
 # Rows that torch's form of a weight is made for: a decode step's, where the form matters most.
@@ -57,6 +58,10 @@ class Linear:
             out = F.linear(x, self.weight, self.bias)
         return out if residual is None else residual + out
 
+    def multiplied(self) -> Multiplied | None:
+        """The product for kernels that call it themselves; None where it is not ours, or not all that is computed."""
+        return None if self._packed is None else self._packed.multiplied()
+
     def rows(self, ids: Tensor) -> Tensor:
         """The weight's rows at ids: [n] int64."""
         return F.embedding(ids, self.weight) if self._packed is None else self._packed.lookup(ids)
@@ -77,6 +82,9 @@ class Gated(Linear):
             return super().pack(kernels, wide=wide, looked_up=looked_up)
         self._fused = True
         self._give_up(Packed(kernels, self.weight, self.bias, gated=True, wide=wide))
+
+    def multiplied(self) -> Multiplied | None:
+        return super().multiplied() if self._fused else None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._fused:
@@ -106,7 +114,23 @@ class RMSNorm:
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self.eps = eps
+        self._norm: Any = None  # our kernel
+
+    def pack(self, kernels: Kernels | None) -> None:
+        """Prepare for calls with x: [rows, size] alone."""
+        if kernels is not None:
+            self._norm = kernels.norm[self.weight.dtype]
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._norm is not None:
+            return self._by_kernel(x.contiguous())
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+    def _by_kernel(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype or x.dim() != 2 or x.shape[1] != len(self.weight):
+            raise ValueError(f"not [rows, {len(self.weight)}] of {self.weight.dtype}: {tuple(x.shape)} of {x.dtype}")
+        y = torch.empty_like(x)
+        pointers = x.data_ptr(), self.weight.data_ptr(), y.data_ptr()
+        self._norm(*pointers, *x.shape, self.eps, torch.get_num_threads())
+        return y

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+TABLE = 1024  # positions in the first table of angles
 SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -111,13 +112,25 @@ class Rotary:
         angles, self.scale = frequencies(rope, max_len)
         self.angles = angles.to(device)
         self.dtype = dtype
+        self._table = torch.empty(0, 2, len(angles))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, 1, head_dim] for `rotate`: computed in float32, given in the model's dtype."""
-        turns = positions[:, None, None].float() * self.angles
-        cos, sin = (turns.cos() * self.scale).to(self.dtype), (turns.sin() * self.scale).to(self.dtype)
+        cos, sin = self._turns(positions[:, None, None])
         # The sine of the first half is negated here, so that rotating is two products and a swap of halves.
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+    def table(self, length: int) -> Tensor:
+        """[positions, 2, head_dim / 2], cosines and sines of `length` positions or more: those of `at`, as float32."""
+        if len(self._table) < length:
+            # Doubled: each position is computed twice at most, and a model's whole length is rarely wanted.
+            positions = torch.arange(max(TABLE, 2 * len(self._table), length), device=self.angles.device)
+            self._table = torch.stack(self._turns(positions[:, None]), dim=1).float()
+        return self._table
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        turns = positions.float() * self.angles
+        return (turns.cos() * self.scale).to(self.dtype), (turns.sin() * self.scale).to(self.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ import torch
 from msgspec.structs import replace
 
 from .. import attention, hub, memory, models, roofline
+from ..attention.cpu import Paged
 from ..batch import Batch, Entered, Masks, Row, StepTokens
 from ..config import EngineConfig, check
+from ..kernels.library import Clock, Kernels
 from ..loop import StepOutOfMemory
 from ..types import ConfigError, EngineInfo, SamplingParams, TokenLogprob
 from .inputs import Inputs, Prepared
@@ -37,6 +39,7 @@ class Step:
     prepared: Prepared | None  # None when the batch has no rows
     outputs: models.Outputs | None  # None when there are no rows, and once they were sampled
     seconds: dict[str, float] = field(default_factory=dict)
+    spent: float = 0.0  # what the kernels' clock said when the step began
 
     def sample(self, masks: Masks | None = None) -> StepTokens:
         """Draw the step's tokens; once."""
@@ -79,6 +82,8 @@ class Step:
                 embeddings = pooled.embeddings
                 errors |= pooled.errors
         self.seconds["sample"] = time.perf_counter() - began
+        if self.runner.clock:
+            self.seconds["kernels"] = self.runner.clock.seconds() - self.spent
         return StepTokens(token_ids, logprobs, scores, errors, self.seconds, embeddings=embeddings)
 
 
@@ -106,8 +111,10 @@ class Runner:
         )
         max_blocks = -(-config.max_len // config.block_size)
         self.inputs = Inputs(config.max_seqs, max_blocks, config.block_size, self.device)
-        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device)
+        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, model.product.kernels)
         self.pooler = Pooler()
+        parts = (model.product.kernels, backend)
+        self.clock = Clock({part.library for part in parts if isinstance(part, Kernels | Paged)})
 
     def launch(self, batch: Batch) -> Step:
         """Queue the step's forward pass.
@@ -118,7 +125,7 @@ class Runner:
         return _guarded(lambda: self._launch(batch))
 
     def _launch(self, batch: Batch) -> Step:
-        began = time.perf_counter()
+        began, spent_before = time.perf_counter(), self.clock.seconds()
         for seq_id in batch.left:
             slot = self.inputs.leave(seq_id)
             self.sampler.remove(slot)
@@ -128,7 +135,7 @@ class Runner:
             self.sampler.add(slot, entered)
             self.pooler.add(slot, entered)
         if not batch.rows:
-            return Step(self, batch, None, None)
+            return Step(self, batch, None, None, spent=spent_before)
         self.inputs.append_blocks(batch.rows)
         prepared = self.inputs.prepare(batch.rows)
         for slot, row in zip(prepared.slots.tolist(), batch.rows, strict=True):
@@ -144,7 +151,7 @@ class Runner:
         )
         # On CUDA the forward pass is only queued here: its time shows as the sampler's, which waits for it.
         seconds = {"prepare": ready - began, "forward": time.perf_counter() - ready}
-        return Step(self, batch, prepared, outputs, seconds)
+        return Step(self, batch, prepared, outputs, seconds, spent_before)
 
     def warm_up(self) -> None:
         """Run the two extremes of a step, a decode of all slots and one chunk as long as a step may be.

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batch import NOTHING_LEFT, Entered
+from ..kernels.library import Kernels
 from ..types import SamplingParams, TokenLogprob
 
 # Below this a temperature is greedy: (logit - max) / temperature would leave float32's range of useful values.
@@ -145,11 +146,12 @@ class Drawn:
 class Sampler:
     """Parameters in columns, one place per slot, written when a sequence enters and read at every step."""
 
-    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, kernels: Kernels | None = None) -> None:
         if vocab_size * ONE >= 1 << 63:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too wide for integer weights")
         self.vocab_size = vocab_size
         self.device = device
+        self._kernels = kernels
         self._prompt_len = np.zeros(max_seqs, np.int64)
         self._seed = np.zeros(max_seqs, np.uint64)
         self._temperature = np.zeros(max_seqs)
@@ -239,7 +241,7 @@ class Sampler:
             self._change(logits, slots, positions)
         if masks is not None:
             self._mask(logits, *masks)
-        top, ids = logits.max(dim=1)  # the lowest id among equals
+        top, ids = best(logits, self._kernels)
         drawing = np.flatnonzero(self._temperature[slots] >= GREEDY)
         if len(drawing):
             chosen = slots[drawing]
@@ -465,6 +467,19 @@ class Sampler:
     def _parts(self, rows: int) -> list[slice]:
         step = max(1, CPU_LOGITS // self.vocab_size) if self.device.type == "cpu" else max(1, rows)
         return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def best(x: Tensor, kernels: Kernels | None) -> tuple[Tensor, Tensor]:
+    """Each row's largest number and the lowest place of it; what is no number counts as the largest. x: [rows, n]"""
+    if kernels is None or x.dtype != torch.float32:
+        return x.max(dim=1)
+    rows, size = x.shape
+    x = x.contiguous()
+    values, places = x.new_empty(rows), torch.empty(rows, dtype=torch.int64)
+    pointers = values.data_ptr(), places.data_ptr()
+    if kernels.best(x.data_ptr(), rows, size, *pointers, torch.get_num_threads()):
+        raise MemoryError("no memory for the best of a vocabulary's pieces")
+    return values, places
 
 
 def _rows(x: Tensor, rows: Ints) -> Tensor:

@@ -119,9 +119,9 @@ def shown(result: dict[str, Any]) -> str:
         lines.append(f"peak memory of its processes: {number(result['peak_bytes'], 'bytes')}")
     if steps := result.get("steps"):
         head = ["decode step by phase", *(f"{rows} row{'s' * (rows != '1')}" for rows in steps)]
-        names = ["step", *PHASES, "rest"]
+        names = ["step", *PHASES, "kernels", "rest"]
         body = [[name, *(number(each[f"{name}_s"], "s") for each in steps.values())] for name in names]
-        body[-1][0] = "all but forward"
+        body[-2][0] = "of it in CPU kernels"
         if all("limit_s" in each for each in steps.values()):
             body.append(["this machine's limit", *(number(each["limit_s"], "s") for each in steps.values())])
         lines += ["", table(head, body)]

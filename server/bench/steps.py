@@ -84,9 +84,15 @@ def least(limit: Roofline, step: Step) -> float:
 
 
 def phases(steps: Sequence[Step]) -> Figures:
-    """Medians over the steps: of the whole, of each phase, and of what is not the forward pass."""
+    """Medians over the steps: of the whole, of each phase, of our CPU kernels within them, and of the rest.
+
+    The rest is what is not in kernels; where there are none, torch or a GPU computes, what is not the forward pass.
+    """
     found: Figures = {"step_s": median(step.total for step in steps)}
     for phase in PHASES:
         found[f"{phase}_s"] = median(step.seconds.get(phase, 0.0) for step in steps)
-    found["rest_s"] = median(step.total - step.seconds.get("forward", 0.0) for step in steps)
+    found["kernels_s"] = median(step.seconds.get("kernels", 0.0) for step in steps)
+    found["rest_s"] = median(
+        step.total - (step.seconds.get("kernels") or step.seconds.get("forward", 0.0)) for step in steps
+    )
     return found

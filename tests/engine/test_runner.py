@@ -14,6 +14,7 @@ from engine import runner as package
 from engine.attention import LayerKV, choose
 from engine.batch import Batch, Entered, Masks, Row
 from engine.config import EngineConfig, resolve
+from engine.kernels.library import Choice
 from engine.loop import StepOutOfMemory
 from engine.models import Outputs
 from engine.runner import Runner, build, pick_device
@@ -28,6 +29,7 @@ class MeanModel:
     def __init__(self):
         layers = [LayerKV(1, VOCAB, VOCAB)]
         self.spec = types.SimpleNamespace(vocab_size=VOCAB, max_len=64, dtype=torch.float64, layers=layers)
+        self.product = Choice(None)
         self.matrix = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 5
         self.fails_with = None
         self.poison = None  # a token after which this model computes no numbers

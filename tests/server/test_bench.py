@@ -356,4 +356,7 @@ def test_a_step_log_is_read_as_it_grows(tmp_path):
     assert len(decoding(steps, 2)) == 2
     assert len(prefilling(first + steps)) == 1
     found = phases(decoding(steps, 2))
-    assert (found["step_s"], found["forward_s"], found["rest_s"]) == (5.0, 4.0, 1.0)
+    assert (found["step_s"], found["forward_s"], found["kernels_s"], found["rest_s"]) == (5.0, 4.0, 0.0, 1.0)
+    path.write_text(path.read_text() + line(1, 0, 1, forward=5.0, sample=1.0, kernels=5.5))
+    found = phases(log.read())
+    assert (found["step_s"], found["kernels_s"], found["rest_s"]) == (6.0, 5.5, 0.5)

@@ -1,0 +1,199 @@
+// All layers of a decoder in one call, and what they do beside products and attention: RMSNorm, and the turning of
+// queries and keys by their positions, with the norms that some models have there.
+//
+// Order. A row's sum of squares has four sums side by side, joined at the end; its size alone says how. Each result is
+// rounded where torch rounds it: behind the norm, behind its weight, and behind each product of a rotation. Rows are
+// shared out among the threads whole.
+#include "isa.h"
+#include "work.h"
+
+#include <string.h>
+
+namespace {
+
+const int64_t SHORT = 1 << 15;  // numbers below which waking other threads costs more than they save
+
+// -- numbers -----------------------------------------------------------------------------------------------------------
+//
+// A vector of which `count` numbers are there: the rest is 0 where it is read, and not written.
+
+V widen(const float* p) { return load(p); }
+V widen(const uint16_t* p) { return load_bf16(p); }
+
+template <class Number>
+V get(const Number* p, int64_t count) {
+  if (count >= LANES) return widen(p);
+  Number some[LANES] = {};
+  memcpy(some, p, (size_t)count * sizeof(Number));
+  return widen(some);
+}
+
+void write(float* p, V v) { store(p, v); }
+void write(uint16_t* p, V v) { store_halves(p, rounded(v)); }
+
+template <class Number>
+void put(Number* p, V v, int64_t count) {
+  if (count >= LANES) return write(p, v);
+  Number some[LANES];
+  write(some, v);
+  memcpy(p, some, (size_t)count * sizeof(Number));
+}
+
+// As a Number would hold it.
+template <class Number>
+V as(V v) {
+  return sizeof(Number) == 4 ? v : lower(rounded(v));
+}
+
+// -- the norm ----------------------------------------------------------------------------------------------------------
+
+// y = x / rms(x) * weight; y may be x.
+template <class Number>
+void normalize(const Number* x, const Number* weight, float eps, int64_t size, Number* y) {
+  V a = zero(), b = zero(), c = zero(), d = zero();
+  int64_t i = 0;
+  for (; i + 4 * LANES <= size; i += 4 * LANES) {
+    const V p = widen(x + i), q = widen(x + i + LANES), r = widen(x + i + 2 * LANES), s = widen(x + i + 3 * LANES);
+    a = fma(p, p, a), b = fma(q, q, b), c = fma(r, r, c), d = fma(s, s, d);
+  }
+  for (; i < size; i += LANES) {
+    const V p = get(x + i, size - i);
+    a = fma(p, p, a);
+  }
+  const float mean = total(add(add(a, b), add(c, d))) / (float)size;
+  const V factor = all(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + eps))));
+  for (i = 0; i < size; i += LANES)
+    put(y + i, mul(get(weight + i, size - i), as<Number>(mul(get(x + i, size - i), factor))), size - i);
+}
+
+template <class Number>
+struct Norm {
+  const Number *x, *weight;
+  Number* y;
+  int64_t rows, size;
+  float eps;
+
+  static void share(void* work, int thread, int threads) {
+    const Norm& norm = *(const Norm*)work;
+    for (int64_t row = norm.rows * thread / threads; row < norm.rows * (thread + 1) / threads; ++row)
+      normalize(norm.x + row * norm.size, norm.weight, norm.eps, norm.size, norm.y + row * norm.size);
+  }
+  void compute(int threads) {
+    const Timed timed(IN_OTHERS);
+    run(share, this, rows * size < SHORT ? 1 : threads);
+  }
+};
+
+// -- the turn ----------------------------------------------------------------------------------------------------------
+
+// Queries and keys of a line of tokens, [tokens, heads + kv_heads heads and what else there is], in place.
+template <class Number>
+struct Turn {
+  Number* line;
+  const Number *q_norm, *k_norm;  // [head_dim] or null
+  const int64_t* positions;
+  const float* angles;  // [positions, 2, head_dim / 2]: cosines, then sines
+  int64_t tokens, width, heads, kv_heads, head_dim;
+  float eps;
+
+  void turn(Number* head, const float* angle) const {
+    const int64_t half = head_dim / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+      const V a = get(head + i, half - i), b = get(head + half + i, half - i);
+      const V cosine = get(angle + i, half - i), sine = get(angle + half + i, half - i);
+      const V back = mul(as<Number>(mul(b, sine)), all(-1.0f));
+      put(head + i, add(as<Number>(mul(a, cosine)), back), half - i);
+      put(head + half + i, add(as<Number>(mul(b, cosine)), as<Number>(mul(a, sine))), half - i);
+    }
+  }
+
+  static void share(void* work, int thread, int threads) {
+    const Turn& turn = *(const Turn*)work;
+    for (int64_t t = turn.tokens * thread / threads; t < turn.tokens * (thread + 1) / threads; ++t)
+      for (int64_t h = 0; h < turn.heads + turn.kv_heads; ++h) {
+        Number* head = turn.line + t * turn.width + h * turn.head_dim;
+        const Number* weight = h < turn.heads ? turn.q_norm : turn.k_norm;
+        if (weight) normalize(head, weight, turn.eps, turn.head_dim, head);
+        turn.turn(head, turn.angles + turn.positions[t] * turn.head_dim);
+      }
+  }
+  void compute(int threads) {
+    const Timed timed(IN_OTHERS);
+    run(share, this, tokens * (heads + kv_heads) * head_dim < SHORT ? 1 : threads);
+  }
+};
+
+// -- all layers --------------------------------------------------------------------------------------------------------
+//
+// The Python classes of the same names have the same fields in the same order.
+
+struct Multiplied {
+  int32_t (*multiply)(const Matrix*, const void* x, const void* residual, void* y, int64_t rows, int32_t threads);
+  const Matrix* matrix;
+  int32_t apply(const void* x, const void* residual, void* y, int64_t rows, int32_t threads) const {
+    return multiply(matrix, x, residual, y, rows, threads);
+  }
+};
+
+struct Layer {
+  Multiplied qkv, output, gate_up, down;
+  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+  int64_t call;                                             // which of the step's
+};
+
+struct Stack {
+  const Layer* layers;
+  int64_t num_layers, hidden, heads, kv_heads, head_dim;
+  int32_t (*attend)(const void* call, const void* q, const void* k, const void* v, void* cache, void* out,
+                    const void* sinks, int32_t threads);
+  float eps;
+  int32_t threads;
+  // The step's.
+  int64_t tokens, num_angles;
+  const int64_t* positions;
+  const float* angles;
+  const void* const* calls;
+  void* const* caches;                        // one of each layer
+  void *x, *normed, *line, *seen, *inner;  // x: what goes in and comes out; the others are room for what is between
+};
+
+template <class Number>
+int32_t compute(const Stack& s) {
+  const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
+  for (int64_t t = 0; t < s.tokens; ++t)
+    if (s.positions[t] < 0 || s.positions[t] >= s.num_angles) return 2;
+  for (int64_t i = 0; i < s.num_layers; ++i) {
+    const Layer& layer = s.layers[i];
+    auto norm = [&](const void* weight) {
+      Norm<Number>{(const Number*)s.x, (const Number*)weight, (Number*)s.normed, s.tokens, s.hidden, s.eps}.compute(s.threads);
+    };
+    norm(layer.attention_norm);
+    int32_t failed = layer.qkv.apply(s.normed, nullptr, s.line, s.tokens, s.threads);
+    Turn<Number>{(Number*)s.line, (const Number*)layer.q_norm, (const Number*)layer.k_norm, s.positions, s.angles, s.tokens,
+                 q_size + 2 * kv_size, s.heads, s.kv_heads, s.head_dim, s.eps}.compute(s.threads);
+    const Number *q = (const Number*)s.line, *k = q + q_size;
+    failed |= s.attend(s.calls[layer.call], q, k, k + kv_size, s.caches[i], s.seen, nullptr, s.threads);
+    failed |= layer.output.apply(s.seen, s.x, s.x, s.tokens, s.threads);
+    norm(layer.mlp_norm);
+    failed |= layer.gate_up.apply(s.normed, nullptr, s.inner, s.tokens, s.threads);
+    failed |= layer.down.apply(s.inner, s.x, s.x, s.tokens, s.threads);
+    if (failed) return 1;
+  }
+  return 0;
+}
+
+}  // namespace
+
+EXPORT void NAMED(norm_float32)(const float* x, const float* weight, float* y, int64_t rows, int64_t size, float eps,
+                                int32_t threads) {
+  Norm<float>{x, weight, y, rows, size, eps}.compute(threads);
+}
+
+EXPORT void NAMED(norm_bfloat16)(const uint16_t* x, const uint16_t* weight, uint16_t* y, int64_t rows, int64_t size,
+                                 float eps, int32_t threads) {
+  Norm<uint16_t>{x, weight, y, rows, size, eps}.compute(threads);
+}
+
+// 0, 1 where memory is short, 2 where a position has no angles.
+EXPORT int32_t NAMED(layers_float32)(const Stack* stack) { return compute<float>(*stack); }
+EXPORT int32_t NAMED(layers_bfloat16)(const Stack* stack) { return compute<uint16_t>(*stack); }

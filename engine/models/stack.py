@@ -1,0 +1,158 @@
+"""All layers of a native decoder in one call of our kernels, from the embeddings to what the final norm takes.
+
+The layers' own code (decoder.py) says the same in torch. It computes where a part has no kernel, and is what the tests
+hold this to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionMeta, KVCache
+from ..attention.cpu import Call, Paged, describe
+from ..kernels.library import Kernels, Multiplied
+from .rope import Rotary
+
+if TYPE_CHECKING:
+    from .decoder import Layer
+    from .spec import DecoderSpec
+
+
+class _Layer(ctypes.Structure):
+    """A layer, as layers.cpp has it."""
+
+    _fields_ = [
+        ("qkv", Multiplied),
+        ("output", Multiplied),
+        ("gate_up", Multiplied),
+        ("down", Multiplied),
+        ("attention_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("call", ctypes.c_int64),
+    ]
+
+
+class _Stack(ctypes.Structure):
+    """The layers and a step, as layers.cpp has them."""
+
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        ("num_layers", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("attend", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        ("tokens", ctypes.c_int64),
+        ("num_angles", ctypes.c_int64),
+        ("positions", ctypes.c_void_p),
+        ("angles", ctypes.c_void_p),
+        ("calls", ctypes.c_void_p),
+        ("caches", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("normed", ctypes.c_void_p),
+        ("line", ctypes.c_void_p),
+        ("seen", ctypes.c_void_p),
+        ("inner", ctypes.c_void_p),
+    ]
+
+
+class Stack:
+    """The layers' weights as the kernels want them, and room for what lies between the parts. The model thread's."""
+
+    def __init__(
+        self, kernels: Kernels, spec: DecoderSpec, layers: Sequence[Layer], products: list[Multiplied], rotary: Rotary
+    ) -> None:
+        self._spec, self._rotary, self._kept = spec, rotary, layers
+        self._dtype = layers[0].attention_norm.weight.dtype
+        self._windows = list(dict.fromkeys(layer.window for layer in layers))
+        self._layers = (_Layer * len(layers))(
+            *(
+                _Layer(
+                    *products[4 * index : 4 * index + 4],
+                    layer.attention_norm.weight.data_ptr(),
+                    layer.mlp_norm.weight.data_ptr(),
+                    None if layer.q_norm is None else layer.q_norm.weight.data_ptr(),
+                    None if layer.k_norm is None else layer.k_norm.weight.data_ptr(),
+                    self._windows.index(layer.window),
+                )
+                for index, layer in enumerate(layers)
+            )
+        )
+        self._compute = kernels.layers[self._dtype]
+        self._stack = _Stack(
+            layers=ctypes.addressof(self._layers),
+            num_layers=len(layers),
+            hidden=spec.hidden_size,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            eps=spec.norm_eps,
+        )
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self._widths = spec.hidden_size, q_size + 2 * kv_size, q_size, spec.intermediate_size
+        self._room = torch.empty(0, dtype=self._dtype)
+
+    @classmethod
+    def of(cls, kernels: Kernels | None, spec: DecoderSpec, layers: Sequence[Layer], rotary: Rotary) -> Stack | None:
+        """None where some part of the layers has no kernel."""
+        parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        products = [product for part in parts if (product := part.multiplied()) is not None]
+        if kernels is None or len(products) < len(parts):
+            return None
+        return cls(kernels, spec, layers, products, rotary)
+
+    def takes(self, cache: KVCache) -> bool:
+        """Whether the cache is one that the kernels read."""
+        return isinstance(cache.backend, Paged) and cache.layers[0].dtype == self._dtype
+
+    def __call__(self, x: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache) -> Tensor:
+        """The layers on x: [tokens, hidden], which is overwritten and given back; positions: [tokens] int64."""
+        tokens, spec, stack = len(x), self._spec, self._stack
+        if x.shape[1] != spec.hidden_size or x.dtype != self._dtype or positions.shape != (tokens,):
+            raise ValueError(f"x of {tuple(x.shape)} in {x.dtype} and {tuple(positions.shape)} positions")
+        assert isinstance(cache.backend, Paged) and x.is_contiguous() and positions.is_contiguous()
+        angles = self._rotary.table(meta.max_seq)
+        calls = [self._call(meta, tokens, cache, window) for window in self._windows]
+        pointers = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))
+        caches = (ctypes.c_void_p * len(cache.layers))(*(layer.data_ptr() for layer in cache.layers))
+        stack.normed, stack.line, stack.seen, stack.inner = self._places(tokens)
+        stack.attend = cache.backend.function(self._dtype)
+        stack.threads = torch.get_num_threads()
+        stack.tokens, stack.num_angles = tokens, len(angles)
+        stack.positions, stack.angles, stack.x = positions.data_ptr(), angles.data_ptr(), x.data_ptr()
+        stack.calls, stack.caches = ctypes.addressof(pointers), ctypes.addressof(caches)
+        failed = self._compute(ctypes.addressof(stack))
+        if failed == 1:
+            raise MemoryError("no memory for the layers' sums")
+        if failed:
+            raise ValueError(f"there are positions outside of the {meta.max_seq} tokens of the longest sequence")
+        return x
+
+    def _call(self, meta: AttentionMeta, tokens: int, cache: KVCache, window: int | None) -> Call:
+        spec = self._spec
+        dim, width = spec.head_dim, self._widths[1]
+        call = describe(meta, tokens, spec.num_heads, cache.layers[0], dim, scale=dim**-0.5, window=window)
+        call.q_token = call.k_token = call.v_token = width
+        call.q_head = call.k_head = call.v_head = dim
+        return call
+
+    def _places(self, tokens: int) -> list[int]:
+        """Where the parts of the room begin, which grows with the longest step; each begins on a cache line."""
+        sizes = [-(-tokens * width // 64) * 64 for width in self._widths]
+        if self._room.numel() < sum(sizes) + 64:
+            self._room = torch.empty(sum(sizes) + 64, dtype=self._dtype)
+        place, found = -(-self._room.data_ptr() // 64) * 64, []
+        for size in sizes:
+            found.append(place)
+            place += size * self._room.itemsize
+        return found

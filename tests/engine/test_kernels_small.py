@@ -1,0 +1,374 @@
+"""The kernels beside products and attention against plain torch, and the bits of their rows: RMSNorm, all layers of a
+decoder in one call, the angles of positions, the best of a vocabulary."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import EngineConfig, SamplingParams
+from engine.attention import AttentionMeta, KVCache
+from engine.attention.reference import Reference
+from engine.batch import Batch, Entered, Row
+from engine.kernels import library
+from engine.kernels.library import Choice, Clock, Kernels
+from engine.models.decoder import Decoder
+from engine.models.layers import RMSNorm
+from engine.models.rope import Rope, Rotary
+from engine.models.spec import ModelSpec, read_spec
+from engine.runner import Runner
+from engine.runner.sampler import Sampler, best
+from tests.engine.test_cpu_attention import backend
+from tests.engine.test_kernels import kernels, needs_library
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+# Of the relative error: at most this, or this times what torch's own bfloat16 has.
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TORCHS = 1.5
+SIZES = [1, 5, 16, 33, 64, 130, 1000, 1024]
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 4096,
+    "head_dim": 16,
+}
+# Heads of every kind of width: whole vectors, parts of one, both; norms, biases and windows.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "head_dim": 80},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128},
+    "qwen3-odd": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 66, "hidden_size": 33, "intermediate_size": 7},
+    "qwen3-narrow": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 2, "num_key_value_heads": 1},
+    "windows": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+}
+
+pytestmark = needs_library
+
+
+@pytest.fixture(params=list(library.ISAS))
+def variant(request) -> Kernels:
+    return kernels(request.param)
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def same_threads_after() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- RMSNorm ----------------------------------------------------------------------------------------------------------
+
+
+def norms(variant: Kernels, size: int, dtype: torch.dtype, eps: float = 1e-6) -> tuple[RMSNorm, RMSNorm]:
+    """By the kernel, and in torch."""
+    found = []
+    for packed in (variant, None):
+        norm = RMSNorm(size, eps, dtype, CPU)
+        norm.pack(packed)
+        found.append(norm)
+    found[1].weight.normal_(1.0, 0.3)
+    found[0].weight.copy_(found[1].weight)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_norm_is_torchs(variant, dtype, size):
+    ours, oracle = norms(variant, size, dtype)
+    for rows in (0, 1, 7):
+        for scale in (1.0, 1e-3, 1e15, 1e25, 1e-25, 1e-39):  # squares beyond float32, subnormals
+            x = (torch.randn(rows, size) * scale).to(dtype)
+            # A rounding may fall the other way: one unit behind the norm, one behind the weight.
+            torch.testing.assert_close(ours(x), oracle(x), rtol=8 * torch.finfo(dtype).eps, atol=1e-37)
+
+
+def test_what_is_no_number_stays_in_its_row(variant, dtype):
+    ours, oracle = norms(variant, 40, dtype)
+    x = torch.randn(4, 40).to(dtype)
+    x[1, 3], x[2, 39] = math.nan, math.inf
+    assert torch.equal(ours(x).isnan(), oracle(x).isnan())
+    assert ours(x)[[0, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [33, 1024])
+def test_a_norms_rows_have_the_same_bits_alone_and_on_any_threads(variant, dtype, size):
+    ours, _ = norms(variant, size, dtype)
+    x = torch.randn(90, size).to(dtype)
+    alone = torch.cat([ours(x[i : i + 1]) for i in range(len(x))])
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(ours(x), alone)
+    assert torch.equal(ours(x.T.contiguous().T), alone)
+
+
+@pytest.mark.parametrize("x", [torch.randn(2, 7), torch.randn(8), torch.randn(2, 8).double(), torch.randn(1, 2, 8)])
+def test_a_norm_refuses_what_it_was_not_made_for(variant, x):
+    ours, _ = norms(variant, 8, torch.float32)
+    with pytest.raises(ValueError, match=r"not \[rows, 8\]"):
+        ours(x)
+
+
+# -- all layers in one call -------------------------------------------------------------------------------------------
+
+
+def spec_of(name: str, dtype: torch.dtype, **more: Any) -> ModelSpec:
+    config = EngineConfig(model="random", dtype=str(dtype).removeprefix("torch."))
+    spec = read_spec({**SHAPE, **MODELS[name], **more}, config)
+    assert spec is not None and spec.decoder is not None
+    return spec
+
+
+def decoder(name: str, dtype: torch.dtype, variant: Kernels | None, weights: torch.dtype, **more: Any) -> Decoder:
+    """A decoder of random weights that `weights` can hold: the same for each dtype and variant."""
+    spec = spec_of(name, dtype, **more)
+    assert spec.decoder is not None
+    made = Decoder(spec, CPU, Choice(variant), tied=spec.decoder.tied)
+    generator = torch.Generator().manual_seed(1)
+    for place in [*made.places().values(), made.head.weight]:
+        around = 1.0 if place.dim() == 1 else 0.0
+        drawn = torch.randn(place.shape, generator=generator) * (0.3 if place.dim() == 1 else place.shape[-1] ** -0.5)
+        place.copy_((drawn + around).to(weights))
+    made.pack()
+    return made
+
+
+class Lines:
+    """A decoder and a cache, to which the tokens of sequences are fed."""
+
+    def __init__(self, model: Decoder, isa: str | None, block_size: int = 16) -> None:
+        self.model, self.block_size = model, block_size
+        self.cache = KVCache.allocate(
+            Reference() if isa is None else backend(isa),
+            model.spec.layers,
+            num_blocks=40,
+            block_size=block_size,
+            dtype=model.spec.dtype,
+            device=CPU,
+        )
+        for layer in self.cache.layers:
+            layer.fill_(math.nan)
+        self.done: dict[int, int] = {}
+
+    def step(self, rows: dict[int, list[int]]) -> Tensor:
+        """Logits of all tokens."""
+        table = [(list(range(10 * s, 10 * s + 10)), self.done.get(s, 0), len(ids)) for s, ids in rows.items()]
+        self.done |= {s: self.done.get(s, 0) + len(ids) for s, ids in rows.items()}
+        positions = [start + i for _, start, new in table for i in range(new)]
+        ids = torch.tensor([token for line in rows.values() for token in line])
+        meta = AttentionMeta.of(table, self.block_size)
+        return self.model.forward(ids, torch.tensor(positions), meta, self.cache, torch.arange(len(ids))).logits
+
+
+def error(found: Tensor, want: Tensor) -> float:
+    """The length of the difference, relative."""
+    return ((found - want).norm() / want.norm()).item()
+
+
+STEPS: list[dict[int, list[int]]] = [
+    {0: list(range(30)), 1: [7]},
+    {1: list(range(40, 20, -1)), 2: [1, 2, 3], 0: [49]},
+    {2: [5], 0: [6], 1: [7]},
+    {1: [0]},
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_in_one_call_are_those_in_torch(variant, dtype, name):
+    model = decoder(name, dtype, variant, dtype)
+    ours, oracle = Lines(model, variant.isa), Lines(decoder(name, torch.float64, None, dtype), None)
+    assert model.stack is not None and model.stack.takes(ours.cache)
+    torchs = Lines(decoder(name, dtype, None, dtype), None)
+    for rows in STEPS:
+        want = oracle.step(rows)
+        assert error(ours.step(rows), want) < max(LIMITS[dtype], TORCHS * error(torchs.step(rows), want))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "biases"])
+def test_rotation_and_norms_are_rounded_as_in_torch(variant, name):
+    """In bfloat16 the same parts, the one in one call and the other one by one, differ by far less than a rounding."""
+    models = [decoder(name, torch.bfloat16, variant, torch.bfloat16) for _ in range(2)]
+    models[1].stack = None
+    one, other = (Lines(model, variant.isa) for model in models)
+    for rows in STEPS:
+        found, want = one.step(rows), other.step(rows)
+        assert error(found, want) < 5e-3
+
+
+def test_tokens_have_the_same_bits_in_any_schedule(variant, dtype):
+    torch.set_num_threads(1)
+    model, rng = decoder("qwen3", dtype, variant, dtype), random.Random(3)
+    prompts = [[rng.randrange(50) for _ in range(length)] for length in (40, 23, 1)]
+    line = Lines(model, variant.isa)
+    alone = [torch.cat([line.step({s: [t]}) for t in ids]) for s, ids in enumerate(prompts)]
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        line, found = Lines(model, variant.isa), [[] for _ in prompts]
+        while open_ := [s for s, ids in enumerate(prompts) if line.done.get(s, 0) < len(ids)]:
+            rows = {s: prompts[s][line.done.get(s, 0) :][: rng.choice([1, 2, 30])] for s in open_ if rng.random() < 0.7}
+            if rows:
+                logits = line.step(rows)
+                for s, part in zip(rows, logits.split([len(ids) for ids in rows.values()]), strict=True):
+                    found[s].append(part)
+        for want, parts in zip(alone, found, strict=True):
+            assert torch.equal(torch.cat(parts), want)
+
+
+def test_room_grows_with_the_step_and_stays(variant):
+    line = Lines(decoder("llama", torch.float32, variant, torch.float32), variant.isa)
+    first = line.step({0: [1, 2]})
+    line.step({1: list(range(50)) * 2})
+    line.done.clear()
+    assert torch.equal(line.step({0: [1, 2]}), first)
+
+
+def test_layers_without_a_kernel_compute_in_torch(variant):
+    """An activation that is no kernel's, or a cache that is not the kernel's."""
+    gelu = decoder("llama", torch.float32, variant, torch.float32, hidden_act="gelu")
+    assert gelu.stack is None
+    want = Lines(decoder("llama", torch.float64, None, torch.float32, hidden_act="gelu"), None).step(STEPS[0])
+    assert error(Lines(gelu, variant.isa).step(STEPS[0]), want) < 1e-5
+
+    plain = decoder("llama", torch.float32, variant, torch.float32)
+    on_reference = Lines(plain, None)
+    assert plain.stack is not None and not plain.stack.takes(on_reference.cache)
+    assert error(on_reference.step(STEPS[0]), Lines(plain, variant.isa).step(STEPS[0])) < 1e-5
+
+
+def test_what_does_not_fit_is_refused(variant):
+    model = decoder("llama", torch.float32, variant, torch.float32)
+    line, stack = Lines(model, variant.isa), model.stack
+    assert stack is not None
+    meta, x = AttentionMeta.of([([0], 0, 3)], 16), torch.randn(3, 48)
+    stack(x, torch.arange(3), meta, line.cache)
+    for given in [
+        (torch.randn(3, 47), torch.arange(3)),
+        (x.double(), torch.arange(3)),
+        (x, torch.arange(4)),
+        (torch.randn(4, 48), torch.arange(4)),  # the step has 3
+        (x, torch.tensor([0, 1, 1 << 40])),
+        (x, torch.tensor([0, 1, -1])),
+    ]:
+        with pytest.raises(ValueError):
+            stack(*given, meta, line.cache)
+
+
+# -- angles -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_angles_holds_those_of_each_position(dtype):
+    rotary = Rotary(Rope(head_dim=20, theta=100.0), 9000, dtype, CPU)
+    for length in (1, 1024, 1025, 5000):
+        table = rotary.table(length)
+        assert len(table) >= length
+        positions = torch.tensor([0, length // 2, length - 1])
+        cos, sin = rotary.at(positions)
+        assert torch.equal(table[positions, 0], cos[:, 0, :10].float())
+        assert torch.equal(table[positions, 1], sin[:, 0, 10:].float())
+    assert rotary.table(3) is rotary.table(5000)
+
+
+# -- the best of a vocabulary -----------------------------------------------------------------------------------------
+
+
+def check_best(variant: Kernels, x: Tensor) -> None:
+    values, places = best(x, variant)
+    want_values, want_places = x.max(dim=1)
+    assert torch.equal(places, want_places)
+    assert torch.equal(values.nan_to_num(7.5), want_values.nan_to_num(7.5))
+    assert torch.equal(values.isnan(), want_values.isnan())
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 100, 8191, 8192, 8193, 40000])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_best_is_torchs(variant, size, threads):
+    torch.set_num_threads(threads)
+    for rows in (0, 1, 3, 17):
+        check_best(variant, torch.randn(rows, size))
+        check_best(variant, torch.randint(-3, 3, (rows, size)).float())  # many equals: the lowest wins
+    check_best(variant, torch.full((2, size), -math.inf))
+    check_best(variant, torch.full((2, size), 1e-40))
+    check_best(variant, torch.randn(size, 3).T)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 3e38, -0.0])
+def test_odd_numbers_anywhere(variant, odd):
+    for size in (21, 20000):
+        x = torch.randn(6, size) if odd else -torch.rand(6, size)
+        for row, place in enumerate([0, 1, 15, 16, size // 2, size - 1]):
+            x[row, place] = odd
+            x[row, size - 1] = odd
+        check_best(variant, x)
+
+
+def test_float64_is_torchs_own(variant):
+    x = torch.randn(2, 9).double()
+    assert torch.equal(best(x, variant)[1], x.max(dim=1)[1]) and best(x, variant)[0].dtype == torch.float64
+
+
+def test_the_sampler_draws_the_same_with_kernels_and_without(variant):
+    logits = torch.randint(-40, 40, (5, 300)).float()
+    logits[3, 7] = math.nan
+    drawn = []
+    for packed in (variant, None):
+        sampler = Sampler(5, 300, CPU, packed)
+        for slot in range(5):
+            params = SamplingParams(max_tokens=9, temperature=0.0 if slot % 2 else 1.0, seed=slot, logprobs=2)
+            sampler.add(slot, Entered(slot, params, 1, []))
+        drawn.append(sampler.sample(logits.clone(), np.arange(5), np.full(5, 9)))
+    assert drawn[0] == drawn[1]
+    assert list(drawn[0].errors) == [3]
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_count_their_time(variant):
+    clock = Clock([variant.library])
+    seen = [clock.seconds()]
+    ours, _ = norms(variant, 1000, torch.float32)
+    model = decoder("llama", torch.float32, variant, torch.float32)
+    for call in (
+        lambda: ours(torch.randn(100, 1000)),
+        lambda: best(torch.randn(3, 5000), variant),
+        lambda: Lines(model, variant.isa).step({0: [1, 2, 3]}),
+    ):
+        call()
+        seen.append(clock.seconds())
+    assert sorted(set(seen)) == seen
+    assert not Clock([]) and Clock([]).seconds() == 0.0
+
+
+def test_a_step_tells_its_time_in_kernels(variant):
+    model = decoder("llama", torch.float32, variant, torch.float32)
+    wanted = EngineConfig(
+        model="random", device="cpu", max_seqs=2, max_len=64, max_batched_tokens=64, block_size=16, attention="cpu"
+    )
+    runner = Runner(model, wanted, 8)
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    tokens = runner.launch(Batch(1, [Row(1, 0, [1, 2, 3], [0], 1)], [Entered(1, params, 3, [])])).sample()
+    assert 0 < tokens.seconds["kernels"] < tokens.seconds["forward"] + tokens.seconds["sample"]
