@@ -262,7 +262,18 @@ def make_choices(
         stream = text_stream(app, body, request, grammar, shaped)
         parser = message_parser(body, shaped) if shaped and isinstance(body, Conversation) else None
         field = grammar.field if grammar else ""
-        choices.append(Choice(index, request, stream, field, parser=parser, scores=scores, is_silent=body.only_scores))
+        asked = body.answer_grammar
+        choice = Choice(
+            index,
+            request,
+            stream,
+            field,
+            parser=parser,
+            scores=scores,
+            is_silent=body.only_scores,
+            is_json=asked is not None and asked.kind == "json_schema",
+        )
+        choices.append(choice)
     return choices
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -15,11 +17,13 @@ from engine import GRAMMARS_BUSY, EngineRequest, RequestStats, TokenDelta, Token
 
 from .errors import ApiError, deadline, from_exception, invalid, unavailable
 from .metrics import Track
-from .parsers import Call, MessageParser, Part, Plain
+from .parsers import Call, Content, MessageParser, Part, Plain
 from .protocol.common import Json, Output, usage
 from .schemas import refusal
 from .state import Pequod
 from .text import TextStream
+
+log = logging.getLogger("pequod.server")
 
 HEARTBEAT_S = 15.0  # of silence; most proxies close a connection that says nothing for a minute
 RETRY_DRAINING_S = 5
@@ -84,7 +88,7 @@ class Choice(Reader):
 
     `grammar_field` of the client's request is where its grammar stands; `parser` tells what the text means; `scores`
     where the prompt's log-probabilities were asked for; `is_silent`: there is nothing else to tell, and the one token
-    that the engine draws at least is dropped.
+    that the engine draws at least is dropped; `is_json`: an answer that ends by itself must be JSON, or it is a 500.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Choice(Reader):
         parser: MessageParser | None = None,
         scores: Scores | None = None,
         is_silent: bool = False,
+        is_json: bool = False,
     ) -> None:
         super().__init__(index, request)
         self.grammar_field = grammar_field
@@ -105,6 +110,7 @@ class Choice(Reader):
         self.scores = scores
         self.is_silent = is_silent
         self._has_called = False
+        self._json: list[str] | None = [] if is_json else None
 
     def read(self, delta: TokenDelta) -> Output:
         """The delta's tokens as text. What comes after a stop string is dropped; a stop token has no text."""
@@ -146,6 +152,10 @@ class Choice(Reader):
         self._has_called |= any(isinstance(part, Call) for part in parts)
         if reason == "stop" and self._has_called:
             reason = "tool_calls"
+        if self._json is not None:
+            self._json += [part.text for part in parts if isinstance(part, Content)]
+            if reason == "stop":
+                check_json("".join(self._json))
         return Output(
             choice=self.index,
             text="".join(texts),
@@ -165,6 +175,16 @@ class Choice(Reader):
         if self.request.params.prompt_logprobs is not None:
             self.scores.tell(output.prompt_logprobs or ())
         return output._replace(prompt_logprobs=await self.scores.get())
+
+
+def check_json(text: str) -> None:
+    """Raise 500 unless a text is JSON. Its grammar sees to that: this is to find out where one does not."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        log.error("an answer of %d characters that followed a schema is not JSON", len(text))
+        message = "The answer is not the JSON that was asked for."
+        raise ApiError(500, message, type="server_error", code="invalid_answer") from None
 
 
 def unfinished(delta: TokenDelta) -> ApiError:

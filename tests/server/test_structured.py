@@ -57,7 +57,7 @@ def refusal(folder, path, body):
     ],
 )
 def test_each_way_to_ask_reaches_the_engine(folder, path, body, kind, text):
-    engine = FakeEngine(saying("a"))
+    engine = FakeEngine(saying('{"x": 1}'))
     assert ask(folder, path, {**BASE[path], **body, "n": 2, "temperature": 1}, engine).status_code == 200
     for request in engine.requests:
         said_kind, said = request.params.grammar
@@ -166,6 +166,18 @@ def test_a_grammar_that_fails_in_the_engine_is_the_clients_error(folder):
     answer = ask(folder, CHAT, asked, Refusing())
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs.regex")
     assert ask(folder, CHAT, {**asked, "stream": True}, Refusing()).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_an_answer_that_is_not_json_after_all_is_no_success(folder, path, stream):
+    body = {**BASE[path], "structured_outputs": {"json_object": True}, "stream": stream}
+    assert ask(folder, path, body, FakeEngine(saying('{"a": 1}'))).status_code == 200
+    broken = ask(folder, path, body, FakeEngine(saying('{"a": ')))
+    assert broken.status_code == (200 if stream else 500)
+    assert '"code":"invalid_answer"' in broken.text
+    cut = ask(folder, path, {**body, "max_tokens": 2}, FakeEngine(saying('{"a": 1}')))
+    assert "invalid_answer" not in cut.text and '"length"' in cut.text
 
 
 def test_a_model_whose_tokens_are_not_bytes_refuses(tmp_path):
@@ -303,4 +315,4 @@ def test_many_bodies_at_once_and_the_server_goes_on(folder):
         answers = await asyncio.gather(*(client.post(CHAT, json=body) for body in [bad, good] * 10))
         return [answer.status_code for answer in answers]
 
-    assert run(folder, use, FakeEngine(saying("a")), max_num_queued_reqs=256) == [400, 200] * 10
+    assert run(folder, use, FakeEngine(saying('{"x": 1}')), max_num_queued_reqs=256) == [400, 200] * 10
