@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
+from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json
 
 from .. import sse
@@ -278,3 +279,20 @@ class MessagesError(Wire):
     type: Literal["error"]
     error: MessagesProblem
     request_id: str
+
+
+class MessagesEvent(BaseModel):
+    """One event of a stream; what else it holds is told by its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "ping",
+        "error",
+    ]

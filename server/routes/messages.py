@@ -7,13 +7,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from ..answer import answer, text_error
-from ..body import body, described
+from ..body import body, described, streamed
 from ..conversation import encode
 from ..errors import OPENAI_ERRORS
 from ..limits import UserDep, user
 from ..prompts import TextTooLong
 from ..protocol.messages import CountTokensRequest, MessagesRequest
-from ..protocol.messages_answer import MessagesAnswer, MessagesError, MessagesWriter, TokenCount
+from ..protocol.messages_answer import MessagesAnswer, MessagesError, MessagesEvent, MessagesWriter, TokenCount
 from ..state import AppDep
 from ..templates import TemplateError
 
@@ -42,7 +42,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": MessagesAnswer,
         "description": "The answer; with stream true the events that make it",
-        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": STREAM}},
+        "content": streamed(MessagesEvent, STREAM, is_typed=True),
     },
     **ERRORS,
 }
