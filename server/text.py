@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from .tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
-
 
 class Piece(NamedTuple):
     """What a feed made certain."""
@@ -141,8 +139,8 @@ class TextStream:
         found = [(end - len(stop.text), end, stop.text) for stop in self._stops for end in stop.feed(new)]
         return min(found, default=None) if self._num_tokens > self._min_tokens else None
 
-    def _read_context(self, context: Sequence[int]) -> bool:
-        """Begin behind the prompt; returns whether it ends in half a character, which the output may complete."""
+    def _read_context(self, context: Sequence[int]) -> str:
+        """Begin behind the prompt; returns what it shows of half a character at its end, which the output may complete."""
         last: list[int] = []
         for token_id in reversed(context):
             if token_id not in self._hidden and self._decoder.piece(token_id, token_id):
@@ -151,13 +149,16 @@ class TextStream:
                     break
         end = b"".join(self._decoder.piece(token_id, token_id) or b"" for token_id in reversed(last))
         self._after = last[0] if last else None
-        return any(not self._utf8.decode(end[-length:]) for length in range(1, min(3, len(end)) + 1))
+        for length in range(1, min(3, len(end)) + 1):
+            if not self._utf8.decode(end[-length:]):
+                return end[-length:].decode("utf-8", "replace")  # two U+FFFD where it is half a surrogate
+        return ""
 
     def _without_half(self, text: str) -> str:
         """If the prompt's half character was never completed, its U+FFFD is the prompt's."""
         if self._half and text:
-            self._half = False
-            return text.removeprefix(REPLACEMENT)
+            half, self._half = self._half, ""
+            return text.removeprefix(half)
         return text
 
 

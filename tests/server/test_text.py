@@ -158,6 +158,13 @@ def test_output_completes_the_prompts_half_character(made: Make, character: str,
     assert TextStream(tokenizer, context=data[:given]).feed(the).text == " the"
 
 
+def test_half_a_surrogate_in_the_prompt_is_the_prompts(made: Make) -> None:
+    tokenizer = made("byte fallback")
+    half = [3 + byte for byte in b"\xed\xa0"]  # the decoder waits for a third byte, and shows two marks without one
+    assert TextStream(tokenizer, context=half).finish().text == ""
+    assert TextStream(tokenizer, context=half).feed(tokenizer.encode("the", add_special=False)).text == " the"
+
+
 def test_leading_space_stays_behind_a_prompt(made: Make) -> None:
     tokenizer = made("byte fallback")
     sea = tokenizer.encode("sea", add_special=False)
