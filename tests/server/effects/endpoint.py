@@ -26,7 +26,8 @@ def busy(server):
     """A long answer is under way meanwhile: where one request runs at a time, all others wait."""
     body = {"prompt": "The captain", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", COMPLETIONS, json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # held: an iterator that nobody has closes the connection
+        next(lines)
         yield
 
 
