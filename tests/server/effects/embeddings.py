@@ -8,6 +8,7 @@ import typing
 import pytest
 from openai.types import embedding_create_params as params
 
+from server.embeddings import DEPTH
 from tests.live import eventually
 from tests.server.wire import EMBEDDINGS
 
@@ -87,11 +88,11 @@ def priority(e):
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         with busy(e.server):
-            # So many that the order is seen from here.
+            # So many that the order is seen from here; only DEPTH of them are with the engine at a time.
             sent = [pool.submit(send, "later", input=[LONG] * 200, priority=5)]
-            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 200)
+            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == DEPTH)
             sent.append(pool.submit(send, "sooner", priority=4))
-            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 201)
+            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == DEPTH + 1)
         for each in sent:
             each.result()
     assert done == ["sooner", "later"]
