@@ -23,12 +23,22 @@ from .formats import (
 from .responses_items import ItemId, Items, as_turns
 from .sampling import MAX_INT, MAX_LOGPROBS, MAX_STOPS, Count, StopText, Text
 from .tools import MAX_TOOLS, NO_PARAMETERS, FunctionName
-from .wire import LABEL, MAX_LABEL, OneError, Wire, clash, refused
+from .wire import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
 
 if TYPE_CHECKING:
     from ..prompts import RenderOptions
 
 LOGPROBS = "message.output_text.logprobs"
+# Tools that OpenAI runs, and functions in its own notations.
+BUILT_IN_TOOLS = """
+    apply_patch code_interpreter computer computer_use_preview custom file_search image_generation local_shell mcp
+    namespace programmatic_tool_calling shell tool_search web_search web_search_2025_08_26 web_search_preview
+    web_search_preview_2025_03_11
+"""
+BUILT_IN_CHOICES = """
+    apply_patch code_interpreter computer computer_use computer_use_preview custom file_search image_generation mcp
+    programmatic_tool_calling shell web_search_preview web_search_preview_2025_03_11
+"""
 
 
 # Tools
@@ -39,11 +49,18 @@ class FlatFunction(Wire):
 
     type: Literal["function"]
     name: FunctionName
+    """Part of the prompt, and what a call has."""
     description: Text | None = None
+    """Part of the prompt."""
     parameters: dict[str, Any] | None = None
     """The JSON schema of the arguments, an object; absent: there are none."""
     strict: bool | None = None
     """true: arguments follow the schema also where the model is free to call the function or not."""
+
+    async_: Annotated[Any, refused(False), Field(alias="async")] = None
+    allowed_callers: Annotated[Any, refused(["direct"])] = None
+    defer_loading: Annotated[Any, refused(False)] = None
+    output_schema: Annotated[Any, refused()] = None
 
 
 class FlatNamed(Wire):
@@ -51,6 +68,7 @@ class FlatNamed(Wire):
 
     type: Literal["function"]
     name: FunctionName
+    """One of the tools' names."""
 
 
 class FlatAllowed(Wire):
@@ -58,11 +76,16 @@ class FlatAllowed(Wire):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
+    """auto: the model decides; required: at least one call."""
     tools: Annotated[list[FlatNamed], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    """Those that may be called."""
 
 
 FlatChoice = Annotated[
-    Literal["none", "auto", "required"] | Annotated[FlatNamed | FlatAllowed, Field(discriminator="type")],
+    Literal["none", "auto", "required"]
+    | Annotated[
+        FlatNamed | FlatAllowed, Field(discriminator="type"), RefusedKinds("type", tuple(BUILT_IN_CHOICES.split()))
+    ],
     OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
 ]
 
@@ -75,9 +98,13 @@ class FlatSchemaFormat(Wire):
 
     type: Literal["json_schema"]
     name: Annotated[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")], LABEL]
+    """Accepted."""
     description: Annotated[Text | None, LABEL] = None
+    """Accepted: the prompt does not tell of the schema."""
     schema_: Annotated[Schema, Field(alias="schema")]
+    """The answer follows it."""
     strict: Annotated[bool | None, LABEL] = None
+    """Accepted: every schema is held strictly."""
 
 
 class TextOptions(Wire):
@@ -152,7 +179,13 @@ class ResponsesRequest(Conversation):
     reasoning: ReasoningOptions | None = None
     """How the model is to think."""
 
-    tools: Annotated[list[FlatFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[FlatFunction, RefusedKinds("type", tuple(BUILT_IN_TOOLS.split()))]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+        ]
+        | None
+    ) = None
     """Functions that the model may call."""
     tool_choice: FlatChoice | None = None
     """auto: the model decides; none: no call, and the prompt does not tell of the tools; required: at least one call;

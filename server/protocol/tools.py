@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from .conversation import Calling, Tool
 from .sampling import Text
-from .wire import OneError, Wire, clash
+from .wire import OneError, RefusedKinds, Wire, clash
 
 MAX_TOOLS = 256
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -20,7 +20,9 @@ class Function(Wire):
     """A function: its name, what it is for, and the JSON schema of its arguments."""
 
     name: FunctionName
+    """Part of the prompt, and what a call has."""
     description: Text | None = None
+    """Part of the prompt."""
     parameters: dict[str, Any] | None = None
     """The JSON schema of the arguments, an object; absent: there are none."""
     strict: bool | None = None
@@ -32,12 +34,14 @@ class FunctionTool(Wire):
 
     type: Literal["function"]
     function: Function
+    """The function that the model may call."""
 
 
 class NamedFunction(Wire):
     """The name of a function among the tools."""
 
     name: FunctionName
+    """One of the tools' names."""
 
 
 class NamedTool(Wire):
@@ -45,13 +49,16 @@ class NamedTool(Wire):
 
     type: Literal["function"]
     function: NamedFunction
+    """The function."""
 
 
 class AllowedTools(Wire):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
+    """auto: the model decides; required: at least one call."""
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    """Those that may be called."""
 
 
 class AllowedToolsChoice(Wire):
@@ -59,10 +66,12 @@ class AllowedToolsChoice(Wire):
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
+    """Which, and whether one of them must be."""
 
 
-Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-Named = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+NOT_CUSTOM = RefusedKinds("type", ("custom",))
+Tools = Annotated[list[Annotated[FunctionTool, NOT_CUSTOM]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Named = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type"), NOT_CUSTOM]
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | Named,
     OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
