@@ -7,8 +7,8 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import NamedTuple
 
 from starlette.types import Receive
@@ -215,7 +215,8 @@ def unfinished(delta: TokenDelta) -> ApiError:
 class Generation:
     """All choices of one request, from the engine to their text; at most `window` of them at a time, in their order.
 
-    While it is `running`, read `outputs` to the end.
+    Each takes one of `places` for as long as the engine has it; other requests may share these, and each waits for its
+    next ones behind at most `window` of another's. While it is `running`, read `outputs` to the end.
     """
 
     def __init__(
@@ -227,9 +228,11 @@ class Generation:
         due: Due | None,
         *,
         window: int | None = None,
+        places: asyncio.Semaphore | None = None,
     ) -> None:
         self.choices = choices
-        self._places = asyncio.Semaphore(window or len(choices))
+        self._window = min(window or len(choices), len(choices))
+        self._places = places or nullcontext()
         self._app = app
         self._n = n
         self._track = track
@@ -262,7 +265,8 @@ class Generation:
     def start(self, receive: Receive) -> None:
         """Begin; `receive` tells when the client hangs up."""
         loop = asyncio.get_running_loop()
-        self._workers = [loop.create_task(self._work_in_turn(choice)) for choice in self.choices]
+        turns = iter(self.choices)
+        self._workers = [loop.create_task(self._work_in_turn(turns)) for _ in range(self._window)]
         self._watchers = [loop.create_task(self._watch_client(receive)), loop.create_task(self._watch_drain())]
         if self._due is not None:
             self._timer = loop.call_later(self._due.left_s, self.stop, deadline(), self._due.cause)
@@ -300,9 +304,12 @@ class Generation:
             raise self._failure
         return taken
 
-    async def _work_in_turn(self, choice: Reader) -> None:
-        async with self._places:
-            await self._work(choice)
+    async def _work_in_turn(self, turns: Iterator[Reader]) -> None:
+        for choice in turns:
+            if self._failure is not None:
+                return
+            async with self._places:
+                await self._work(choice)
 
     async def _work(self, choice: Reader) -> None:
         engine, request_id = self._app.engine, choice.request.id
