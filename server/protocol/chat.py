@@ -234,7 +234,8 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
     include_reasoning: bool | None = None
     """false: the answer is without its reasoning, which is thought and counted nevertheless."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it."""
+    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
+    must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
 
     metadata: Annotated[
         Annotated[
@@ -307,7 +308,7 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
     @property
     def thinking_budget(self) -> tuple[str, int] | None:
         most = self.thinking_token_budget
-        return None if most is None or most == -1 else ("thinking_token_budget", most)
+        return None if most is None else ("thinking_token_budget", most)
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -68,7 +68,7 @@ class Conversation(Drawing):
 
     @property
     def thinking_budget(self) -> tuple[str, int] | None:
-        """The field that bounds the reasoning, and its most tokens; None: as many as the model wants."""
+        """The field that bounds the reasoning, and its most tokens, -1: as many as the model wants; None: no word."""
         return None
 
 

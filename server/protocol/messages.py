@@ -162,8 +162,9 @@ class MessagesPrompt(Wire):
         ]
         | None
     ) = None
-    """Told to the template as `enable_thinking`; absent: as the template has it. budget_tokens ends the thinking;
-    display omitted leaves its text out of the answer."""
+    """Told to the template as `enable_thinking`; absent: as the template has it, and at most half of max_tokens where
+    the answer must follow a schema or be a call. budget_tokens ends the thinking; display omitted leaves its text out
+    of the answer."""
     output_config: OutputConfig | None = None
     """How much effort goes into the answer, and what it looks like."""
 
@@ -337,8 +338,9 @@ class MessagesRequest(MessagesPrompt, Conversation):
 
     @property
     def thinking_budget(self) -> tuple[str, int] | None:
-        thinking = self.thinking
-        return ("thinking.budget_tokens", thinking.budget_tokens) if isinstance(thinking, ThinkingEnabled) else None
+        if isinstance(self.thinking, ThinkingEnabled):
+            return "thinking.budget_tokens", self.thinking.budget_tokens
+        return ("thinking.type", -1) if isinstance(self.thinking, ThinkingAdaptive) else None
 
     @property
     def tells_thinking(self) -> bool:

@@ -203,7 +203,8 @@ class ResponsesRequest(Conversation):
     chat_template_kwargs: TemplateKwargs | None = None
     """Variables for the chat template."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it."""
+    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
+    must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
     return_token_ids: bool | None = None
     """The response has prompt_token_ids and token_ids."""
 
@@ -360,7 +361,7 @@ class ResponsesRequest(Conversation):
     @property
     def thinking_budget(self) -> tuple[str, int] | None:
         most = self.thinking_token_budget
-        return None if most is None or most == -1 else ("thinking_token_budget", most)
+        return None if most is None else ("thinking_token_budget", most)
 
     @property
     def answer_grammar(self) -> Grammar | None:

@@ -6,7 +6,7 @@ from openai.types.chat import completion_create_params as params
 
 from tests.server.wire import CHAT
 
-from .drawing import SHARED
+from .drawing import OBJECT, SHARED
 from .endpoint import END, QUESTION
 from .extensions import EXTENSIONS
 from .places import CALL, FUNCTION, held, needed, written
@@ -107,14 +107,22 @@ def reasoning_effort(e):
 def thinking_token_budget(e):
     """The tokens that begin a block are forced; what it holds is the model's own."""
 
+    begun = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "continue_final_message": True}
+    begun |= {"max_tokens": 40, "logit_bias": {str(END): -100}}
+
     def thought(**more):
-        begun = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "continue_final_message": True}
-        answer = e.ask(**begun, max_tokens=40, logit_bias={str(END): -100}, **more)
-        return answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        return e.ask(**begun, **more)["usage"]["completion_tokens_details"]["reasoning_tokens"]
 
     assert thought() == 40
     assert thought(thinking_token_budget=5) == 6, "and the mark that ends it"
     assert thought(thinking_token_budget=-1) == 40
+    formed = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": OBJECT}}}
+    assert thought(**formed) == 21, "half of the tokens, and the mark"
+    assert json.loads(message(e, **begun, **formed)["content"]) == {"a": 1}
+    assert thought(tools=[FOG], tool_choice="required") == 21
+    assert thought(**formed, thinking_token_budget=5) == 6
+    assert thought(**formed, thinking_token_budget=-1) == 40
+    assert e.choices(**begun, **formed, thinking_token_budget=-1)[0]["finish_reason"] == "length"
 
 
 def role(e):

@@ -106,6 +106,8 @@ def thinking(e):
 
         assert thought() == 40
         assert thought(thinking={"type": "enabled", "budget_tokens": 5}) == 6, "and the mark that ends it"
+        assert thought(output_format=FORMAT) == 21, "half of the tokens, and the mark"
+        assert thought(output_format=FORMAT, thinking={"type": "adaptive"}) == 40
 
 
 def effort(e):

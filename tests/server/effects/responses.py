@@ -151,6 +151,7 @@ def thinking_token_budget(e):
     assert e.output(**THOUGHT)[0]["content"][0]["text"] == "A whale."
     assert thought() == thought(thinking_token_budget=-1) == 40
     assert thought(thinking_token_budget=5) == 7, "the marks are counted too"
+    assert thought(text={"format": {"type": "json_object"}}) == 22, "half of the tokens, where they leave none of use"
 
 
 def tools(e):
