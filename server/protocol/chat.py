@@ -197,7 +197,27 @@ class TemplateOptions(ToolsField):
         }
 
 
-class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
+class Labels(Wire):
+    """What OpenAI's own server reads and nobody else, of chat completions and responses alike."""
+
+    metadata: Annotated[
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]],
+            Field(max_length=16),
+        ]
+        | None,
+        LABEL,
+    ] = None
+    """Accepted, and part of the answer."""
+    prompt_cache_key: Annotated[Name | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+    safety_identifier: Annotated[Name | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+    service_tier: Annotated[Literal["auto", "default"] | None, LABEL] = None
+    """There is one tier; the answer says default."""
+
+
+class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Conversation):
     """POST /v1/chat/completions."""
 
     model_config = ConfigDict(
@@ -237,21 +257,6 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
     """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
     must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
 
-    metadata: Annotated[
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]],
-            Field(max_length=16),
-        ]
-        | None,
-        LABEL,
-    ] = None
-    """Accepted, and part of the answer."""
-    prompt_cache_key: Annotated[Name | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
-    safety_identifier: Annotated[Name | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
-    service_tier: Annotated[Literal["auto", "default"] | None, LABEL] = None
-    """There is one tier; the answer says default."""
     store: Annotated[Literal[False] | None, LABEL] = None
     """Nothing is stored."""
 

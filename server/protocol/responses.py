@@ -8,9 +8,9 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ..schemas import Grammar
-from .chat import OWN_VARIABLES, Name, TemplateKwargs
+from .chat import OWN_VARIABLES, Labels, TemplateKwargs
 from .common import Json
-from .conversation import Calling, Conversation, Effort, Tool, thinking_variables
+from .conversation import Calling, Conversation, Effort, Tool, calling_of, check_choice, thinking_variables
 from .formats import (
     ANY_OBJECT,
     JsonObjectFormat,
@@ -133,7 +133,7 @@ class ResponseStreamOptions(Wire):
     """Accepted: no event is padded either way."""
 
 
-class ResponsesRequest(Conversation):
+class ResponsesRequest(Labels, Conversation):
     """POST /v1/responses."""
 
     model_config = ConfigDict(
@@ -210,21 +210,6 @@ class ResponsesRequest(Conversation):
 
     max_tool_calls: Annotated[Count | None, LABEL] = None
     """Accepted: it bounds the calls of built-in tools, of which there are none."""
-    metadata: Annotated[
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]],
-            Field(max_length=16),
-        ]
-        | None,
-        LABEL,
-    ] = None
-    """Accepted, and part of the response."""
-    prompt_cache_key: Annotated[Name | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
-    safety_identifier: Annotated[Name | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
-    service_tier: Annotated[Literal["auto", "default"] | None, LABEL] = None
-    """There is one tier; the response says default."""
     user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
     """Accepted for accounting elsewhere."""
 
@@ -268,13 +253,7 @@ class ResponsesRequest(Conversation):
     @field_validator("tool_choice")
     @classmethod
     def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None or value in ("none", "auto"):
-            return value
-        names = {tool.name for tool in info.data.get("tools") or ()}
-        if not names:
-            raise clash("must be absent, none or auto where there are no tools")
-        if not chosen_names(value) <= names:
-            raise clash("must name functions that are among the tools")
+        check_choice(value, chosen_names(value), [tool.name for tool in info.data.get("tools") or ()])
         return value
 
     @field_validator("stream_options")
@@ -379,23 +358,16 @@ class ResponsesRequest(Conversation):
 
     @property
     def calling(self) -> Calling | None:
-        tools, choice = self.offered, self.tool_choice
-        if not tools or choice == "none":
-            return None
-        is_parallel = self.parallel_tool_calls is not False
-        if choice is None or isinstance(choice, str):
-            return Calling(tools, choice == "required", is_parallel)
-        chosen = tuple(tool for tool in tools if tool.name in chosen_names(choice))
-        if isinstance(choice, FlatNamed):
-            return Calling(chosen, True, False, told=tools)
-        return Calling(chosen, choice.mode == "required", is_parallel, told=tools)
+        choice = self.tool_choice
+        mode = choice.mode if isinstance(choice, FlatAllowed) else None
+        return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
 
 
-def chosen_names(choice: str | FlatNamed | FlatAllowed) -> set[str]:
+def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
     """The functions that a choice names."""
     if isinstance(choice, FlatNamed):
-        return {choice.name}
-    return set() if isinstance(choice, str) else {tool.name for tool in choice.tools}
+        return [choice.name]
+    return [tool.name for tool in choice.tools] if isinstance(choice, FlatAllowed) else []
 
 
 def described(tool: FlatFunction, index: int) -> Tool:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from .conversation import Calling, Tool
+from .conversation import Calling, Tool, calling_of, check_choice
 from .sampling import Text
 from .wire import OneError, RefusedKinds, Wire, clash
 
@@ -110,36 +110,22 @@ class ToolChoiceFields(ToolsField):
     @field_validator("tool_choice")
     @classmethod
     def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None or value in ("none", "auto"):
-            return value
-        names = {tool.function.name for tool in info.data.get("tools") or ()}
-        if not names:
-            raise clash("must be absent, none or auto where there are no tools")
-        if not {*chosen_names(value)} <= names:
-            raise clash("must name functions that are among the tools")
+        check_choice(value, chosen_names(value), [tool.function.name for tool in info.data.get("tools") or ()])
         return value
 
     @property
     def calling(self) -> Calling | None:
         """The tools that the answer may call; None: none."""
-        tools, choice = self.offered, self.tool_choice
-        if not tools or choice == "none":
-            return None
-        is_parallel = self.parallel_tool_calls is not False
-        if choice is None or isinstance(choice, str):
-            return Calling(tools, choice == "required", is_parallel)
-        names = chosen_names(choice)
-        chosen = tuple(tool for tool in tools if tool.name in names)
-        if isinstance(choice, NamedTool):
-            return Calling(chosen, True, False, told=tools)
-        return Calling(chosen, choice.allowed_tools.mode == "required", is_parallel, told=tools)
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else None
+        return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
 
 
-def chosen_names(choice: str | NamedTool | AllowedToolsChoice) -> list[str]:
+def chosen_names(choice: str | NamedTool | AllowedToolsChoice | None) -> list[str]:
     """The functions that a choice names."""
     if isinstance(choice, NamedTool):
         return [choice.function.name]
-    return [] if isinstance(choice, str) else [tool.function.name for tool in choice.allowed_tools.tools]
+    return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedToolsChoice) else []
 
 
 def described(tool: FunctionTool, index: int) -> Tool:

@@ -241,7 +241,7 @@ def test_more_inputs_than_the_server_holds_get_503(folder, monkeypatch):
     async def main():
         engine = FakeEngine()
         engine.hold()
-        async with serving(folder, engine) as (client, app):
+        async with serving(folder, engine) as (client, _):
             asking = asyncio.create_task(client.post(EMBEDDINGS, json={"input": MANY}))
             await until(lambda: engine.open)
             full = await client.post(EMBEDDINGS, json={"input": MANY})
