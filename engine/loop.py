@@ -148,7 +148,7 @@ class EngineLoop:
             field = "grammar" if isinstance(error, GrammarError) else None
             delta: TokenDelta | None = TokenDelta(id=request.id, finish_reason="error", error=str(error), field=field)
         else:
-            delta = self.scheduler.add(request, matcher.jump(self.scheduler.room(request) - 1))
+            delta = self.scheduler.add(request, matcher.begin(self.scheduler.room(request) - 1))
             if delta is None:
                 self.grammars.add(request.id, matcher)
         del self._compiling[request.id]

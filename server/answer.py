@@ -263,6 +263,7 @@ def make_choices(
         parser = message_parser(body, shaped) if shaped and isinstance(body, Conversation) else None
         field = grammar.field if grammar else ""
         asked = body.answer_grammar
+        calling = body.calling if isinstance(body, Conversation) else None
         choice = Choice(
             index,
             request,
@@ -272,6 +273,7 @@ def make_choices(
             scores=scores,
             is_silent=body.only_scores,
             is_json=asked is not None and asked.kind == "json_schema",
+            one_call=calling is not None and not calling.is_parallel,
         )
         choices.append(choice)
     return choices

@@ -66,14 +66,13 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     """
     assert app.tokenizer is not None
     formats, opened = app.formats, is_opened(app, prompt.ids)
-    calling, budget = asked.calling, asked.thinking_budget if app.formats.reasoning else None
-    if budget is not None and asked.limit[1] is not None and budget[1] >= asked.limit[1]:
-        budget = None  # the answer ends before
+    calling = asked.calling
     if grammar is not None and grammar.is_raw:
         if calling is not None and calling.is_required:
             message = f"Invalid '{grammar.field}': must be absent where tool_choice asks for a call."
             raise invalid(message, grammar.field)
         return Shape(formats, grammar, opened)
+    budget = thinking_budget(app, asked, is_formed=grammar is not None or (calling is not None and calling.is_required))
     is_shaped = calling is not None and (calling.is_required or any(tool.strict for tool in calling.tools))
     is_mixed = grammar is not None and (calling is not None or formats.reasoning is not None)
     if not is_shaped and not is_mixed and budget is None:
@@ -81,8 +80,6 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     field = "tools" if is_shaped else grammar.field if grammar is not None else budget[0] if budget else ""
     # A budget alone leaves the answer free.
     check_takes_grammars(app, asked, field, is_free=not is_shaped and grammar is None)
-    if budget is not None and ends_reasoning(formats) not in app.tokenizer.added_ids:
-        raise invalid(f"Invalid '{budget[0]}': the marks of the model's reasoning are not tokens.", budget[0])
     tools = await checked_tools(app, calling) if calling else {}
     forced = await asyncio.to_thread(
         call_grammar,
@@ -101,6 +98,26 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     whole = Grammar(forced.kind, forced.text, field)
     await app.grammars.check(whole)
     return Shape(forced.formats, whole, opened)
+
+
+def thinking_budget(app: Pequod, asked: Conversation, *, is_formed: bool) -> tuple[str, int] | None:
+    """The field that bounds the reasoning, and its most tokens; None: nothing does. Raises 400.
+
+    `is_formed`: the answer must be a call or follow a schema. Then reasoning that took all tokens would leave nothing
+    of use: unless the request says how much may be thought, it is half of the tokens that it asks for.
+    """
+    assert app.tokenizer is not None
+    if app.formats.reasoning is None:
+        return None
+    can_end = ends_reasoning(app.formats) in app.tokenizer.added_ids
+    (field, limit), budget = asked.limit, asked.thinking_budget
+    if budget is None and is_formed and limit is not None and can_end:
+        return field, limit // 2
+    if budget is None or budget[1] == -1 or (limit is not None and budget[1] >= limit):
+        return None
+    if not can_end:
+        raise invalid(f"Invalid '{budget[0]}': the marks of the model's reasoning are not tokens.", budget[0])
+    return budget
 
 
 async def checked_tools(app: Pequod, calling: Calling) -> dict[str, Json]:

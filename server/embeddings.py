@@ -12,14 +12,10 @@ from engine import EngineInfo, EngineRequest, Pooling, SamplingParams, TokenDelt
 from .answer import check_priority, check_token_ids, encoded, patiently, time_limit
 from .errors import CONTEXT_CODE, invalid
 from .generation import Generation, Reader, unfinished
-from .limits import Caller
+from .limits import INPUTS_DEPTH, Caller
 from .protocol.common import Output, Prompt
 from .protocol.embeddings import EmbeddingRequest
 from .state import Pequod
-
-# Inputs of one request that the engine has at a time, as multiples of what it runs: the next ones lie ready when a step
-# ends, and whoever comes waits for these and not for thousands.
-DEPTH = 2
 
 
 async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
@@ -32,15 +28,16 @@ async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRe
     assert info is not None
     check_priority(app, body.priority)
     check_vector(info, body)
-    window = min(len(body.inputs), DEPTH * app.limits.max_seqs, app.limits.max_choices)
-    ticket = app.limits.admit(caller, window)
+    ticket = app.limits.admit_inputs(caller, len(body.inputs))
     prompts = await encoded(encode(app, info, body), "input", due)
     check_lengths(info, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     track = app.metrics.track(request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
     track.began = began
     vectors = [Vector(index, asked, body) for index, asked in enumerate(engine_requests(app, caller, body, prompts))]
-    return Embeddings(Generation(app, vectors, 1, track, due, window=window), vectors, model)
+    window = INPUTS_DEPTH * app.limits.max_seqs
+    generation = Generation(app, vectors, 1, track, due, window=window, places=app.limits.input_places)
+    return Embeddings(generation, vectors, model)
 
 
 def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:

@@ -157,27 +157,40 @@ def from_validation(error: ValidationError | RequestValidationError, document: A
     else:  # what FastAPI reads itself: a place begins with query or path
         details = [cast("ErrorDetails", {**item, "loc": item["loc"][1:]}) for item in error.errors()]
     # A union reports each of its branches: the one that came furthest into the document is what the client meant,
-    # and of several the one that takes values of this type.
+    # and of several what is known and not supported, then the one that takes values of this type.
     rivals = [(_path(item, document), item) for item in details if item["loc"][:1] == details[0]["loc"][:1]]
-    path, chosen = max(rivals, key=lambda rival: (len(rival[0]), not rival[1]["type"].endswith("_type")))
+    path, chosen = max(rivals, key=lambda rival: (len(rival[0]), _rank(rival[1]["type"])))
     param = ".".join(shown(str(part)) for part in path) if path else None
     return _sentence(chosen, param)
 
 
+def _rank(kind: str) -> int:
+    """How well an error tells what the client meant."""
+    return 2 if kind == "unsupported" else 0 if kind.endswith("_type") else 1
+
+
 def _path(item: ErrorDetails, document: Any) -> list[int | str]:
     """The parts of an error's place that are in the document; the rest names branches of our own types."""
-    if document is None:
-        return list(item["loc"])
+    loc = list(item["loc"])
+    if document is None or not loc:
+        return loc
+    last, is_missing = loc[-1], item["type"] == "missing"
     path: list[int | str] = []
     here = document
-    for i, part in enumerate(item["loc"]):
-        is_there = part in here if isinstance(here, dict) else isinstance(here, list) and part in range(len(here))
-        if is_there:
+    for part in loc[:-1]:
+        # A kind may be named like a field that its objects have: {"type": "text", "text": ...}.
+        if _has(here, part) and not (_is_leaf(here[part]) and (is_missing or _has(here, last))):
+            path.append(part)
             here = here[part]
-        elif not (item["type"] == "missing" and i == len(item["loc"]) - 1):
-            continue
-        path.append(part)
-    return path
+    return [*path, last] if is_missing or _has(here, last) else path
+
+
+def _has(here: Any, part: int | str) -> bool:
+    return part in here if isinstance(here, dict) else isinstance(here, list) and part in range(len(here))
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, dict | list)
 
 
 def _sentence(item: ErrorDetails, param: str | None) -> ApiError:

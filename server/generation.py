@@ -7,8 +7,8 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import NamedTuple
 
 from starlette.types import Receive
@@ -88,7 +88,8 @@ class Choice(Reader):
 
     `grammar_field` of the client's request is where its grammar stands; `parser` tells what the text means; `scores`
     where the prompt's log-probabilities were asked for; `is_silent`: there is nothing else to tell, and the one token
-    that the engine draws at least is dropped; `is_json`: an answer that ends by itself must be JSON, or it is a 500.
+    that the engine draws at least is dropped; `is_json`: an answer that ends by itself must be JSON, or it is a 500;
+    `one_call`: the answer ends where the model begins another call.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Choice(Reader):
         scores: Scores | None = None,
         is_silent: bool = False,
         is_json: bool = False,
+        one_call: bool = False,
     ) -> None:
         super().__init__(index, request)
         self.grammar_field = grammar_field
@@ -109,6 +111,7 @@ class Choice(Reader):
         self.parser = parser or Plain()
         self.scores = scores
         self.is_silent = is_silent
+        self.one_call = one_call
         self._has_called = False
         self._json: list[str] | None = [] if is_json else None
 
@@ -131,24 +134,28 @@ class Choice(Reader):
         parts: list[Part] = []
         places: list[int] = []
         offsets: list[int] = []
+        extra: int | None = None
         for token_id in ids[:-1] if ended else ids:
             # One at a time: whether a token is reasoning must not depend on what else came with it.
             piece = self.stream.feed((token_id,))
             thought = self.parser.is_reasoning
             texts.append(piece.text)
-            parts += self.parser.feed(piece.text)
+            meant = self.parser.feed(piece.text)
+            extra = self._extra(meant)
+            parts += meant[:extra]
             places.append(len(parts))
             offsets += piece.offsets
             self.num_reasoning += thought or self.parser.is_reasoning
-            if piece.stopped:
+            if piece.stopped or extra is not None:
                 reason, ended = "stop", False
                 break
-        if reason:
+        if reason and extra is None:
             if ended:
                 offsets.append(self.stream.offset)
             rest = self.stream.finish().text
             texts.append(rest)
-            parts += self.parser.feed(rest) + self.parser.finish()
+            meant = self.parser.feed(rest) + self.parser.finish()
+            parts += meant[: self._extra(meant)]
         self._has_called |= any(isinstance(part, Call) for part in parts)
         if reason == "stop" and self._has_called:
             reason = "tool_calls"
@@ -167,6 +174,12 @@ class Choice(Reader):
             finish_reason=reason,
             prompt_logprobs=delta.prompt_logprobs,
             stop=self.stream.stop,
+        )
+
+    def _extra(self, parts: list[Part]) -> int | None:
+        """Where among these parts a call begins that the request does not want; None: nowhere."""
+        return next(
+            (i for i, part in enumerate(parts) if self.one_call and isinstance(part, Call) and part.index), None
         )
 
     async def scored(self, output: Output) -> Output:
@@ -202,7 +215,8 @@ def unfinished(delta: TokenDelta) -> ApiError:
 class Generation:
     """All choices of one request, from the engine to their text; at most `window` of them at a time, in their order.
 
-    While it is `running`, read `outputs` to the end.
+    Each takes one of `places` for as long as the engine has it; other requests may share these, and each waits for its
+    next ones behind at most `window` of another's. While it is `running`, read `outputs` to the end.
     """
 
     def __init__(
@@ -214,9 +228,11 @@ class Generation:
         due: Due | None,
         *,
         window: int | None = None,
+        places: asyncio.Semaphore | None = None,
     ) -> None:
         self.choices = choices
-        self._places = asyncio.Semaphore(window or len(choices))
+        self._window = min(window or len(choices), len(choices))
+        self._places = places or nullcontext()
         self._app = app
         self._n = n
         self._track = track
@@ -249,7 +265,8 @@ class Generation:
     def start(self, receive: Receive) -> None:
         """Begin; `receive` tells when the client hangs up."""
         loop = asyncio.get_running_loop()
-        self._workers = [loop.create_task(self._work_in_turn(choice)) for choice in self.choices]
+        turns = iter(self.choices)
+        self._workers = [loop.create_task(self._work_in_turn(turns)) for _ in range(self._window)]
         self._watchers = [loop.create_task(self._watch_client(receive)), loop.create_task(self._watch_drain())]
         if self._due is not None:
             self._timer = loop.call_later(self._due.left_s, self.stop, deadline(), self._due.cause)
@@ -287,9 +304,12 @@ class Generation:
             raise self._failure
         return taken
 
-    async def _work_in_turn(self, choice: Reader) -> None:
-        async with self._places:
-            await self._work(choice)
+    async def _work_in_turn(self, turns: Iterator[Reader]) -> None:
+        for choice in turns:
+            if self._failure is not None:
+                return
+            async with self._places:
+                await self._work(choice)
 
     async def _work(self, choice: Reader) -> None:
         engine, request_id = self._app.engine, choice.request.id

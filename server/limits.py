@@ -6,6 +6,7 @@ with a route that states none, so that a new route is closed until somebody deci
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import math
@@ -13,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 MAX_OPEN_TOKENS = 4 << 20
 # Bytes of all bodies that are being read or worked on, as a multiple of the largest one.
 MAX_OPEN_BODIES = 32
+# Inputs of embeddings that the engine has at a time, those of all requests together, as multiples of what it runs: the
+# next ones lie ready when a step ends, and whoever comes waits for these and not for thousands.
+INPUTS_DEPTH = 2
+# Inputs of all open requests for embeddings, eight of the largest: as JSON their vectors are 200 MB.
+MAX_OPEN_INPUTS = 1 << 14
 # Until the engine has told how many sequences it runs, as many as on a GPU: nothing is admitted before anyway.
 DEFAULT_MAX_SEQS = 256
 RETRY_MAX_S = 60
@@ -64,6 +71,7 @@ class Ticket:
     limits: Limits
     choices: int
     prompt_tokens: int = 0
+    inputs: int = 0  # of embeddings
     is_open: bool = True
 
     def add_prompt(self, tokens: int) -> None:
@@ -85,7 +93,7 @@ class Ticket:
 
 
 class Limits:
-    """Open work of one app, counted in choices (sequences), prompt tokens and body bytes."""
+    """Open work of one app, counted in choices (sequences), inputs of embeddings, prompt tokens and body bytes."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_seqs = settings.max_num_seqs or DEFAULT_MAX_SEQS  # the engine's own number once it is ready
@@ -94,6 +102,7 @@ class Limits:
         self.max_open_bytes = settings.max_body_bytes * MAX_OPEN_BODIES
         self.open_choices = 0
         self.open_tokens = 0
+        self.open_inputs = 0
         self.open_bytes = 0
         self.busy_since = 0.0  # when open_choices last left 0
         self.draining = False
@@ -163,6 +172,20 @@ class Limits:
         caller.tickets.append(ticket)
         return ticket
 
+    def admit_inputs(self, caller: Caller, inputs: int) -> Ticket:
+        """Take a request for embeddings in, as one place of the queue: its inputs wait for `input_places`."""
+        if self.open_inputs and self.open_inputs + inputs > MAX_OPEN_INPUTS:
+            raise self.refuse("queue", "The server holds as many inputs as it can.")
+        ticket = self.admit(caller, 1)
+        ticket.inputs = inputs
+        self.open_inputs += inputs
+        return ticket
+
+    @cached_property
+    def input_places(self) -> asyncio.Semaphore:
+        """A place for each input that the engine may have; made when the engine has told how many sequences it runs."""
+        return asyncio.Semaphore(INPUTS_DEPTH * self.max_seqs)
+
     def add_tokens(self, tokens: int) -> None:
         # A prompt that is alone always gets in: what it may hold is the engine's business.
         if self.open_tokens and self.open_tokens + tokens > MAX_OPEN_TOKENS:
@@ -172,6 +195,7 @@ class Limits:
     def leave(self, ticket: Ticket) -> None:
         self.open_choices -= ticket.choices
         self.open_tokens -= ticket.prompt_tokens
+        self.open_inputs -= ticket.inputs
         self._finished.append((self._clock(), ticket.choices))
         if self.open_choices == 0:
             waiters, self._waiters = self._waiters, []

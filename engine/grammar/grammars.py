@@ -107,6 +107,18 @@ class Matcher:
             taken += forced[:hidden]
         return taken
 
+    def begin(self, room: int) -> list[int]:
+        """The tokens that every output begins with, at most `room`.
+
+        Of an output that is nothing else the last one is left to draw: what a grammar ends, ends with the token that
+        completes it, as where it is drawn, and not with an end token behind it.
+        """
+        taken = self.jump(room)
+        if taken and self.is_finished:
+            self.library.rollback(1)
+            taken.pop()
+        return taken
+
 
 class Compiler:
     """Compiles grammars, each once: also what cannot be used is remembered. Everything here is its thread's."""

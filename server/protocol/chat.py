@@ -12,7 +12,7 @@ from .conversation import Conversation, Effort, thinking_variables
 from .formats import Structured
 from .sampling import MAX_INT, MAX_LOGPROBS, Count, Text
 from .tools import ToolChoiceFields, ToolsField
-from .wire import LABEL, MAX_LABEL, OneError, Wire, clash, refused
+from .wire import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
 
 if TYPE_CHECKING:
     from ..prompts import RenderOptions
@@ -24,7 +24,15 @@ MAX_TEMPLATE_KWARGS = 64
 # What the server itself tells the template; the fields of the request are the way to set them.
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
+ONLY_TEXT = "The models read text alone."
+
 Name = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
+
+
+# What is worth caching is marked with it; here equal beginnings of prompts are always found.
+CacheMark = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=64)]], Field(max_length=8)
+]
 
 
 class TextPart(Wire):
@@ -32,9 +40,20 @@ class TextPart(Wire):
 
     type: Literal["text"]
     text: Text
+    """Part of the prompt; the template puts the parts together."""
+    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+
+    file: Annotated[Any, refused(hint=ONLY_TEXT)] = None
+    image_url: Annotated[Any, refused(hint=ONLY_TEXT)] = None
+    input_audio: Annotated[Any, refused(hint=ONLY_TEXT)] = None
+    refusal: Annotated[Any, refused(hint="Send it as text.")] = None
 
 
-Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+Parts = Annotated[
+    list[Annotated[TextPart, RefusedKinds("type", ("file", "image_url", "input_audio", "refusal"))]],
+    Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
+]
 Content = Text | Parts
 
 
@@ -43,7 +62,9 @@ class Instruction(Wire):
 
     role: Literal["system", "developer"]
     content: Content
+    """Part of the prompt; late ones are read together with the first."""
     name: Name | None = None
+    """Told to the template, few of which write it."""
 
 
 class UserMessage(Wire):
@@ -51,25 +72,37 @@ class UserMessage(Wire):
 
     role: Literal["user"]
     content: Content
+    """Part of the prompt."""
     name: Name | None = None
+    """Told to the template, few of which write it."""
 
 
 class CalledFunction(Wire):
     """A function that the model called, with its arguments as JSON text."""
 
     name: Name
+    """Part of the prompt."""
     arguments: Text
-    # Of the streaming helper of OpenAI's SDK, whose messages are sent back as they are: the arguments once more.
+    """A JSON object as text; part of the prompt."""
     parsed_arguments: Annotated[Any, LABEL, Field(exclude=True)] = None
+    """Accepted: the arguments once more, which the streaming helper of OpenAI's SDK sends back."""
 
 
 class ToolCall(Wire):
     """One call that the model made."""
 
-    id: Name
     type: Literal["function"]
+    id: Name
+    """Told to the template, few of which write it."""
     function: CalledFunction
-    index: Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)] | None = None  # clients that send streamed calls back keep it
+    """The function, and what it was called with."""
+    index: Annotated[Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)] | None, LABEL, Field(exclude=True)] = None
+    """Accepted: clients that send streamed calls back keep it; the order of the calls is that of the list."""
+
+
+ToolCalls = Annotated[
+    list[Annotated[ToolCall, RefusedKinds("type", ("custom",))]], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)
+]
 
 
 class AssistantMessage(Wire):
@@ -77,18 +110,24 @@ class AssistantMessage(Wire):
 
     role: Literal["assistant"]
     content: Content | None = None
+    """Part of the prompt; absent only beside tool_calls."""
     name: Name | None = None
+    """Told to the template, few of which write it."""
     reasoning_content: Text | None = None
+    """What the model thought; told to the template, which may leave it out of the prompt."""
     reasoning: Text | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
+    """The same under the name that other servers have for it; told to the template."""
+    tool_calls: ToolCalls | None = None
+    """The calls that the model made; part of the prompt."""
     refusal: Annotated[Any, refused()] = None
     annotations: Annotated[Any, refused([])] = None
     audio: Annotated[Any, refused()] = None
     function_call: Annotated[Any, refused()] = None
-    # What clients add to the messages that they give their users, who send them back as they are: `.parse()` of
-    # OpenAI's SDK the content once more, LiteLLM the fields that it did not know.
+    # What clients add to the messages that they give their users, who send them back as they are.
     parsed: Annotated[Any, LABEL, Field(exclude=True)] = None
+    """Accepted: the content once more, which `.parse()` of OpenAI's SDK adds."""
     provider_specific_fields: Annotated[Any, LABEL, Field(exclude=True)] = None
+    """Accepted: LiteLLM adds the fields that it does not know."""
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -102,13 +141,17 @@ class ToolMessage(Wire):
 
     role: Literal["tool"]
     content: Content
+    """Part of the prompt."""
     tool_call_id: Name
+    """Which call it answers; told to the template, few of which write it."""
     name: Name | None = None
+    """Told to the template, few of which write it."""
 
 
 Message = Annotated[
     Instruction | UserMessage | AssistantMessage | ToolMessage,
     Field(discriminator="role"),
+    RefusedKinds("role", ("function",)),
 ]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 TemplateValue = Annotated[bool | int | float | Text, OneError("must be a string, a number, true, false or null")] | None
@@ -154,7 +197,27 @@ class TemplateOptions(ToolsField):
         }
 
 
-class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
+class Labels(Wire):
+    """What OpenAI's own server reads and nobody else, of chat completions and responses alike."""
+
+    metadata: Annotated[
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]],
+            Field(max_length=16),
+        ]
+        | None,
+        LABEL,
+    ] = None
+    """Accepted, and part of the answer."""
+    prompt_cache_key: Annotated[Name | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+    safety_identifier: Annotated[Name | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+    service_tier: Annotated[Literal["auto", "default"] | None, LABEL] = None
+    """There is one tier; the answer says default."""
+
+
+class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Conversation):
     """POST /v1/chat/completions."""
 
     model_config = ConfigDict(
@@ -191,23 +254,9 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
     include_reasoning: bool | None = None
     """false: the answer is without its reasoning, which is thought and counted nevertheless."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it."""
+    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
+    must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
 
-    metadata: Annotated[
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]],
-            Field(max_length=16),
-        ]
-        | None,
-        LABEL,
-    ] = None
-    """Accepted, and part of the answer."""
-    prompt_cache_key: Annotated[Name | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
-    safety_identifier: Annotated[Name | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
-    service_tier: Annotated[Literal["auto", "default"] | None, LABEL] = None
-    """There is one tier; the answer says default."""
     store: Annotated[Literal[False] | None, LABEL] = None
     """Nothing is stored."""
 
@@ -264,7 +313,7 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Structured, Conversation):
     @property
     def thinking_budget(self) -> tuple[str, int] | None:
         most = self.thinking_token_budget
-        return None if most is None or most == -1 else ("thinking_token_budget", most)
+        return None if most is None else ("thinking_token_budget", most)
 
     @property
     def limit(self) -> tuple[str, int | None]:

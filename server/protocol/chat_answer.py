@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from engine import TokenLogprob
-
 from ..parsers import Arguments, Call, Content, Part, Reasoning, join
 from .chat import CalledFunction, ChatRequest
-from .common import Head, Json, Output, Prompt, PromptLogprobs, TokenText, Usage, Writer, number
+from .common import Head, Json, Output, Prompt, PromptLogprobs, TokenText, Usage, Writer
 from .wire import Wire
 
 
@@ -120,18 +118,7 @@ class ChatWriter(Writer):
         if self.request.num_logprobs is None:
             return {}
         pairs = zip(output.token_ids, output.logprobs, strict=True)
-        return {"logprobs": {"content": [self._entry(token, entry) for token, entry in pairs], "refusal": None}}
-
-    def _entry(self, token_id: int, entry: TokenLogprob) -> Json:
-        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return {
-            **self._token(token_id, entry.logprob),
-            "top_logprobs": [self._token(other, logprob) for other, logprob in top],
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        text, data = self.token_text(token_id)
-        return {"token": text, "logprob": number(logprob), "bytes": list(data)}
+        return {"logprobs": {"content": [self.entry(token, entry) for token, entry in pairs], "refusal": None}}
 
 
 def _kind(part: Part) -> str:

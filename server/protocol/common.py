@@ -85,6 +85,18 @@ class Writer(ABC):
         self.prompts = prompts
         self.token_text = token_text
 
+    def entry(self, token_id: int, entry: TokenLogprob) -> Json:
+        """A token of the answer with its log-probability and those of the most likely ones in its place."""
+        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return {
+            **self._token(token_id, entry.logprob),
+            "top_logprobs": [self._token(other, logprob) for other, logprob in top],
+        }
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        text, data = self.token_text(token_id)
+        return {"token": text, "logprob": number(logprob), "bytes": list(data)}
+
     def scores(self, prompt: Prompt, entries: Sequence[TokenLogprob] | None, count: int | None) -> list[Any] | None:
         """A prompt's log-probabilities in vLLM's form; null for the first token, which nothing predicts.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from abc import abstractmethod
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .common import Json
 from .sampling import Drawing
+from .wire import clash
 
 if TYPE_CHECKING:
     from ..prompts import RenderOptions
@@ -43,13 +46,37 @@ class Calling(NamedTuple):
         return self.told or self.tools
 
 
+def check_choice(choice: Any, chosen: Collection[str], names: Collection[str]) -> None:
+    """Raise unless a tool_choice, which names the functions `chosen`, goes with tools of these `names`."""
+    if choice is None or choice in ("none", "auto"):
+        return
+    if not names:
+        raise clash("must be absent, none or auto where there are no tools")
+    if not {*chosen} <= {*names}:
+        raise clash("must name functions that are among the tools")
+
+
+def calling_of(
+    tools: tuple[Tool, ...], choice: Any, chosen: Collection[str], *, mode: str | None, parallel: bool | None
+) -> Calling | None:
+    """What a tool_choice means: a word, or the functions `chosen`, of which one must be called (`mode` None) or those
+    that may be (auto) or must be (required); `parallel` false: at most one call."""
+    if not tools or choice == "none":
+        return None
+    is_parallel = parallel is not False
+    if not chosen:
+        return Calling(tools, choice == "required", is_parallel)
+    some = tuple(tool for tool in tools if tool.name in chosen)
+    return Calling(some, mode != "auto", is_parallel and mode is not None, told=tools)
+
+
 class Conversation(Drawing):
     """A request whose prompt the chat template writes, and whose answer is a message."""
 
     @property
+    @abstractmethod
     def turns(self) -> list[Json]:
         """The messages as chat templates read them, in the form of chat completions."""
-        raise NotImplementedError
 
     @property
     def render_options(self) -> RenderOptions:
@@ -68,7 +95,7 @@ class Conversation(Drawing):
 
     @property
     def thinking_budget(self) -> tuple[str, int] | None:
-        """The field that bounds the reasoning, and its most tokens; None: as many as the model wants."""
+        """The field that bounds the reasoning, and its most tokens, -1: as many as the model wants; None: no word."""
         return None
 
 

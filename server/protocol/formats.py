@@ -34,9 +34,13 @@ class NamedSchema(Wire):
     """A JSON schema. Every answer that ends by itself follows it, with `strict` and without."""
 
     name: Annotated[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")], LABEL]
+    """Accepted."""
     description: Annotated[Text | None, LABEL] = None
+    """Accepted: the prompt does not tell of the schema."""
     schema_: Annotated[Schema, Field(alias="schema")]
+    """The answer follows it."""
     strict: Annotated[bool | None, LABEL] = None
+    """Accepted: every schema is held strictly."""
 
 
 class JsonSchemaFormat(Wire):
@@ -44,6 +48,7 @@ class JsonSchemaFormat(Wire):
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
+    """The schema and its name."""
 
 
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from ..schemas import Grammar
+from .chat import CacheMark
 from .common import Json
 from .conversation import Calling, Conversation, Tool
 from .formats import Schema, StructuredOutputs, of_outputs, written
-from .messages_content import AssistantTurn, CacheMark, Messages, TextBlock, ToolName, ToolUseBlock, turns
+from .messages_content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns
 from .sampling import MAX_INT, MAX_STOPS, Count, StopText, Text
 from .tools import MAX_TOOLS
-from .wire import LABEL, MAX_LABEL, Wire, clash, refused
+from .wire import LABEL, MAX_LABEL, RefusedKinds, Wire, clash, refused
 
 if TYPE_CHECKING:
     from ..prompts import RenderOptions
@@ -22,28 +23,37 @@ if TYPE_CHECKING:
 KEEP_THINKING = [{"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})]
 
 
+# Tools that Anthropic runs, or whose schemas only its models know.
+BUILT_IN_TOOLS = """
+    advisor_20260301 bash_20241022 bash_20250124 browser_toolset_20260801 code_execution_20250522
+    code_execution_20250825 code_execution_20260120 code_execution_20260521 computer_20241022 computer_20250124
+    computer_20251124 computer_toolset_20260801 mcp_toolset memory_20250818 text_editor_20241022 text_editor_20250124
+    text_editor_20250429 text_editor_20250728 tool_search_tool_bm25 tool_search_tool_bm25_20251119
+    tool_search_tool_regex tool_search_tool_regex_20251119 web_fetch_20250910 web_fetch_20260209 web_fetch_20260309
+    web_fetch_20260318 web_search_20250305 web_search_20260209 web_search_20260318
+"""
+
+
 class MessagesTool(Wire):
     """A tool that the client runs, of the only kind that there is: its name, what it is for, and its input's schema."""
 
-    type: str | None = None
+    type: Literal["custom"] | None = None
+    """custom: the client runs it; the only kind."""
     name: ToolName
+    """Part of the prompt, and what a call has."""
     description: Text | None = None
+    """Part of the prompt."""
     input_schema: Schema
     """The JSON schema of the input, an object."""
     strict: bool | None = None
     """true: the input follows the schema also where the model is free to call the tool or not."""
     cache_control: Annotated[CacheMark | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
     eager_input_streaming: Annotated[bool | None, LABEL] = None
+    """Accepted: the input of a call is streamed as it is written."""
     allowed_callers: Annotated[Any, refused(["direct"])] = None
     defer_loading: Annotated[Any, refused(False)] = None
     input_examples: Annotated[Any, refused([])] = None
-
-    @field_validator("type")
-    @classmethod
-    def _is_custom(cls, value: str | None) -> str | None:
-        if value not in (None, "custom"):
-            raise clash("must be custom: this server runs no tools itself")
-        return value
 
 
 class AutoToolChoice(Wire):
@@ -51,6 +61,7 @@ class AutoToolChoice(Wire):
 
     type: Literal["auto"]
     disable_parallel_tool_use: bool | None = None
+    """true: at most one call."""
 
 
 class AnyToolChoice(Wire):
@@ -58,6 +69,7 @@ class AnyToolChoice(Wire):
 
     type: Literal["any"]
     disable_parallel_tool_use: bool | None = None
+    """true: exactly one call."""
 
 
 class OneToolChoice(Wire):
@@ -65,7 +77,9 @@ class OneToolChoice(Wire):
 
     type: Literal["tool"]
     name: ToolName
+    """One of the tools' names."""
     disable_parallel_tool_use: Annotated[bool | None, LABEL] = None
+    """Accepted: it is one call in any case."""
 
 
 class NoToolChoice(Wire):
@@ -79,7 +93,10 @@ class ThinkingEnabled(Wire):
 
     type: Literal["enabled"]
     budget_tokens: Count
+    """The thinking ends after this many tokens at the latest."""
     display: Literal["summarized", "omitted"] | None = None
+    """omitted: the answer is without the text of its thinking."""
+    block_binding: Annotated[Any, refused({})] = None
 
 
 class ThinkingAdaptive(Wire):
@@ -87,6 +104,8 @@ class ThinkingAdaptive(Wire):
 
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] | None = None
+    """omitted: the answer is without the text of its thinking."""
+    block_binding: Annotated[Any, refused({})] = None
 
 
 class ThinkingDisabled(Wire):
@@ -111,6 +130,7 @@ class OutputConfig(Wire):
     """How much the model is to think, where its template knows `reasoning_effort`; agents send it to every model."""
     format: MessagesFormat | None = None
     """The answer's text follows a JSON schema."""
+    task_budget: Annotated[Any, refused()] = None
 
 
 class MessagesPrompt(Wire):
@@ -121,18 +141,30 @@ class MessagesPrompt(Wire):
     messages: Messages
     """The conversation: texts, tool calls, their results and earlier thinking. After a last message of the assistant
     the answer goes on with it."""
-    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[MessagesTool, RefusedKinds("type", tuple(BUILT_IN_TOOLS.split()))]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+        ]
+        | None
+    ) = None
     """Tools that the model may call, and the client runs."""
     tool_choice: (
         Annotated[AutoToolChoice | AnyToolChoice | OneToolChoice | NoToolChoice, Field(discriminator="type")] | None
     ) = None
     """auto: the model decides; any: at least one call; tool: one call of this one; none: no call, and the prompt does
     not tell of the tools. disable_parallel_tool_use: at most one call."""
-    thinking: Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, Field(discriminator="type")] | None = (
-        None
-    )
-    """Told to the template as `enable_thinking`; absent: as the template has it. budget_tokens ends the thinking;
-    display omitted leaves its text out of the answer."""
+    thinking: (
+        Annotated[
+            ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled,
+            Field(discriminator="type"),
+            RefusedKinds("type", ("between_tools",)),
+        ]
+        | None
+    ) = None
+    """Told to the template as `enable_thinking`; absent: as the template has it, and at most half of max_tokens where
+    the answer must follow a schema or be a call. budget_tokens ends the thinking; display omitted leaves its text out
+    of the answer."""
     output_config: OutputConfig | None = None
     """How much effort goes into the answer, and what it looks like."""
 
@@ -306,8 +338,9 @@ class MessagesRequest(MessagesPrompt, Conversation):
 
     @property
     def thinking_budget(self) -> tuple[str, int] | None:
-        thinking = self.thinking
-        return ("thinking.budget_tokens", thinking.budget_tokens) if isinstance(thinking, ThinkingEnabled) else None
+        if isinstance(self.thinking, ThinkingEnabled):
+            return "thinking.budget_tokens", self.thinking.budget_tokens
+        return ("thinking.type", -1) if isinstance(self.thinking, ThinkingAdaptive) else None
 
     @property
     def tells_thinking(self) -> bool:

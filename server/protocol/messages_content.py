@@ -9,17 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .chat import MAX_MESSAGES, MAX_PARTS, Name
+from .chat import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
 from .common import Json
 from .sampling import Text
-from .wire import LABEL, Wire, refused
+from .wire import LABEL, RefusedKinds, Wire, refused
 
 MAX_NAME = 128  # of a tool: agents put the name of the tool's server before it
 
-# Agents mark with it what is worth caching; here equal beginnings of prompts are always found.
-CacheMark = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=64)]], Field(max_length=8)
-]
 ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=r"^[a-zA-Z0-9_.-]+$")]
 
 # Claude Code's first system block. It tells accounting what has changed since the last request; as a part of the
@@ -27,10 +23,20 @@ ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=r"^[a
 ACCOUNTING = "x-anthropic-billing-header:"
 
 
+# What Anthropic's own tools leave in a conversation, what is no text, and what steers a conversation there.
+OTHER_BLOCKS = """
+    advisor_tool_result bash_code_execution_tool_result code_execution_tool_result compaction container_upload document
+    fallback image mcp_tool_listing mcp_tool_result mcp_tool_use search_result server_tool_use
+    text_editor_code_execution_tool_result tool_addition tool_removal tool_search_tool_result web_fetch_tool_result
+    web_search_tool_result
+"""
+
+
 class Block(Wire):
     """A part of a message."""
 
     cache_control: Annotated[CacheMark | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
 
 
 class TextBlock(Block):
@@ -38,6 +44,7 @@ class TextBlock(Block):
 
     type: Literal["text"]
     text: Text
+    """Part of the prompt."""
     citations: Annotated[Any, refused([])] = None
 
 
@@ -46,7 +53,9 @@ class ThinkingBlock(Block):
 
     type: Literal["thinking"]
     thinking: Text
+    """Told to the template, which may leave it out of the prompt."""
     signature: Annotated[Text | None, LABEL] = None
+    """Accepted, and not looked at."""
 
 
 class RedactedThinkingBlock(Block):
@@ -54,6 +63,7 @@ class RedactedThinkingBlock(Block):
 
     type: Literal["redacted_thinking"]
     data: Annotated[Text, LABEL]
+    """Accepted, and left out of the prompt."""
 
 
 class ToolUseBlock(Block):
@@ -61,10 +71,23 @@ class ToolUseBlock(Block):
 
     type: Literal["tool_use"]
     id: Name
+    """What its result names; told to the template, few of which write it."""
     name: ToolName
+    """Part of the prompt."""
     input: dict[str, Any]
+    """Part of the prompt."""
     caller: Annotated[Any, refused({"type": "direct"})] = None
     toolset_name: Annotated[Any, refused()] = None
+
+
+ResultBlocks = Annotated[
+    list[
+        Annotated[
+            TextBlock, RefusedKinds("type", ("browser_state", "document", "image", "search_result", "tool_reference"))
+        ]
+    ],
+    Field(max_length=MAX_PARTS, fail_fast=True),
+]
 
 
 class ToolResultBlock(Block):
@@ -72,15 +95,23 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    """Which call it answers; told to the template with the call's name."""
+    content: Text | ResultBlocks | None = None
+    """Part of the prompt."""
     is_error: bool | None = None
     """true: the model reads `Error: ` before the content, and `Error` where there is none."""
     toolset_name: Annotated[Any, refused()] = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[
+    TextBlock | ToolResultBlock,
+    Field(discriminator="type"),
+    RefusedKinds("type", ("redacted_thinking", "thinking", "tool_use", *OTHER_BLOCKS.split())),
+]
 AssistantBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
+    Field(discriminator="type"),
+    RefusedKinds("type", ("tool_result", *OTHER_BLOCKS.split())),
 ]
 
 
@@ -89,6 +120,7 @@ class UserTurn(Wire):
 
     role: Literal["user"]
     content: Text | Annotated[list[UserBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+    """Part of the prompt."""
 
 
 class AssistantTurn(Wire):
@@ -96,9 +128,11 @@ class AssistantTurn(Wire):
 
     role: Literal["assistant"]
     content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+    """Part of the prompt."""
 
 
-Texts = Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+SystemBlock = Annotated[TextBlock, RefusedKinds("type", ("tool_addition", "tool_removal"))]
+Texts = Text | Annotated[list[SystemBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class SystemTurn(Wire):
@@ -106,6 +140,10 @@ class SystemTurn(Wire):
 
     role: Literal["system"]
     content: Texts
+    """Part of the prompt, where it stands, as a reminder in the person's turn."""
+
+    clear_at: Annotated[Any, refused("never")] = None
+    output_config: Annotated[Any, refused({}, hint="Send the request's own output_config.")] = None
 
 
 Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]

@@ -8,9 +8,9 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ..schemas import Grammar
-from .chat import OWN_VARIABLES, Name, TemplateKwargs
+from .chat import OWN_VARIABLES, Labels, TemplateKwargs
 from .common import Json
-from .conversation import Calling, Conversation, Effort, Tool, thinking_variables
+from .conversation import Calling, Conversation, Effort, Tool, calling_of, check_choice, thinking_variables
 from .formats import (
     ANY_OBJECT,
     JsonObjectFormat,
@@ -23,12 +23,22 @@ from .formats import (
 from .responses_items import ItemId, Items, as_turns
 from .sampling import MAX_INT, MAX_LOGPROBS, MAX_STOPS, Count, StopText, Text
 from .tools import MAX_TOOLS, NO_PARAMETERS, FunctionName
-from .wire import LABEL, MAX_LABEL, OneError, Wire, clash, refused
+from .wire import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
 
 if TYPE_CHECKING:
     from ..prompts import RenderOptions
 
 LOGPROBS = "message.output_text.logprobs"
+# Tools that OpenAI runs, and functions in its own notations.
+BUILT_IN_TOOLS = """
+    apply_patch code_interpreter computer computer_use_preview custom file_search image_generation local_shell mcp
+    namespace programmatic_tool_calling shell tool_search web_search web_search_2025_08_26 web_search_preview
+    web_search_preview_2025_03_11
+"""
+BUILT_IN_CHOICES = """
+    apply_patch code_interpreter computer computer_use computer_use_preview custom file_search image_generation mcp
+    programmatic_tool_calling shell web_search_preview web_search_preview_2025_03_11
+"""
 
 
 # Tools
@@ -39,11 +49,18 @@ class FlatFunction(Wire):
 
     type: Literal["function"]
     name: FunctionName
+    """Part of the prompt, and what a call has."""
     description: Text | None = None
+    """Part of the prompt."""
     parameters: dict[str, Any] | None = None
     """The JSON schema of the arguments, an object; absent: there are none."""
     strict: bool | None = None
     """true: arguments follow the schema also where the model is free to call the function or not."""
+
+    async_: Annotated[Any, refused(False), Field(alias="async")] = None
+    allowed_callers: Annotated[Any, refused(["direct"])] = None
+    defer_loading: Annotated[Any, refused(False)] = None
+    output_schema: Annotated[Any, refused()] = None
 
 
 class FlatNamed(Wire):
@@ -51,6 +68,7 @@ class FlatNamed(Wire):
 
     type: Literal["function"]
     name: FunctionName
+    """One of the tools' names."""
 
 
 class FlatAllowed(Wire):
@@ -58,11 +76,16 @@ class FlatAllowed(Wire):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
+    """auto: the model decides; required: at least one call."""
     tools: Annotated[list[FlatNamed], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    """Those that may be called."""
 
 
 FlatChoice = Annotated[
-    Literal["none", "auto", "required"] | Annotated[FlatNamed | FlatAllowed, Field(discriminator="type")],
+    Literal["none", "auto", "required"]
+    | Annotated[
+        FlatNamed | FlatAllowed, Field(discriminator="type"), RefusedKinds("type", tuple(BUILT_IN_CHOICES.split()))
+    ],
     OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
 ]
 
@@ -75,9 +98,13 @@ class FlatSchemaFormat(Wire):
 
     type: Literal["json_schema"]
     name: Annotated[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")], LABEL]
+    """Accepted."""
     description: Annotated[Text | None, LABEL] = None
+    """Accepted: the prompt does not tell of the schema."""
     schema_: Annotated[Schema, Field(alias="schema")]
+    """The answer follows it."""
     strict: Annotated[bool | None, LABEL] = None
+    """Accepted: every schema is held strictly."""
 
 
 class TextOptions(Wire):
@@ -106,7 +133,7 @@ class ResponseStreamOptions(Wire):
     """Accepted: no event is padded either way."""
 
 
-class ResponsesRequest(Conversation):
+class ResponsesRequest(Labels, Conversation):
     """POST /v1/responses."""
 
     model_config = ConfigDict(
@@ -152,7 +179,13 @@ class ResponsesRequest(Conversation):
     reasoning: ReasoningOptions | None = None
     """How the model is to think."""
 
-    tools: Annotated[list[FlatFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[FlatFunction, RefusedKinds("type", tuple(BUILT_IN_TOOLS.split()))]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+        ]
+        | None
+    ) = None
     """Functions that the model may call."""
     tool_choice: FlatChoice | None = None
     """auto: the model decides; none: no call, and the prompt does not tell of the tools; required: at least one call;
@@ -170,27 +203,13 @@ class ResponsesRequest(Conversation):
     chat_template_kwargs: TemplateKwargs | None = None
     """Variables for the chat template."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it."""
+    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
+    must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
     return_token_ids: bool | None = None
     """The response has prompt_token_ids and token_ids."""
 
     max_tool_calls: Annotated[Count | None, LABEL] = None
     """Accepted: it bounds the calls of built-in tools, of which there are none."""
-    metadata: Annotated[
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]],
-            Field(max_length=16),
-        ]
-        | None,
-        LABEL,
-    ] = None
-    """Accepted, and part of the response."""
-    prompt_cache_key: Annotated[Name | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
-    safety_identifier: Annotated[Name | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
-    service_tier: Annotated[Literal["auto", "default"] | None, LABEL] = None
-    """There is one tier; the response says default."""
     user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
     """Accepted for accounting elsewhere."""
 
@@ -234,13 +253,7 @@ class ResponsesRequest(Conversation):
     @field_validator("tool_choice")
     @classmethod
     def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None or value in ("none", "auto"):
-            return value
-        names = {tool.name for tool in info.data.get("tools") or ()}
-        if not names:
-            raise clash("must be absent, none or auto where there are no tools")
-        if not chosen_names(value) <= names:
-            raise clash("must name functions that are among the tools")
+        check_choice(value, chosen_names(value), [tool.name for tool in info.data.get("tools") or ()])
         return value
 
     @field_validator("stream_options")
@@ -327,7 +340,7 @@ class ResponsesRequest(Conversation):
     @property
     def thinking_budget(self) -> tuple[str, int] | None:
         most = self.thinking_token_budget
-        return None if most is None or most == -1 else ("thinking_token_budget", most)
+        return None if most is None else ("thinking_token_budget", most)
 
     @property
     def answer_grammar(self) -> Grammar | None:
@@ -345,23 +358,16 @@ class ResponsesRequest(Conversation):
 
     @property
     def calling(self) -> Calling | None:
-        tools, choice = self.offered, self.tool_choice
-        if not tools or choice == "none":
-            return None
-        is_parallel = self.parallel_tool_calls is not False
-        if choice is None or isinstance(choice, str):
-            return Calling(tools, choice == "required", is_parallel)
-        chosen = tuple(tool for tool in tools if tool.name in chosen_names(choice))
-        if isinstance(choice, FlatNamed):
-            return Calling(chosen, True, False, told=tools)
-        return Calling(chosen, choice.mode == "required", is_parallel, told=tools)
+        choice = self.tool_choice
+        mode = choice.mode if isinstance(choice, FlatAllowed) else None
+        return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
 
 
-def chosen_names(choice: str | FlatNamed | FlatAllowed) -> set[str]:
+def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
     """The functions that a choice names."""
     if isinstance(choice, FlatNamed):
-        return {choice.name}
-    return set() if isinstance(choice, str) else {tool.name for tool in choice.tools}
+        return [choice.name]
+    return [tool.name for tool in choice.tools] if isinstance(choice, FlatAllowed) else []
 
 
 def described(tool: FlatFunction, index: int) -> Tool:

@@ -9,12 +9,10 @@ from typing import Any
 
 import msgspec
 
-from engine import TokenLogprob
-
 from .. import sse
 from ..errors import ApiError
 from ..parsers import Arguments, Call, Content, Part, Reasoning
-from .common import Head, Json, Output, Prompt, TokenText, Writer, number
+from .common import Head, Json, Output, Prompt, TokenText, Writer
 from .responses import FlatAllowed, FlatFunction, FlatNamed, ResponsesRequest
 
 Keep = Callable[[Json], None]
@@ -174,7 +172,7 @@ class ResponsesWriter(Writer):
         begin = 0
         for index, end in enumerate(output.places):
             if self.request.num_logprobs is not None:
-                self._held.append(self._entry(output.token_ids[index], output.logprobs[index]))
+                self._held.append(self.entry(output.token_ids[index], output.logprobs[index]))
             yield from self._said(output.parts[begin:end])
             begin = end
         yield from self._said(output.parts[begin:])
@@ -274,17 +272,6 @@ class ResponsesWriter(Writer):
 
     def _of_part(self, name: str, **told: Any) -> Json:
         return self._of_item(name, content_index=0, **told)
-
-    def _entry(self, token_id: int, entry: TokenLogprob) -> Json:
-        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return {
-            **self._token(token_id, entry.logprob),
-            "top_logprobs": [self._token(other, logprob) for other, logprob in top],
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        text, data = self.token_text(token_id)
-        return {"token": text, "logprob": number(logprob), "bytes": list(data)}
 
 
 def since(text: str, entries: list[Json]) -> list[Json]:

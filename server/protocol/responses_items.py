@@ -6,15 +6,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .chat import MAX_MESSAGES, MAX_PARTS, Name
+from .chat import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
 from .common import Json
 from .sampling import Text
-from .wire import LABEL, MAX_LABEL, Wire, refused
+from .wire import LABEL, MAX_LABEL, RefusedKinds, Wire, refused
 
 MAX_ITEMS = MAX_MESSAGES  # of one request, and of a conversation with all that came before
 
 ItemId = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+NOT_TEXT = RefusedKinds("type", ("input_file", "input_image"))
+# What OpenAI's own tools leave in a conversation, and what steers it.
+OTHER_ITEMS = """
+    additional_tools apply_patch_call apply_patch_call_output code_interpreter_call compaction compaction_trigger
+    computer_call computer_call_output configuration_update custom_tool_call custom_tool_call_output file_search_call
+    image_generation_call local_shell_call local_shell_call_output mcp_approval_request mcp_approval_response mcp_call
+    mcp_list_tools program program_output shell_call shell_call_output tool_search_call tool_search_output
+    web_search_call
+"""
 
 
 class InputText(Wire):
@@ -22,6 +31,9 @@ class InputText(Wire):
 
     type: Literal["input_text"]
     text: Text
+    """Part of the prompt."""
+    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
+    """Accepted: equal beginnings of prompts are found without it."""
 
 
 class OutputText(Wire):
@@ -29,8 +41,11 @@ class OutputText(Wire):
 
     type: Literal["output_text"]
     text: Text
+    """Part of the prompt."""
     annotations: Annotated[list[Any] | None, LABEL] = None
+    """Accepted, and kept with the item."""
     logprobs: Annotated[list[Any] | None, LABEL] = None
+    """Accepted, and kept with the item."""
 
 
 class Refusal(Wire):
@@ -38,9 +53,10 @@ class Refusal(Wire):
 
     type: Literal["refusal"]
     refusal: Text
+    """Part of the prompt."""
 
 
-MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
+MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type"), NOT_TEXT]
 MessageParts = Annotated[list[MessagePart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
@@ -50,9 +66,13 @@ class MessageItem(Wire):
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
     content: Text | MessageParts
+    """Part of the prompt."""
     id: ItemId | None = None
-    status: ItemStatus | None = None
+    """The name under which the item is stored and found again; absent: one that the server makes."""
+    status: Annotated[ItemStatus | None, LABEL] = None
+    """Accepted, and kept with the item."""
     phase: Annotated[Literal["commentary", "final_answer"] | None, LABEL] = None
+    """Accepted, and kept with the item."""
 
 
 class FunctionCallItem(Wire):
@@ -60,10 +80,19 @@ class FunctionCallItem(Wire):
 
     type: Literal["function_call"]
     call_id: Name
+    """Told to the template, few of which write it."""
     name: Name
+    """Part of the prompt."""
     arguments: Text
+    """A JSON object as text; part of the prompt."""
     id: ItemId | None = None
-    status: ItemStatus | None = None
+    """The name under which the item is stored and found again; absent: one that the server makes."""
+    status: Annotated[ItemStatus | None, LABEL] = None
+    """Accepted, and kept with the item."""
+
+    async_: Annotated[Any, refused(False), Field(alias="async")] = None
+    caller: Annotated[Any, refused({"type": "direct"})] = None
+    namespace: Annotated[Any, refused()] = None
 
 
 class FunctionCallOutputItem(Wire):
@@ -71,9 +100,17 @@ class FunctionCallOutputItem(Wire):
 
     type: Literal["function_call_output"]
     call_id: Name
-    output: Text | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
+    """Which call it answers; told to the template, few of which write it."""
+    output: Text | Annotated[list[Annotated[InputText, NOT_TEXT]], Field(max_length=MAX_PARTS, fail_fast=True)]
+    """Part of the prompt."""
     id: ItemId | None = None
-    status: ItemStatus | None = None
+    """The name under which the item is stored and found again; absent: one that the server makes."""
+    status: Annotated[ItemStatus | None, LABEL] = None
+    """Accepted, and kept with the item."""
+
+    caller: Annotated[Any, refused({"type": "direct"})] = None
+    name: Annotated[Any, refused(hint="The call has it.")] = None
+    namespace: Annotated[Any, refused()] = None
 
 
 class ReasoningText(Wire):
@@ -81,6 +118,7 @@ class ReasoningText(Wire):
 
     type: Literal["reasoning_text"]
     text: Text
+    """Told to the template, which may leave it out of the prompt."""
 
 
 class SummaryText(Wire):
@@ -88,6 +126,7 @@ class SummaryText(Wire):
 
     type: Literal["summary_text"]
     text: Text
+    """Told to the template, which may leave it out of the prompt."""
 
 
 class ReasoningItem(Wire):
@@ -95,10 +134,14 @@ class ReasoningItem(Wire):
 
     type: Literal["reasoning"]
     id: ItemId | None = None
+    """The name under which the item is stored and found again; absent: one that the server makes."""
     summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    """What the template is told where there is no content."""
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    """What the model thought; told to the template, which may leave it out of the prompt."""
     encrypted_content: Annotated[Any, refused()] = None
-    status: ItemStatus | None = None
+    status: Annotated[ItemStatus | None, LABEL] = None
+    """Accepted, and kept with the item."""
 
 
 class ItemReference(Wire):
@@ -106,6 +149,7 @@ class ItemReference(Wire):
 
     type: Literal["item_reference"] = "item_reference"
     id: ItemId
+    """Of an item of the conversation that is gone on with, or of a stored response."""
 
 
 def typed(value: Any) -> Any:
@@ -119,6 +163,7 @@ Item = Annotated[
     MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference,
     Field(discriminator="type"),
     BeforeValidator(typed),
+    RefusedKinds("type", tuple(OTHER_ITEMS.split())),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -117,9 +118,9 @@ class Drawing(Wire):
         return 1
 
     @property
+    @abstractmethod
     def limit(self) -> tuple[str, int | None]:
         """The field that bounds the answer, and its value."""
-        raise NotImplementedError
 
     @property
     def is_limit_cut(self) -> bool:

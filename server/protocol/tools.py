@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from .conversation import Calling, Tool
+from .conversation import Calling, Tool, calling_of, check_choice
 from .sampling import Text
-from .wire import OneError, Wire, clash
+from .wire import OneError, RefusedKinds, Wire, clash
 
 MAX_TOOLS = 256
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -20,7 +20,9 @@ class Function(Wire):
     """A function: its name, what it is for, and the JSON schema of its arguments."""
 
     name: FunctionName
+    """Part of the prompt, and what a call has."""
     description: Text | None = None
+    """Part of the prompt."""
     parameters: dict[str, Any] | None = None
     """The JSON schema of the arguments, an object; absent: there are none."""
     strict: bool | None = None
@@ -32,12 +34,14 @@ class FunctionTool(Wire):
 
     type: Literal["function"]
     function: Function
+    """The function that the model may call."""
 
 
 class NamedFunction(Wire):
     """The name of a function among the tools."""
 
     name: FunctionName
+    """One of the tools' names."""
 
 
 class NamedTool(Wire):
@@ -45,13 +49,16 @@ class NamedTool(Wire):
 
     type: Literal["function"]
     function: NamedFunction
+    """The function."""
 
 
 class AllowedTools(Wire):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
+    """auto: the model decides; required: at least one call."""
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    """Those that may be called."""
 
 
 class AllowedToolsChoice(Wire):
@@ -59,10 +66,12 @@ class AllowedToolsChoice(Wire):
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
+    """Which, and whether one of them must be."""
 
 
-Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-Named = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+NOT_CUSTOM = RefusedKinds("type", ("custom",))
+Tools = Annotated[list[Annotated[FunctionTool, NOT_CUSTOM]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Named = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type"), NOT_CUSTOM]
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | Named,
     OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
@@ -101,36 +110,22 @@ class ToolChoiceFields(ToolsField):
     @field_validator("tool_choice")
     @classmethod
     def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None or value in ("none", "auto"):
-            return value
-        names = {tool.function.name for tool in info.data.get("tools") or ()}
-        if not names:
-            raise clash("must be absent, none or auto where there are no tools")
-        if not {*chosen_names(value)} <= names:
-            raise clash("must name functions that are among the tools")
+        check_choice(value, chosen_names(value), [tool.function.name for tool in info.data.get("tools") or ()])
         return value
 
     @property
     def calling(self) -> Calling | None:
         """The tools that the answer may call; None: none."""
-        tools, choice = self.offered, self.tool_choice
-        if not tools or choice == "none":
-            return None
-        is_parallel = self.parallel_tool_calls is not False
-        if choice is None or isinstance(choice, str):
-            return Calling(tools, choice == "required", is_parallel)
-        names = chosen_names(choice)
-        chosen = tuple(tool for tool in tools if tool.name in names)
-        if isinstance(choice, NamedTool):
-            return Calling(chosen, True, False, told=tools)
-        return Calling(chosen, choice.allowed_tools.mode == "required", is_parallel, told=tools)
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else None
+        return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
 
 
-def chosen_names(choice: str | NamedTool | AllowedToolsChoice) -> list[str]:
+def chosen_names(choice: str | NamedTool | AllowedToolsChoice | None) -> list[str]:
     """The functions that a choice names."""
     if isinstance(choice, NamedTool):
         return [choice.function.name]
-    return [] if isinstance(choice, str) else [tool.function.name for tool in choice.allowed_tools.tools]
+    return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedToolsChoice) else []
 
 
 def described(tool: FunctionTool, index: int) -> Tool:

@@ -2,18 +2,21 @@
 
 A request model is the one table of its fields. Each field is of one of three kinds, told by its annotation: `LABEL`
 (accepted, without influence on the tokens), `Refused` (known, and only its default passes), or neither: it has its
-effect. `table` reads it, with the docstrings of the fields as notes.
+effect. `RefusedKinds` marks objects of which the API knows kinds that this server does not take. `table` reads all of
+that, with the docstrings of the fields as notes.
 """
 
 from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, LiteralString, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_LABEL = 512  # characters
@@ -60,6 +63,14 @@ class Refused:
             raise PydanticCustomError("unsupported", "this server does not support it yet")
 
 
+@dataclass(frozen=True, eq=False)
+class RefusedKinds:
+    """Marks objects of which the API knows more kinds than this server takes: a 400 that names `tag`."""
+
+    tag: str
+    names: tuple[str, ...]
+
+
 def refused(*defaults: Any, hint: str = "") -> Refused:
     return Refused(defaults, hint)
 
@@ -68,37 +79,106 @@ Kind = Literal["effect", "label", "refused"]
 
 
 class FieldRow(NamedTuple):
-    """One field of a request: `stream` or, inside of an object, `stream_options.include_usage`."""
+    """One field of a request, by its path, or one kind of object that is refused as a whole.
+
+    `stream_options.include_usage` is inside of an object, `tools[].function` inside of a list's elements. Where several
+    kinds of object have a field of the same name the path says which kind is meant: `messages[role=tool].content`, and
+    `thinking{type=adaptive}.display` where there is no list. `input[type=computer_call]` is such a kind, refused.
+    """
 
     field: str
     kind: Kind
     note: str
 
 
-def table(model: type[BaseModel], prefix: str = "") -> Iterator[FieldRow]:
-    """Every field of a request and what becomes of it; objects of our own are followed by their fields."""
+def table(model: type[BaseModel]) -> Iterator[FieldRow]:
+    """Every field of a request and what becomes of it; what holds objects of our own is followed by their fields."""
     for name, field in model.model_fields.items():
-        path = prefix + (field.alias or name)
-        mark = next((mark for mark in field.metadata if isinstance(mark, _Label | Refused)), None)
-        kind: Kind = "effect" if mark is None else "label" if isinstance(mark, _Label) else "refused"
-        note = mark.note if isinstance(mark, Refused) else " ".join((field.description or "").split())
-        yield FieldRow(path, kind, note)
-        for part in _members(field.annotation):
-            if isinstance(part, type) and issubclass(part, Wire):
-                yield from table(part, f"{path}.")
+        yield from _rows(field.alias or name, field)
 
 
-def _members(annotation: Any) -> Iterable[Any]:
-    """The types that a field may have: those of a union, or the one."""
-    origin = get_origin(annotation)
+def _rows(path: str, field: FieldInfo) -> Iterator[FieldRow]:
+    mark = _mark(field, (_Label, Refused))
+    if isinstance(mark, Refused):
+        yield FieldRow(path, "refused", mark.note)
+        return
+    yield FieldRow(path, "effect" if mark is None else "label", _note(field))
+    for objects in _objects(field.annotation, path, field.discriminator, _mark(field, RefusedKinds)):
+        yield from objects.rows()
+
+
+def _mark(field: FieldInfo, kinds: tuple[type, ...] | type) -> Any:
+    return next((mark for mark in field.metadata if isinstance(mark, kinds)), None)
+
+
+def _note(field: FieldInfo) -> str:
+    words = " ".join((field.description or "").split())
+    return words or f"One of: {', '.join(values)}." if (values := _literals(field.annotation)) else words
+
+
+def _literals(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+class _Objects(NamedTuple):
+    """What one place of a request may hold: objects of some kinds, told apart by the field `tag`."""
+
+    path: str
+    tag: str
+    members: tuple[type[Wire], ...]
+    refused: tuple[str, ...]  # further kinds
+
+    def rows(self) -> Iterator[FieldRow]:
+        """The tag of all kinds, then the fields of each, and at last the kinds that are refused."""
+        names = Counter(name for member in self.members for name in member.model_fields)
+        if len(self.members) > 1:
+            told = ", ".join(kind for member in self.members for kind in self._kinds(member))
+            yield FieldRow(f"{self.path}.{self.tag}", "effect", f"One of: {told}.")
+            del names[self.tag]
+        for member in self.members:
+            for name, field in member.model_fields.items():
+                if num := names[name]:
+                    path = self.path if num == 1 else self._of(*self._kinds(member))
+                    yield from _rows(f"{path}.{field.alias or name}", field)
+        for kind in self.refused:
+            yield FieldRow(self._of(kind), "refused", f"Not supported: a 400 that names {self.tag}.")
+
+    def _kinds(self, member: type[Wire]) -> tuple[str, ...]:
+        return _literals(member.model_fields[self.tag].annotation)
+
+    def _of(self, *kinds: str) -> str:
+        told = f"{self.tag}={'|'.join(kinds)}"
+        return f"{self.path[:-2]}[{told}]" if self.path.endswith("[]") else f"{self.path}{{{told}}}"
+
+
+def _objects(annotation: Any, path: str, tag: Any = None, refused: RefusedKinds | None = None) -> Iterator[_Objects]:
+    """The objects that a value of this type may be, or may hold as the elements of a list."""
+    origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _members(get_args(annotation)[0])
-    return get_args(annotation) if origin in (Union, types.UnionType) else (annotation,)
+        tag = next((mark.discriminator for mark in parts if isinstance(mark, FieldInfo)), tag)
+        refused = next((mark for mark in parts if isinstance(mark, RefusedKinds)), refused)
+        yield from _objects(parts[0], path, tag, refused)
+    elif origin is list:
+        yield from _objects(parts[0], f"{path}[]")
+    elif origin in (Union, types.UnionType):
+        members = tuple(part for part in parts if _is_object(part))
+        if members:
+            yield _Objects(path, str(tag), members, refused.names if refused else ())
+        for part in parts:
+            if part not in members:
+                yield from _objects(part, path)
+    elif _is_object(annotation):
+        yield _Objects(path, refused.tag if refused else "", (annotation,), refused.names if refused else ())
+
+
+def _is_object(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Wire)
 
 
 def kinds(model: type[BaseModel]) -> dict[str, Kind]:
-    """The kind of each field of a request."""
-    return {row.field: row.kind for row in table(model) if "." not in row.field}
+    """The kind of each field of a request itself."""
+    own = {field.alias or name for name, field in model.model_fields.items()}
+    return {row.field: row.kind for row in table(model) if row.field in own}
 
 
 def clash(message: LiteralString) -> PydanticCustomError:

@@ -108,19 +108,24 @@ async def model(model_id: str, app: AppDep) -> Card:
 
 
 class Capability(Wire):
-    """A field of an endpoint's requests, `stream_options.include_usage` for one inside of an object."""
+    """A field of an endpoint's requests, by its path, or a kind of object in them that is refused."""
 
     endpoint: str
     field: str
     kind: Kind
-    """effect; label: accepted, without influence on the tokens; refused: 400 with this field as its param"""
+    """effect; label: accepted, without influence on the tokens; refused: 400 with its place as param
+    (messages.0.content.0.image_url)"""
     note: str
 
 
 @router.get("/v1/capabilities", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
 async def capabilities(request: Request) -> list[Capability]:
-    """The fields of each request and of the objects in it, and what becomes of them; the elements of lists (messages,
-    tools) are told by /openapi.json. A field that is in neither is refused."""
+    """The fields of each request, of the objects in it and of the elements of its lists, and what becomes of them.
+
+    `messages[].tool_calls` is a field of a list's elements, `thinking.budget_tokens` one of an object. Where several
+    kinds of object have a field of one name the path says whose it is: `messages[role=tool].content`,
+    `thinking{type=adaptive}.display`; `tools[type=custom]` is a kind that is refused. What is not told here is refused.
+    """
     return [
         Capability(endpoint=path, field=row.field, kind=row.kind, note=row.note)
         for path, model in models_of(request.app.routes).items()

@@ -345,10 +345,26 @@ def test_free_rows_draw_the_same_beside_grammar_rows_as_alone():
     assert run(request(12, WORDS)) == [mixed[3]]
 
 
-def test_the_same_tokens_with_and_without_jumps():
-    for number in range(1, 6):
-        [jumped, drawn] = run(request(number, SCHEMA), replace(request(number, SCHEMA, logprobs=0), id=100))
-        assert jumped == drawn
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        SCHEMA, WORDS, ("json_schema", '{"const": {"a": 1}}'), ("choice", '["a whale in the sea"]'),
+        ("choice", '["yes", "no"]'), ("choice", '["yes", "yes please"]'), ("regex", "x?abcdefghij[kl]"),
+        ("regex", "yes( sir)?"), ("lark", 'start: "abc" TEXT?\nTEXT: /x{0,3}/'),
+    ],
+    ids=lambda grammar: grammar[1][:30],
+)  # fmt: skip
+def test_the_same_tokens_and_the_same_end_with_and_without_jumps(grammar):
+    """With log-probabilities every token is drawn."""
+    ways = [(number, most, told) for number in (1, 2, 3) for most in (120, 6, 5, 4, 1) for told in (None, 0)]
+    asked = [request(number, grammar, max_tokens=most, logprobs=told) for number, most, told in ways]
+    seen = run(*(replace(each, id=place) for place, each in enumerate(asked)))
+    assert seen[::2] == seen[1::2]
+
+
+def test_an_output_that_is_forced_from_its_beginning_has_no_end_token():
+    [(ids, reason)] = run(request(1, ("choice", '["a whale in the sea"]')))
+    assert (TOKENS.decode(ids, skip_special_tokens=False), reason) == ("a whale in the sea", "stop")
 
 
 def test_forced_tokens_come_with_the_drawn_one_and_are_counted():

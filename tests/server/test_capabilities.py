@@ -4,20 +4,24 @@ The rows come from the server, the telling values from tests/server/effects: a f
 """
 
 import json
+import re
 import shutil
 import typing
 
 import pytest
+from pydantic import Field
 
 from engine import fetch
 from server.app import build_app
 from server.body import models
-from server.protocol.wire import Refused, Wire, table
+from server.protocol.wire import Refused, RefusedKinds, Wire, table
 from server.settings import Settings
 from tests.fakes import FakeEngine
 from tests.live import Server
-from tests.server.effects import EFFECTS, ENDPOINTS, KNOWN, LABELS
+from tests.server.effects import EFFECTS, ENDPOINTS, HEADERS, KNOWN, LABELS, SDK_TYPES
 from tests.server.effects.endpoint import QUESTION, TOKENIZE, Endpoint
+from tests.server.effects.known import gaps
+from tests.server.effects.places import changed, of_kind
 from tests.server.wire import CHAT, joined
 
 MODELS = models(build_app(Settings(model="none"), FakeEngine()).routes)
@@ -25,7 +29,9 @@ ROWS = [(path, row.field) for path, model in MODELS.items() for row in table(mod
 
 
 # What the fields of the template are told by; and the marks of a model that reasons.
-SPOKEN = "{{ mood }}{{ reasoning_effort }}{{ 'brisk' if enable_thinking is false }}{# <think> </think> #}"
+SPOKEN = """{{ mood }}{{ reasoning_effort }}{{ 'brisk' if enable_thinking is false }}{# <think> </think> #}
+{%- for m in messages %}{{ m.name }}{{ m.tool_call_id }}{{ m.reasoning_content }}
+{%- for call in m.tool_calls or () %}{{ call.id }}{% endfor %}{% endfor %}"""
 
 
 def with_marks(folder):
@@ -67,10 +73,13 @@ def entry(path, field, kind):
     return found
 
 
-def within(field, value):
-    """The request's addition that sets a field, also one inside of an object."""
-    outer, _, inner = field.partition(".")
-    return {outer: {inner: value} if inner else value}
+def within(path, field, value):
+    """A request's addition without a field, the one that sets it to a value, and how an error names its place."""
+    try:
+        return changed(path, field, value)
+    except LookupError:
+        outer, _, inner = field.partition(".")
+        return *({outer: {inner: value} if inner else value} for value in (None, value)), field
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +98,7 @@ def test_a_field_is_what_the_table_says(server, capabilities, path, field):
     elif row["kind"] == "label":
         draws = "temperature" in EFFECTS[path]
         for more in ({}, {"temperature": 1.5, "seed": 3}) if draws else ({},):
-            ways = [within(field, value) | more for value in (None, telling)]
+            ways = [way | more for way in within(path, field, telling)[:2]]
             if "stream_options" in ways[0]:
                 plain, labelled = (joined(endpoint.stream(**way)) for way in ways)
             elif draws:
@@ -97,13 +106,20 @@ def test_a_field_is_what_the_table_says(server, capabilities, path, field):
             else:
                 plain, labelled = (endpoint.ask(**way) for way in ways)
             assert labelled == plain
+    elif field.endswith(("]", "}")):
+        plain, other, place, tag = of_kind(path, field)
+        error = endpoint.post(**other)
+        assert error.status_code == 400
+        assert error.json()["error"]["param"] in (place, f"{place}.{tag}")
+        assert endpoint.post(**plain).status_code == 200
     else:
         base = {TOKENIZE: {"messages": QUESTION}}.get(path, {})
         for value in ({"no": "default"}, "no such default"):
-            error = endpoint.post(**base, **within(field, value))
+            plain, refused, place = within(path, field, value)
+            error = endpoint.post(**{**base, **refused})
             assert error.status_code == 400
-            assert error.json()["error"]["param"] == field
-        assert endpoint.post(**base, **within(field, None)).status_code == 200
+            assert error.json()["error"]["param"] == place
+        assert endpoint.post(**{**base, **plain}).status_code == 200
 
 
 def test_capabilities_and_the_api_page_tell_of_the_same_fields(server, capabilities):
@@ -112,10 +128,19 @@ def test_capabilities_and_the_api_page_tell_of_the_same_fields(server, capabilit
     def fields(schema, prefix=""):
         for name, inner in schema["properties"].items():
             yield prefix + name
-            for part in (inner, *inner.get("anyOf", ())):
-                if "$ref" in part and not part.get("items"):
-                    inside = page["components"]["schemas"][part["$ref"].rpartition("/")[2]]
-                    yield from fields(inside, f"{prefix}{name}.")
+            yield from inside(inner, prefix + name)
+
+    def inside(schema, place):
+        for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+            yield from inside(part, place)
+        if "items" in schema:
+            yield from inside(schema["items"], f"{place}[]")
+        if "$ref" in schema:
+            yield from fields(page["components"]["schemas"][schema["$ref"].rpartition("/")[2]], f"{place}.")
+
+    def without_kinds(field):
+        """The page tells of kinds in its own way."""
+        return re.sub(r"{.*?}", "", re.sub(r"\[.*?\]", "[]", field))
 
     shown = {
         (path, field)
@@ -124,13 +149,19 @@ def test_capabilities_and_the_api_page_tell_of_the_same_fields(server, capabilit
         for content in operation.get("requestBody", {}).get("content", {}).values()
         for field in fields(content["schema"])
     }
-    assert shown == capabilities.keys() == set(ROWS)
+    assert set(ROWS) == capabilities.keys()
+    assert shown == {(path, without_kinds(field)) for path, field in ROWS if not field.endswith(("]", "}"))}
     assert {row["kind"] for row in capabilities.values()} == {"effect", "label", "refused"}
 
 
 def test_every_field_of_the_apis_and_of_their_common_extensions_is_known():
     for path, names in KNOWN.items():
         assert names - {row.field for row in table(MODELS[path])} == set()
+
+
+@pytest.mark.parametrize(("path", "types"), SDK_TYPES.items(), ids=lambda part: str(part).rpartition("/")[2])
+def test_every_field_inside_of_objects_and_lists_is_known(path, types):
+    assert {gap for theirs in types for gap in gaps(MODELS[path], theirs)} <= HEADERS
 
 
 def test_no_two_parts_of_requests_share_a_name_on_the_api_page():
@@ -154,6 +185,60 @@ def test_no_entry_is_left_over():
     told = {(path, field) for path, fields in EFFECTS.items() for field in fields}
     assert told <= set(ROWS)
     assert LABELS.keys() <= {field for _, field in ROWS}
+
+
+def test_a_path_says_which_kind_of_object_where_several_have_a_field():
+    class Near(Wire):
+        type: typing.Literal["near"]
+        far: bool
+        """Not."""
+
+    class Far(Near):
+        type: typing.Literal["far", "farther"]
+        miles: int
+        """How many."""
+
+    class Travel(Wire):
+        stops: list[typing.Annotated[Near | Far, Field(discriminator="type"), RefusedKinds("type", ("moon",))]] | None
+        goal: typing.Annotated[Near | Far, Field(discriminator="type")]
+        home: typing.Annotated[Near, RefusedKinds("type", ("moon",))]
+
+    rows = {row.field: (row.kind, row.note) for row in table(Travel)}
+    assert list(rows) == [
+        "stops", "stops[].type", "stops[type=near].far", "stops[type=far|farther].far", "stops[].miles",
+        "stops[type=moon]", "goal", "goal.type", "goal{type=near}.far", "goal{type=far|farther}.far", "goal.miles",
+        "home", "home.type", "home.far", "home{type=moon}",
+    ]  # fmt: skip
+    assert rows["stops[].type"] == ("effect", "One of: near, far, farther.")
+    assert rows["stops[type=moon]"] == ("refused", "Not supported: a 400 that names type.")
+
+
+def test_a_field_that_an_sdk_knows_and_a_request_does_not_is_found():
+    class Part(typing.TypedDict):
+        type: typing.Literal["near"]
+        far: bool
+        colour: str
+
+    class Other(typing.TypedDict):
+        type: typing.Literal["moon"]
+
+    class Theirs(typing.TypedDict, total=False):
+        parts: typing.Iterable[Part | Other] | str
+        speed: int
+
+    class Own(Wire):
+        type: typing.Literal["near"]
+        far: bool
+
+    class Ours(Wire):
+        parts: list[Own] | str
+
+    class More(Wire):
+        parts: list[typing.Annotated[Own, RefusedKinds("type", ("moon",))]] | str
+        speed: typing.Annotated[typing.Any, Refused()] = None
+
+    assert set(gaps(Ours, Theirs)) == {"parts[](near).colour", "parts[](moon)", "speed"}
+    assert set(gaps(More, Theirs)) == {"parts[](near).colour"}
 
 
 def test_refused_notes_say_what_passes():

@@ -193,14 +193,12 @@ def test_many_inputs_are_fed_in_order_and_leave_room_for_others(folder):
             engine.hold()
             asking = asyncio.create_task(client.post(EMBEDDINGS, json={"input": MANY}))
             await until(lambda: len(engine.open) == WINDOW)
-            assert limits.open_choices == WINDOW
+            assert limits.open_choices == 1, "a request is one place of the queue"
             other = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "the whale", "max_tokens": 2}))
             await until(lambda: len(engine.open) == WINDOW + 1)
             assert [list(request.prompt_ids) for request in engine.requests[:WINDOW]] == [
                 ids(text) for text in MANY[:WINDOW]
             ]
-            full = await client.post(EMBEDDINGS, json={"input": MANY})
-            assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
             engine.let_go()
             assert (await other).status_code == 200
             answer = (await asking).json()
@@ -210,6 +208,48 @@ def test_many_inputs_are_fed_in_order_and_leave_room_for_others(folder):
             told = [struct.pack("<8f", *entry["embedding"]) for entry in answer["data"]]
             assert told == [embedded(request) for request in fed]
             assert limits.open_choices == 0
+
+    asyncio.run(main())
+
+
+def test_many_requests_share_the_engine_and_leave_the_queue_to_others(folder):
+    async def main():
+        engine = FakeEngine(delay=0.001)
+        async with serving(folder, engine, max_num_queued_reqs=8) as (client, app):
+            engine.hold()
+            given = [[f"{letter} {number}" for number in range(40)] for letter in "abcdefghi"]
+            asking = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": texts})) for texts in given]
+            await until(lambda: len(engine.open) == WINDOW and app.state.pequod.limits.open_inputs == 9 * 40)
+            other = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "the whale", "max_tokens": 2}))
+            await until(lambda: len(engine.open) == WINDOW + 1)
+            assert len(engine.requests) == WINDOW + 1, "of nine requests no more inputs than of one"
+            engine.let_go()
+            assert (await other).status_code == 200
+            assert [len((await each).json()["data"]) for each in asking] == [40] * 9
+            # Whoever waits gets its turn behind a window of each of the others, not behind all that they have.
+            fed = [list(request.prompt_ids) for request in engine.requests]
+            first = [fed.index(ids(texts[0])) for texts in given]
+            assert max(first) <= 9 * WINDOW < fed.index(ids(given[0][-1]))
+            assert app.state.pequod.limits.open_inputs == app.state.pequod.limits.open_choices == 0
+
+    asyncio.run(main())
+
+
+def test_more_inputs_than_the_server_holds_get_503(folder, monkeypatch):
+    monkeypatch.setattr("server.limits.MAX_OPEN_INPUTS", 60)
+
+    async def main():
+        engine = FakeEngine()
+        engine.hold()
+        async with serving(folder, engine) as (client, _):
+            asking = asyncio.create_task(client.post(EMBEDDINGS, json={"input": MANY}))
+            await until(lambda: engine.open)
+            full = await client.post(EMBEDDINGS, json={"input": MANY})
+            assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
+            engine.let_go()
+            assert (await asking).status_code == 200
+            alone = await client.post(EMBEDDINGS, json={"input": MANY * 2})
+            assert alone.status_code == 200, "what is alone gets in"
 
     asyncio.run(main())
 

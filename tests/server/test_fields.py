@@ -44,9 +44,9 @@ def test_the_table_tells_the_kind_of_each_field():
     table = kinds(ChatRequest)
     assert {table[name] for name in ("response_format", "structured_outputs")} == {"effect"}
     assert {table[name] for name in ("temperature", "n", "stop", "messages", "stream_options")} == {"effect"}
-    assert [name for name, kind in table.items() if kind == "label"] == [
+    assert {name for name, kind in table.items() if kind == "label"} == {
         "session_id", "user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
-    ]  # fmt: skip
+    }  # fmt: skip
     assert {table[name] for name in ("functions", "verbosity", "best_of")} == {"refused"}
 
 

@@ -1,16 +1,15 @@
 """What the fields of a chat completion do."""
 
 import json
-import typing
 
-from openai.types.chat import ChatCompletionStreamOptionsParam
 from openai.types.chat import completion_create_params as params
 
 from tests.server.wire import CHAT
 
-from .drawing import SHARED
+from .drawing import OBJECT, SHARED
 from .endpoint import END, QUESTION
 from .extensions import EXTENSIONS
+from .places import CALL, FUNCTION, held, needed, written
 
 
 def max_completion_tokens(e):
@@ -89,6 +88,10 @@ def tool_choice(e):
 def parallel_tool_calls(e):
     again = {"tool_choice": "required", "logit_bias": {str(END): -100}}
     assert len(called(e, **again, parallel_tool_calls=False)) == 1
+    twice = {"choice": ['<tool_call>\n{"name": "fog", "arguments": {}}\n</tool_call>\n' * 2]}
+    for alone, num in ((None, 2), (False, 1)):
+        said = message(e, max_tokens=90, tools=[FOG], structured_outputs=twice, parallel_tool_calls=alone)
+        assert len(said["tool_calls"]) == num
 
 
 def include_reasoning(e):
@@ -104,16 +107,99 @@ def reasoning_effort(e):
 def thinking_token_budget(e):
     """The tokens that begin a block are forced; what it holds is the model's own."""
 
+    begun = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "continue_final_message": True}
+    begun |= {"max_tokens": 40, "logit_bias": {str(END): -100}}
+
     def thought(**more):
-        begun = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "continue_final_message": True}
-        answer = e.ask(**begun, max_tokens=40, logit_bias={str(END): -100}, **more)
-        return answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        return e.ask(**begun, **more)["usage"]["completion_tokens_details"]["reasoning_tokens"]
 
     assert thought() == 40
     assert thought(thinking_token_budget=5) == 6, "and the mark that ends it"
     assert thought(thinking_token_budget=-1) == 40
+    formed = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": OBJECT}}}
+    assert thought(**formed) == 21, "half of the tokens, and the mark"
+    assert json.loads(message(e, **begun, **formed)["content"]) == {"a": 1}
+    assert thought(tools=[FOG], tool_choice="required") == 21
+    assert thought(**formed, thinking_token_budget=5) == 6
+    assert thought(**formed, thinking_token_budget=-1) == 40
+    assert e.choices(**begun, **formed, thinking_token_budget=-1)[0]["finish_reason"] == "length"
 
 
+def role(e):
+    said = {role: e.shown(messages=[*QUESTION, {"role": role, "content": "No."}]) for role in ("user", "system")}
+    assert "<|im_start|>user\nNo." in said["user"] and "<|im_start|>system\n" in said["system"]
+    wrong = e.post(messages=[{"role": "narwhal", "content": "No."}])
+    assert wrong.json()["error"]["param"] == "messages.0.role"
+
+
+def named_tool(e):
+    for name in ("fog", "row"):
+        [call] = called(e, tool_choice={"type": "function", "function": {"name": name}})
+        assert call["name"] == name
+    for wrong in ({"type": "narwhal", "function": {"name": "fog"}}, {"type": "function", "function": {"name": "sea"}}):
+        assert e.post(**CALLED, tool_choice=wrong).json()["error"]["param"] == "tool_choice"
+
+
+def allowed_tools(e):
+    def choice(mode, kind="function", name="fog"):
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": mode, "tools": [{"type": kind, "function": {"name": name}}]},
+        }
+
+    assert {call["name"] for call in called(e, tool_choice=choice("required"))} == {"fog"}
+    assert {call["name"] for call in called(e, tool_choice=choice("required", name="row"))} == {"row"}
+    free = e.choices(**CALLED, tool_choice=choice("auto"))[0]
+    assert free["message"].get("tool_calls") is None
+    for wrong in (choice("narwhal"), choice("auto", kind="narwhal"), choice("auto", name="sea")):
+        assert e.post(**CALLED, tool_choice=wrong).json()["error"]["param"] == "tool_choice"
+
+
+ROLES = ("role=system|developer", "role=user", "role=assistant", "role=tool")
+# What chat and the endpoints that only write its prompt have.
+TALKED = {
+    "messages[].role": role,
+    **{field: written(field, "Narwhal") for field in (f"messages[{role}].content" for role in ROLES)},
+    **{field: written(field, "Narwhal") for field in (f"messages[{role}].content[].text" for role in ROLES)},
+    **{field: written(field, "Narwhal") for field in (f"messages[{role}].name" for role in ROLES)},
+    **{field: needed(field) for field in (f"messages[{role}].content[].type" for role in ROLES)},
+    **{
+        field: written(field, "narwhal")
+        for field in (
+            "messages[].reasoning_content",
+            "messages[].reasoning",
+            "messages[].tool_call_id",
+            "messages[].tool_calls[].id",
+            "messages[].tool_calls[].function.name",
+            "tools[].function.name",
+            "tools[].function.description",
+        )
+    },
+    **{
+        field: written(field, value, "narwhal")
+        for field, value in {
+            "messages[].tool_calls": [{**CALL, "id": "narwhal"}],
+            "messages[].tool_calls[].function": {"name": "narwhal", "arguments": "{}"},
+            "messages[].tool_calls[].function.arguments": '{"far": "narwhal"}',
+            "tools[].function": {**FUNCTION, "name": "narwhal"},
+            "tools[].function.parameters": {"type": "object", "properties": {"narwhal": {}}},
+        }.items()
+    },
+    "messages[].tool_calls[].type": needed("messages[].tool_calls[].type"),
+    "tools[].type": needed("tools[].type"),
+    "tools[].function.strict": held("tools[].function.parameters", lambda e: e.path == CHAT),
+}
+CHOSEN = {
+    "tool_choice.type": tool_choice,
+    "tool_choice.function": named_tool,
+    "tool_choice.function.name": named_tool,
+    "tool_choice.allowed_tools": allowed_tools,
+    "tool_choice.allowed_tools.mode": allowed_tools,
+    "tool_choice.allowed_tools.tools": allowed_tools,
+    "tool_choice.allowed_tools.tools[].type": allowed_tools,
+    "tool_choice.allowed_tools.tools[].function": allowed_tools,
+    "tool_choice.allowed_tools.tools[].function.name": allowed_tools,
+}
 TEMPLATES = {
     "tools": tools,
     "messages": messages,
@@ -125,6 +211,8 @@ EFFECTS = {
     CHAT: {
         **SHARED,
         **TEMPLATES,
+        **TALKED,
+        **CHOSEN,
         "max_completion_tokens": max_completion_tokens,
         "logprobs": chat_logprobs,
         "top_logprobs": top_logprobs,
@@ -135,15 +223,19 @@ EFFECTS = {
         "thinking_token_budget": thinking_token_budget,
     }
 }
+LABELS = {
+    **{f"messages[{role}].content[].prompt_cache_breakpoint": {"mode": "explicit"} for role in ROLES},
+    "messages[].tool_calls[].function.parsed_arguments": {"far": False},
+    "messages[].tool_calls[].index": 3,
+    "messages[].parsed": {"a": 2},
+    "messages[].provider_specific_fields": {"b": 3},
+    "response_format.json_schema.name": "narwhal",
+    "response_format.json_schema.description": "A narwhal.",
+    "response_format.json_schema.strict": False,
+}
 OWN = """
     add_generation_prompt chat_template chat_template_kwargs continue_final_message documents include_reasoning
     media_io_kwargs mm_processor_kwargs return_prompt_text
 """
-KNOWN = {
-    CHAT: {
-        *typing.get_type_hints(params.CompletionCreateParamsStreaming),
-        *(f"stream_options.{name}" for name in typing.get_type_hints(ChatCompletionStreamOptionsParam)),
-        *EXTENSIONS,
-        *OWN.split(),
-    }
-}
+KNOWN = {CHAT: {*EXTENSIONS, *OWN.split()}}
+SDK_TYPES = {CHAT: [params.CompletionCreateParamsNonStreaming, params.CompletionCreateParamsStreaming]}

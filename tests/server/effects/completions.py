@@ -1,9 +1,6 @@
 """What the fields of a completion do."""
 
-import typing
-
 from openai.types import completion_create_params as params
-from openai.types.chat import ChatCompletionStreamOptionsParam
 
 from tests.server.wire import COMPLETIONS
 
@@ -44,11 +41,5 @@ EFFECTS = {
         "add_special_tokens": add_special_tokens,
     }
 }
-KNOWN = {
-    COMPLETIONS: {
-        *typing.get_type_hints(params.CompletionCreateParamsStreaming),
-        *(f"stream_options.{name}" for name in typing.get_type_hints(ChatCompletionStreamOptionsParam)),
-        *EXTENSIONS,
-        "prompt_embeds",
-    }
-}
+KNOWN = {COMPLETIONS: {*EXTENSIONS, "prompt_embeds"}}
+SDK_TYPES = {COMPLETIONS: [params.CompletionCreateParamsNonStreaming, params.CompletionCreateParamsStreaming]}

@@ -218,7 +218,15 @@ def begins_an_object(text):
 
 
 STRUCTURED = {
-    "response_format": response_format,
+    **dict.fromkeys(
+        (
+            "response_format",
+            "response_format.type",
+            "response_format.json_schema",
+            "response_format.json_schema.schema",
+        ),
+        response_format,
+    ),
     "structured_outputs": structured_outputs,
     "structured_outputs.json": structured("json", OBJECT, begins_an_object),
     "structured_outputs.regex": structured("regex", "[ab]{3}", re.compile("[ab]{3}").fullmatch),

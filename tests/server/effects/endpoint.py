@@ -60,6 +60,12 @@ class Endpoint:
         answer = self.ask(**more, return_token_ids=True)
         return (answer if self.path == CHAT else answer["choices"][0])["prompt_token_ids"]
 
+    def shown(self, **more):
+        """The prompt as text, or what of it the endpoint tells."""
+        if self.path == TEMPLATE:
+            return self.ask(**more)["prompt"]
+        return self.decode(self.ask(**more)["tokens"] if self.path == TOKENIZE else self.prompt(**more))
+
     def logprobs(self, **more):
         """Per token its log-probability and how many likely ones are beside it."""
         told = self.choices(**more)[0]["logprobs"]

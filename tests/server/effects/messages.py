@@ -1,16 +1,15 @@
 """What the fields of a message do, in Anthropic's form."""
 
 import json
-import typing
 
 from anthropic.types import message_count_tokens_params as count_params
 from anthropic.types import message_create_params as params
 from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_params
-from anthropic.types.output_config_param import OutputConfigParam
 
 from . import drawing
 from .endpoint import COUNT_TOKENS, END, MESSAGES, QUESTION, TOKENIZE, Endpoint
+from .places import held, needed, written
 
 
 class MessagesEndpoint(Endpoint):
@@ -29,6 +28,10 @@ class MessagesEndpoint(Endpoint):
         told = self.client.post(TOKENIZE, json={"prompt": text, "add_special_tokens": False})
         return told.json()["tokens"]
 
+    def shown(self, **more):
+        """Of the prompt only its size is told."""
+        return size(self, **more)
+
     def stream(self, **more):
         response = self.post(**more, stream=True)
         assert response.headers["content-type"].startswith("text/event-stream"), response.text
@@ -41,6 +44,9 @@ class CountEndpoint(Endpoint):
 
     def count(self, **more):
         return self.ask(**more)["input_tokens"]
+
+    def shown(self, **more):
+        return self.count(**more)
 
     def tokens(self, temperature=None, seed=None, **more):
         """What a label must not change; nothing is drawn here."""
@@ -100,6 +106,8 @@ def thinking(e):
 
         assert thought() == 40
         assert thought(thinking={"type": "enabled", "budget_tokens": 5}) == 6, "and the mark that ends it"
+        assert thought(output_format=FORMAT) == 21, "half of the tokens, and the mark"
+        assert thought(output_format=FORMAT, thinking={"type": "adaptive"}) == 40
 
 
 def effort(e):
@@ -201,7 +209,139 @@ def structured_outputs(e):
     assert e.post(**both).json()["error"]["param"] == "structured_outputs"
 
 
+def role(e):
+    """A late system message is a reminder in the person's turn."""
+
+    def said(role):
+        return size(e, messages=[*QUESTION, {"role": role, "content": "No."}, *QUESTION])
+
+    assert said("user") < said("system") < said("assistant") + size(e), "neighbouring messages of one role are one turn"
+    assert said("assistant") != said("user")
+    wrong = e.post(messages=[{"role": "narwhal", "content": "No."}])
+    assert wrong.json()["error"]["param"] == "messages.0.role"
+
+
+def part_type(role):
+    def check(e):
+        for kind in ("narwhal", "tool_use" if role == "user" else "tool_result"):
+            wrong = e.post(messages=[*QUESTION, {"role": role, "content": [{"type": kind}]}])
+            assert wrong.json()["error"]["param"] == "messages.1.content.0.type"
+
+    return check
+
+
+def is_error(e):
+    def asked(**more):
+        call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": "No.", **more}
+        return [*QUESTION, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+    assert size(e, messages=asked(is_error=True)) > size(e, messages=asked()) == size(e, messages=asked(is_error=False))
+
+
+def only_custom(e):
+    assert size(e, tools=[{**TOOL, "type": "custom"}]) == size(e, tools=[TOOL])
+    assert e.post(tools=[{**TOOL, "type": "narwhal"}]).json()["error"]["param"] == "tools.0.type"
+
+
+BEGUN = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "logit_bias": {str(END): -100}}
+
+
+def display(kind):
+    def check(e):
+        thinking = {"type": kind} | ({"budget_tokens": 5} if kind == "enabled" else {})
+        if e.path == COUNT_TOKENS:
+            assert size(e, thinking={**thinking, "display": "omitted"}) == size(e, thinking=thinking)
+            return
+        shown, omitted = (
+            e.ask(**BEGUN, thinking={**thinking, "display": display})["content"][0]
+            for display in ("summarized", "omitted")
+        )
+        assert (shown["type"], omitted["type"]) == ("thinking", "thinking")
+        assert shown["thinking"] and not omitted["thinking"]
+
+    return check
+
+
+OTHER = {**TOOL, "name": "row"}
+CALLING = {"tools": [TOOL, OTHER], "max_tokens": 120, "temperature": 1.0, "seed": 4, "logit_bias": {str(END): -100}}
+
+
+def called(e, **more):
+    """Names of the tools that an answer uses."""
+    brief = {"type": "enabled", "budget_tokens": 4}
+    return [
+        block["name"] for block in e.ask(**CALLING, thinking=brief, **more)["content"] if block["type"] == "tool_use"
+    ]
+
+
+def chosen_tool(e):
+    for name in ("look", "row"):
+        if e.path == MESSAGES:
+            assert called(e, tool_choice={"type": "tool", "name": name}) == [name]
+    wrong = e.post(tools=[TOOL], tool_choice={"type": "tool", "name": "sea"})
+    assert wrong.json()["error"]["param"] == "tool_choice"
+
+
+def one_call(kind):
+    def check(e):
+        alone = {"tool_choice": {"type": kind, "disable_parallel_tool_use": True}}
+        if e.path == COUNT_TOKENS:
+            assert size(e, tools=[TOOL], **alone) == size(e, tools=[TOOL], tool_choice={"type": kind})
+        elif kind == "any":
+            assert len(called(e, **alone)) == 1
+        else:
+            twice = {"choice": ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>\n' * 2]}
+            for more, num in (({}, 2), (alone, 1)):
+                said = e.ask(tools=[TOOL], max_tokens=90, structured_outputs=twice, **more)
+                assert [block["type"] for block in said["content"]] == ["tool_use"] * num
+
+    return check
+
+
+USER, ASSISTANT = ("messages[role=user].content", "messages[role=assistant].content")
+PLACES = {
+    "messages[].role": role,
+    f"{USER}[].type": part_type("user"),
+    f"{ASSISTANT}[].type": part_type("assistant"),
+    f"{USER}[].is_error": is_error,
+    **{
+        field: written(field, "A narwhal is a whale with a tooth.")
+        for field in (
+            "system[].text",
+            USER,
+            ASSISTANT,
+            "messages[role=system].content",
+            "messages[role=system].content[].text",
+            f"{USER}[].text",
+            f"{USER}[].content",
+            f"{USER}[].content[].text",
+            f"{ASSISTANT}[].text",
+            f"{ASSISTANT}[].thinking",
+            "tools[].description",
+        )
+    },
+    **{
+        field: written(field, "narwhal-with-a-tooth")
+        for field in (f"{USER}[].tool_use_id", f"{ASSISTANT}[].id", f"{ASSISTANT}[].name", "tools[].name")
+    },
+    f"{ASSISTANT}[].input": written(f"{ASSISTANT}[].input", {"narwhal": "with a tooth"}),
+    "tools[].input_schema": written("tools[].input_schema", {"type": "object", "properties": {"narwhal": {}}}),
+    **{
+        field: needed(field)
+        for field in ("system[].type", f"{USER}[].content[].type", "messages[role=system].content[].type")
+    },
+    "tools[].type": only_custom,
+    "tools[].strict": held("tools[].input_schema", lambda e: e.path == MESSAGES),
+    **dict.fromkeys(("tool_choice.type", "tool_choice.name"), chosen_tool),
+    "tool_choice{type=auto}.disable_parallel_tool_use": one_call("auto"),
+    "tool_choice{type=any}.disable_parallel_tool_use": one_call("any"),
+    **dict.fromkeys(("thinking.type", "thinking.budget_tokens"), thinking),
+    "thinking{type=enabled}.display": display("enabled"),
+    "thinking{type=adaptive}.display": display("adaptive"),
+}
 PROMPT = {
+    **PLACES,
     "model": drawing.model,
     "messages": messages,
     "system": system,
@@ -249,24 +389,33 @@ EFFECTS = {
 LABELS = {
     "cache_control": {"type": "ephemeral", "ttl": "1h"},
     "diagnostics": {"previous_message_id": "msg_1"},
+    **{
+        f"{place}.cache_control": {"type": "ephemeral", "ttl": "5m"}
+        for place in (
+            "system[]",
+            "tools[]",
+            "messages[role=system].content[]",
+            f"{USER}[].content[]",
+            *(f"{USER}[type={kind}]" for kind in ("text", "tool_result")),
+            *(f"{ASSISTANT}[type={kind}]" for kind in ("text", "thinking", "redacted_thinking", "tool_use")),
+        )
+    },
+    f"{ASSISTANT}[].signature": "narwhal",
+    f"{ASSISTANT}[].data": "narwhal",
+    "tools[].eager_input_streaming": True,
+    "tool_choice{type=tool}.disable_parallel_tool_use": True,
 }
 
 # What the SDK's calls take and send as headers.
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
 
 
-def sent(create):
-    """The fields of a body."""
-    source = typing.get_type_hints(create)
-    return {*source} - HEADERS
-
-
-KNOWN = {
-    MESSAGES: {
-        *sent(params.MessageCreateParamsStreaming),
-        *sent(beta_params.MessageCreateParamsStreaming),
-        *(f"output_config.{name}" for name in typing.get_type_hints(OutputConfigParam)),
-        *("output_format", "temperature", "top_k", "top_p"),  # of older SDKs
-    },
-    COUNT_TOKENS: sent(count_params.MessageCountTokensParams) | sent(beta_count_params.MessageCountTokensParams),
+KNOWN = {MESSAGES: {"output_format", "temperature", "top_k", "top_p"}}  # of older SDKs
+SDK_TYPES = {
+    MESSAGES: [
+        kind
+        for module in (params, beta_params)
+        for kind in (module.MessageCreateParamsNonStreaming, module.MessageCreateParamsStreaming)
+    ],
+    COUNT_TOKENS: [count_params.MessageCountTokensParams, beta_count_params.MessageCountTokensParams],
 }

@@ -1,17 +1,15 @@
 """What the fields of a response do."""
 
 import json
-import typing
 
 from openai.types.responses import response_create_params as params
-from openai.types.responses.response_text_config_param import ResponseTextConfigParam
-from openai.types.shared_params.reasoning import Reasoning
 
 from tests.live import eventually
 from tests.server.wire import RESPONSES, typed
 
 from . import drawing
 from .endpoint import END, QUESTION, TOKENIZE, Endpoint
+from .places import changed, held, needed, written
 
 
 class ResponsesEndpoint(Endpoint):
@@ -153,6 +151,7 @@ def thinking_token_budget(e):
     assert e.output(**THOUGHT)[0]["content"][0]["text"] == "A whale."
     assert thought() == thought(thinking_token_budget=-1) == 40
     assert thought(thinking_token_budget=5) == 7, "the marks are counted too"
+    assert thought(text={"format": {"type": "json_object"}}) == 22, "half of the tokens, where they leave none of use"
 
 
 def tools(e):
@@ -208,9 +207,122 @@ def stream_options(e):
     assert e.post(stream_options={}).json()["error"]["param"] == "stream_options", "nothing to tell without a stream"
 
 
+def item_type(e):
+    assert e.shown(input=[{"type": "message", **QUESTION[0]}]) == e.shown(input=QUESTION)
+    wrong = e.post(input=[{"type": "narwhal", **QUESTION[0]}])
+    assert wrong.json()["error"]["param"] == "input.0.type"
+
+
+def item_role(e):
+    said = e.shown(input=[{"role": "system", "content": "Narwhal."}, *QUESTION])
+    assert "<|im_start|>system\nNarwhal." in said
+    wrong = e.post(input=[{"role": "narwhal", "content": "Narwhal."}])
+    assert wrong.json()["error"]["param"] == "input.0.role"
+
+
+def part_type(e):
+    for kind, name in (("input_text", "text"), ("output_text", "text"), ("refusal", "refusal")):
+        assert "Narwhal" in e.shown(
+            input=[{"role": "assistant", "content": [{"type": kind, name: "Narwhal"}]}, *QUESTION]
+        )
+    wrong = e.post(input=[{"role": "user", "content": [{"type": "narwhal", "text": "a"}]}])
+    assert wrong.json()["error"]["param"] == "input.0.content.0.type"
+
+
+def kept(field):
+    """The effect of an item's id: the stored item has it, and can be referred to."""
+
+    def check(e):
+        _, body, _ = changed(e.path, field, "narwhal")
+        answer = e.ask(**body)
+        items = e.client.get(f"{RESPONSES}/{answer['id']}/input_items", params={"limit": 100}).json()["data"]
+        assert "narwhal" in [item["id"] for item in items]
+        again = [{"type": "item_reference", "id": "narwhal"}, *QUESTION]
+        assert e.post(input=again, previous_response_id=answer["id"]).status_code == 200
+
+    return check
+
+
+def reference(e):
+    first = e.ask(input="A narwhal.")
+    said = e.shown(input=[{"type": "item_reference", "id": first["output"][0]["id"]}, *QUESTION])
+    assert first["output"][0]["content"][0]["text"] in said
+    wrong = e.post(input=[{"type": "item_reference", "id": "msg_none"}, *QUESTION])
+    assert wrong.json()["error"]["param"] == "input.0.id"
+
+
+def summary(e):
+    """Read where there is no content."""
+    thought = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "Narwhal."}]}]
+    assert "Narwhal." in e.shown(input=[*thought, *QUESTION])
+    thought[0]["content"] = [{"type": "reasoning_text", "text": "A whale."}]
+    assert "Narwhal." not in e.shown(input=[*thought, *QUESTION])
+
+
+def chosen(e):
+    def choice(mode="required", kind="function", name="row"):
+        return {"type": "allowed_tools", "mode": mode, "tools": [{"type": kind, "name": name}]}
+
+    for name in ("look", "row"):
+        assert {told for told, _ in called(e, tool_choice={"type": "function", "name": name})} == {name}
+        assert {told for told, _ in called(e, tool_choice=choice(name=name))} == {name}
+    assert called(e, tool_choice=choice("auto")) == []
+    for wrong in (choice("narwhal"), choice(kind="narwhal"), choice(name="sea"), {"type": "narwhal", "name": "row"}):
+        assert e.post(tools=[TOOL, ROW], tool_choice=wrong).json()["error"]["param"] == "tool_choice"
+
+
+CONTENT = "input[type=message].content"
+CALLED, GIVEN, THOUGHT_OF = (f"input[type={kind}]" for kind in ("function_call", "function_call_output", "reasoning"))
+ITEM_FIELDS = {
+    "input[].type": item_type,
+    "input[].role": item_role,
+    f"{CONTENT}[].type": part_type,
+    "input[type=item_reference].id": reference,
+    **{field: kept(field) for field in (f"{kind}.id" for kind in ("input[type=message]", CALLED, GIVEN, THOUGHT_OF))},
+    **{
+        field: written(field, "narwhal")
+        for field in (
+            CONTENT,
+            f"{CONTENT}[type=input_text].text",
+            f"{CONTENT}[type=output_text].text",
+            f"{CONTENT}[].refusal",
+            f"{CALLED}.call_id",
+            f"{CALLED}.name",
+            f"{GIVEN}.call_id",
+            "input[].output",
+            "input[].output[].text",
+            "input[].summary[].text",
+            f"{THOUGHT_OF}.content[].text",
+            "tools[].name",
+            "tools[].description",
+        )
+    },
+    **{
+        field: written(field, value, "narwhal")
+        for field, value in {
+            "input[].arguments": '{"far": "narwhal"}',
+            f"{THOUGHT_OF}.content": [{"type": "reasoning_text", "text": "narwhal"}],
+            "tools[].parameters": {"type": "object", "properties": {"narwhal": {}}},
+        }.items()
+    },
+    "input[].summary": summary,
+    **{
+        field: needed(field)
+        for field in (
+            "input[].output[].type",
+            "input[].summary[].type",
+            f"{THOUGHT_OF}.content[].type",
+            "tools[].type",
+        )
+    },
+    "tools[].strict": held("tools[].parameters", lambda e: True),
+    **dict.fromkeys(("tool_choice.type", "tool_choice.name", "tool_choice.mode", "tool_choice.tools"), chosen),
+    **dict.fromkeys(("tool_choice.tools[].type", "tool_choice.tools[].name"), chosen),
+    **dict.fromkeys(("text.format.type", "text.format.schema"), text_format),
+}
 NOT_HERE = {
-    "n", "prompt_logprobs", "max_tokens", "response_format", "stream_options.include_usage",
-    "stream_options.continuous_usage_stats",
+    "n", "prompt_logprobs", "max_tokens", "response_format", "response_format.type", "response_format.json_schema",
+    "response_format.json_schema.schema", "stream_options.include_usage", "stream_options.continuous_usage_stats",
 }  # fmt: skip
 EFFECTS = {
     RESPONSES: {
@@ -235,14 +347,20 @@ EFFECTS = {
         "structured_outputs": structured_outputs,
         "return_token_ids": return_token_ids,
         "stream_options": stream_options,
+        **ITEM_FIELDS,
     }
 }
-LABELS = {"max_tool_calls": 3}
-KNOWN = {
-    RESPONSES: {
-        *typing.get_type_hints(params.ResponseCreateParamsStreaming),
-        *(f"stream_options.{name}" for name in typing.get_type_hints(params.StreamOptions)),
-        *(f"text.{name}" for name in typing.get_type_hints(ResponseTextConfigParam)),
-        *(f"reasoning.{name}" for name in typing.get_type_hints(Reasoning)),
-    }
+LABELS = {
+    "max_tool_calls": 3,
+    **{f"input[type={kind}].status": "incomplete" for kind in ("message", "function_call", "function_call_output")},
+    "input[type=reasoning].status": "incomplete",
+    "input[].phase": "final_answer",
+    f"{CONTENT}[].annotations": [{"type": "file_path"}],
+    f"{CONTENT}[].logprobs": [{"token": "a"}],
+    f"{CONTENT}[].prompt_cache_breakpoint": {"mode": "explicit"},
+    "input[].output[].prompt_cache_breakpoint": {"mode": "explicit"},
+    "text.format.name": "narwhal",
+    "text.format.description": "A narwhal.",
+    "text.format.strict": False,
 }
+SDK_TYPES = {RESPONSES: [params.ResponseCreateParamsNonStreaming, params.ResponseCreateParamsStreaming]}

@@ -1,13 +1,7 @@
 """What the fields of the endpoints about tokens do."""
 
-from .chat import FOG, TEMPLATES
+from .chat import FOG, TALKED, TEMPLATES
 from .endpoint import DETOKENIZE, END, QUESTION, TEMPLATE, TOKENIZE
-
-
-def seen(e, **more):
-    """The prompt as text, whichever of the endpoints tells it."""
-    answer = e.ask(**more)
-    return answer["prompt"] if e.path == TEMPLATE else e.decode(answer["tokens"])
 
 
 def served(**base):
@@ -23,16 +17,16 @@ def written(name):
 
     def check(e):
         begun = [*QUESTION, {"role": "assistant", "content": "It is"}]
-        assert "batching" in seen(e, messages=QUESTION)
+        assert "batching" in e.shown(messages=QUESTION)
         if name == "chat_template_kwargs":
-            assert seen(e, messages=QUESTION, chat_template_kwargs={"mood": "calm"}).startswith("calm")
+            assert e.shown(messages=QUESTION, chat_template_kwargs={"mood": "calm"}).startswith("calm")
         if name == "add_generation_prompt":
-            bare = seen(e, messages=QUESTION, add_generation_prompt=False)
-            assert seen(e, messages=QUESTION) == bare + "<|im_start|>assistant\n"
+            bare = e.shown(messages=QUESTION, add_generation_prompt=False)
+            assert e.shown(messages=QUESTION) == bare + "<|im_start|>assistant\n"
         if name == "tools":
-            assert "fog" in seen(e, messages=QUESTION, tools=[FOG]) and "fog" not in seen(e, messages=QUESTION)
+            assert "fog" in e.shown(messages=QUESTION, tools=[FOG]) and "fog" not in e.shown(messages=QUESTION)
         if name == "continue_final_message":
-            assert seen(e, messages=begun, continue_final_message=True).endswith("It is")
+            assert e.shown(messages=begun, continue_final_message=True).endswith("It is")
 
     return check
 
@@ -41,11 +35,11 @@ WRITTEN = {name: written(name) for name in TEMPLATES}
 
 
 def tokenized(e):
-    assert seen(e, prompt="The sea") == "<|endoftext|>The sea"
+    assert e.shown(prompt="The sea") == "<|endoftext|>The sea"
 
 
 def bare(e):
-    assert seen(e, prompt="The sea", add_special_tokens=False) == "The sea"
+    assert e.shown(prompt="The sea", add_special_tokens=False) == "The sea"
 
 
 def spelt(e):
@@ -59,6 +53,7 @@ def detokenized(e):
 
 EFFECTS = {
     TOKENIZE: {
+        **TALKED,
         **WRITTEN,
         "model": served(prompt="a"),
         "prompt": tokenized,
@@ -66,5 +61,5 @@ EFFECTS = {
         "return_token_strs": spelt,
     },
     DETOKENIZE: {"model": served(tokens=[5]), "tokens": detokenized},
-    TEMPLATE: {**WRITTEN, "model": served()},
+    TEMPLATE: {**TALKED, **WRITTEN, "model": served()},
 }
