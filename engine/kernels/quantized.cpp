@@ -8,7 +8,8 @@
 // coarsen nothing beyond their own group. What is smaller than TINY all over a group counts as zero.
 //
 // Order. A group's sum of products is an integer, exact in any order. The groups' sums are added as floats from the
-// first to the last, times the scales, by one fused multiply-add each.
+// first to the last, each times both scales by one fused multiply-add: with the weight's scale only at the end, sums of
+// large activations would be infinite on the way.
 #include "product.h"
 
 namespace {
@@ -115,9 +116,8 @@ struct Eight {
   static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
     Way::step<M, J>(sum, w, x);
   }
-  // The scales that a group's sums are multiplied with, and all groups' sum.
-  static V of_group(const Matrix&, int64_t, int64_t, int64_t, int) { return all(1.0f); }
-  static V of_row(const Matrix& matrix, int64_t panel, int half) {
+  // The scales of a group of a panel's rows, of the first or the second half of them.
+  static V scales(const Matrix& matrix, int64_t panel, int64_t, int64_t, int half) {
     return load((const float*)matrix.scales + panel * WIDTH + half * LANES);
   }
 };
@@ -135,10 +135,9 @@ struct Four {
     UNROLLED for (int j = 0; j < J; ++j) halves[j] = both(shifted_down<4>(w[j]), all_units(0x0f0f0f0f));
     Way::step<M, J>(sum, halves, x + M * Way::X_BYTES);
   }
-  static V of_group(const Matrix& matrix, int64_t panel, int64_t groups, int64_t group, int half) {
+  static V scales(const Matrix& matrix, int64_t panel, int64_t groups, int64_t group, int half) {
     return load_bf16((const uint16_t*)matrix.scales + (panel * groups + group) * WIDTH + half * LANES);
   }
-  static V of_row(const Matrix&, int64_t, int) { return all(1.0f); }
 };
 
 // -- the sums ------------------------------------------------------------------------------------------------------------
@@ -171,18 +170,13 @@ struct Sums {
       }
       const float* scale = (const float*)xs + M;
       UNROLLED for (int j = 0; j < 2 * P; ++j) {
-        const V of_group = Width::of_group(matrix, panel + j / 2, groups, g, j % 2);
+        const V of_w = Width::scales(matrix, panel + j / 2, groups, g, j % 2);
         UNROLLED for (int m = 0; m < M; ++m) {
           float* to = out[m][0] + j * LANES;
-          store(to, fma(floats_of(sum[m][j]), mul(all(scale[m]), of_group), load(to)));
+          store(to, fma(floats_of(sum[m][j]), mul(all(scale[m]), of_w), load(to)));
         }
       }
     }
-    for (int m = 0; m < M; ++m)
-      for (int j = 0; j < 2 * P; ++j) {
-        float* to = out[m][0] + j * LANES;
-        store(to, mul(load(to), Width::of_row(matrix, panel + j / 2, j % 2)));
-      }
   }
 };
 

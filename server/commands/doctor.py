@@ -339,7 +339,8 @@ def engine(settings: Settings) -> Iterator[Finding]:
         yield Finding("products", "warn", info.product_note, info.product_fix)
     else:
         own = f"by our own kernels for {info.product}" if info.product != "torch" else "by torch"
-        yield Finding("products", "ok", f"computed {own}")
+        weights = "" if info.quantization == "none" else f", of weights in {info.quantization}"
+        yield Finding("products", "ok", f"computed {own}{weights}")
     yield Finding("attention", "ok", f"computed by the {info.attention} backend")
     if runtimes is None:
         return
@@ -358,6 +359,7 @@ async def _answer(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
         EngineConfig(
             model="builtin",
             device=settings.device,
+            quantization=settings.quantization,
             cpu_isa=settings.cpu_isa,
             threads=settings.threads,
             num_blocks=64,

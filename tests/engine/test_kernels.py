@@ -265,7 +265,7 @@ def processor(monkeypatch):
     """Pretend that the processor has these features."""
 
     def pretend(*names: str) -> None:
-        features = sum({**ISAS, "amx": library.AMX}[name] for name in names)
+        features = sum({**ISAS, "amx": library.AMX, "vnni": library.VNNI}[name] for name in names)
         real = library.load
         monkeypatch.setattr(library, "load", lambda path: (real(path)[0], features))
 
