@@ -57,7 +57,9 @@ def address(function: Any) -> int:
 class Kernels:
     """One variant of the library: the functions for one instruction set."""
 
-    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+    def __init__(self, library: ctypes.CDLL, isa: str, *, quantizes: bool = True) -> None:
+        """`quantizes`: whether the processor can run the variant's products of quantized weights, see `_quantizes`."""
+        self.quantizes = quantizes
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self.library, self.isa = library, isa
         self.multiply = {dtype: getattr(library, f"product_{name}_{isa}") for dtype, name in DTYPES.items()}
@@ -190,7 +192,13 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
         return Choice(None, lost, "take a processor of the last ten years")
     if asked not in ("auto", *have):
         raise ConfigError(f"this processor cannot run {asked}; it can run {', '.join([*have, 'torch'])}")
-    return Choice(Kernels(library, have[0] if asked == "auto" else asked))
+    isa = have[0] if asked == "auto" else asked
+    return Choice(Kernels(library, isa, quantizes=_quantizes(isa, features)))
+
+
+def _quantizes(isa: str, features: int) -> bool:
+    """Whether a variant's products of quantized weights can run: with AVX-512 they take VNNI for granted."""
+    return isa == "avx2" or bool(features & VNNI)
 
 
 def _for_quantized(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
@@ -207,7 +215,7 @@ def _for_quantized(asked: str, device: torch.device, dtype: torch.dtype) -> Choi
         library, features = load(build.library())
     except (build.BuildError, OSError) as error:
         raise ConfigError(f"{need}, and there are none: {error}") from None
-    have = [isa for isa, bit in ISAS.items() if features & bit and (isa == "avx2" or features & VNNI)]
+    have = [isa for isa, bit in ISAS.items() if features & bit and _quantizes(isa, features)]
     if not have:
         raise ConfigError(f"{need}, and this processor has no AVX2")
     if asked not in ("auto", *have):
