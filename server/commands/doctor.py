@@ -318,7 +318,7 @@ def torch_findings(torch: dict[str, Any]) -> Iterator[Finding]:
 
 def engine(settings: Settings) -> Iterator[Finding]:
     """Let a real engine answer with the built-in model, and look at its process."""
-    from engine import EngineError
+    from engine import ConfigError, EngineError
 
     try:
         began = time.monotonic()
@@ -328,6 +328,9 @@ def engine(settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "engine", "fail", f"gave no answer in {ENGINE_S:.0f} s", "look for what keeps the CPU busy: `top`"
         )
+        return
+    except ConfigError as error:
+        yield Finding("engine", "fail", str(error), "change the setting that it names")
         return
     except EngineError as error:
         yield Finding("engine", "fail", str(error), "install Pequod again: make install")
