@@ -47,7 +47,7 @@ def test_logits_are_those_of_the_rounded_weights(tmp_path, name, quantization):
     for linear, is_head in linears(plain):
         linear.weight = rounded_weight(linear.weight, 8 if quantization == "int8" or is_head else 4).float()
     want, got = (Bench(each).step({0: prompt(40)})[0] for each in (plain, model))
-    assert (got - want).norm() < 0.06 * want.norm()
+    assert (got - want).norm() < 0.1 * want.norm()
     model.stack = None
     apart = Bench(model).step({0: prompt(40)})[0]
     assert (apart - got).norm() < 0.01 * got.norm()
@@ -61,7 +61,7 @@ def test_the_fewer_bits_the_farther_from_the_plain_model(tmp_path):
         for quantization in ("none", "int8", "int4")
     )
     lost = [((other - plain).norm() / plain.norm()).item() for other in others]
-    assert 0 < lost[0] < 0.05 and 2 * lost[0] < lost[1] < 0.6
+    assert 0 < lost[0] < 0.1 and 2 * lost[0] < lost[1] < 0.8
 
 
 @pytest.mark.usefixtures("needs_kernels")
