@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from .types import ConfigError
 
 POLICIES = ("fcfs", "priority", "prefill-first", "static")
+QUANTIZATIONS = ("none", "int8", "int4")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 
 
@@ -18,6 +19,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     revision: str | None = None
     device: str = "auto"  # cpu | cuda | cuda:N
     dtype: str = "auto"
+    quantization: str = "none"  # what the weights are rounded to while they are loaded, on CPU by our own kernels
     implementation: str = "auto"  # native | transformers
     attention: str = "auto"
     cpu_isa: str = "auto"  # instruction set of our own CPU kernels; torch: none of them
@@ -44,6 +46,10 @@ def check(config: EngineConfig) -> EngineConfig:
 
     need(config.policy in POLICIES, f"unknown scheduling policy {config.policy!r}; known: {', '.join(POLICIES)}")
     need(config.dtype in DTYPES, f"unknown dtype {config.dtype!r}; known: {', '.join(DTYPES)}")
+    need(
+        config.quantization in QUANTIZATIONS,
+        f"unknown quantization {config.quantization!r}; known: {', '.join(QUANTIZATIONS)}",
+    )
     need(1 <= config.block_size <= 1024, "the block size must be between 1 and 1024 tokens")
     need(config.max_len is None or config.max_len >= 1, "the model length must be at least 1 token")
     need(config.max_seqs is None or config.max_seqs >= 1, "at least 1 sequence must be able to run")

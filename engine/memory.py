@@ -297,6 +297,11 @@ def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) 
         tries += [f"--gpu-memory-utilization {share}" for share in more if works(gpu_memory_utilization=share)][:1]
     if spec.dtype.itemsize > 2 and (plan := works(_in_bfloat16(spec), dtype="bfloat16")):
         tries.append(f"--dtype bfloat16: weights of {_gb(plan.weights_bytes)} leave room for {plan.num_tokens} tokens")
+    if machine.kind == "cpu" and spec.decoder is not None and asked.quantization == "none":
+        rounded = replace(spec, quantization="int8")
+        if spec.dtype.itemsize in (2, 4) and (plan := works(rounded, quantization="int8")):
+            size = _gb(plan.weights_bytes)
+            tries.append(f"--quantization int8: weights of {size} leave room for {plan.num_tokens} tokens")
     small: dict[str, Any] = {
         "max_seqs": min(config.max_seqs, 4),
         "max_batched_tokens": min(config.max_batched_tokens, 64),

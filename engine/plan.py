@@ -34,6 +34,8 @@ def plan(config: EngineConfig) -> dict[str, Any]:
     attention.check(config.attention)
     folder = hub.fetch(config.model, config.revision, weights=False)
     spec = models.describe(folder.path, config)
+    if spec.quantization != "none":
+        models.product(config, spec, device)  # refuses what this machine cannot do
     backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
     found = memory.arrange(spec, config, machine)
@@ -42,6 +44,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "architecture": spec.architecture,
         "implementation": spec.implementation,
         "dtype": str(spec.dtype).removeprefix("torch."),
+        "quantization": spec.quantization,
         "device": str(device),
         "attention": backend.name,
         "num_params": spec.num_params,

@@ -65,10 +65,11 @@ def shape(spec: models.ModelSpec) -> Roofline | None:
     table = spec.vocab_size * hidden
     tied = spec.decoder.tied if spec.decoder is not None else spec.source.get("tie_word_embeddings", True)
     read = spec.num_params if tied else spec.num_params - table
+    looked_up = 0 if tied else table * spec.dtype.itemsize
     return Roofline(
         bytes_per_s=1.0,
         flops_per_s=1.0,
-        weights_bytes=read * spec.dtype.itemsize,
+        weights_bytes=spec.weights_bytes - looked_up,
         kv_bytes_per_token=spec.kv_bytes_per_token,
         flops_per_token=2 * (read - table),
         # Scores and the sum of values: two products of the width of all heads.

@@ -160,6 +160,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     product_note: str = ""  # what is lost by it
     product_fix: str = ""  # how to get it
     hidden_size: int = 0  # numbers of an embedding; 0: this model tells no hidden states
+    quantization: str = "none"  # what the weights were rounded to
     notes: tuple[str, ...] = ()  # what was changed from what was asked, one sentence each
     roofline: Roofline | None = None  # None: what the model's steps ask for is not known, as with experts
 

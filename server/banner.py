@@ -89,7 +89,8 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
     """The banner's lines, label and text."""
     base = url(settings, where)
     tokens = info.num_blocks * info.block_size
-    weights = f"{parameters(info.num_params)} parameters, {size(info.weights_bytes)} in {info.dtype} on {info.device}"
+    kept = info.dtype if info.quantization == "none" else f"{info.quantization}, computed in {info.dtype}"
+    weights = f"{parameters(info.num_params)} parameters, {size(info.weights_bytes)} in {kept} on {info.device}"
     lines = [
         ("model", f"{', '.join(settings.names)} ({info.architecture}, {info.implementation} code)"),
         ("weights", weights),
@@ -138,7 +139,7 @@ def announce(
     if settings.log_format == "json":
         fields = {"model": settings.names[0], "url": url(settings, where), "seconds": round(seconds, 3)}
         fields |= {name: getattr(info, name) for name in ("dtype", "device", "num_blocks", "block_size", "max_len")}
-        fields |= {"product": info.product, "product_note": info.product_note}
+        fields |= {"quantization": info.quantization, "product": info.product, "product_note": info.product_note}
         log.info("ready", extra={"fields": fields | {"exact": info.exact, "notes": list(info.notes)}})
         return
     stream = stream or sys.stdout

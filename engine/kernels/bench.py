@@ -3,10 +3,10 @@
     python -m engine.kernels.bench --json [--isa auto|avx512bf16|avx512|avx2|torch] [--rows 1,4,8] [--dtype bfloat16]
 
 prints, for each shape of Qwen3-0.6B and each number of rows, the time of one product, torch's, the error against
-float64, and whether rows have the same bits alone and in the batch. Ours and torch's are called in turns, medians are
-told; every call takes the next of several weights, together larger than the caches. Then steps of attention in the same
-way (engine/attention/bench.py). Exit code 2 goes with a sentence, or a JSON object that holds `error`. With
-`--isa torch`, "ours" is what Pequod then runs on.
+float64, and whether rows have the same bits alone and in the batch; and the same of weights in 8 and 4 bits, where our
+kernels have such products. All are called in turns, medians are told; every call takes the next of several weights,
+together larger than the caches. Then steps of attention in the same way (engine/attention/bench.py). Exit code 2 goes
+with a sentence, or a JSON object that holds `error`. With `--isa torch`, "ours" is what Pequod then runs on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,13 @@ SECONDS = 1.0  # for one line, a little more or less
 
 
 def measure(
-    name: str, rows: int, kernels: Kernels | None, dtype: torch.dtype, seconds: float = SECONDS
+    name: str,
+    rows: int,
+    kernels: Kernels | None,
+    dtype: torch.dtype,
+    seconds: float = SECONDS,
+    *,
+    bits_of: Sequence[int] = (),  # weights in so many bits too
 ) -> dict[str, Any]:
     """One line: times in seconds, `gb_per_s` of weights read, `gflop_per_s`, errors relative to the largest number."""
     outputs, columns = SHAPES[name]
@@ -53,14 +60,14 @@ def measure(
     weights = [torch.empty(outputs, columns, dtype=dtype).normal_(0, columns**-0.5) for _ in range(copies)]
     x = torch.randn(rows, columns).to(dtype)
     own = [_packed(weight, kernels) for weight in weights]
+    narrow = {f"int{bits}": [_packed(weight, kernels, bits) for weight in weights] for bits in bits_of}
     others: dict[str, Callable[[int], Tensor]] = {"torch": lambda i: F.linear(x, weights[i])}
     if can_reorder(weights[0]):
         reordered = [_packed(weight, None) for weight in weights]
         others["onednn"] = lambda i: reordered[i](x)
-    times = interleaved({"ours": lambda i: own[i](x), **others}, copies, seconds)
+    rounded = {name: partial(_call, each, x) for name, each in narrow.items()}
+    times = interleaved({"ours": lambda i: own[i](x), **others, **rounded}, copies, seconds)
     want = x.double() @ weights[0][:CHECKED].double().T
-    batch = own[0](x)
-    alone = torch.cat([own[0](x[i : i + 1]) for i in sorted({0, rows // 2, rows - 1})])
     size, work = outputs * columns * dtype.itemsize, 2 * rows * outputs * columns
     best = min(times[other] for other in others)
     return {
@@ -74,16 +81,35 @@ def measure(
         "speedup": best / times["ours"],  # over the better of the two
         "gb_per_s": size / times["ours"] / 1e9,
         "gflop_per_s": work / times["ours"] / 1e9,
-        "error": ((batch[:, :CHECKED].double() - want).abs().max() / want.abs().max()).item(),
-        "invariant": torch.equal(alone, batch[sorted({0, rows // 2, rows - 1})]),
+        **_judged(own[0], x, want),
+        "quantized": {
+            name: {
+                "seconds": times[name],
+                "speedup": times["ours"] / times[name],  # over our product of the weights as they are
+                **_judged(each[0], x, want),
+            }
+            for name, each in narrow.items()
+        },
     }
 
 
-def _packed(weight: Tensor, kernels: Kernels | None) -> Linear:
+def _call(linears: list[Linear], x: Tensor, number: int) -> Tensor:
+    return linears[number](x)
+
+
+def _judged(linear: Linear, x: Tensor, want: Tensor) -> dict[str, Any]:
+    """The error of a product, and whether some rows have the same bits alone."""
+    batch, some = linear(x), sorted({0, len(x) // 2, len(x) - 1})
+    alone = torch.cat([linear(x[i : i + 1]) for i in some])
+    error = (batch[:, : want.shape[1]].double() - want).abs().max() / want.abs().max()
+    return {"error": error.item(), "invariant": torch.equal(alone, batch[some])}
+
+
+def _packed(weight: Tensor, kernels: Kernels | None, bits: int | None = None) -> Linear:
     rows, columns = weight.shape
     linear = Linear(rows, columns, False, weight.dtype, weight.device)
     linear.weight = weight
-    linear.pack(kernels)
+    linear.pack(kernels, bits=bits)
     return linear
 
 
@@ -91,6 +117,7 @@ def _packed(weight: Tensor, kernels: Kernels | None) -> Linear:
 def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[[str], None]) -> dict[str, Any]:
     """All shapes and rows; `show` gets a line of text as soon as it is known. Raises ConfigError."""
     choice = choose(isa, torch.device("cpu"), DTYPES[dtype])
+    bits_of = (8, 4) if choice.kernels is not None and choice.kernels.quantizes else ()
     torch.manual_seed(0)
     found = []
     show(f"{choice.name} products of {dtype} on {torch.get_num_threads()} threads, torch {torch.__version__}")
@@ -104,7 +131,7 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
         for count in rows:
             if name == "head" and count > MOST_HEAD_ROWS:
                 continue
-            line = measure(name, count, choice.kernels, DTYPES[dtype], seconds)
+            line = measure(name, count, choice.kernels, DTYPES[dtype], seconds, bits_of=bits_of)
             found.append(line)
             onednn = line["onednn_seconds"]
             show(
@@ -112,6 +139,11 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
                 f"{'-' if onednn is None else f'{onednn * 1e3:.3f}':>9} {line['speedup']:6.2f} {line['gb_per_s']:6.1f} "
                 f"{line['gflop_per_s']:8.0f} {line['error']:8.0e} {'yes' if line['invariant'] else 'no'}"
             )
+            for kind, other in line["quantized"].items():
+                show(
+                    f"  {kind:6} {count:5d} {other['seconds'] * 1e3:9.3f} {'':>9} {'':>9} {other['speedup']:6.2f} "
+                    f"{'':>6} {'':>8} {other['error']:8.0e} {'yes' if other['invariant'] else 'no'}"
+                )
     show(attention.HEADER)
     attended = []
     for step in attention.STEPS:

@@ -54,6 +54,17 @@ static inline void store_halves(uint16_t* p, U u) {
 }
 static inline void store_units(void* p, U u) { _mm256_storeu_si256((U*)p, u); }
 static inline float lowest_lane(V v) { return _mm256_cvtss_f32(v); }
+static inline U nearest_ints(V v) { return _mm256_cvtps_epi32(v); }  // ties to even; no number gives 0x80000000
+static inline V floats_of(U u) { return _mm256_cvtepi32_ps(u); }
+static inline U greater_ints(U a, U b) { return _mm256_max_epi32(a, b); }
+static inline U pairs_summed(U a, U b) { return _mm256_madd_epi16(a, b); }  // products of halves, two by two
+// The lowest bytes of the units, side by side.
+static inline void store_bytes(void* p, U u) {
+  const __m128i lowest = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m128i a = _mm_shuffle_epi8(_mm256_castsi256_si128(u), lowest);
+  const __m128i b = _mm_shuffle_epi8(_mm256_extracti128_si256(u, 1), lowest);
+  _mm_storel_epi64((__m128i*)p, _mm_unpacklo_epi32(a, b));
+}
 static inline float largest(V v) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -109,6 +120,14 @@ template <int N> static inline U shifted_down(U u) { return _mm512_srli_epi32(u,
 static inline void store_halves(uint16_t* p, U u) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u)); }
 static inline void store_units(void* p, U u) { _mm512_storeu_si512(p, u); }
 static inline float lowest_lane(V v) { return _mm512_cvtss_f32(v); }
+static inline U nearest_ints(V v) { return _mm512_cvtps_epi32(v); }
+static inline V floats_of(U u) { return _mm512_cvtepi32_ps(u); }
+static inline U greater_ints(U a, U b) { return _mm512_max_epi32(a, b); }
+static inline void store_bytes(void* p, U u) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(u)); }
+// To each sum the products of a unit's four bytes: without a sign in `a`, signed in `b`. Only where the processor has
+// VNNI. In assembly, because gcc 12 copies and spills every sum around the intrinsic.
+#define HAS_VNNI 1
+static inline void add_bytes(U& sum, U a, U b) { __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 static inline float largest(V v) { return _mm512_reduce_max_ps(v); }
 
 #if defined(ISA_AVX512BF16)
@@ -139,6 +158,20 @@ static inline float total(V v) {
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
+}
+
+static inline int32_t largest_int(U u) {
+  int32_t lanes[LANES], most = INT32_MIN;
+  store_units(lanes, u);
+  for (int32_t lane : lanes) most = lane > most ? lane : most;
+  return most;
+}
+
+static inline int32_t total_int(U u) {
+  uint32_t lanes[LANES], sum = 0;
+  store_units(lanes, u);
+  for (uint32_t lane : lanes) sum += lane;
+  return (int32_t)sum;
 }
 
 static inline float to_float(uint16_t x) {

@@ -21,7 +21,7 @@ from . import build
 
 # Best first, each with the bit that pequod_features() has for it.
 ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
-AMX = 8
+AMX, VNNI = 8, 16
 CHOICES = ("auto", *ISAS, "torch")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 COUNTED = 3  # kinds of kernels whose time is counted apart: products, attention, others
@@ -33,6 +33,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = [
         ("panels", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("outputs", ctypes.c_int64),
         ("columns", ctypes.c_int64),
@@ -56,16 +57,28 @@ def address(function: Any) -> int:
 class Kernels:
     """One variant of the library: the functions for one instruction set."""
 
-    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+    def __init__(self, library: ctypes.CDLL, isa: str, *, quantizes: bool = True) -> None:
+        """`quantizes`: whether the processor can run the variant's products of quantized weights, see `_quantizes`."""
+        self.quantizes = quantizes
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self.library, self.isa = library, isa
         self.multiply = {dtype: getattr(library, f"product_{name}_{isa}") for dtype, name in DTYPES.items()}
-        for function in self.multiply.values():
+        # By the weights' bits, and the activations' type.
+        self.multiply_bits = {
+            (bits, dtype): getattr(library, f"product_int{bits}_{name}_{isa}")
+            for bits in (8, 4)
+            for dtype, name in DTYPES.items()
+        }
+        for function in (*self.multiply.values(), *self.multiply_bits.values()):
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
         self.pack = getattr(library, f"pack_{isa}")
         self.pack.argtypes, self.pack.restype = [pointer, pointer, long, long, long, long, integer, integer], None
         self.lookup = getattr(library, f"lookup_{isa}")
         self.lookup.argtypes, self.lookup.restype = [pointer, long, pointer, long, pointer], long
+        self.quantize = getattr(library, f"quantize_{isa}")
+        self.quantize.argtypes = [pointer, pointer, pointer, long, long, long, long, integer, integer, integer]
+        self.dequantized = getattr(library, f"dequantized_{isa}")
+        self.dequantized.argtypes, self.dequantized.restype = [pointer, integer, long, pointer, long, pointer], long
         self.norm = {dtype: getattr(library, f"norm_{name}_{isa}") for dtype, name in DTYPES.items()}
         for function in self.norm.values():
             function.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_float, integer]
@@ -143,13 +156,16 @@ def available() -> list[str]:
     return [isa for isa, bit in ISAS.items() if features & bit]
 
 
-def choose(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
+def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: bool = False) -> Choice:
     """What computes the products of a model on this machine.
 
-    `asked` is auto, one of ISAS (a ConfigError when it cannot run here), or torch.
+    `asked` is auto, one of ISAS (a ConfigError when it cannot run here), or torch. Of quantized weights only our own
+    kernels compute any: where there are none, that is a ConfigError too.
     """
     if asked not in CHOICES:
         raise ConfigError(f"unknown instruction set {asked!r}; known: {', '.join(CHOICES)}")
+    if quantized:
+        return _for_quantized(asked, device, dtype)
     if device.type != "cpu" or asked == "torch":
         return Choice(None)
     if dtype not in DTYPES:
@@ -176,4 +192,32 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
         return Choice(None, lost, "take a processor of the last ten years")
     if asked not in ("auto", *have):
         raise ConfigError(f"this processor cannot run {asked}; it can run {', '.join([*have, 'torch'])}")
+    isa = have[0] if asked == "auto" else asked
+    return Choice(Kernels(library, isa, quantizes=_quantizes(isa, features)))
+
+
+def _quantizes(isa: str, features: int) -> bool:
+    """Whether a variant's products of quantized weights can run: with AVX-512 they take VNNI for granted."""
+    return isa == "avx2" or bool(features & VNNI)
+
+
+def _for_quantized(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """`choose` for quantized weights. AMX is no reason for torch here, and AVX-512 counts with VNNI alone."""
+    need = "quantized weights need our CPU kernels"
+    if device.type != "cpu":
+        raise ConfigError(f"{need}, and this engine runs on {device}: leave out --quantization")
+    if asked == "torch":
+        raise ConfigError(f"{need}, and --cpu-isa torch wants none of them")
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"{need}, which take {' and '.join(DTYPES.values())}, not {name}: set --dtype bfloat16")
+    try:
+        library, features = load(build.library())
+    except (build.BuildError, OSError) as error:
+        raise ConfigError(f"{need}, and there are none: {error}") from None
+    have = [isa for isa, bit in ISAS.items() if features & bit and _quantizes(isa, features)]
+    if not have:
+        raise ConfigError(f"{need}, and this processor has no AVX2")
+    if asked not in ("auto", *have):
+        raise ConfigError(f"{asked} computes no products of quantized weights on this processor; {', '.join(have)} can")
     return Choice(Kernels(library, have[0] if asked == "auto" else asked))

@@ -13,7 +13,7 @@ static uint64_t enabled_state() {  // what the operating system saves of the reg
   return (uint64_t)high << 32 | low;
 }
 
-// Bits: 1 AVX2 with FMA, 2 AVX-512 F, BW, DQ and VL, 4 AVX512-BF16, 8 AMX for bfloat16.
+// Bits: 1 AVX2 with FMA, 2 AVX-512 F, BW, DQ and VL, 4 AVX512-BF16, 8 AMX for bfloat16, 16 AVX-512 VNNI.
 EXPORT int32_t pequod_features() {
   uint32_t a, b, c, d, found = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -21,10 +21,11 @@ EXPORT int32_t pequod_features() {
   if (!xsave) return 0;
   const uint64_t state = enabled_state();
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-  const uint32_t most = a, extended = b, amx = d;
+  const uint32_t most = a, extended = b, more = c, amx = d;
   if (fma && f16c && (extended >> 5 & 1) && (state & 0x6) == 0x6) found |= 1;
   const uint32_t wanted = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
   if (found && (extended & wanted) == wanted && (state & 0xe6) == 0xe6) found |= 2;
+  if ((found & 2) && (more >> 11 & 1)) found |= 16;
   if (most >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (found & 2) && (a >> 5 & 1)) found |= 4;
   if ((amx >> 22 & 1) && (amx >> 24 & 1) && (state & 0x60000) == 0x60000) found |= 8;
   return (int32_t)found;

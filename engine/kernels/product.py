@@ -1,13 +1,17 @@
-"""A weight packed once for our CPU product, with what follows it: bias, residual, SiLU."""
+"""A weight packed once for our CPU product, as it is or quantized, with what follows it: bias, residual, SiLU."""
 
 from __future__ import annotations
 
 import ctypes
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .library import Kernels, Matrix, Multiplied, address
+
+GROUP = 32  # columns that share a scale in 4 bits, as quantized.cpp has it
 
 
 class Packed:
@@ -29,18 +33,15 @@ class Packed:
         rows, self.columns = weight.shape
         self.dtype, self.outputs = weight.dtype, rows // 2 if gated else rows
         self.result = torch.float32 if wide else weight.dtype
-        self._kernels, self._multiply = kernels, kernels.multiply[weight.dtype]
+        self._kernels, self._multiply = kernels, self._function(kernels)
         per_panel = kernels.width // 2 if gated else kernels.width
         num_panels = -(-self.outputs // per_panel)
-        units = -(-self.columns * weight.itemsize // 4)
         weight = weight.contiguous()
-        self.panels = torch.empty(num_panels, units, kernels.width, dtype=torch.int32)
-        threads = torch.get_num_threads()
-        sizes = rows, self.columns, weight.itemsize, num_panels, gated, threads
-        kernels.pack(weight.data_ptr(), self.panels.data_ptr(), *sizes)
+        self.panels, self.scales = self._pack(weight, num_panels, gated)
         self._bias = None if bias is None else self._panelled(bias.float(), num_panels, gated)
         self._matrix = Matrix(
             self.panels.data_ptr(),
+            None if self.scales is None else self.scales.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             self.outputs,
             self.columns,
@@ -49,6 +50,11 @@ class Packed:
             wide,
         )
         self._address = ctypes.addressof(self._matrix)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of the memory."""
+        return sum(part.nbytes for part in (self.panels, self.scales, self._bias) if part is not None)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[rows, outputs] of x: [rows, columns]; `residual`, of the result's shape and x's dtype, is added to it."""
@@ -75,10 +81,26 @@ class Packed:
         """Rows of the weight as they were: [n, columns] for ids: [n] int64. IndexError for a row that there is not."""
         out = torch.empty(len(ids), self.columns, dtype=self.dtype)
         ids = ids.contiguous()
-        wrong = self._kernels.lookup(self._address, self.dtype.itemsize, ids.data_ptr(), len(ids), out.data_ptr())
-        if wrong:
+        if wrong := self._look_up(ids, out):
             raise IndexError(f"there is no row {int(ids[wrong - 1])} among {self.outputs}")
         return out
+
+    def _function(self, kernels: Kernels) -> Any:
+        """The kernel that multiplies."""
+        return kernels.multiply[self.dtype]
+
+    def _pack(self, weight: Tensor, num_panels: int, gated: bool) -> tuple[Tensor, Tensor | None]:
+        """The weight's panels and scales."""
+        kernels = self._kernels
+        panels = torch.empty(num_panels, -(-self.columns * weight.itemsize // 4), kernels.width, dtype=torch.int32)
+        sizes = *weight.shape, weight.itemsize, num_panels, gated, torch.get_num_threads()
+        kernels.pack(weight.data_ptr(), panels.data_ptr(), *sizes)
+        return panels, None
+
+    def _look_up(self, ids: Tensor, out: Tensor) -> int:
+        """Write rows; 0, or the place of a wrong id, from 1 on."""
+        where = ids.data_ptr(), len(ids), out.data_ptr()
+        return int(self._kernels.lookup(self._address, self.dtype.itemsize, *where))
 
     def multiplied(self) -> Multiplied:
         """The product for kernels that call it themselves, valid while this object lives."""
@@ -102,3 +124,51 @@ class Packed:
             padded[: len(part)] = part
             halves[:, half] = padded.view(num_panels, -1)
         return room
+
+
+class Quantized(Packed):
+    """The same for a weight that is rounded to `bits` bits while it is packed, 8 or 4; see quantized.cpp.
+
+    Activations are rounded to 8 bits on the way, each group of a row by itself. `lookup` gives the rounded rows.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: Tensor,  # [rows, columns] float32 or bfloat16
+        bias: Tensor | None = None,  # [rows]
+        *,
+        bits: int,
+        gated: bool = False,
+        wide: bool = False,
+    ) -> None:
+        self.bits = bits
+        super().__init__(kernels, weight, bias, gated=gated, wide=wide)
+
+    def _function(self, kernels: Kernels) -> Any:
+        return kernels.multiply_bits[self.bits, self.dtype]
+
+    def _pack(self, weight: Tensor, num_panels: int, gated: bool) -> tuple[Tensor, Tensor | None]:
+        width = self._kernels.width
+        panels = torch.empty(num_panels, -(-self.columns * self.bits // 32), width, dtype=torch.int32)
+        shape, dtype = scales_of(self.columns, self.bits)
+        scales = torch.empty(num_panels, *shape, width, dtype=dtype)
+        sizes = *weight.shape, weight.itemsize, num_panels, self.bits, gated, torch.get_num_threads()
+        if self._kernels.quantize(weight.data_ptr(), panels.data_ptr(), scales.data_ptr(), *sizes):
+            raise MemoryError("no memory to quantize a weight")
+        return panels, scales
+
+    def _look_up(self, ids: Tensor, out: Tensor) -> int:
+        where = ids.data_ptr(), len(ids), out.data_ptr()
+        return int(self._kernels.dequantized(self._address, self.bits, self.dtype.itemsize, *where))
+
+
+def scales_of(columns: int, bits: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of the scales of a row: in 4 bits one for each group of columns."""
+    return ((), torch.float32) if bits == 8 else ((-(-columns // GROUP),), torch.bfloat16)
+
+
+def quantized_bytes(rows: int, columns: int, bits: int) -> int:
+    """What a weight takes in so many bits with its scales, apart from the last panel's empty rows."""
+    shape, dtype = scales_of(columns, bits)
+    return rows * (-(-columns * bits // 32) * 4 + math.prod(shape) * dtype.itemsize)

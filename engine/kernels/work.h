@@ -6,7 +6,8 @@
 
 // A packed weight. The Python class of the same name has the same fields in the same order.
 struct Matrix {
-  const void* panels;  // see product.cpp
+  const void* panels;  // see product.h
+  const void* scales;  // of a quantized weight, see quantized.cpp; else null
   const float* bias;   // one panel's width for each panel, or null
   int64_t outputs;     // columns of the result
   int64_t columns;     // numbers in an input row

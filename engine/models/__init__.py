@@ -12,8 +12,8 @@ from torch import Tensor
 from ..attention import AttentionMeta, KVCache
 from ..config import EngineConfig
 from ..kernels.library import Choice, choose
-from ..types import ModelError
-from .spec import ModelSpec, read_config, read_spec
+from ..types import ConfigError, ModelError
+from .spec import ModelSpec, architecture, read_config, read_spec
 
 Progress = Callable[[float], None]  # gets the share of the weights that is in place, 0 to 1
 
@@ -52,16 +52,26 @@ class Model(Protocol):
 
 
 def describe(folder: Path, config: EngineConfig) -> ModelSpec:
-    """What the folder's config.json says, under these settings; reads no weights. Raises ModelError."""
+    """What the folder's config.json says, under these settings; reads no weights. Raises ModelError, ConfigError."""
     source = read_config(folder)
     wanted = config.implementation
     if wanted != "transformers":
         spec = read_spec(source, config, native_only=wanted == "native")
         if spec is not None:
             return spec
+    if config.quantization != "none":
+        raise ConfigError(
+            f"--quantization {config.quantization} is for the native implementation, and {architecture(source)} runs "
+            "on transformers' code here: leave it out"
+        )
     from . import hf
 
     return hf.describe(folder, source, config)
+
+
+def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
+    """What computes a native model's products on a device. Raises ConfigError for what this machine cannot do."""
+    return choose(config.cpu_isa, device, spec.dtype, quantized=spec.quantization != "none")
 
 
 def load(config: EngineConfig, folder: Path, device: torch.device, progress: Progress = lambda share: None) -> Model:
@@ -70,11 +80,10 @@ def load(config: EngineConfig, folder: Path, device: torch.device, progress: Pro
     if spec.implementation == "native":
         from .decoder import Decoder
 
-        product = choose(config.cpu_isa, device, spec.dtype)
-        return Decoder.load(spec, folder, device, product, progress)
+        return Decoder.load(spec, folder, device, product(config, spec, device), progress)
     from . import hf
 
     return hf.load(spec, folder, device, progress)
 
 
-__all__ = ["Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "load"]
+__all__ = ["Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "load", "product"]

@@ -14,7 +14,7 @@ from ..types import ModelError
 from . import Outputs
 from .layers import Gated, Linear, RMSNorm
 from .rope import Rotary, rotate
-from .spec import DecoderSpec, ModelSpec
+from .spec import BITS, DecoderSpec, ModelSpec
 from .stack import Stack
 from .weights import Checkpoint
 
@@ -77,9 +77,9 @@ class Layer:
                 found[f"{name}.bias"] = linear.bias[begin:end]
         return {prefix + name: place for name, place in found.items()}
 
-    def pack(self, kernels: Kernels | None) -> None:
+    def pack(self, kernels: Kernels | None, bits: int | None) -> None:
         for linear in (self.qkv, self.output, self.gate_up, self.down):
-            linear.pack(kernels)
+            linear.pack(kernels, bits=bits)
         for norm in (self.attention_norm, self.mlp_norm):
             norm.pack(kernels)
 
@@ -126,7 +126,8 @@ class Decoder:
                 raise ModelError(f"the checkpoint holds the tensor {name}, for which {spec.architecture} has no place")
         checkpoint.fill(places, progress)
         model.num_params = sum(place.numel() for place in places.values())
-        model.weights_bytes = sum(place.numel() * place.itemsize for place in places.values())
+        # A head that the spec does not know of leaves the embedding a plain table.
+        model.weights_bytes = spec.weights_bytes + (model.num_params - spec.num_params) * spec.dtype.itemsize
         model.weights_hash = checkpoint.weights_hash
         places.clear()
         model.pack()
@@ -139,11 +140,11 @@ class Decoder:
         return found
 
     def pack(self) -> None:
-        kernels = self.product.kernels
+        kernels, (bits, head_bits) = self.product.kernels, BITS[self.spec.quantization]
         for layer in self.layers:
-            layer.pack(kernels)
+            layer.pack(kernels, bits)
         # Logits are wanted in float32. A head that is the embedding too is held once, in the form that both can use.
-        self.head.pack(kernels, wide=True, looked_up=self.head is self.embedding)
+        self.head.pack(kernels, wide=True, looked_up=self.head is self.embedding, bits=head_bits)
         self.norm.pack(kernels)
         assert self.spec.decoder is not None
         self.stack = Stack.of(kernels, self.spec.decoder, self.layers, self.rotary)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.library import Kernels, Multiplied
-from ..kernels.product import Packed
+from ..kernels.product import Packed, Quantized
 
 # Rows that torch's form of a weight is made for: a decode step's, where the form matters most.
 PACK_ROWS = 16
@@ -33,19 +33,25 @@ class Linear:
         self._packed: Packed | None = None  # ours
         self._reordered: Tensor | None = None  # torch's
 
-    def pack(self, kernels: Kernels | None, *, wide: bool = False, looked_up: bool = False) -> None:
+    def pack(
+        self, kernels: Kernels | None, *, wide: bool = False, looked_up: bool = False, bits: int | None = None
+    ) -> None:
         """Prepare for the calls to come; the plain weight is given up where another form takes its place.
 
-        `wide`: results in float32 where our kernels compute. `looked_up`: `rows` will be asked for.
+        `wide`: results in float32 where our kernels compute. `looked_up`: `rows` will be asked for. `bits`: what the
+        weight is rounded to, by our kernels alone; None: it stays as it is.
         """
         if kernels is not None:
-            self._give_up(Packed(kernels, self.weight, self.bias, wide=wide))
+            self._give_up(kernels, bits, wide=wide)
         elif can_reorder(self.weight) and not looked_up:
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
             self.weight = self.weight.new_empty(0)
 
-    def _give_up(self, packed: Packed) -> None:
-        self._packed = packed
+    def _give_up(self, kernels: Kernels, bits: int | None, *, wide: bool, gated: bool = False) -> None:
+        if bits is None:
+            self._packed = Packed(kernels, self.weight, self.bias, wide=wide, gated=gated)
+        else:
+            self._packed = Quantized(kernels, self.weight, self.bias, bits=bits, wide=wide, gated=gated)
         self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -77,11 +83,13 @@ class Gated(Linear):
         self._activation = ACTIVATIONS[activation]
         self._fused = False
 
-    def pack(self, kernels: Kernels | None, *, wide: bool = False, looked_up: bool = False) -> None:
+    def pack(
+        self, kernels: Kernels | None, *, wide: bool = False, looked_up: bool = False, bits: int | None = None
+    ) -> None:
         if kernels is None or self._activation is not F.silu:
-            return super().pack(kernels, wide=wide, looked_up=looked_up)
+            return super().pack(kernels, wide=wide, looked_up=looked_up, bits=bits)
         self._fused = True
-        self._give_up(Packed(kernels, self.weight, self.bias, gated=True, wide=wide))
+        self._give_up(kernels, bits, wide=wide, gated=True)
 
     def multiplied(self) -> Multiplied | None:
         return super().multiplied() if self._fused else None

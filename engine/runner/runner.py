@@ -274,6 +274,7 @@ def build(
         product_note=model.product.note,
         product_fix=model.product.fix,
         hidden_size=spec.hidden_size,
+        quantization=spec.quantization,
         notes=(*plan.notes, backend.note) if backend.note else plan.notes,
         roofline=limits,
     )

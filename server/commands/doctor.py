@@ -318,7 +318,7 @@ def torch_findings(torch: dict[str, Any]) -> Iterator[Finding]:
 
 def engine(settings: Settings) -> Iterator[Finding]:
     """Let a real engine answer with the built-in model, and look at its process."""
-    from engine import EngineError
+    from engine import ConfigError, EngineError
 
     try:
         began = time.monotonic()
@@ -328,6 +328,9 @@ def engine(settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "engine", "fail", f"gave no answer in {ENGINE_S:.0f} s", "look for what keeps the CPU busy: `top`"
         )
+        return
+    except ConfigError as error:
+        yield Finding("engine", "fail", str(error), "change the setting that it names")
         return
     except EngineError as error:
         yield Finding("engine", "fail", str(error), "install Pequod again: make install")
@@ -339,7 +342,8 @@ def engine(settings: Settings) -> Iterator[Finding]:
         yield Finding("products", "warn", info.product_note, info.product_fix)
     else:
         own = f"by our own kernels for {info.product}" if info.product != "torch" else "by torch"
-        yield Finding("products", "ok", f"computed {own}")
+        weights = "" if info.quantization == "none" else f", of weights in {info.quantization}"
+        yield Finding("products", "ok", f"computed {own}{weights}")
     yield Finding("attention", "ok", f"computed by the {info.attention} backend")
     if runtimes is None:
         return
@@ -358,6 +362,7 @@ async def _answer(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
         EngineConfig(
             model="builtin",
             device=settings.device,
+            quantization=settings.quantization,
             cpu_isa=settings.cpu_isa,
             threads=settings.threads,
             num_blocks=64,

@@ -61,6 +61,7 @@ async def version(app: AppDep) -> dict[str, Any]:
             "attention": info.attention,
             "device": info.device,
             "dtype": info.dtype,
+            "quantization": info.quantization,
             "exact": info.exact,
             "torch": info.torch,
             "max_model_len": info.max_len,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams
+from engine.kernels.library import choose
 from tests.models import VOCAB, make
 
 FEW = 14  # blocks: so few that requests are preempted
@@ -48,10 +49,16 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         return found, engine.info.exact, sum(preempted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", "none"), ("bfloat16", "none"), ("float32", "int4"), ("bfloat16", "int8")],
+)
+def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, dtype, quantization):
+    if quantization != "none" and not choose("auto", torch.device("cpu"), torch.float32).invariant:
+        pytest.skip("no kernels here")
     folder = make("qwen3", tmp_path, dtype=getattr(torch, dtype))
     base = {"model": str(folder), "device": "cpu", "dtype": dtype, "num_blocks": 64, "max_seqs": 8}
+    base["quantization"] = quantization
     alone, exact, _ = asyncio.run(serve(EngineConfig(**base, prefix_caching=False, threads=1), together=False))
     if not exact:
         pytest.skip("torch computes here")

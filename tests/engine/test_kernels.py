@@ -265,7 +265,7 @@ def processor(monkeypatch):
     """Pretend that the processor has these features."""
 
     def pretend(*names: str) -> None:
-        features = sum({**ISAS, "amx": library.AMX}[name] for name in names)
+        features = sum({**ISAS, "amx": library.AMX, "vnni": library.VNNI}[name] for name in names)
         real = library.load
         monkeypatch.setattr(library, "load", lambda path: (real(path)[0], features))
 
@@ -362,6 +362,10 @@ def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
     for line in found["products"]:
         assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["gflop_per_s"] > 0
         assert line["error"] < 0.02 and (line["invariant"] or not choice.invariant)
+        kinds = ["int8", "int4"] if choice.kernels is not None and choice.kernels.quantizes else []
+        assert list(line["quantized"]) == kinds
+        for quantized in line["quantized"].values():
+            assert quantized["seconds"] > 0 and quantized["error"] < 0.2 and quantized["invariant"]
 
 
 def test_the_bench_refuses_what_cannot_be(small, capsys, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 
 from engine import memory, plan
 from engine.config import EngineConfig
+from engine.kernels.library import choose
 from engine.memory import Machine, measure
 from engine.runner import build
 from engine.types import ConfigError
@@ -89,6 +90,25 @@ def test_half_of_the_memory_less_weights_and_activations_becomes_blocks(qwen3, o
     assert found["max_len"] == 40960 and found["notes"] == []
     assert found["full_length_users"] == round(found["num_tokens"] / 40960, 2)
     assert 0.1 * GB < found["activation_bytes"] < GB
+
+
+@pytest.mark.parametrize(("quantization", "of_the_bytes"), [("int8", 0.502), ("int4", 0.33)])
+def test_rounded_weights_leave_more_room(qwen3, on, quantization, of_the_bytes):
+    on(64 * GB)
+    if not choose("auto", torch.device("cpu"), torch.bfloat16).invariant:
+        pytest.skip("no kernels here")
+    plain, found = ok(model=qwen3), ok(model=qwen3, quantization=quantization)
+    assert (plain["quantization"], found["quantization"]) == ("none", quantization)
+    assert found["num_params"] == PARAMS
+    assert found["weights_bytes"] / plain["weights_bytes"] == pytest.approx(of_the_bytes, abs=0.01)
+    assert found["num_blocks"] > plain["num_blocks"]
+
+
+def test_what_is_too_large_may_fit_in_8_bits(qwen3, on):
+    on(2.2 * GB)
+    found = impossible(model=qwen3, max_len=1024)
+    assert any(line.startswith("--quantization int8: weights of 0.6 GB leave room") for line in found["try"])
+    assert not any("int8" in line for line in impossible(model=qwen3, max_len=10**6, device="cpu")["try"])
 
 
 def test_memory_that_others_have_taken_is_not_planned_with(qwen3, on):

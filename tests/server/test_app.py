@@ -461,7 +461,7 @@ def test_the_version_tells_what_serves(tmp_path):
             assert told["model"] == "fake"
             assert told["dtype"] == "float32"
             assert told["device"] == "cpu"
-            assert told["exact"] is True
+            assert (told["exact"], told["quantization"]) == (True, "none")
             assert told["weights_hash"] == INFO.weights_hash
             assert told["torch"] == INFO.torch
             assert told["system_fingerprint"] == app.state.pequod.fingerprint

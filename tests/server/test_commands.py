@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 import engine
 from engine import (
@@ -522,6 +523,13 @@ def test_the_banner_tells_what_runs():
         assert said in text
     assert "\x1b" not in text
     assert "demonstration" not in spoken(model="other")
+
+
+def test_the_banner_tells_that_weights_were_rounded():
+    screen = io.StringIO()
+    info = structs.replace(INFO, quantization="int8")
+    banner.announce(info, Settings(), ("127.0.0.1", 8000), 1.0, True, stream=screen)
+    assert "in int8, computed in float32 on cpu" in screen.getvalue()
 
 
 def test_the_banner_warns_of_an_open_door():

@@ -14,7 +14,7 @@ import pytest
 from msgspec import structs
 
 import engine
-from engine import EngineDied, EngineInfo, ModelError
+from engine import ConfigError, EngineDied, EngineInfo, ModelError
 from server import settings
 from server.__main__ import main
 from server.commands import doctor
@@ -213,11 +213,19 @@ def test_the_engine_answers(monkeypatch):
     assert found["attention"].text == "computed by the reference backend"
     ours = structs.replace(info, product="avx512")
     assert "our own kernels for avx512" in answer(monkeypatch, (ours, None))["products"].text
+    rounded = structs.replace(ours, quantization="int8")
+    assert answer(monkeypatch, (rounded, None))["products"].text.endswith("for avx512, of weights in int8")
     lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++")
     told = answer(monkeypatch, (lost, None))["products"]
     assert (told.level, told.text, told.fix) == ("warn", "no CPU kernels", "install g++")
     assert answer(monkeypatch, (info, ["/a/libgomp.so.1", "/b/libomp.so"]))["openmp"].level == "warn"
     assert "openmp" not in answer(monkeypatch, (info, None))
+
+
+def test_settings_that_cannot_be_are_what_is_to_mend(monkeypatch):
+    found = answer(monkeypatch, ConfigError("--quantization int8 needs kernels"))["engine"]
+    assert (found.level, found.text) == ("fail", "--quantization int8 needs kernels")
+    assert found.fix == "change the setting that it names"
 
 
 @pytest.mark.parametrize("error", [ModelError("no weights"), EngineDied("killed"), TimeoutError()])

@@ -1,0 +1,372 @@
+// y = x W^T for weights of 8 or 4 bits that were packed once, see product.h, with x quantized to 8 bits on the way.
+//
+// Weights are held without a sign, with ZERO in the middle. In 8 bits a row of W has one scale. In 4 bits each group of
+// a row has its own, in bfloat16: with one for a whole row, the largest of some thousand numbers would leave the others
+// next to nothing of 16 steps.
+//
+// Activations get a scale for each group of a row: a few of their columns are often far larger than all others, and
+// coarsen nothing beyond their own group. What is smaller than TINY all over a group counts as zero.
+//
+// Order. A group's sum of products is an integer, exact in any order. The groups' sums are added as floats from the
+// first to the last, each times both scales by one fused multiply-add: with the weight's scale only at the end, sums of
+// large activations would be infinite on the way.
+#include "product.h"
+
+namespace {
+
+const float TINY = 7.8886e-31f;  // 2^-100: a scale is never subnormal
+const int LARGEST = 127;         // of a quantized activation, and of a weight in 8 bits
+
+// -- numbers to bytes ----------------------------------------------------------------------------------------------------
+
+float as_number(int32_t bits) {
+  union { int32_t i; float f; } u = {bits};
+  return u.f;
+}
+
+// The largest of `count` vectors of numbers without their signs; no number is more than infinity is more than any.
+template <class Read>
+float top_of(int64_t count, Read read) {
+  U most = all_units(0);
+  for (int64_t i = 0; i < count; ++i) most = greater_ints(most, both(as_units(read(i)), all_units(0x7fffffff)));
+  return as_number(largest_int(most));
+}
+
+// What one step stands for when `steps` of them make `top`. No number where top is none, or infinite.
+float scale_of(float top, int steps) {
+  if (!(top <= 3.4e38f)) return as_number(0x7fc00000);
+  return top < TINY ? 0.0f : top / (float)steps;
+}
+
+V widen(const float* p) { return load(p); }
+V widen(const uint16_t* p) { return load_bf16(p); }
+
+// Some numbers of a row of x as signed bytes, those that are not there as zeros.
+template <int SIZE>
+struct Bytes {
+  int8_t numbers[SIZE];
+  int32_t sum;
+  float scale;
+
+  template <class Number>
+  void take(const Number* x, int64_t count) {
+    Number some[SIZE];
+    if (count < SIZE) {
+      memset(some, 0, sizeof(some));
+      memcpy(some, x, (size_t)count * sizeof(Number));
+      x = some;
+    }
+    const float top = top_of(SIZE / LANES, [&](int64_t i) { return widen(x + i * LANES); });
+    scale = scale_of(top, LARGEST);
+    const V inverse = all(scale > 0 ? (float)LARGEST / top : 0.0f);  // no number becomes 0x80000000, of which 0 is stored
+    U total = all_units(0);
+    for (int i = 0; i < SIZE / LANES; ++i) {
+      const U ints = nearest_ints(mul(widen(x + i * LANES), inverse));
+      store_bytes(numbers + i * LANES, ints);
+      total = plus(total, ints);
+    }
+    sum = total_int(total);
+  }
+};
+
+// -- bytes multiplied ----------------------------------------------------------------------------------------------------
+
+#if defined(HAS_VNNI)
+struct Way {
+  static const int X_BYTES = 4;  // for four numbers
+  static void put(const int8_t* four, int64_t, int64_t m, char* to) { memcpy(to + 4 * m, four, 4); }
+  template <int M, int J>
+  static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
+    UNROLLED for (int m = 0; m < M; ++m) {
+      const U a = all_units(((const uint32_t*)x)[m]);
+      UNROLLED for (int j = 0; j < J; ++j) add_bytes(sum[m][j], w[j], a);
+    }
+  }
+};
+#else
+// Bytes made halves, and products summed in pairs: exact, as a sum of two in 16 bits would not be.
+struct Way {
+  static const int X_BYTES = 8;
+  static void put(const int8_t* four, int64_t rows, int64_t m, char* to) {
+    uint32_t* pairs = (uint32_t*)to;
+    pairs[m] = (uint16_t)four[0] | (uint32_t)four[2] << 16;
+    pairs[rows + m] = (uint16_t)four[1] | (uint32_t)four[3] << 16;
+  }
+  template <int M, int J>
+  static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
+    UNROLLED for (int j = 0; j < J; ++j) {
+      const U even = both(w[j], all_units(0x00ff00ff));
+      UNROLLED for (int m = 0; m < M; ++m)
+        sum[m][j] = plus(sum[m][j], pairs_summed(even, all_units(((const uint32_t*)x)[m])));
+      const U odd = both(shifted_down<8>(w[j]), all_units(0x00ff00ff));
+      UNROLLED for (int m = 0; m < M; ++m)
+        sum[m][j] = plus(sum[m][j], pairs_summed(odd, all_units(((const uint32_t*)x)[M + m])));
+    }
+  }
+};
+#endif
+
+// -- weights of 8 and of 4 bits ------------------------------------------------------------------------------------------
+
+struct Eight {
+  static const int SIZE = 64;  // numbers of a group of x
+  static const int PER_UNIT = 4, ZERO = 128;
+
+  template <int M, int J>
+  static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
+    Way::step<M, J>(sum, w, x);
+  }
+  // The scales of a group of a panel's rows, of the first or the second half of them.
+  static V scales(const Matrix& matrix, int64_t panel, int64_t, int64_t, int half) {
+    return load((const float*)matrix.scales + panel * WIDTH + half * LANES);
+  }
+};
+
+// The lower halves of a unit's bytes are its first four numbers.
+struct Four {
+  static const int SIZE = 32;
+  static const int PER_UNIT = 8, ZERO = 8;
+
+  template <int M, int J>
+  static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
+    U halves[J];
+    UNROLLED for (int j = 0; j < J; ++j) halves[j] = both(w[j], all_units(0x0f0f0f0f));
+    Way::step<M, J>(sum, halves, x);
+    UNROLLED for (int j = 0; j < J; ++j) halves[j] = both(shifted_down<4>(w[j]), all_units(0x0f0f0f0f));
+    Way::step<M, J>(sum, halves, x + M * Way::X_BYTES);
+  }
+  static V scales(const Matrix& matrix, int64_t panel, int64_t groups, int64_t group, int half) {
+    return load_bf16((const uint16_t*)matrix.scales + (panel * groups + group) * WIDTH + half * LANES);
+  }
+};
+
+// -- the sums ------------------------------------------------------------------------------------------------------------
+
+// Apart from the activations' type, so that they are compiled once for all.
+template <class Width>
+struct Sums {
+  static const int SIZE = Width::SIZE, UNITS = SIZE / Width::PER_UNIT, FOURS = SIZE / 4;
+  static const int ROW_BYTES = 8 + FOURS * Way::X_BYTES;  // of one row's group: what its sums begin with, scale, numbers
+
+  // Whole groups' sums lie in `out`, in the first cache: registers hold those of the group that is being multiplied.
+  template <int M, int P>
+  static __attribute__((noinline)) void make(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
+                                             const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
+    const int64_t size = units * WIDTH * 4, groups = (units + UNITS - 1) / UNITS;
+    const char* w = (const char*)matrix.panels + panel * size;
+    for (int m = 0; m < M; ++m)
+      for (int j = 0; j < 2 * P; ++j) store(out[m][0] + j * LANES, zero());
+    for (int64_t g = 0; g < groups; ++g, xs += M * ROW_BYTES) {
+      const int64_t left = units - g * UNITS, count = left < UNITS ? left : UNITS;
+      for (int64_t l = 0; l < count * lines; ++l, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      U sum[M][2 * P];
+      UNROLLED for (int m = 0; m < M; ++m)
+        UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = all_units(((const uint32_t*)xs)[m]);
+      const char* x = xs + 8 * M;
+      for (int64_t u = 0; u < count; ++u, w += WIDTH * 4, x += M * (Width::PER_UNIT / 4) * Way::X_BYTES) {
+        U weights[2 * P];
+        UNROLLED for (int j = 0; j < 2 * P; ++j) weights[j] = load_units(w + j / 2 * size + j % 2 * LANES * 4);
+        Width::template step<M, 2 * P>(sum, weights, x);
+      }
+      const float* scale = (const float*)xs + M;
+      UNROLLED for (int j = 0; j < 2 * P; ++j) {
+        const V of_w = Width::scales(matrix, panel + j / 2, groups, g, j % 2);
+        UNROLLED for (int m = 0; m < M; ++m) {
+          float* to = out[m][0] + j * LANES;
+          store(to, fma(floats_of(sum[m][j]), mul(all(scale[m]), of_w), load(to)));
+        }
+      }
+    }
+  }
+};
+
+template <class Number_, class Width>
+struct Quantized {
+  typedef Number_ Number;
+  typedef Sums<Width> All;
+
+  static int64_t units(int64_t columns) { return (columns + Width::PER_UNIT - 1) / Width::PER_UNIT; }
+  static int64_t row_bytes(int64_t units) { return (units + All::UNITS - 1) / All::UNITS * All::ROW_BYTES; }
+
+  static void pack_x(const Number* x, int64_t columns, int64_t, int64_t rows, char* to) {
+    for (int64_t k = 0; k < columns; k += All::SIZE, to += rows * All::ROW_BYTES)
+      for (int64_t m = 0; m < rows; ++m) {
+        Bytes<All::SIZE> bytes;
+        bytes.take(x + m * columns + k, columns - k);
+        ((int32_t*)to)[m] = -Width::ZERO * bytes.sum;  // the weights' zero is not 0
+        ((float*)to)[rows + m] = bytes.scale;
+        for (int f = 0; f < All::FOURS; ++f)
+          Way::put(bytes.numbers + 4 * f, rows, m, to + 8 * rows + f * rows * Way::X_BYTES);
+      }
+  }
+  template <int M, int P>
+  static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
+                                                         const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
+    All::template make<M, P>(matrix, units, panel, xs, ahead, lines, out);
+  }
+};
+
+template <class Number, class Width>
+int32_t multiply(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows, int32_t threads) {
+  const Timed timed(IN_PRODUCTS);
+  Product<Quantized<Number, Width>> product = {matrix, (const Number*)x, (const Number*)residual, y, rows, 0, 0};
+  return product.compute(threads);
+}
+
+}  // namespace
+
+#define PRODUCT(name, Number, Width)                                                                                   \
+  EXPORT int32_t NAMED(name)(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows,         \
+                             int32_t threads) {                                                                        \
+    return multiply<Number, Width>(matrix, x,       residual, y, rows, threads);                                        \
+  }
+
+PRODUCT(product_int8_float32, float, Eight)
+PRODUCT(product_int8_bfloat16, uint16_t, Eight)
+PRODUCT(product_int4_float32, float, Four)
+PRODUCT(product_int4_bfloat16, uint16_t, Four)
+
+// -- packing -------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Numbers of a row of the plain weight, zeros behind its end.
+template <class Number>
+V read(const Number* row, int64_t columns, int64_t k) {
+  if (columns - k >= LANES) return widen(row + k);
+  Number some[LANES] = {};
+  if (k < columns) memcpy(some, row + k, (size_t)(columns - k) * sizeof(Number));
+  return widen(some);
+}
+
+// A row as bytes without a sign, and its scale.
+template <class Number>
+float to_eight(const Number* row, int64_t columns, uint8_t* bytes) {
+  const float top = top_of((columns + LANES - 1) / LANES, [&](int64_t i) { return read(row, columns, i * LANES); });
+  const float scale = scale_of(top, LARGEST);
+  const V inverse = all(scale > 0 ? (float)LARGEST / top : 0.0f);
+  for (int64_t k = 0; k < columns; k += LANES)
+    store_bytes(bytes + k, plus(nearest_ints(mul(read(row, columns, k), inverse)), all_units(Eight::ZERO)));
+  return scale;
+}
+
+// A group of a row as bytes from 0 to 15, and its scale: the number that is farthest from 0 becomes 0 itself, of the
+// 16 steps the one that has no counterpart on the other side.
+template <class Number>
+uint16_t to_four(const Number* row, int64_t columns, int64_t start, uint8_t* bytes) {
+  float numbers[Four::SIZE], top = 0.0f;
+  for (int i = 0; i < Four::SIZE; i += LANES) store(numbers + i, read(row, columns, start + i));
+  const float size = top_of(Four::SIZE / LANES, [&](int64_t i) { return load(numbers + i * LANES); });
+  for (float number : numbers)
+    if (number == size || number == -size) { top = number; break; }
+  const float wanted = scale_of(size, Four::ZERO);
+  const uint16_t scale = to_bf16(top > 0 ? -wanted : wanted);
+  const V inverse = all(wanted > 0 ? 1.0f / to_float(scale) : 0.0f);
+  for (int i = 0; i < Four::SIZE; i += LANES) {
+    const V steps = nearest(mul(load(numbers + i), inverse));
+    store_bytes(bytes + i, plus(nearest_ints(greatest(all(-8.0f), least(all(7.0f), steps))), all_units(Four::ZERO)));
+  }
+  return scale;
+}
+
+struct Quantizing {
+  const void* weight;  // [rows, columns], gate before up
+  uint32_t* panels;
+  void* scales;
+  int64_t rows, columns, number_bytes, num_panels;
+  int32_t bits, gated;
+  char* room;  // `padded` bytes for each thread
+
+  int64_t padded() const { return (columns + Eight::SIZE - 1) / Eight::SIZE * Eight::SIZE; }
+
+  template <class Number>
+  void eight(const Number* row, int64_t panel, int j, uint8_t* bytes) const {
+    const int64_t units = (columns + 3) / 4;
+    ((float*)scales)[panel * WIDTH + j] = row ? to_eight(row, columns, bytes) : 0.0f;
+    if (!row) memset(bytes, Eight::ZERO, (size_t)(4 * units));
+    for (int64_t u = 0; u < units; ++u) memcpy(panels + (panel * units + u) * WIDTH + j, bytes + 4 * u, 4);
+  }
+
+  template <class Number>
+  void four(const Number* row, int64_t panel, int j, uint8_t* bytes) const {
+    const int64_t units = (columns + 7) / 8, groups = (columns + Four::SIZE - 1) / Four::SIZE;
+    for (int64_t g = 0; g < groups; ++g) {
+      uint16_t& scale = ((uint16_t*)scales)[(panel * groups + g) * WIDTH + j];
+      scale = row ? to_four(row, columns, g * Four::SIZE, bytes + g * Four::SIZE) : 0;
+    }
+    if (!row) memset(bytes, Four::ZERO, (size_t)(8 * units));
+    for (int64_t u = 0; u < units; ++u) {
+      uint32_t first, second;
+      memcpy(&first, bytes + 8 * u, 4);
+      memcpy(&second, bytes + 8 * u + 4, 4);
+      panels[(panel * units + u) * WIDTH + j] = first | second << 4;
+    }
+  }
+
+  template <class Number>
+  void share_of(int thread, int threads) const {
+    uint8_t* bytes = (uint8_t*)room + thread * padded();
+    for (int64_t p = num_panels * thread / threads; p < num_panels * (thread + 1) / threads; ++p)
+      for (int j = 0; j < WIDTH; ++j) {
+        const int64_t place = source(rows, gated, p, j);
+        const Number* row = place < 0 ? nullptr : (const Number*)weight + place * columns;
+        if (bits == 8) eight(row, p, j, bytes);
+        else four(row, p, j, bytes);
+      }
+  }
+  static void share(void* work, int thread, int threads) {
+    const Quantizing& q = *(const Quantizing*)work;
+    if (q.number_bytes == 4) q.share_of<float>(thread, threads);
+    else q.share_of<uint16_t>(thread, threads);
+  }
+};
+
+template <class Number>
+Number narrow(float x);
+template <>
+float narrow<float>(float x) { return x; }
+template <>
+uint16_t narrow<uint16_t>(float x) { return to_bf16(x); }
+
+template <class Number>
+void dequantize(const Matrix& matrix, int bits, int64_t id, Number* to) {
+  const int64_t panel = id / WIDTH, j = id % WIDTH, per_unit = 32 / bits, units = (matrix.columns + per_unit - 1) / per_unit;
+  const int64_t groups = (matrix.columns + Four::SIZE - 1) / Four::SIZE;
+  const uint32_t* from = (const uint32_t*)matrix.panels + panel * units * WIDTH + j;
+  for (int64_t k = 0; k < matrix.columns; ++k) {
+    const uint32_t unit = from[k / per_unit * WIDTH];
+    if (bits == 8) {
+      const int step = (int)(unit >> 8 * (k % 4) & 0xff) - Eight::ZERO;
+      to[k] = narrow<Number>((float)step * ((const float*)matrix.scales)[id]);
+    } else {
+      const int step = (int)(unit >> (8 * (k % 4) + k % 8 / 4 * 4) & 0xf) - Four::ZERO;
+      const uint16_t scale = ((const uint16_t*)matrix.scales)[(panel * groups + k / Four::SIZE) * WIDTH + j];
+      to[k] = narrow<Number>((float)step * to_float(scale));
+    }
+  }
+}
+
+}  // namespace
+
+// `bits` 8: scales are [num_panels, WIDTH] floats. 4: [num_panels, groups of 32 columns, WIDTH] bfloat16. Gives 1 where
+// memory is short, else 0.
+EXPORT int32_t NAMED(quantize)(const void* weight, void* panels, void* scales, int64_t rows, int64_t columns,
+                               int64_t number_bytes, int64_t num_panels, int32_t bits, int32_t gated, int32_t threads) {
+  Quantizing work = {weight, (uint32_t*)panels, scales, rows, columns, number_bytes, num_panels, bits, gated, nullptr};
+  work.room = (char*)scratch(work.padded() * threads);
+  if (!work.room) return 1;
+  run(Quantizing::share, &work, threads);
+  return 0;
+}
+
+// Rows of a quantized weight in numbers of 4 or 2 bytes. Gives the first id that is none, plus 1, or 0.
+EXPORT int64_t NAMED(dequantized)(const Matrix* matrix, int32_t bits, int64_t number_bytes, const int64_t* ids,
+                                  int64_t count, void* to) {
+  const Timed timed(IN_OTHERS);
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= matrix->outputs) return i + 1;
+    if (number_bytes == 4) dequantize(*matrix, bits, ids[i], (float*)to + i * matrix->columns);
+    else dequantize(*matrix, bits, ids[i], (uint16_t*)to + i * matrix->columns);
+  }
+  return 0;
+}

@@ -1,0 +1,301 @@
+"""Products of quantized weights against plain torch on the rounded numbers, the bits of their rows, and the choice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ConfigError
+from engine.kernels import build, library
+from engine.kernels.library import ISAS, Kernels, choose
+from engine.kernels.product import GROUP, Quantized, quantized_bytes
+from tests.engine.test_kernels import CPU, DTYPES, drawn, error, kernels, needs_library, processor, same_threads_after
+
+__all__ = ["processor", "same_threads_after"]
+
+BITS = [8, 4]
+SHAPES = [(1, 1), (31, 2), (33, 65), (64, 128), (130, 77), (500, 257)]
+OF_X = {8: 64, 4: 32}  # numbers of a row of x that share a scale
+
+
+@pytest.fixture(params=list(ISAS))
+def variant(request) -> Kernels:
+    _, features = library.load(build.library())
+    if not library._quantizes(request.param, features):
+        pytest.skip("this processor has no VNNI")
+    return kernels(request.param)
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=BITS, ids=["int8", "int4"])
+def bits(request) -> int:
+    return request.param
+
+
+def in_groups(x: Tensor, size: int) -> Tensor:
+    """[rows, groups, size] in float32, zeros behind the last column."""
+    return torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+
+
+def rounded(x: Tensor, size: int) -> Tensor:
+    """x as the product sees it: in 8 bits, each group with a scale of its own."""
+    groups = in_groups(x, size)
+    top = groups.abs().amax(-1, keepdim=True)
+    top = torch.where(top < 2.0**-100, 0.0, top)
+    # Not 127 / top, which torch takes for 127 * (1 / top).
+    inverse = torch.where(top > 0, torch.full_like(top, 127.0) / top, 0.0)
+    return ((groups * inverse).round() * (top / 127)).double().flatten(1)[:, : x.shape[1]]
+
+
+def rounded_weight(weight: Tensor, bits: int) -> Tensor:
+    """The weight in `bits` bits: a scale for a row, or in 4 bits for each group, whose farthest number is step -8."""
+    if bits == 8:
+        return rounded(weight, weight.shape[1])
+    groups = in_groups(weight, GROUP)
+    farthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scale = (farthest / -8).bfloat16().float()
+    scale = torch.where(farthest.abs() < 2.0**-100, 0.0, scale)
+    inverse = torch.where(scale != 0, torch.ones_like(scale) / scale, 0.0)
+    steps = (groups * inverse).round().clamp(-8, 7)
+    return (steps * scale).double().flatten(1)[:, : weight.shape[1]]
+
+
+def oracle(
+    x: Tensor,
+    weight: Tensor,
+    bits: int,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """What Quantized computes, in float64 on the rounded numbers."""
+    y = rounded(x, OF_X[bits]) @ rounded_weight(weight, bits).T
+    if bias is not None:
+        y = y + bias.double()
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = gate * torch.sigmoid(gate) * up
+    return y if residual is None else y + residual.double()
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_rounded_numbers(variant, dtype, bits, shape):
+    weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
+    plain, biased = Quantized(variant, weight, bits=bits), Quantized(variant, weight, bias, bits=bits)
+    wide = Quantized(variant, weight, bias, bits=bits, wide=True)
+    for rows in (1, 2, 3, 5, 12, 13, 29, 100):
+        x, residual = drawn(rows, shape[1], dtype=dtype), drawn(rows, shape[0], dtype=dtype)
+        rounding = 2**-8 if dtype == torch.bfloat16 else 2**-18
+        want = oracle(x, weight, bits)
+        assert error(plain(x), want) < rounding
+        assert error(plain(x, residual), want + residual.double()) < rounding
+        assert error(biased(x, residual), want + bias.double() + residual.double()) < rounding
+        assert wide(x).dtype == torch.float32
+        assert error(wide(x), want + bias.double()) < 2**-18
+
+
+@needs_library
+@pytest.mark.parametrize("shape", [(2, 1), (6, 5), (32, 64), (66, 31), (512, 192)])
+def test_gates_are_those_of_the_rounded_numbers(variant, dtype, bits, shape):
+    weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
+    packed = Quantized(variant, weight, bias, bits=bits, gated=True)
+    for rows in (1, 3, 14):
+        x, residual = drawn(rows, shape[1], dtype=dtype), drawn(rows, shape[0] // 2, dtype=dtype)
+        rounding = 2**-7 if dtype == torch.bfloat16 else 2**-17
+        want = oracle(x, weight, bits, bias=bias, residual=residual, gated=True)
+        assert packed(x, residual).shape == (rows, shape[0] // 2)
+        assert error(packed(x, residual), want) < rounding
+
+
+@needs_library
+def test_rounding_costs_what_so_many_bits_cost(variant, dtype, bits):
+    """Against the numbers as they were: the share of a Gaussian product that is lost."""
+    weight, x = drawn(300, 1024, dtype=dtype), drawn(40, 1024, dtype=dtype)
+    got, want = Quantized(variant, weight, bits=bits, wide=True)(x).double(), x.double() @ weight.double().T
+    assert (got - want).norm() / want.norm() < {8: 0.012, 4: 0.1}[bits]
+
+
+@needs_library
+def test_a_large_column_of_x_costs_its_neighbours_alone(variant, dtype):
+    weight, x = drawn(100, 1024, dtype=dtype), drawn(8, 1024, dtype=dtype)
+    x[:, 700] = 1000.0
+    weight[:, 700] = 0.0
+    got, want = Quantized(variant, weight, bits=8, wide=True)(x).double(), x.double() @ weight.double().T
+    # Of 1024 numbers the 64 of one group are lost in the large one's steps.
+    assert (got - want).norm() / want.norm() < 1.1 * (64 / 1024) ** 0.5
+
+
+@needs_library
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rounded_rows_can_be_looked_up(variant, dtype, bits, shape):
+    weight = drawn(*shape, dtype=dtype)
+    packed = Quantized(variant, weight, bits=bits)
+    ids = torch.randint(0, shape[0], (50,))
+    assert torch.equal(packed.lookup(ids), rounded_weight(weight, bits)[ids].to(dtype))
+    for wrong in (-1, shape[0]):
+        with pytest.raises(IndexError, match=f"no row {wrong} "):
+            packed.lookup(torch.tensor([0, wrong]))
+
+
+@needs_library
+def test_rows_and_channels_of_zeros(variant, dtype, bits):
+    weight, x = drawn(70, 130, dtype=dtype), drawn(20, 130, dtype=dtype)
+    weight[3], weight[69], x[5], x[19] = 0, 0, 0, 0
+    got = Quantized(variant, weight, bits=bits)(x)
+    for zeros in (got[5], got[19], got[:, 3], got[:, 69]):
+        assert torch.equal(zeros, torch.zeros_like(zeros))
+    nothing = Quantized(variant, torch.zeros_like(weight), bits=bits)
+    assert torch.equal(nothing(x), torch.zeros_like(got))
+    assert torch.equal(nothing.lookup(torch.arange(70)), torch.zeros_like(weight))
+
+
+@needs_library
+def test_what_is_no_number_stays_in_its_row_and_column(variant, dtype, bits):
+    weight, x = drawn(70, 133, dtype=dtype), drawn(30, 133, dtype=dtype)
+    clean = Quantized(variant, weight, bits=bits)(x)
+    x[5, 132], x[17, 0], x[20, 64] = float("nan"), float("inf"), -float("inf")
+    got = Quantized(variant, weight, bits=bits)(x)
+    broken = [5, 17, 20]
+    others = [row for row in range(30) if row not in broken]
+    assert got[broken].isnan().all() and torch.equal(got[others], clean[others])
+    weight[69, 1], weight[2, 132] = float("nan"), float("inf")
+    got = Quantized(variant, weight, bits=bits)(x[others])
+    whole = [column for column in range(70) if column not in (69, 2)]
+    assert got[:, [69, 2]].isnan().all() and torch.equal(got[:, whole], clean[others][:, whole])
+
+
+@needs_library
+def test_huge_numbers(variant, dtype, bits):
+    weight, x = torch.full((40, 150), 1e30).to(dtype), torch.full((13, 150), 1e30).to(dtype)
+    assert (Quantized(variant, weight, bits=bits)(x) == float("inf")).all()
+    assert (Quantized(variant, -weight, bits=bits)(x) == -float("inf")).all()
+    x = torch.full((13, 150), 1e5).to(dtype)
+    assert error(Quantized(variant, weight, bits=bits)(x), oracle(x, weight, bits)) < 2**-7
+    weight, x = (weight * 1e-33).to(dtype), torch.full((1, 150), 3e38).to(dtype)
+    assert error(Quantized(variant, weight, bits=bits)(x), oracle(x, weight, bits)) < 2**-7
+
+
+@needs_library
+@pytest.mark.parametrize("size", [1e-39, 1e-32, 1e-29, 1e-25])
+def test_tiny_numbers(variant, dtype, bits, size):
+    """They are zero all together below 2^-100, and rounded like others above."""
+    weight, x = drawn(40, 80, dtype=dtype) * size, drawn(3, 80, dtype=dtype)
+    got = Quantized(variant, weight, bits=bits)(x)
+    assert error(got, oracle(x, weight, bits), size) < 2**-7
+    assert (got == 0).all() == (size < 1e-30)
+    weight, x = weight / size, x * size
+    got = Quantized(variant, weight, bits=bits)(x)
+    assert error(got, oracle(x, weight, bits), size) < 2**-6
+    assert (got == 0).all() == (size < 1e-30)
+
+
+@needs_library
+def test_no_rows_and_wrong_tensors(variant, dtype, bits):
+    packed = Quantized(variant, drawn(40, 24, dtype=dtype), bits=bits)
+    assert packed(torch.empty(0, 24, dtype=dtype)).shape == (0, 40)
+    assert packed.lookup(torch.empty(0, dtype=torch.int64)).shape == (0, 24)
+    x = drawn(3, 24, dtype=dtype)
+    for wrong in (x[0], x[:, :23], x.double(), x[None]):
+        with pytest.raises(ValueError, match=r"not \[rows, 24\]"):
+            packed(wrong)
+
+
+@needs_library
+def test_what_they_take_of_the_memory(variant, dtype, bits):
+    for rows, columns in ((64, 256), (96, 64), (32, 33)):
+        packed = Quantized(variant, drawn(rows, columns, dtype=dtype), bits=bits)
+        assert packed.num_bytes == quantized_bytes(rows, columns, bits)
+    assert quantized_bytes(100, 1024, bits) == 100 * (1024 * bits // 8 + {8: 4, 4: 64}[bits])
+
+
+# -- bits -----------------------------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize("shape", [(96, 64), (250, 129), (700, 300)])
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype, bits, shape):
+    packed = Quantized(variant, drawn(*shape, dtype=dtype), drawn(shape[0], dtype=dtype), bits=bits)
+    x, residual = drawn(500, shape[1], dtype=dtype), drawn(500, shape[0], dtype=dtype)
+    torch.set_num_threads(1)
+    alone = torch.cat([packed(x[i : i + 1], residual[i : i + 1]) for i in range(len(x))])
+    dice = random.Random(0)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in [*range(1, 50, 1 if shape[0] < 200 else 5), 193, 479, 480, 481, 500]:
+            start = dice.randint(0, len(x) - rows)
+            got = packed(x[start : start + rows], residual[start : start + rows])
+            assert torch.equal(got, alone[start : start + rows]), (threads, rows)
+
+
+@needs_library
+def test_gated_rows_have_the_same_bits_in_any_batch(variant, dtype, bits):
+    packed = Quantized(variant, drawn(2 * 90, 130, dtype=dtype), bits=bits, gated=True)
+    x = drawn(100, 130, dtype=dtype)
+    alone = torch.cat([packed(x[i : i + 1]) for i in range(len(x))])
+    for rows in range(1, 101):
+        assert torch.equal(packed(x[100 - rows :]), alone[100 - rows :])
+
+
+@needs_library
+def test_a_weight_is_rounded_the_same_on_any_threads(variant, dtype, bits):
+    weight = drawn(200, 131, dtype=dtype)
+    torch.set_num_threads(1)
+    one = Quantized(variant, weight, bits=bits)
+    torch.set_num_threads(3)
+    three = Quantized(variant, weight.t().contiguous().t(), bits=bits)
+    assert torch.equal(one.panels, three.panels) and torch.equal(one.scales, three.scales)
+
+
+# -- the choice -----------------------------------------------------------------------------------------------------
+
+
+@needs_library
+def test_avx512_counts_with_vnni_alone(processor):
+    processor("avx2", "avx512", "vnni")
+    assert choose("auto", CPU, torch.bfloat16, quantized=True).name == "avx512"
+    processor("avx2", "avx512")
+    assert choose("auto", CPU, torch.bfloat16, quantized=True).name == "avx2"
+    with pytest.raises(ConfigError, match="avx512 computes no products of quantized weights on this processor; avx2"):
+        choose("avx512", CPU, torch.bfloat16, quantized=True)
+
+
+@needs_library
+def test_amx_is_no_reason_for_torch(processor):
+    processor("avx2", "avx512", "avx512bf16", "amx", "vnni")
+    choice = choose("auto", CPU, torch.bfloat16, quantized=True)
+    assert (choice.name, choice.invariant, choice.note) == ("avx512bf16", True, "")
+
+
+@needs_library
+def test_what_has_no_kernels_is_refused(processor, monkeypatch):
+    processor("avx2")
+    for asked, device, dtype, why in (
+        ("torch", CPU, torch.bfloat16, "--cpu-isa torch wants none"),
+        ("auto", torch.device("cuda"), torch.bfloat16, "runs on cuda: leave out --quantization"),
+        ("auto", CPU, torch.float64, "float32 and bfloat16, not float64: set --dtype bfloat16"),
+        ("sse", CPU, torch.float32, "unknown instruction set 'sse'"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            choose(asked, device, dtype, quantized=True)
+    processor()
+    with pytest.raises(ConfigError, match="this processor has no AVX2"):
+        choose("auto", CPU, torch.float32, quantized=True)
+
+    def missing(**_):
+        raise build.BuildError("no C++ compiler was found")
+
+    monkeypatch.setattr(build, "library", missing)
+    with pytest.raises(ConfigError, match=r"need our CPU kernels, and there are none: no C\+\+ compiler"):
+        choose("auto", CPU, torch.float32, quantized=True)

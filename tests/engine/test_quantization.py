@@ -1,0 +1,116 @@
+"""Whole models with rounded weights: near the plain ones, of the planned size, and refused where they cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import ConfigError, EngineConfig, models, plan
+from engine.config import check
+from engine.kernels.library import choose
+from engine.models.decoder import Decoder
+from engine.models.layers import Linear
+from tests.engine.test_kernels_quantized import rounded_weight
+from tests.engine.test_models import CPU, Bench, prompt
+from tests.models import make
+
+NAMES = ["qwen3-tied", "llama-bias", "qwen2"]
+
+
+def load(folder: Path, dtype: str = "float32", **settings: str) -> Decoder:
+    model = models.load(EngineConfig(model=str(folder), dtype=dtype, **settings), folder, CPU)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def linears(model: Decoder) -> list[tuple[Linear, bool]]:
+    """All products, and whether it is the head's."""
+    found = [part for layer in model.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    return [(part, False) for part in found] + [(model.head, True)]
+
+
+@pytest.fixture
+def needs_kernels():
+    if choose("auto", CPU, torch.float32).kernels is None:
+        pytest.skip("no kernels here")
+
+
+@pytest.mark.usefixtures("needs_kernels")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_rounded_weights(tmp_path, name, quantization):
+    """What is left are the activations' 8 bits, which a random model makes more of; layer by layer the same."""
+    folder = make(name, tmp_path, dtype=torch.float32)
+    plain, model = load(folder, cpu_isa="torch"), load(folder, quantization=quantization)
+    for linear, is_head in linears(plain):
+        linear.weight = rounded_weight(linear.weight, 8 if quantization == "int8" or is_head else 4).float()
+    want, got = (Bench(each).step({0: prompt(40)})[0] for each in (plain, model))
+    assert (got - want).norm() < 0.1 * want.norm()
+    model.stack = None
+    apart = Bench(model).step({0: prompt(40)})[0]
+    assert (apart - got).norm() < 0.01 * got.norm()
+
+
+@pytest.mark.usefixtures("needs_kernels")
+def test_the_fewer_bits_the_farther_from_the_plain_model(tmp_path):
+    folder = make("qwen3-tied", tmp_path, dtype=torch.float32)
+    plain, *others = (
+        Bench(load(folder, quantization=quantization)).step({0: prompt(40)})[0]
+        for quantization in ("none", "int8", "int4")
+    )
+    lost = [((other - plain).norm() / plain.norm()).item() for other in others]
+    assert 0 < lost[0] < 0.1 and 2 * lost[0] < lost[1] < 0.8
+
+
+@pytest.mark.usefixtures("needs_kernels")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_they_take_what_was_planned(tmp_path, name, quantization):
+    folder = make(name, tmp_path, dtype=torch.bfloat16)
+    model = load(folder, "bfloat16", quantization=quantization)
+    parts = {id(linear): linear for linear, _ in linears(model)} | {id(model.embedding): model.embedding}
+    held = 0
+    for linear in parts.values():
+        assert (linear._packed is None) == (linear is model.embedding and linear is not model.head)
+        held += linear.weight.nbytes if linear._packed is None else linear._packed.num_bytes
+    padding = sum(48 * 4 * 128 for _ in parts)  # empty rows of the last panels
+    assert 0.9 * model.weights_bytes < held < model.weights_bytes + padding
+    told = plan.plan(EngineConfig(model=str(folder), device="cpu", quantization=quantization))
+    assert (told["weights_bytes"], told["quantization"]) == (model.weights_bytes, quantization)
+
+
+# -- refused --------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_quantization_is_refused():
+    with pytest.raises(ConfigError, match="unknown quantization 'int2'; known: none, int8, int4"):
+        check(EngineConfig(model="x", quantization="int2"))
+
+
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+def test_transformers_models_are_refused(tmp_path, implementation):
+    folder = make("phi3" if implementation == "auto" else "llama", tmp_path, dtype=torch.float32)
+    config = EngineConfig(model=str(folder), device="cpu", implementation=implementation, quantization="int8")
+    for refuses in (lambda: plan.plan(config), lambda: models.load(config, folder, CPU)):
+        with pytest.raises(ConfigError, match=r"int8 is for the native implementation, and .*: leave it out"):
+            refuses()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"cpu_isa": "torch"}, "--cpu-isa torch wants none of them"),
+        ({"dtype": "float64"}, "not float64: set --dtype bfloat16"),
+        ({"dtype": "float16"}, "not float16: set --dtype bfloat16"),
+    ],
+)
+def test_what_our_kernels_do_not_compute_is_refused_before_loading(tmp_path, settings, why):
+    folder = make("llama", tmp_path, dtype=torch.float32)
+    config = EngineConfig(model=str(folder), device="cpu", quantization="int4", **settings)
+    with pytest.raises(ConfigError, match=why):
+        plan.plan(config)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=why):
+        models.load(config, folder, CPU)
