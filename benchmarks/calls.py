@@ -106,12 +106,15 @@ def measure(server: Server, data: Path, every: int, concurrency: int) -> dict[st
     def ask(case: Case) -> httpx.Response:
         drawn = {"temperature": 1.0, "seed": case.seed, "logit_bias": bias, "max_tokens": MAX_TOKENS}
         body = {"messages": case.asked["messages"], "tools": case.asked["tools"], "tool_choice": "required"}
-        return server.client.post("/v1/chat/completions", json=body | drawn | {"thinking_token_budget": 0})
+        return client.post("/v1/chat/completions", json=body | drawn | {"thinking_token_budget": 0})
 
     collections: dict[str, Counter[str]] = {}
     wrong = []
     asked = cases(data, every)
-    with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+    with (
+        httpx.Client(base_url=server.url, timeout=None) as client,  # how long it takes is not what is asked here
+        concurrent.futures.ThreadPoolExecutor(concurrency) as pool,
+    ):
         for case, answer in zip(asked, pool.map(ask, asked), strict=True):
             counts = collections.setdefault(case.collection, Counter(dict.fromkeys(COUNTED, 0)))
             if (problem := judge(case, answer, counts)) is not None:
