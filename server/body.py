@@ -22,9 +22,9 @@ M = TypeVar("M", bound=BaseModel)
 # would be an error of its own, for seconds in which no other request gets on.
 MAX_NODES = 1 << 16
 NODES = (b":", b"[", b"{")  # each begins one, outside of strings
-# Elements of all arrays: as many as a prompt may have tokens. 8 MB of short numbers would hold the event loop for half
-# a second.
-MAX_ELEMENTS = 1 << 20
+# Elements of all arrays, so also tokens of a prompt that comes as ids. A million would hold the event loop for a tenth
+# of a second.
+MAX_ELEMENTS = 1 << 19
 MAX_TEXTS = 4 * MAX_NODES  # names, their values, and the texts of arrays, none of which takes very many
 FEW_MARKS = 1 << 14  # a loop over them takes some milliseconds
 FEW = 64  # errors that are told apart, and elements of an array in which the first of more errors is looked for
@@ -77,14 +77,14 @@ def without_texts(raw: bytes) -> bytes:
     if raw.count(b'"') > 2 * MAX_TEXTS:
         raise too_complex(MAX_TEXTS, "texts")
     pieces = raw.split(b'"')
-    outside = _outside(pieces) if has_escapes else pieces[::2]
-    if not has_escapes and len(pieces) % 2 == 0:
+    outside, is_whole = _outside(pieces) if has_escapes else (pieces[::2], len(pieces) % 2 == 1)
+    if not is_whole:
         raise _not_json(raw, "a text in it has no end")
     return b"".join(outside)
 
 
-def _outside(pieces: list[bytes]) -> list[bytes]:
-    """Of what quotation marks divide, that which is outside of texts."""
+def _outside(pieces: list[bytes]) -> tuple[list[bytes], bool]:
+    """Of what quotation marks divide, that which is outside of texts; and whether the last text has an end."""
     outside: list[bytes] = []
     is_inside = False
     for piece in pieces:
@@ -93,7 +93,7 @@ def _outside(pieces: list[bytes]) -> list[bytes]:
         if not is_inside:
             outside.append(piece)
         is_inside = not is_inside
-    return outside
+    return outside, is_inside  # as if a mark stood behind the last piece
 
 
 def check_size(bare: bytes) -> None:
