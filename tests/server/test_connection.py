@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
+from tests.live import WAIT_S
 from tests.server.hostile import MB, head
 from tests.server.wire import COMPLETIONS
 
@@ -55,14 +56,14 @@ def patient(monkeypatch):
 
 async def read_answer(reader):
     """Status and body of the next answer."""
-    told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+    told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
     length = int(told.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-    return int(told.split()[1]), await asyncio.wait_for(reader.readexactly(length), 30)
+    return int(told.split()[1]), await asyncio.wait_for(reader.readexactly(length), WAIT_S)
 
 
 async def send_until_cut(writer, piece):
     """Send on and on; ends when the server has closed the connection."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         with contextlib.suppress(ConnectionError):
             while not writer.is_closing():
                 writer.write(piece)
@@ -80,7 +81,7 @@ def test_a_head_that_trickles_is_cut_off(sockets, monkeypatch):
         for sent in (b"", b"GET /ready HT", READY[:-2]):
             reader, writer = await connect()
             writer.write(sent)
-            answer = await asyncio.wait_for(reader.read(), 30)
+            answer = await asyncio.wait_for(reader.read(), WAIT_S)
             assert b" 408 " in answer.split(b"\r\n")[0]
             assert b"head_timeout" in answer
             writer.close()
@@ -134,7 +135,7 @@ def test_who_closes_one_half_is_answered_and_who_hangs_up_is_forgotten(sockets):
 def test_who_still_sends_gets_the_answer(sockets):
     async def use(connect, app, engine):
         url = "http://{}:{}".format(*(await connect())[1].get_extra_info("peername"))
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
             for num_bytes in (8 * MB + 1, 20 * MB):
                 answer = await client.post(COMPLETIONS, content=b" " * num_bytes)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
@@ -197,7 +198,7 @@ def test_who_hangs_up_behind_the_answer_is_let_go(sockets, patient):
         reader, writer = await connect()
         writer.write(head(JSON, f"Content-Length: {10**10}") + b"a" * 1000)
         assert (await read_answer(reader))[0] == 413
-        assert await asyncio.wait_for(reader.read(), 30) == b"", "nothing more comes"
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b"", "nothing more comes"
         writer.close()
         await writer.wait_closed()
 
@@ -240,9 +241,9 @@ def test_garbage_behind_a_request_does_not_stand_in_its_answer(sockets):
         engine.delay = 0.01
         reader, writer = await connect()
         writer.write(head(JSON, f"Content-Length: {len(body)}") + body)
-        answer = await asyncio.wait_for(reader.readuntil(b"data: "), 30)
+        answer = await asyncio.wait_for(reader.readuntil(b"data: "), WAIT_S)
         writer.write(b"call me ishmael\r\n\r\n")
-        answer += await asyncio.wait_for(reader.read(), 30)
+        answer += await asyncio.wait_for(reader.read(), WAIT_S)
         assert answer.count(b"HTTP/1.1") == 1
         await until(lambda: engine.aborted)
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.fakes import model_folder, serving
-from tests.live import Server, eventually
+from tests.live import WAIT_S, Server, eventually
 from tests.server.hostile import BODIES, MB, ODD, RAW
 from tests.server.wire import COMPLETIONS
 
@@ -84,7 +84,7 @@ def undisturbed(server, alone, bystander):
     """Around a row: the stream goes on, the server is ready and answers others as before."""
     before = bystander.pieces
     yield
-    eventually(lambda: bystander.pieces > before, 30)
+    eventually(lambda: bystander.pieces > before)
     assert server.client.get("/ready").status_code == 200
     assert server.client.post(COMPLETIONS, json=SHORT).json()["choices"][0]["text"] == alone[1]
 
@@ -108,7 +108,7 @@ def test_what_is_odd_is_answered(server, undisturbed, more):
 
 def first_answer(port: int, data: bytes) -> tuple[int, bytes]:
     """Status and body of what comes back first; 0 when the server just hangs up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as sock:
         with contextlib.suppress(ConnectionError):  # it may hang up while this still sends
             sock.sendall(data)
         answer = b""
