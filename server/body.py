@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -13,6 +14,7 @@ from starlette.routing import BaseRoute
 
 from .errors import ENVELOPE, ApiError, from_validation, invalid
 from .limits import UserDep
+from .protocol.wire import Wire
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -20,10 +22,12 @@ M = TypeVar("M", bound=BaseModel)
 # would be an error of its own, for seconds in which no other request gets on.
 MAX_NODES = 1 << 16
 NODES = (b":", b"[", b"{")  # each begins one, outside of strings
-# Elements of all arrays: as many as a prompt may have tokens. 8 MB of short numbers would hold the event loop for half
-# a second.
-MAX_ELEMENTS = 1 << 20
+# Elements of all arrays, so also tokens of a prompt that comes as ids. A million would hold the event loop for a tenth
+# of a second.
+MAX_ELEMENTS = 1 << 19
 MAX_TEXTS = 4 * MAX_NODES  # names, their values, and the texts of arrays, none of which takes very many
+FEW_MARKS = 1 << 14  # a loop over them takes some milliseconds
+FEW = 64  # errors that are told apart, and elements of an array in which the first of more errors is looked for
 
 REF = "#/components/schemas/{model}"
 
@@ -39,39 +43,63 @@ def parse(model: type[M], raw: bytes, ignore_fields: Collection[str] = ()) -> M:
     names, arrays and objects, more than MAX_ELEMENTS elements, and fields that `model` forbids. Of a key that is
     written twice the last one counts, as in every JSON parser of note. `ignore_fields` names top-level fields to drop.
     """
-    check_size(raw)
-    if ignore_fields or is_suspect(raw):
+    bare = without_texts(raw)
+    check_size(bare)
+    suspect = is_suspect(bare)
+    if ignore_fields or suspect:
         document = read(raw)
+        if suspect and not _is_finite(document):
+            raise _not_json(raw, "it holds a number that is too large")
         if isinstance(document, dict) and any(name in document for name in ignore_fields):
             raw = to_json({key: value for key, value in document.items() if key not in ignore_fields})
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
         # Whatever is not strict JSON raises here.
-        raise from_validation(error, read(raw)) from None
+        raise _refusal(error, model, raw) from None
 
 
 def read(raw: bytes) -> Any:
     """The body as plain Python; raises 400 when it is not JSON."""
     try:
-        document = from_json(raw, allow_inf_nan=False)
+        return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        reason = "it begins with a byte order mark" if raw.startswith(b"\xef\xbb\xbf") else str(error)
-        raise _not_json(reason) from None
-    if is_suspect(raw) and not _is_finite(document):
-        raise _not_json("it holds a number that is too large")
-    return document
+        raise _not_json(raw, str(error)) from None
 
 
-def check_size(raw: bytes) -> None:
-    """Raise 400 for a body that is so complex that nobody else would be served while it is parsed."""
-    limits = ((NODES, MAX_NODES, "names, arrays and objects"), ((b",",), MAX_ELEMENTS, "elements"))
-    if raw.count(b'"') <= 2 * MAX_TEXTS and all(count(raw, marks) <= most for marks, most, _ in limits):
-        return
-    if without_escapes(raw).count(b'"') > 2 * MAX_TEXTS:
+def without_texts(raw: bytes) -> bytes:
+    """What stands outside of texts. Raises 400 for very many texts, and for one that has no end."""
+    has_escapes = b'\\"' in raw
+    if has_escapes and raw.count(b'"') > FEW_MARKS:
+        # Fewer are looked at one by one: nearly as many bytes as these may be backslashes, which are slow to replace.
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+        has_escapes = False  # every mark that is left is an end of a text
+    if raw.count(b'"') > 2 * MAX_TEXTS:
         raise too_complex(MAX_TEXTS, "texts")
-    bare = without_texts(raw)
-    for marks, most, told in limits:
+    pieces = raw.split(b'"')
+    outside, is_whole = _outside(pieces) if has_escapes else (pieces[::2], len(pieces) % 2 == 1)
+    if not is_whole:
+        raise _not_json(raw, "a text in it has no end")
+    return b"".join(outside)
+
+
+def _outside(pieces: list[bytes]) -> tuple[list[bytes], bool]:
+    """Of what quotation marks divide, that which is outside of texts; and whether the last text has an end."""
+    outside: list[bytes] = []
+    is_inside = False
+    for piece in pieces:
+        if is_inside and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            continue  # the mark behind it is escaped
+        if not is_inside:
+            outside.append(piece)
+        is_inside = not is_inside
+    return outside, is_inside  # as if a mark stood behind the last piece
+
+
+def check_size(bare: bytes) -> None:
+    """Raise 400 for a body that is so complex that nobody else would be served while it is parsed. `bare`: what it has
+    outside of texts."""
+    for marks, most, told in ((NODES, MAX_NODES, "names, arrays and objects"), ((b",",), MAX_ELEMENTS, "elements")):
         if count(bare, marks) > most:
             raise too_complex(most, told)
 
@@ -80,30 +108,61 @@ def too_complex(most: int, told: str) -> ApiError:
     return invalid(f"Invalid request: the body has more than {most} {told}.", None, "body_too_complex")
 
 
-def count(raw: bytes, marks: Iterable[bytes]) -> int:
-    return sum(raw.count(mark) for mark in marks)
+def count(bare: bytes, marks: Iterable[bytes]) -> int:
+    return sum(bare.count(mark) for mark in marks)
 
 
-def without_escapes(raw: bytes) -> bytes:
-    """The body with every quotation mark that is left an end of a text."""
-    return raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-
-
-def without_texts(raw: bytes) -> bytes:
-    """What stands outside of texts."""
-    return b"".join(without_escapes(raw).split(b'"')[::2])
-
-
-def is_suspect(raw: bytes) -> bool:
+def is_suspect(bare: bytes) -> bool:
     """Whether a number may hide in it that JSON does not have or that no float holds."""
-    shape = raw.translate(SHAPES)
-    return any(word in raw for word in (b"NaN", b"Infinity")) or any(
+    shape = bare.translate(SHAPES)
+    return any(word in bare for word in (b"NaN", b"Infinity")) or any(
         number in shape for number in (b"e000", b"e+000", b"0" * 300)
     )
 
 
-def _not_json(reason: str) -> ApiError:
+def _not_json(raw: bytes, reason: str) -> ApiError:
+    reason = "it begins with a byte order mark" if raw.startswith(b"\xef\xbb\xbf") else reason
     return invalid(f"The request body is not valid JSON: {reason}.", None, "invalid_json")
+
+
+def _refusal(error: ValidationError, model: type[BaseModel], raw: bytes) -> ApiError:
+    """What is told of a body's errors. To tell one out of 60,000 would take longer than to find them all."""
+    num_errors = error.error_count()
+    if num_errors > FEW:
+        raw = to_json(shortened(read(raw), names(model)))
+        try:
+            model.model_validate_json(raw)
+        except ValidationError as fewer:
+            error = fewer
+        if error.error_count() == num_errors:
+            return invalid(f"Invalid request: the body has {num_errors} errors.", None)
+    details = error.errors(include_url=False, include_input=False)
+    if details[0]["type"] == "json_invalid":
+        return _not_json(raw, details[0]["ctx"]["error"])
+    # At the top an error's place is its field. A deeper one may name branches of our own types: the document tells.
+    is_deep = any(len(item["loc"]) > 1 for item in details)
+    return from_validation(error, read(raw) if is_deep else None)
+
+
+def shortened(value: Any, known: Collection[str]) -> Any:
+    """The document with FEW elements of each array and, beside the `known` ones, one name of each object."""
+    if isinstance(value, list):
+        return [shortened(item, known) for item in value[:FEW]]
+    if isinstance(value, dict):
+        other = {*itertools.islice((name for name in value if name not in known), 1)}
+        return {name: shortened(item, known) for name, item in value.items() if name in known or name in other}
+    return value
+
+
+def names(model: type[BaseModel]) -> set[str]:
+    """What the fields of a request and of all objects in requests are called."""
+    return {field.alias or name for kind in (model, *_kinds(Wire)) for name, field in kind.model_fields.items()}
+
+
+def _kinds(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _kinds(below)
 
 
 def _is_finite(value: Any) -> bool:

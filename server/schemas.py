@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from engine import grammar_problem
 
 from .errors import ApiError, invalid, shown
+from .patterns import MAX_SHORTEST, is_too_long
 
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SOURCE = 64 << 10  # bytes
@@ -92,6 +93,8 @@ def wrong(kind: str, text: str) -> str | None:
     """What is wrong with a grammar, half a sentence; None: nothing."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_SOURCE:
         return f"it has more than {MAX_SOURCE} bytes"
+    if kind == "regex" and is_too_long(text):
+        return f"no text of less than {MAX_SHORTEST} characters matches it"
     if kind != "json_schema":
         return grammar_problem(kind, text)
     try:
@@ -106,6 +109,9 @@ def wrong(kind: str, text: str) -> str | None:
         for keyword in place.schema:
             if keyword in UNSUPPORTED:
                 return f"'{keyword}' at '{pointer(*place.path, keyword)}' is not supported"
+        if isinstance(pattern := place.schema.get("pattern"), str) and is_too_long(pattern):
+            where = pointer(*place.path, "pattern")
+            return f"no text of less than {MAX_SHORTEST} characters matches 'pattern' at '{where}'"
         if (reference := _broken_reference(schema, place)) is not None:
             return reference
     problem = grammar_problem(kind, text)

@@ -314,10 +314,10 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def listening(app: FastAPI) -> AsyncIterator[str]:
-    """A socket before an app whose lifespan already runs; gives its URL."""
+async def listening(app: FastAPI, **options: Any) -> AsyncIterator[str]:
+    """A socket before an app whose lifespan already runs; gives its URL. `options` are uvicorn's."""
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http=Connection, lifespan="off", log_config=None, access_log=False)
+        uvicorn.Config(app, port=0, http=Connection, lifespan="off", log_config=None, access_log=False, **options)
     )
     task = asyncio.create_task(server.serve())
     try:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 CONNECT_S = 10.0
 SILENCE_S = 900.0  # a long prompt on a slow machine, behind a queue, sends nothing for minutes
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # What makes answers comparable where the server takes it; min_tokens gets the number of tokens that are asked for.
 WISHES: dict[str, Any] = {
     "ignore_eos": True,

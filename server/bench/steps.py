@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..metrics import PHASES
 from .figures import Figures, median
 
 if TYPE_CHECKING:
     from engine import Roofline
-
-PHASES = ("schedule", "prepare", "forward", "sample", "publish")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine import EngineDied, ModelError, RequestError
-from server.body import MAX_ELEMENTS, MAX_NODES, MAX_TEXTS, NODES, count, described, is_suspect, parse, without_texts
+from server.body import (
+    FEW_MARKS,
+    MAX_ELEMENTS,
+    MAX_NODES,
+    MAX_TEXTS,
+    NODES,
+    count,
+    described,
+    is_suspect,
+    parse,
+    without_texts,
+)
 from server.errors import ApiError, from_engine, from_exception, from_validation, invalid
 from server.protocol.chat import ChatRequest
 
@@ -113,8 +124,20 @@ def test_a_body_of_very_many_names_is_refused_before_each_of_them_is_an_error():
     for body in (many, {**OK, "anything": many}, {**OK, "anything": [{}] * (MAX_NODES + 1)}):
         error = refusal(body)
         assert (error.param, error.code) == (None, "body_too_complex")
-    # A few less are looked at one by one.
+    # Of a few less one is named.
     assert refusal({**OK, **{str(i): 1 for i in range(MAX_NODES // 2)}}).param == "0"
+
+
+def test_of_very_many_errors_one_is_named():
+    many = {str(i): 1 for i in range(1000)}
+    message = {"role": "user", "content": "a"}
+    assert refusal({**many, **OK}).param == "0"
+    assert refusal({"messages": [{**many, **message}]}).param == "messages.0.0"
+    assert refusal({"messages": [message, {**many, **message}]}).param == "messages.1.0"
+    assert refusal({"messages": [{"role": "user", "content": 1}] * 1000}).param == "messages.0.content"
+    # Those that are not among the first of an array have no name.
+    error = refusal({"messages": [message] * 500 + [{"role": "user", "content": 1}] * 500})
+    assert (error.param, "errors" in error.message) == (None, True)
 
 
 def test_what_a_text_holds_is_not_counted():
@@ -125,13 +148,20 @@ def test_what_a_text_holds_is_not_counted():
 @pytest.mark.parametrize(
     "value", [1, [], {"a": [{}, {"b": ":[{"}]}, 'quote " colon : \\" bracket [', "\\", '\\"', {'"\\': "{"}]
 )
-def test_the_count_of_names_arrays_and_objects_is_exact(value):
+def test_the_count_of_names_arrays_and_objects_is_exact(value, monkeypatch):
     def nodes(value: Any) -> int:
         if isinstance(value, dict):
             return 1 + sum(1 + nodes(item) for item in value.values())
         return 1 + sum(map(nodes, value)) if isinstance(value, list) else 0
 
-    assert count(without_texts(json.dumps(value).encode()), NODES) == nodes(value)
+    for few in (FEW_MARKS, 0):  # escaped marks one by one, and all at once
+        monkeypatch.setattr("server.body.FEW_MARKS", few)
+        assert count(without_texts(json.dumps(value).encode()), NODES) == nodes(value)
+
+
+def test_a_text_without_an_end_is_refused():
+    for raw in (b'{"a": "b}', b'{"a": "b\\"}', b'"' + b"\\" * 1001, b'"' + b"\\" * 1000 + b'""'):
+        assert refusal(raw).code == "invalid_json"
 
 
 def test_a_body_of_very_many_numbers_is_refused():

@@ -1,70 +1,51 @@
-"""Requests with tools as people wrote them, forced upon a model of random weights: every call parses and validates."""
+"""Requests with tools as people wrote them, forced upon a model of random weights: every call parses and validates.
+
+Here one of thirty lines; `python -m benchmarks.calls` asks them all.
+"""
 
 from __future__ import annotations
 
-import concurrent.futures
-import json
-import shutil
 from collections import Counter
 
-import jsonschema
+import httpx
 import pytest
 
-from tests import models
-from tests.live import Server
-from tests.server.wire import CHAT
+from benchmarks import calls
 
-EVERY = 30  # of the collections' lines one is asked
-NUM_BIASES = 1000
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": ["a"]}}}
+CASE = calls.Case("c", 0, {"id": "a", "tools": [TOOL]})
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, data):
-    """A small Qwen3 of random weights with the real vocabulary and chat template."""
-    folder = tmp_path_factory.mktemp("random") / "qwen3"
-    shape = {**models.BASE, "head_dim": 16, "vocab_size": 151936, "max_position_embeddings": 4096}
-    models.MODELS["qwen3-random"] = ("qwen3", {**shape, "num_hidden_layers": 1, "eos_token_id": 151645})
-    models.make("qwen3-random", folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(data / "tokenizers/qwen3" / name, folder / name)
-    with Server(str(folder), "--dtype", "float32") as running:
-        yield running
+def test_every_required_call_is_valid(data):
+    with calls.random_model(data) as server:
+        found = calls.measure(server, data, every=30, concurrency=16)
+    assert found["wrong"] == []
+    counts = found["all"]
+    assert counts["length"] < counts["answers"] / 2, "most answers come to an end"
+    assert counts["valid"] >= counts["answers"] - counts["length"]
 
 
-@pytest.fixture(scope="module")
-def closing(data):
-    """What closes something is drawn more often: a string drawn at random would hardly ever end."""
-    vocabulary = json.loads((data / "tokenizers/qwen3/tokenizer.json").read_text())["model"]["vocab"]
-    closers = [i for token, i in vocabulary.items() if token[:1] in ('"', "}", "]") and len(token) < 5]
-    return {str(i): 12 for i in sorted(closers)[:NUM_BIASES]}
+@pytest.mark.parametrize(
+    ("made", "finish", "content", "counted"),
+    [
+        (['{"a": 1}', '{"a": 2}'], "tool_calls", None, {"valid": 2}),
+        (['{"a": 1}', '{"a": '], "length", None, {"valid": 1, "length": 1}),
+        (['{"b": 1}'], "tool_calls", None, {"invalid": 1}),
+        (['{"a": '], "tool_calls", None, {"invalid": 1}),
+        ([], "stop", "no", {"failed": 1}),
+        (['{"a": 1}'], "tool_calls", "beside", {"failed": 1}),
+    ],
+)
+def test_an_answer_is_judged(made, finish, content, counted):
+    message = {"content": content, "tool_calls": [{"function": {"name": "f", "arguments": text}} for text in made]}
+    counts = Counter()
+    answer = httpx.Response(200, json={"choices": [{"finish_reason": finish, "message": message}]})
+    problem = calls.judge(CASE, answer, counts)
+    assert +counts == Counter(counted) + Counter(answers=1)
+    assert (problem is not None) == bool(counted.keys() & {"invalid", "failed"})
 
 
-def cases(data):
-    for file in sorted((data / "function_calling").glob("*.jsonl")):
-        for line in file.read_text().splitlines()[::EVERY]:
-            yield json.loads(line)
-
-
-def test_every_required_call_is_valid(server, closing, data):
-    def ask(numbered):
-        number, case = numbered
-        body = {"messages": case["messages"], "tools": case["tools"], "tool_choice": "required", "max_tokens": 300}
-        more = {"temperature": 1.0, "seed": number, "logit_bias": closing, "thinking_token_budget": 0}
-        response = server.client.post(CHAT, json=body | more)
-        assert response.status_code == 200, response.text
-        return case, response.json()["choices"][0]
-
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(ask, enumerate(cases(data))))
-    seen = Counter()
-    for case, choice in answers:
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in case["tools"]}
-        calls = choice["message"].get("tool_calls", [])
-        seen[choice["finish_reason"]] += 1
-        for call in calls if choice["finish_reason"] == "tool_calls" else calls[:-1]:
-            assert not choice["message"]["content"]
-            jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])
-            seen["valid"] += 1
-    assert seen["tool_calls"] > len(answers) / 2, "most answers come to an end"
-    assert seen["stop"] == 0, "an answer without a call"
-    assert seen["valid"] >= seen["tool_calls"]
+def test_an_error_is_a_failure():
+    counts = Counter()
+    assert calls.judge(CASE, httpx.Response(500, text="no"), counts) == "500: no"
+    assert counts["failed"] == 1

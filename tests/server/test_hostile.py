@@ -16,9 +16,9 @@ import threading
 import httpx
 import pytest
 
-from tests.fakes import FakeEngine, listening, model_folder, serving, until
+from tests.fakes import model_folder, serving
 from tests.live import WAIT_S, Server, eventually
-from tests.server.hostile import BODIES, ODD, RAW, head
+from tests.server.hostile import BODIES, MB, ODD, RAW
 from tests.server.wire import COMPLETIONS
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 1, "seed": 7}
@@ -131,69 +131,22 @@ def test_what_is_no_request_is_refused_or_hung_up_on(server, undisturbed, row):
         assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
 
 
+def test_a_body_that_is_too_large_is_answered_while_the_client_still_sends(server, undisturbed):
+    async def main():
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            for num_bytes in (8 * MB + 1, 20 * MB):
+                answer = await client.post(COMPLETIONS, content=b" " * num_bytes)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+    asyncio.run(main())
+
+
 def test_the_server_has_kept_nothing(server, bystander):
     bystander.__exit__()
     eventually(lambda: server.client.get("/ready").json()["running"] == 0)
     assert server.metric("pequod:kv_blocks_unaccounted") == 0
     assert server.metric("http_requests_total", status="500") == 0
     assert "ERROR" not in server.log and "Traceback" not in server.log
-
-
-# What needs a clock of its own, in this process
-
-
-def sockets(tmp_path, use, **settings):
-    """Let `use(connect, app)` talk to a listening app over bare sockets."""
-
-    async def main():
-        async with serving(model_folder(tmp_path / "m"), FakeEngine(), **settings) as (_, app), listening(app) as url:
-            host, port = url.removeprefix("http://").split(":")
-            await use(lambda: asyncio.open_connection(host, int(port)), app)
-            assert app.state.pequod.limits.open_bytes == 0
-            assert app.state.pequod.limits.open_choices == 0
-
-    asyncio.run(main())
-
-
-def test_a_head_that_trickles_is_cut_off(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.connection.HEAD_S", 0.5)
-
-    async def use(connect, app):
-        for sent in (b"", b"GET /ready HT", head(first="GET /ready HTTP/1.1")[:-2]):
-            reader, writer = await connect()
-            writer.write(sent)
-            answer = await asyncio.wait_for(reader.read(), WAIT_S)
-            assert b" 408 " in answer.split(b"\r\n")[0]
-            assert b"head_timeout" in answer
-            writer.close()
-        # A head that is complete has all the time that its answer takes; the next one begins anew.
-        reader, writer = await connect()
-        for _ in range(3):
-            writer.write(head(first="GET /ready HTTP/1.1"))
-            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
-            await asyncio.sleep(0.2)
-        writer.close()
-
-    sockets(tmp_path, use)
-
-
-def test_who_closes_one_half_is_answered_and_who_hangs_up_is_forgotten(tmp_path):
-    body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
-
-    async def use(connect, app):
-        whole = head("Content-Type: application/json", f"Content-Length: {len(body)}") + body
-        for cut in range(0, len(whole), 17):
-            reader, writer = await connect()
-            writer.write(whole[:cut])
-            writer.close()
-        reader, writer = await connect()
-        writer.write(whole * 5)  # pipelined: answered in their order
-        for _ in range(5):
-            assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
-        writer.close()
-        await until(lambda: app.state.pequod.limits.open_choices == 0)
-
-    sockets(tmp_path, use)
 
 
 def test_a_page_can_read_what_the_door_refuses(tmp_path):
