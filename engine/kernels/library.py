@@ -75,6 +75,12 @@ class Kernels:
             function.argtypes = [pointer]
         self.best = getattr(library, f"best_{isa}")
         self.best.argtypes = [pointer, long, long, pointer, pointer, integer]
+        self.draw = getattr(library, f"draw_{isa}")
+        self.draw.argtypes = [pointer, long, long, pointer, pointer, pointer, integer]
+        self.likeliest = getattr(library, f"likeliest_{isa}")
+        self.likeliest.argtypes = [pointer, long, long, long, pointer, pointer, pointer, integer]
+        self.forbid = getattr(library, f"forbid_{isa}")
+        self.forbid.argtypes, self.forbid.restype = [pointer, long, pointer, pointer, long, long], None
         self.width: int = getattr(library, f"panel_width_{isa}")()  # rows of a weight in one panel
 
 
