@@ -63,9 +63,12 @@ static inline V as_floats(D a, D b) {
 }
 static inline D fma(D a, D b, D c) { return _mm256_fmadd_pd(a, b, c); }
 static inline D add(D a, D b) { return _mm256_add_pd(a, b); }
-static inline D times_power(D a, D n) {  // n: 1.5 * 2^52 + a small whole number
-  const __m256i exponent = _mm256_slli_epi64(_mm256_castpd_si256(n), 52);
-  return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(a), exponent));
+// a * table[n % 8] * 2^(n / 8), rounded down; n: 1.5 * 2^52 + a small whole number.
+static inline D times_power(D a, const double* table, D n) {
+  const __m256i bits = _mm256_castpd_si256(n);
+  const D part = _mm256_i64gather_pd(table, _mm256_and_si256(bits, _mm256_set1_epi64x(7)), 8);
+  const __m256i exponent = _mm256_slli_epi64(_mm256_srli_epi64(bits, 3), 52);
+  return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(_mm256_mul_pd(a, part)), exponent));
 }
 static inline void store_doubles(double* p, D d) { _mm256_storeu_pd(p, d); }
 static inline V down(V a) { return _mm256_floor_ps(a); }
@@ -148,9 +151,11 @@ static inline V as_floats(D a, D b) {
 }
 static inline D fma(D a, D b, D c) { return _mm512_fmadd_pd(a, b, c); }
 static inline D add(D a, D b) { return _mm512_add_pd(a, b); }
-static inline D times_power(D a, D n) {
-  const __m512i exponent = _mm512_slli_epi64(_mm512_castpd_si512(n), 52);
-  return _mm512_castsi512_pd(_mm512_add_epi64(_mm512_castpd_si512(a), exponent));
+static inline D times_power(D a, const double* table, D n) {
+  const __m512i bits = _mm512_castpd_si512(n);
+  const D part = _mm512_permutexvar_pd(bits, _mm512_loadu_pd(table));
+  const __m512i exponent = _mm512_slli_epi64(_mm512_srli_epi64(bits, 3), 52);
+  return _mm512_castsi512_pd(_mm512_add_epi64(_mm512_castpd_si512(_mm512_mul_pd(a, part)), exponent));
 }
 static inline void store_doubles(double* p, D d) { _mm512_storeu_pd(p, d); }
 static inline V down(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }

@@ -74,7 +74,7 @@ class Kernels:
         for function in self.layers.values():
             function.argtypes = [pointer]
         self.best = getattr(library, f"best_{isa}")
-        self.best.argtypes = [pointer, long, long, pointer, pointer, integer]
+        self.best.argtypes, self.best.restype = [pointer, long, long, pointer, pointer, integer], None
         self.draw = getattr(library, f"draw_{isa}")
         self.draw.argtypes = [pointer, long, long, pointer, pointer, pointer, integer]
         self.likeliest = getattr(library, f"likeliest_{isa}")

@@ -1,7 +1,7 @@
 // What a step wants of its logits: each row's largest number, a token drawn by chance, the likeliest tokens.
 //
-// Nothing here depends on how a row was cut or on who looked at its pieces. The lowest place wins among equals, and
-// what is no number wins over all. Probabilities are whole numbers, whose sums are the same in any order: see `weigh`.
+// The lowest place wins among equals, and what is no number wins over all. Probabilities are whole numbers, whose sums
+// are the same in any order, and the same for every instruction set and in torch (engine/runner/vocabulary.py).
 #include <math.h>
 
 #include <algorithm>
@@ -11,10 +11,9 @@
 
 namespace {
 
-const int64_t PIECE = 1 << 13;
 const int64_t SMALL = 1 << 15;  // numbers below which waking other threads costs more than they save
 const double ONE = 0x1p44;      // the weight of a row's likeliest token
-// Weights are added as doubles in so many at once: up to 2^53 that is exact. A piece is made of whole spans.
+// Weights are added as doubles in so many at once: up to 2^53 that is exact.
 const int64_t SPAN = 256;
 
 struct Best {
@@ -56,24 +55,34 @@ Best look(const float* from, int64_t count) {
 
 // -- weights ---------------------------------------------------------------------------------------------------------
 
-// The nearest float to e^x, for x from -32 to 0: computed to 2^-52, so that but for a few numbers in 2^28 no rounding
-// can fall the other way, and torch's exp of a double, rounded, is the same.
+const double EIGHTHS[] = {  // 2^(i / 8)
+    0x1.0000000000000p+0, 0x1.172b83c7d517bp+0, 0x1.306fe0a31b715p+0, 0x1.4bfdad5362a27p+0,
+    0x1.6a09e667f3bcdp+0, 0x1.8ace5422aa0dbp+0, 0x1.ae89f995ad3adp+0, 0x1.d5818dcfba487p+0,
+};
+
+// e^x to 2^-52, for x from -32 to 0. Of the 3 * 10^8 floats there, each gives what torch's exp of a double gives, once
+// both are rounded to floats.
 D exponential(D x) {
   const D shift = all_doubles(0x1.8p52);
-  const D n = fma(x, all_doubles(0x1.71547652b82fep0), shift);
+  const D n = fma(x, all_doubles(0x1.71547652b82fep3), shift);
   const D whole = add(n, all_doubles(-0x1.8p52));
-  D r = fma(whole, all_doubles(-0x1.62e42fefa0000p-1), x);  // exact: the constant is short, and so is x
-  r = fma(whole, all_doubles(-0x1.cf79abc9e3b39p-40), r);
-  D e = all_doubles(1.0 / 6227020800);  // Taylor's series: the next term is below 2^-57
-  for (double each : {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
-                      1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0})
-    e = fma(e, r, all_doubles(each));
-  return times_power(e, n);
+  D r = fma(whole, all_doubles(-0x1.62e42fefa0000p-4), x);  // exact: the constant is short, and so is x
+  r = fma(whole, all_doubles(-0x1.cf79abc9e3b39p-43), r);
+  D e = all_doubles(1.0 / 40320);  // Taylor's series: the next term is below 2^-59
+  e = fma(e, r, all_doubles(1.0 / 5040));
+  e = fma(e, r, all_doubles(1.0 / 720));
+  e = fma(e, r, all_doubles(1.0 / 120));
+  e = fma(e, r, all_doubles(1.0 / 24));
+  e = fma(e, r, all_doubles(1.0 / 6));
+  e = fma(e, r, all_doubles(0.5));
+  e = fma(e, r, all_doubles(1.0));
+  e = fma(e, r, all_doubles(1.0));
+  return times_power(e, EIGHTHS, n);
 }
 
-// floor(2^44 e^((x - top) / temperature)) of each lane; x is at most top.
-V weight(V x, V top, V temperature) {
-  const V scaled = divide(minus(x, top), temperature);
+// floor(2^44 e^(coldness (x - top))) of each lane; x is at most top.
+V weight(V x, V top, V coldness) {
+  const V scaled = mul(minus(x, top), coldness);
   if (!bits_at_least(scaled, all(-31.0f))) return zero();  // e^-31 is below 2^-44
   const V near = greatest(scaled, all(-32.0f));
   return down(mul(as_floats(exponential(first_half(near)), exponential(second_half(near))), all((float)ONE)));
@@ -87,8 +96,8 @@ int64_t whole_sum(D sum) {
 }
 
 // Weights of up to SPAN numbers, and their sum.
-int64_t weigh(const float* x, int64_t count, float top, float temperature, float* weights) {
-  const V most = all(top), scale = all(temperature);
+int64_t weigh(const float* x, int64_t count, float top, float coldness, float* weights) {
+  const V most = all(top), scale = all(coldness);
   D sum = all_doubles(0.0);
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
@@ -133,7 +142,7 @@ struct Part {
   int64_t measure;  // what they count for together
 };
 
-// The numbers from `low` up to below `high`; put together at `room` where that is given, which may be `v`.
+// The numbers from `low` up to below `high`; put together at `room`, which may be `v`, or null.
 template <class Measure>
 Part part(const float* v, int64_t count, float low, float high, float* room) {
   Part found = {0, 0};
@@ -161,44 +170,63 @@ Part part(const float* v, int64_t count, float low, float high, float* room) {
   return found;
 }
 
-const int64_t FEW = 256;     // numbers that are sorted: to have the answer, or to see about where it is
-const int64_t MARGIN = 24;   // places in a sample by which it may be wrong: three times what is usual
-
-// The largest number of v such that those at least as large measure `need`, which is from 1 to what all of them
-// measure. No number of v is NaN or positive infinity. room: [count + LANES].
+// What the numbers count for that are at least `low`, and those that are at least `high`.
 template <class Measure>
-float threshold(const float* v, int64_t count, int64_t need, float* room) {
-  int64_t all_measure = -1;
+void measure(const float* v, int64_t count, float low, float high, int64_t& from_low, int64_t& from_high) {
+  const V least = all(low), limit = all(high);
+  from_low = from_high = 0;
+  for (int64_t start = 0; start < count; start += SPAN) {
+    const int64_t end = start + SPAN < count ? start + SPAN : count;
+    Measure more, most;
+    int64_t i = start;
+    for (; i + LANES <= end; i += LANES) {
+      const V x = load(v + i);
+      more.take(x, bits_at_least(x, least));
+      most.take(x, bits_at_least(x, limit));
+    }
+    from_low += more.sum(), from_high += most.sum();
+    for (; i < end; ++i) {
+      if (v[i] >= low) from_low += Measure::of(v[i]);
+      if (v[i] >= high) from_high += Measure::of(v[i]);
+    }
+  }
+}
+
+const int64_t FEW = 256;    // numbers that are sorted: to have the answer, or to see about where it is
+const int64_t MARGIN = 24;  // places in a sample by which it may be wrong: three times what is usual
+
+// The largest number of v such that those at least as large measure `need`, which is from 1 to `total`, what all of
+// them measure. No number of v is NaN or positive infinity. room: [count + LANES].
+template <class Measure>
+float threshold(const float* v, int64_t count, int64_t need, int64_t total, float* room) {
   while (count > FEW) {
     float sample[FEW];
     int64_t measured = 0;
     for (int64_t i = 0; i < FEW; ++i) measured += Measure::of(sample[i] = v[i * count / FEW]);
     std::sort(sample, sample + FEW, [](float a, float b) { return a > b; });
-    if (all_measure < 0) all_measure = part<Measure>(v, count, -INFINITY, INFINITY, nullptr).measure;
-    const double share = (double)need / (double)all_measure * (double)measured;
+    const double share = (double)need / (double)total * (double)measured;
     int64_t place = 0;
     for (double upto = (double)Measure::of(sample[0]); upto < share && place < FEW - 1;)
       upto += (double)Measure::of(sample[++place]);
+    // Of what is above, between and below, keep the part that holds the answer.
     const float high = place >= MARGIN ? sample[place - MARGIN] : INFINITY;
     const float low = place + MARGIN < FEW ? sample[place + MARGIN] : -INFINITY;
-    // Above, between and below; the answer is in the first of them that does not leave some of the need.
-    const float edges[] = {INFINITY, high, low, -INFINITY};
-    Part found = {0, 0};
-    int which = 0;
-    for (; which < 3; ++which) {
-      found = part<Measure>(v, count, edges[which + 1], edges[which], nullptr);
-      if (need <= found.measure) break;
-      need -= found.measure;
+    int64_t from_low, from_high;
+    measure<Measure>(v, count, low, high, from_low, from_high);
+    float from = -INFINITY, to = low;
+    int64_t above = from_low;
+    if (need <= from_high)
+      from = high, to = INFINITY, above = 0;
+    else if (need <= from_low)
+      from = low, to = high, above = from_high;
+    Part kept = part<Measure>(v, count, from, to, room);
+    if (kept.count == count) {  // the least of them was the edge: it is the answer, or can go
+      from = *std::min_element(room, room + count);
+      const float next = nextafterf(from, INFINITY);
+      kept = part<Measure>(room, count, next, INFINITY, room);
+      if (kept.measure < need - above) return from;
     }
-    float from = edges[which + 1];
-    if (found.count == count) {  // nothing was cut off: `from` may be the least of them, and the answer
-      from = *std::min_element(v, v + count);
-      const Part rest = part<Measure>(v, count, nextafterf(from, INFINITY), INFINITY, nullptr);
-      if (rest.measure < need) return from;
-      from = nextafterf(from, INFINITY);
-    }
-    found = part<Measure>(v, count, from, edges[which], room);
-    v = room, count = found.count, all_measure = found.measure;
+    v = room, count = kept.count, need -= above, total = kept.measure;
   }
   if (v != room) std::copy(v, v + count, room);
   std::sort(room, room + count, [](float a, float b) { return a > b; });
@@ -221,87 +249,69 @@ int64_t places_of(const float* v, int64_t count, float low, int32_t* places) {
 
 // -- rows ------------------------------------------------------------------------------------------------------------
 
-// Room for the row that a thread works on; other threads help with its weights.
+// Room of a thread for its row.
 struct Room {
   float *weights, *more;  // [size + LANES]
   int32_t* places;        // [size]
   int64_t* sums;          // [spans] of the weights
 };
 
-// Rows are worked on side by side, as many at once as there are threads: pieces of all of them first, then each row by
-// one thread. Like that room does not grow with the rows, one row alone is shared, and a row stays in one core's cache.
+// Rows, of which each thread takes the next one: a row stays in one core's cache, nobody waits for a thread that other
+// work holds up, and a fifth of a millisecond for a row alone is not worth waking one.
 struct Rows {
   const float* x;  // [rows, size]
-  int64_t rows, size, pieces, spans, width;
-  Best* found;  // [rows, pieces]
-  Room* rooms;  // [width]
+  int64_t rows, size, spans;
+  char* memory;
+  int64_t room_size;
+  int64_t next = 0;
 
   bool make(const float* given, int64_t num_rows, int64_t row_size, int threads) {
-    x = given, rows = num_rows, size = row_size;
-    pieces = (size + PIECE - 1) / PIECE, spans = (size + SPAN - 1) / SPAN;
-    width = rows < threads ? rows : threads;
-    const int64_t padded = size + LANES, each = 8 * spans + 4 * padded * 3;
-    const int64_t head = rows * pieces * (int64_t)sizeof(Best), table = width * (int64_t)sizeof(Room);
-    char* memory = (char*)scratch(head + table + width * ((each + 63) / 64 * 64));
-    if (!memory) return false;
-    found = (Best*)memory, rooms = (Room*)(memory + head);
-    for (int64_t i = 0; i < width; ++i) {
-      char* room = memory + head + table + i * ((each + 63) / 64 * 64);
-      int64_t* sums = (int64_t*)room;
-      float* weights = (float*)(sums + spans);
-      rooms[i] = {weights, weights + padded, (int32_t*)(weights + 2 * padded), sums};
-    }
-    return true;
+    x = given, rows = num_rows, size = row_size, spans = (size + SPAN - 1) / SPAN;
+    room_size = (8 * spans + 4 * 3 * (size + LANES) + 63) / 64 * 64;
+    memory = (char*)scratch(room_size * threads);
+    return memory != nullptr;
   }
 
   const float* row(int64_t r) const { return x + r * size; }
 
-  // Call work(row, start, count) for this thread's pieces of some rows.
-  template <class Work>
-  void for_pieces(int64_t first, int64_t last, int thread, int threads, Work work) const {
-    const int64_t all_pieces = (last - first) * pieces;
-    for (int64_t p = all_pieces * thread / threads; p < all_pieces * (thread + 1) / threads; ++p) {
-      const int64_t start = p % pieces * PIECE, left = size - start;
-      work(first + p / pieces, start, left < PIECE ? left : PIECE);
-    }
+  Room room(int thread) const {
+    int64_t* sums = (int64_t*)(memory + thread * room_size);
+    float* weights = (float*)(sums + spans);
+    return {weights, weights + size + LANES, (int32_t*)(weights + 2 * (size + LANES)), sums};
   }
 
-  void look_at(int64_t first, int64_t last, int thread, int threads) const {
-    for_pieces(first, last, thread, threads, [&](int64_t r, int64_t start, int64_t count) {
-      Best best = look(row(r) + start, count);
-      best.place += start;
-      found[r * pieces + start / PIECE] = best;
-    });
-  }
+  bool take(int64_t& r) { return (r = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < rows; }
 
-  Best best(int64_t r) const {
-    const Best* of_row = found + r * pieces;
-    Best best = of_row[0];
-    for (int64_t p = 1; p < pieces && is_number(best.value); ++p)
-      if (of_row[p].value > best.value || !is_number(of_row[p].value)) best = of_row[p];
-    return best;
-  }
-
-  // All weights of this thread's pieces, for rows with a temperature (0: none).
-  template <class Temperature>
-  void weigh_all(int64_t first, int64_t last, int thread, int threads, Temperature temperature) const {
-    for_pieces(first, last, thread, threads, [&](int64_t r, int64_t start, int64_t count) {
-      const float top = best(r).value, scale = temperature(r);
-      if (!(scale > 0) || !isfinite(top)) return;
-      const Room& room = rooms[r - first];
-      for (int64_t i = start; i < start + count; i += SPAN) {
-        const int64_t left = start + count - i;
-        room.sums[i / SPAN] = weigh(row(r) + i, left < SPAN ? left : SPAN, top, scale, room.weights + i);
-      }
-    });
+  // Weights of a row of numbers, and their sums by span.
+  void weigh_all(const float* from, int64_t count, float top, double temperature, const Room& room) const {
+    const float coldness = (float)(1.0 / temperature);
+    for (int64_t i = 0; i < count; i += SPAN)
+      room.sums[i / SPAN] = weigh(from + i, count - i < SPAN ? count - i : SPAN, top, coldness, room.weights + i);
   }
 };
+
+int threads_for(int64_t rows, int64_t size, int32_t threads) {
+  return rows * size < SMALL || rows < 2 ? 1 : rows < threads ? (int)rows : threads;
+}
 
 int64_t sum_of(const int64_t* sums, int64_t count) {
   int64_t total = 0;
   for (int64_t i = 0; i < count; ++i) total += sums[i];
   return total;
 }
+
+struct Search : Rows {
+  float* values;
+  int64_t* places;
+
+  static void share(void* work, int, int) {
+    Search& s = *(Search*)work;
+    for (int64_t r; s.take(r);) {
+      const Best best = look(s.row(r), s.size);
+      s.values[r] = best.value, s.places[r] = best.place;
+    }
+  }
+};
 
 // -- the draw --------------------------------------------------------------------------------------------------------
 
@@ -327,7 +337,7 @@ struct Draws : Rows {
       const double mass = ceil(ask.top_p * (double)total);
       int64_t need = mass < (double)total ? (int64_t)mass : total;
       need = need < 1 ? 1 : need < total ? need : total;
-      floor = fmax(floor, (double)threshold<Mass>(room.weights, count, need, room.more));
+      floor = fmax(floor, (double)threshold<Mass>(room.weights, count, need, total, room.more));
     }
     // The least float that is not below: weights are floats themselves.
     float least = (float)floor;
@@ -353,36 +363,27 @@ struct Draws : Rows {
     }
   }
 
-  int64_t draw(int64_t r, const Best& best, const Room& room) const {
+  int64_t draw(int64_t r, float top, const Room& room) const {
     const Asked& ask = asked[r];
-    if (ask.top_k >= size) return pick(ask, room, size);
     const float* from = row(r);
-    const float least = threshold<Count>(from, size, ask.top_k, room.more);
-    const int64_t kept = places_of(from, size, least, room.places);
-    for (int64_t i = 0; i < kept; ++i) room.more[i] = from[room.places[i]];
-    for (int64_t i = 0; i < kept; i += SPAN) {
-      const int64_t count = kept - i < SPAN ? kept - i : SPAN;
-      room.sums[i / SPAN] = weigh(room.more + i, count, best.value, (float)ask.temperature, room.weights + i);
+    if (ask.top_k >= size) {
+      weigh_all(from, size, top, ask.temperature, room);
+      return pick(ask, room, size);
     }
+    const int64_t kept = places_of(from, size, threshold<Count>(from, size, ask.top_k, size, room.more), room.places);
+    for (int64_t i = 0; i < kept; ++i) room.more[i] = from[room.places[i]];
+    weigh_all(room.more, kept, top, ask.temperature, room);
     return room.places[pick(ask, room, kept)];
   }
 
-  static void share(void* work, int thread, int threads) {
-    const Draws& d = *(const Draws*)work;
-    for (int64_t first = 0; first < d.rows; first += d.width) {
-      const int64_t last = first + d.width < d.rows ? first + d.width : d.rows;
-      d.look_at(first, last, thread, threads);
-      meet();
-      // Of rows with top_k few numbers are weighed, and those later.
-      d.weigh_all(first, last, thread, threads,
-                  [&](int64_t r) { return d.asked[r].top_k < d.size ? 0.0f : (float)d.asked[r].temperature; });
-      meet();
-      for (int64_t r = first + thread; r < last; r += threads) {
-        const Best best = d.best(r);
-        const bool draws = d.asked[r].temperature > 0 && isfinite(best.value);
-        d.values[r] = best.value;
-        d.places[r] = draws ? d.draw(r, best, d.rooms[r - first]) : best.place;
-      }
+  static void share(void* work, int thread, int) {
+    Draws& d = *(Draws*)work;
+    const Room room = d.room(thread);
+    for (int64_t r; d.take(r);) {
+      const Best best = look(d.row(r), d.size);
+      const bool draws = d.asked[r].temperature > 0 && isfinite(best.value);
+      d.values[r] = best.value;
+      d.places[r] = draws ? d.draw(r, best.value, room) : best.place;
     }
   }
 };
@@ -397,7 +398,7 @@ struct Likeliest : Rows {
 
   void list(int64_t r, const Room& room) const {
     const float* from = row(r);
-    const float least = threshold<Count>(from, size, count, room.more);
+    const float least = threshold<Count>(from, size, count, size, room.more);
     const int64_t kept = places_of(from, size, least, room.places);
     std::sort(room.places, room.places + kept,
               [from](int32_t a, int32_t b) { return from[a] > from[b] || (from[a] == from[b] && a < b); });
@@ -407,38 +408,29 @@ struct Likeliest : Rows {
     }
   }
 
-  static void share(void* work, int thread, int threads) {
-    const Likeliest& l = *(const Likeliest*)work;
-    for (int64_t first = 0; first < l.rows; first += l.width) {
-      const int64_t last = first + l.width < l.rows ? first + l.width : l.rows;
-      l.look_at(first, last, thread, threads);
-      meet();
-      l.weigh_all(first, last, thread, threads, [](int64_t) { return 1.0f; });
-      meet();
-      for (int64_t r = first + thread; r < last; r += threads) {
-        const float top = l.best(r).value;
-        const Room& room = l.rooms[r - first];
-        l.logs[r] = isfinite(top) ? top + log((double)sum_of(room.sums, l.spans) / ONE) : NAN;
-        if (l.count && isfinite(top)) l.list(r, room);
-      }
+  static void share(void* work, int thread, int) {
+    Likeliest& l = *(Likeliest*)work;
+    const Room room = l.room(thread);
+    for (int64_t r; l.take(r);) {
+      const float top = look(l.row(r), l.size).value;
+      l.logs[r] = NAN;
+      if (!isfinite(top)) continue;
+      l.weigh_all(l.row(r), l.size, top, 1.0, room);
+      l.logs[r] = top + log((double)sum_of(room.sums, l.spans) / ONE);
+      if (l.count) l.list(r, room);
     }
   }
 };
 
 }  // namespace
 
-// values and places: [rows] of x: [rows, size]; size is at least 1. Gives 1 where memory is short, else 0.
-EXPORT int32_t NAMED(best)(const float* x, int64_t rows, int64_t size, float* values, int64_t* places, int32_t threads) {
+// values and places: [rows] of x: [rows, size]; size is at least 1.
+EXPORT void NAMED(best)(const float* x, int64_t rows, int64_t size, float* values, int64_t* places, int32_t threads) {
   const Timed timed(IN_OTHERS);
-  Rows all_rows;
-  if (!all_rows.make(x, rows, size, 0) && rows) return 1;
-  run([](void* work, int thread, int threads) { ((Rows*)work)->look_at(0, ((Rows*)work)->rows, thread, threads); },
-      &all_rows, rows * size < SMALL ? 1 : threads);
-  for (int64_t row = 0; row < rows; ++row) {
-    const Best best = all_rows.best(row);
-    values[row] = best.value, places[row] = best.place;
-  }
-  return 0;
+  Search search;
+  search.x = x, search.rows = rows, search.size = size;
+  search.values = values, search.places = places;
+  run(Search::share, &search, threads_for(rows, size, threads));
 }
 
 // A place of each row, drawn as asked: [rows]. values: the largest numbers, where that is infinite or no number its
@@ -447,7 +439,7 @@ EXPORT int32_t NAMED(draw)(const float* x, int64_t rows, int64_t size, const voi
                            int32_t threads) {
   const Timed timed(IN_OTHERS);
   Draws draws;
-  if (rows * size < SMALL) threads = 1;
+  threads = threads_for(rows, size, threads);
   if (!draws.make(x, rows, size, threads) && rows) return 1;
   draws.asked = (const Asked*)asked, draws.values = values, draws.places = places;
   run(Draws::share, &draws, threads);
@@ -460,7 +452,7 @@ EXPORT int32_t NAMED(likeliest)(const float* x, int64_t rows, int64_t size, int6
                                 int64_t* places, int32_t threads) {
   const Timed timed(IN_OTHERS);
   Likeliest likeliest;
-  if (rows * size < SMALL) threads = 1;
+  threads = threads_for(rows, size, threads);
   if (!likeliest.make(x, rows, size, threads) && rows) return 1;
   likeliest.count = count, likeliest.logs = logs, likeliest.values = values, likeliest.places = places;
   run(Likeliest::share, &likeliest, threads);

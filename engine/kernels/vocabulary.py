@@ -39,9 +39,7 @@ class NativeVocabulary:
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, values, places = _room(x)
-        pointers = values.data_ptr(), places.data_ptr()
-        if self._kernels.best(x.data_ptr(), *x.shape, *pointers, torch.get_num_threads()):
-            raise MemoryError(NO_MEMORY)
+        self._kernels.best(x.data_ptr(), *x.shape, values.data_ptr(), places.data_ptr(), torch.get_num_threads())
         return values, places
 
     def draw(self, x: Tensor, asked: NDArray) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,8 @@ from .vocabulary import ASKED, ONE, Distribution, Ints, TorchVocabulary, Vocabul
 
 # Below this a temperature is greedy: (logit - max) / temperature would leave float32's range of useful values.
 GREEDY = 1e-5
-# And above this it is this: what is forbidden stays infinitely far away.
-HOTTEST = float(np.finfo(np.float32).max)
+# Above this it is this: all tokens are alike, and 1 / temperature a normal float32.
+HOTTEST = 1e30
 NEVER, ONLY = -100.0, 100.0
 NOT_FINITE, NOTHING = -1, -2  # in place of a token id
 ERRORS = {

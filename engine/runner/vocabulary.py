@@ -2,10 +2,11 @@
 kernels that do the same on a CPU (engine/kernels/vocabulary.py).
 
 A drawn token is a function of (logits, what is asked, the uniform number) alone. Probabilities become integers before
-anything is summed: weight = floor(2^44 * e), e the float nearest to exp((logit - max) / temperature), and integer sums
-do not depend on their order. (Of float64 logits e is a float64.) A token 2^44 times less likely than the best one is
-never drawn. The filters are thresholds on values, so that equal tokens share a fate whatever order they were found
-in: top_k keeps every token that equals the k-th one, top_p every token as likely as the last one that it needs.
+anything is summed: weight = floor(2^44 * e), e the float nearest to exp((logit - max) * (1 / temperature)), and
+integer sums do not depend on their order. (Of float64 logits e is a float64.) A token 2^44 times less likely than the
+best one is never drawn. The filters are thresholds on values, so that equal tokens share a fate whatever order they
+were found in: top_k keeps every token that equals the k-th one, top_p every token as likely as the last one that it
+needs.
 """
 
 from __future__ import annotations
@@ -130,12 +131,12 @@ class TorchVocabulary:
 
     def _draw_wide(self, x: Tensor, top: Tensor, asked: NDArray) -> Tensor:
         """Rows without top_k and top_p: every token takes part, nothing is sorted."""
-        temperature = self._temperatures(asked, x)
+        coldness = self._coldness(asked, x)
         floor = self._floors(asked) if asked["min_p"].any() else None
         u = self._device(asked["u"])
         ids = []
         for part in self._parts(len(asked)):
-            weights = _weights(x[part], top[part], temperature[part])
+            weights = _weights(x[part], top[part], coldness[part])
             if floor is not None:
                 weights = weights.where(weights >= floor[part].unsqueeze(1), 0)
             ids.append(_pick(weights, u[part]))
@@ -151,11 +152,11 @@ class TorchVocabulary:
         wanted = int(np.where(has_k, top_k, CANDIDATES).max()) + 1  # one more shows whether equals go on
         width = self.vocab_size if full else min(wanted, self.vocab_size)
         full = width == self.vocab_size
-        temperature, u = self._temperatures(asked, x), self._device(asked["u"])
+        coldness, u = self._coldness(asked, x), self._device(asked["u"])
         values, ids = x.topk(width, dim=1)
-        weights = _weights(values, top, temperature)
+        weights = _weights(values, top, coldness)
 
-        # top_k, on the logits themselves: dividing by the temperature keeps their order.
+        # top_k, on the logits themselves: the temperature keeps their order.
         by_k = self._device(has_k)
         last_k = values.gather(1, self._device(np.minimum(top_k, width) - 1).unsqueeze(1))
         weights = weights.where((values >= last_k) | ~by_k.unsqueeze(1), 0)
@@ -164,7 +165,7 @@ class TorchVocabulary:
         if not full and not has_k.all():  # the mass of rows without top_k lies beyond the candidates too
             rows = np.flatnonzero(~has_k)
             mass = [
-                _weights(rows_of(x, rows[part]), rows_of(top, rows[part]), rows_of(temperature, rows[part])).sum(dim=1)
+                _weights(rows_of(x, rows[part]), rows_of(top, rows[part]), rows_of(coldness, rows[part])).sum(dim=1)
                 for part in self._parts(len(rows))
             ]
             total = total.index_copy(0, self._device(rows), torch.cat(mass))
@@ -191,8 +192,8 @@ class TorchVocabulary:
             drawn[self._device(rows)] = self._draw_narrow(rows_of(x, rows), rows_of(top, rows), asked[rows], full=True)
         return drawn
 
-    def _temperatures(self, asked: NDArray, like: Tensor) -> Tensor:
-        return self._device(asked["temperature"]).to(like.dtype)
+    def _coldness(self, asked: NDArray, like: Tensor) -> Tensor:
+        return self._device(1.0 / asked["temperature"]).to(like.dtype)
 
     def _floors(self, asked: NDArray) -> Tensor:
         """min_p as a weight: the best token's is ONE. At least 1, so that a weight of 0 never counts as kept."""
@@ -211,9 +212,9 @@ def rows_of(x: Tensor, rows: Ints) -> Tensor:
     return x if len(rows) == len(x) else x.index_select(0, torch.from_numpy(rows).to(x.device))
 
 
-def _weights(x: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-    """Probabilities up to a factor, as integers: x, the result [rows, any] int64; top, temperature [rows]."""
-    scaled = (x - top.unsqueeze(1)).div_(temperature.unsqueeze(1))
+def _weights(x: Tensor, top: Tensor, coldness: Tensor) -> Tensor:
+    """Probabilities up to a factor, as integers: x, the result [rows, any] int64; top, 1 / temperature [rows]."""
+    scaled = (x - top.unsqueeze(1)).mul_(coldness.unsqueeze(1))
     return scaled.double().exp_().to(x.dtype).mul_(ONE).long()
 
 
