@@ -308,7 +308,7 @@ struct Search : Rows {
     Search& s = *(Search*)work;
     for (int64_t r; s.take(r);) {
       const Best best = look(s.row(r), s.size);
-      s.values[r] = best.value, s.places[r] = best.place;
+      s.values[r] = best.value, s.places[r] = isfinite(best.value) ? best.place : -1;
     }
   }
 };
@@ -381,9 +381,11 @@ struct Draws : Rows {
     const Room room = d.room(thread);
     for (int64_t r; d.take(r);) {
       const Best best = look(d.row(r), d.size);
-      const bool draws = d.asked[r].temperature > 0 && isfinite(best.value);
-      d.values[r] = best.value;
-      d.places[r] = draws ? d.draw(r, best.value, room) : best.place;
+      d.values[r] = best.value, d.places[r] = best.place;
+      if (!isfinite(best.value))
+        d.places[r] = -1;
+      else if (d.asked[r].temperature > 0)
+        d.places[r] = d.draw(r, best.value, room);
     }
   }
 };
@@ -424,7 +426,8 @@ struct Likeliest : Rows {
 
 }  // namespace
 
-// values and places: [rows] of x: [rows, size]; size is at least 1.
+// values and places: [rows] of x: [rows, size]; size is at least 1. Where the value is infinite or no number the place
+// is -1.
 EXPORT void NAMED(best)(const float* x, int64_t rows, int64_t size, float* values, int64_t* places, int32_t threads) {
   const Timed timed(IN_OTHERS);
   Search search;
@@ -433,8 +436,8 @@ EXPORT void NAMED(best)(const float* x, int64_t rows, int64_t size, float* value
   run(Search::share, &search, threads_for(rows, size, threads));
 }
 
-// A place of each row, drawn as asked: [rows]. values: the largest numbers, where that is infinite or no number its
-// place is given. Gives 1 where memory is short, else 0.
+// A place of each row, drawn as asked: [rows]; -1 where the largest number, its value, is infinite or none. Gives 1
+// where memory is short, else 0.
 EXPORT int32_t NAMED(draw)(const float* x, int64_t rows, int64_t size, const void* asked, float* values, int64_t* places,
                            int32_t threads) {
   const Timed timed(IN_OTHERS);

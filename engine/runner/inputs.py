@@ -158,14 +158,11 @@ class _Buffer:
     def __init__(self, longs: tuple[int, ...], ints: tuple[int, ...], device: torch.device) -> None:
         self._device = device
         self._longs, self._ints = longs, ints
-        size = sum(longs) + -(-sum(ints) // 2)
-        self._host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host = torch.empty(sum(longs) + -(-sum(ints) // 2), dtype=torch.int64, pin_memory=device.type == "cuda")
         flat = self._host.numpy()
         narrow = flat[sum(longs) :].view(np.int32)
-        self.arrays: list[NDArray] = [
-            flat[end - size : end] for size, end in zip(longs, accumulate(longs), strict=True)
-        ]
-        self.arrays += [narrow[end - size : end] for size, end in zip(ints, accumulate(ints), strict=True)]
+        self.arrays: list[NDArray] = [flat[end - n : end] for n, end in zip(longs, accumulate(longs), strict=True)]
+        self.arrays += [narrow[end - n : end] for n, end in zip(ints, accumulate(ints), strict=True)]
 
     def to_device(self) -> list[Tensor]:
         if self._device.type == "cpu":

@@ -35,7 +35,7 @@ GREEDY = 1e-5
 # Above this it is this: all tokens are alike, and 1 / temperature a normal float32.
 HOTTEST = 1e30
 NEVER, ONLY = -100.0, 100.0
-NOT_FINITE, NOTHING = -1, -2  # in place of a token id
+NOT_FINITE, NOTHING = -1, -2  # in place of a token id; the first is a vocabulary's
 ERRORS = {
     NOT_FINITE: "the logits for this request, or what its penalties make of them, are not finite numbers",
     NOTHING: NOTHING_LEFT,
@@ -223,7 +223,7 @@ class Sampler:
         vocabulary = self._vocabulary(logits)
         changes = masks is not None or self._has_changes(slots, positions)
         asking = np.flatnonzero(self._logprobs[slots] >= 0)
-        told = None
+        told: Distribution | None = None
         if len(asking):  # before anything is changed
             raw = rows_of(logits, asking)
             raw = raw.clone() if changes and raw is logits else raw
@@ -239,7 +239,6 @@ class Sampler:
             top, ids = vocabulary.draw(logits, asked)
         else:
             top, ids = vocabulary.best(logits)
-        ids = ids.masked_fill(~top.isfinite(), NOT_FINITE)
         if raw_top is not None:
             ids = ids.masked_fill(top == -torch.inf, NOTHING).masked_fill(~raw_top.isfinite(), NOT_FINITE)
         return self._collect(ids, told, asking, slots)
@@ -250,8 +249,11 @@ class Sampler:
     # -- the logits before temperature ------------------------------------------------------------------------
 
     def _has_changes(self, slots: Ints, positions: Ints) -> bool:
-        tables = self._bias.keys() | self._history.keys() | self._allowed.keys()
-        return not tables.isdisjoint(slots.tolist()) or bool((positions < self._min_tokens[slots]).any())
+        tables = self._bias, self._history, self._allowed
+        there = slots.tolist() if any(tables) else ()
+        return any(slot in table for table in tables for slot in there) or bool(
+            (positions < self._min_tokens[slots]).any()
+        )
 
     def _change(self, x: Tensor, slots: Ints, positions: Ints) -> None:
         """Penalties, bias and the min_tokens mask, in place."""

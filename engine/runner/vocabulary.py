@@ -55,12 +55,12 @@ class Vocabulary(Protocol):
     """What the sampler needs: x is [rows, vocab] float32 or float64."""
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's largest number and the lowest place of it; what is no number counts as the largest."""
+        """Each row's largest number and the lowest place of it, -1 where that is infinite or no number (which counts
+        as the largest)."""
         ...
 
     def draw(self, x: Tensor, asked: NDArray) -> tuple[Tensor, Tensor]:
-        """Each row's largest number, and a place drawn as asked: [rows] of ASKED. Any place where the largest number
-        is infinite or none."""
+        """Each row's largest number, and a place drawn as asked: [rows] of ASKED; -1 as of `best`."""
         ...
 
     def distribution(self, x: Tensor, count: int) -> Distribution: ...
@@ -91,7 +91,8 @@ class TorchVocabulary:
         self.device = device
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.max(dim=1)
+        top, places = x.max(dim=1)
+        return top, places.masked_fill(~top.isfinite(), -1)
 
     def distribution(self, x: Tensor, count: int) -> LogSoftmax:
         return LogSoftmax(x.log_softmax(dim=1), count)
@@ -108,12 +109,13 @@ class TorchVocabulary:
             x[at] = x[at].masked_fill_(forbidden, -torch.inf)
 
     def draw(self, x: Tensor, asked: NDArray) -> tuple[Tensor, Tensor]:
-        top, ids = self.best(x)
+        top, places = self.best(x)
         drawing = np.flatnonzero(asked["temperature"] > 0)
         if len(drawing):
             drawn = self._draw(rows_of(x, drawing), rows_of(top, drawing), asked[drawing])
-            ids = drawn if len(drawing) == len(x) else ids.index_copy(0, self._device(drawing), drawn)
-        return top, ids
+            drawn = places.index_copy(0, self._device(drawing), drawn)
+            places = drawn.where(places >= 0, -1)
+        return top, places
 
     def _draw(self, x: Tensor, top: Tensor, asked: NDArray) -> Tensor:
         """Places [rows] by the inverse of the distribution function, in the order of the token ids."""
