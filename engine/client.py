@@ -359,8 +359,10 @@ class ProcessEngine(_Client):
 
     async def close(self) -> None:
         await super().close()
-        if self._spawned is not None:  # the child sees the end, and goes
+        if self._spawned is not None and self._child is not None:
             self._spawned.close()
+            self._child.kill()
+            self._child.wait()
 
     def _spawn(self) -> socket.socket:
         """A child process; gives our end of its socket."""
