@@ -305,6 +305,11 @@ class ProcessEngine(_Client):
         self.config = check(config)
         self._child: subprocess.Popen[bytes] | None = None
         self._channel: channel.Channel | None = None
+        self._spawned: socket.socket | None = None  # our end, of a child that nobody listens to yet
+
+    def spawn(self) -> None:
+        """Start the child now, before there is an event loop: it loads while the caller imports what it needs."""
+        self._spawned = self._spawn()
 
     @property
     def pid(self) -> int | None:
@@ -338,16 +343,9 @@ class ProcessEngine(_Client):
 
     async def _live(self) -> None:
         """One life of the child; returns when it has died, raises the EngineError with which it gave up."""
-        ours, theirs = socket.socketpair()
-        # The child must find this very package, from whichever directory the server was started.
-        path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
-        with theirs:
-            self._child = subprocess.Popen(  # noqa: ASYNC220 - a millisecond, once in a life
-                [sys.executable, "-m", "engine.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-            )
+        ours, self._spawned = self._spawned or self._spawn(), None
+        child = self._child
+        assert child is not None
         self._channel = channel.Channel(channel.Upward)
         try:
             await self._channel.open(ours)
@@ -356,8 +354,29 @@ class ProcessEngine(_Client):
                 self._take(message)
         finally:
             self._channel.close()
+            child.kill()
+            child.wait()
+
+    async def close(self) -> None:
+        await super().close()
+        if self._spawned is not None and self._child is not None:
+            self._spawned.close()
             self._child.kill()
             self._child.wait()
+
+    def _spawn(self) -> socket.socket:
+        """A child process; gives our end of its socket."""
+        ours, theirs = socket.socketpair()
+        # The child must find this very package, from whichever directory the server was started.
+        path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "engine.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        return ours
 
     def _take(self, message: object) -> None:
         self.status.heartbeat = time.monotonic()

@@ -15,12 +15,17 @@ import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from . import channel, types
 from .config import EngineConfig
 from .loop import EngineLoop
 from .scheduler import Scheduler
-from .types import EngineError, StepStats, TokenDelta
+from .types import EngineError, EngineInfo, StepStats, TokenDelta
+
+if TYPE_CHECKING:
+    from .runner import Runner
 
 HEARTBEAT_S = 0.5
 
@@ -46,6 +51,8 @@ class _Worker:
         self.share = 0.0
 
     async def main(self) -> int:
+        # torch takes a second and more, and is needed whatever is to be loaded.
+        self.model_thread.submit(import_module, "engine.runner")
         load = await self.pipe.receive()
         if load is None:
             return 0  # the server died before it said anything
@@ -71,10 +78,14 @@ class _Worker:
 
     async def _engine(self, config: EngineConfig) -> None:
         from .grammar.grammars import Grammars
-        from .runner import build  # torch: a second and more
+
+        def built() -> tuple[Runner, EngineInfo, EngineConfig]:
+            from .runner import build
+
+            return build(config, self._progress)
 
         loop = asyncio.get_running_loop()
-        runner, info, resolved = await loop.run_in_executor(self.model_thread, build, config, self._progress)
+        runner, info, resolved = await loop.run_in_executor(self.model_thread, built)
         grammars = await loop.run_in_executor(self.model_thread, Grammars, resolved, info.vocab_size)
         gc.collect()
         gc.freeze()  # what was loaded stays: later collections need not look at it

@@ -88,7 +88,7 @@ def _special_names(folder: Path) -> frozenset[str]:
 
 def _with_special(data: bytes, special: frozenset[str]) -> tuple[bytes, list[int]]:
     """The file with these tokens marked as special where it has them; and the ids of all special ones, at least one."""
-    file = json.loads(data)
+    file = msgspec.json.decode(data)  # json takes three times as long
     added = {token["content"]: token for token in file.get("added_tokens") or ()}
     vocabulary = file["model"].get("vocab") or {}
     if not isinstance(vocabulary, dict):  # of a unigram model: [text, score]
@@ -104,7 +104,7 @@ def _with_special(data: bytes, special: frozenset[str]) -> tuple[bytes, list[int
         ends = [max([*vocabulary.values(), *(token["id"] for token in added.values())], default=-1) + 1]
         added[PLACEHOLDER] = {"id": ends[0], "content": PLACEHOLDER, **flags}
     file["added_tokens"] = sorted(added.values(), key=lambda token: token["id"])
-    return json.dumps(file).encode(), ends
+    return msgspec.json.encode(file), ends
 
 
 def _named_apart(data: bytes) -> bytes:
@@ -113,7 +113,7 @@ def _named_apart(data: bytes) -> bytes:
     llguidance spells what a grammar forces by the tokenizer's own encoder. That would make such a token of a text that
     only looks like one, which the grammar then refuses.
     """
-    file = json.loads(data)
+    file = msgspec.json.decode(data)
     added = [token for token in file.get("added_tokens") or () if _is_mark(token)]
     names = {token["content"]: f"{APART}{token['id']}" for token in added}
     for token in added:
@@ -126,4 +126,4 @@ def _named_apart(data: bytes) -> bytes:
         model["vocab"] = [[names.get(entry[0], entry[0]), *entry[1:]] for entry in vocabulary]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    return json.dumps(file).encode()
+    return msgspec.json.encode(file)

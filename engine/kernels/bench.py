@@ -5,8 +5,9 @@
 prints, for each shape of Qwen3-0.6B and each number of rows, the time of one product, torch's, the error against
 float64, and whether rows have the same bits alone and in the batch; and the same of weights in 8 and 4 bits, where our
 kernels have such products. All are called in turns, medians are told; every call takes the next of several weights,
-together larger than the caches. Then steps of attention in the same way (engine/attention/bench.py). Exit code 2 goes
-with a sentence, or a JSON object that holds `error`. With `--isa torch`, "ours" is what Pequod then runs on.
+together larger than the caches. Then steps of attention, draws and log-probabilities in the same way
+(engine/attention/bench.py, engine/runner/bench.py). Exit code 2 goes with a sentence, or a JSON object that holds
+`error`. With `--isa torch`, "ours" is what Pequod then runs on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from ..attention import bench as attention
 from ..models.layers import Linear, can_reorder
+from ..runner import bench as vocabulary
 from ..types import EngineError
 from .library import CHOICES, Kernels, choose
 from .timing import interleaved
@@ -149,6 +151,12 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
     for step in attention.STEPS:
         attended.append(attention.measure(*step, isa=isa, dtype=DTYPES[dtype], seconds=seconds))
         show(attention.told(attended[-1]))
+    show(vocabulary.HEADER)
+    drawn = []
+    for case in vocabulary.CASES:
+        for count in vocabulary.ROWS:
+            drawn.append(vocabulary.measure(case, count, choice.kernels, seconds))
+            show(vocabulary.told(drawn[-1]))
     return {
         "isa": choice.name,
         "note": choice.note,
@@ -157,6 +165,7 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
         "torch": str(torch.__version__),
         "products": found,
         "attention": attended,
+        "vocabulary": drawn,
     }
 
 

@@ -65,6 +65,39 @@ static inline void store_bytes(void* p, U u) {
   const __m128i b = _mm_shuffle_epi8(_mm256_extracti128_si256(u, 1), lowest);
   _mm_storel_epi64((__m128i*)p, _mm_unpacklo_epi32(a, b));
 }
+typedef __m256d D;  // doubles, half as many
+static inline D all_doubles(double x) { return _mm256_set1_pd(x); }
+static inline D first_half(V v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
+static inline D second_half(V v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+static inline V as_floats(D a, D b) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps(a)), _mm256_cvtpd_ps(b), 1);
+}
+static inline D fma(D a, D b, D c) { return _mm256_fmadd_pd(a, b, c); }
+static inline D add(D a, D b) { return _mm256_add_pd(a, b); }
+// a * table[n % 8] * 2^(n / 8), rounded down; n: 1.5 * 2^52 + a small whole number.
+static inline D times_power(D a, const double* table, D n) {
+  const __m256i bits = _mm256_castpd_si256(n);
+  const D part = _mm256_i64gather_pd(table, _mm256_and_si256(bits, _mm256_set1_epi64x(7)), 8);
+  const __m256i exponent = _mm256_slli_epi64(_mm256_srli_epi64(bits, 3), 52);
+  return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(_mm256_mul_pd(a, part)), exponent));
+}
+static inline void store_doubles(double* p, D d) { _mm256_storeu_pd(p, d); }
+static inline V down(V a) { return _mm256_floor_ps(a); }
+static inline V minus(V a, V b) { return _mm256_sub_ps(a, b); }
+static inline uint32_t bits_at_least(V a, V b) {
+  return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ));
+}
+static inline V where_bits(uint32_t bits, V yes, V no) {
+  const __m256i places = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int)bits), places);
+  return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, places)));
+}
+// Those lanes of v, side by side; what follows them up to a whole vector is overwritten.
+static inline void store_some(float* p, V v, uint32_t bits) {
+  float lanes[LANES];
+  _mm256_storeu_ps(lanes, v);
+  for (; bits; bits &= bits - 1) *p++ = lanes[__builtin_ctz(bits)];
+}
 static inline float largest(V v) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -128,6 +161,29 @@ static inline void store_bytes(void* p, U u) { _mm_storeu_si128((__m128i*)p, _mm
 // VNNI. In assembly, because gcc 12 copies and spills every sum around the intrinsic.
 #define HAS_VNNI 1
 static inline void add_bytes(U& sum, U a, U b) { __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
+typedef __m512d D;
+static inline D all_doubles(double x) { return _mm512_set1_pd(x); }
+static inline D first_half(V v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
+static inline D second_half(V v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
+static inline V as_floats(D a, D b) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(a)), _mm512_cvtpd_ps(b), 1);
+}
+static inline D fma(D a, D b, D c) { return _mm512_fmadd_pd(a, b, c); }
+static inline D add(D a, D b) { return _mm512_add_pd(a, b); }
+static inline D times_power(D a, const double* table, D n) {
+  const __m512i bits = _mm512_castpd_si512(n);
+  const D part = _mm512_permutexvar_pd(bits, _mm512_loadu_pd(table));
+  const __m512i exponent = _mm512_slli_epi64(_mm512_srli_epi64(bits, 3), 52);
+  return _mm512_castsi512_pd(_mm512_add_epi64(_mm512_castpd_si512(_mm512_mul_pd(a, part)), exponent));
+}
+static inline void store_doubles(double* p, D d) { _mm512_storeu_pd(p, d); }
+static inline V down(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+static inline V minus(V a, V b) { return _mm512_sub_ps(a, b); }
+static inline uint32_t bits_at_least(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+static inline V where_bits(uint32_t bits, V yes, V no) { return _mm512_mask_blend_ps((__mmask16)bits, no, yes); }
+static inline void store_some(float* p, V v, uint32_t bits) {
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps((__mmask16)bits, v));
+}
 static inline float largest(V v) { return _mm512_reduce_max_ps(v); }
 
 #if defined(ISA_AVX512BF16)

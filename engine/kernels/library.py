@@ -87,7 +87,13 @@ class Kernels:
         for function in self.layers.values():
             function.argtypes = [pointer]
         self.best = getattr(library, f"best_{isa}")
-        self.best.argtypes = [pointer, long, long, pointer, pointer, integer]
+        self.best.argtypes, self.best.restype = [pointer, long, long, pointer, pointer, integer], None
+        self.draw = getattr(library, f"draw_{isa}")
+        self.draw.argtypes = [pointer, long, long, pointer, pointer, pointer, integer]
+        self.likeliest = getattr(library, f"likeliest_{isa}")
+        self.likeliest.argtypes = [pointer, long, long, long, pointer, pointer, pointer, integer]
+        self.forbid = getattr(library, f"forbid_{isa}")
+        self.forbid.argtypes, self.forbid.restype = [pointer, long, pointer, pointer, long, long], None
         self.width: int = getattr(library, f"panel_width_{isa}")()  # rows of a weight in one panel
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -77,8 +78,18 @@ class Layer:
                 found[f"{name}.bias"] = linear.bias[begin:end]
         return {prefix + name: place for name, place in found.items()}
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def borrow(self, room: Tensor) -> None:
+        """Let the weights lie in this room until they are packed. room: as long as all of them."""
+        parts = room.split([linear.weight.numel() for linear in self.linears])
+        for linear, part in zip(self.linears, parts, strict=True):
+            linear.weight = part.view(linear.weight.shape)
+
     def pack(self, kernels: Kernels | None, bits: int | None) -> None:
-        for linear in (self.qkv, self.output, self.gate_up, self.down):
+        for linear in self.linears:
             linear.pack(kernels, bits=bits)
         for norm in (self.attention_norm, self.mlp_norm):
             norm.pack(kernels)
@@ -107,7 +118,7 @@ class Decoder:
     ) -> Decoder:
         """A model with the weights of a folder. Raises ModelError for a checkpoint that does not fit the spec.
 
-        The weights are packed one by one: no more is held at once than all of them and the largest a second time.
+        No more is held at once than all weights, and one of them, or those of two layers, a second time.
         """
         checkpoint = Checkpoint(folder)
         prefix = "model." if "model.embed_tokens.weight" in checkpoint.entries else ""
@@ -124,25 +135,71 @@ class Decoder:
             # A tensor without a place means that the model is not what config.json says; these are harmless.
             if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 raise ModelError(f"the checkpoint holds the tensor {name}, for which {spec.architecture} has no place")
-        checkpoint.fill(places, progress)
         model.num_params = sum(place.numel() for place in places.values())
         # A head that the spec does not know of leaves the embedding a plain table.
         model.weights_bytes = spec.weights_bytes + (model.num_params - spec.num_params) * spec.dtype.itemsize
         model.weights_hash = checkpoint.weights_hash
+        total = checkpoint.num_bytes_of(places) or 1
         places.clear()
-        model.pack()
+        model._fill(checkpoint, prefix, lambda num_bytes: progress(num_bytes / total))
         return model
 
+    def _fill(self, checkpoint: Checkpoint, prefix: str, progress: Callable[[int], None]) -> None:
+        """Read the weights and pack them, layer by layer: while one is packed the next one is read.
+
+        What will be packed is read into one of two rooms: memory that is new to a process costs as much as a copy."""
+        done = 0
+
+        def tell(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            progress(done)
+
+        kernels, size = self.product.kernels, sum(linear.weight.numel() for linear in self.layers[0].linears)
+        rooms = [torch.empty(size, dtype=self.spec.dtype) for _ in range(2)] if kernels is not None else []
+
+        def read(index: int) -> None:
+            layer = self.layers[index]
+            if rooms:
+                layer.borrow(rooms[index % 2])
+            checkpoint.fill({prefix + name: place for name, place in layer.places().items()}, tell)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
+            reading = reader.submit(read, 0)
+            for index, layer in enumerate(self.layers):
+                reading.result()
+                if index + 1 < len(self.layers):
+                    reading = reader.submit(read, index + 1)
+                self._pack_layer(layer)
+        rooms.clear()
+        ends = {prefix + name: place for name, place in self._ends().items()}
+        if self.head is not self.embedding:
+            ends["lm_head.weight"] = self.head.weight
+        checkpoint.fill(ends, tell)
+        ends.clear()
+        self._pack_ends()
+
+    def _ends(self) -> dict[str, Tensor]:
+        """Places before and behind the layers."""
+        return {"embed_tokens.weight": self.embedding.weight, "norm.weight": self.norm.weight}
+
     def places(self) -> dict[str, Tensor]:
-        found = {"embed_tokens.weight": self.embedding.weight, "norm.weight": self.norm.weight}
+        found = self._ends()
         for layer in self.layers:
             found |= layer.places()
         return found
 
     def pack(self) -> None:
-        kernels, (bits, head_bits) = self.product.kernels, BITS[self.spec.quantization]
         for layer in self.layers:
-            layer.pack(kernels, bits)
+            self._pack_layer(layer)
+        self._pack_ends()
+
+    def _pack_layer(self, layer: Layer) -> None:
+        layer.pack(self.product.kernels, BITS[self.spec.quantization][0])
+
+    def _pack_ends(self) -> None:
+        """What is before and behind the layers; then all of them can be called as one."""
+        kernels, head_bits = self.product.kernels, BITS[self.spec.quantization][1]
         # Logits are wanted in float32. A head that is the embedding too is held once, in the form that both can use.
         self.head.pack(kernels, wide=True, looked_up=self.head is self.embedding, bits=head_bits)
         self.norm.pack(kernels)

@@ -1,9 +1,9 @@
 """Checkpoints in safetensors files: found, checked before anything is read, and streamed into place piece by piece.
 
 The format is a length (8 bytes, little-endian), a JSON header of that length (name -> dtype, shape, place), and the
-tensors' bytes. A piece of a tensor is read into one small buffer and copied, converted where the dtypes differ, into
-the memory that the model computes with; so loading needs the weights' own memory and little more. Files of other
-formats are never opened: unpickling one runs whatever its author put into it.
+tensors' bytes. They are read to where they are wanted, by way of a small buffer where the dtypes differ; so loading
+needs the weights' own memory and little more. Files of other formats are never opened: unpickling one runs whatever
+its author put into it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from io import RawIOBase
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,24 +98,25 @@ class Checkpoint:
                     f"but config.json asks for {list(place.shape)}"
                 )
 
-    def fill(self, places: Mapping[str, Tensor], progress: Callable[[float], None]) -> None:
-        """Copy each named tensor into its place, in the order of the files; `check` has passed."""
-        total, done = sum(self.entries[name].num_bytes for name in places) or 1, 0
-        for file, entries in self._by_file({name: self.entries[name] for name in places}).items():
-            with file.open("rb") as stream:
-                for name, entry in entries:
-                    for start, piece in _pieces(stream, entry):
-                        flat = places[name].view(-1)
-                        flat[start : start + piece.numel()].copy_(piece)
-                        done += piece.numel() * piece.itemsize
-                        progress(done / total)
+    def num_bytes_of(self, names: Iterable[str]) -> int:
+        return sum(self.entries[name].num_bytes for name in names)
+
+    def fill(self, places: Mapping[str, Tensor], progress: Callable[[int], None]) -> None:
+        """Copy each named tensor into its place, in the order of the files; `check` has passed. `progress` gets the
+        bytes of each piece."""
+        with torch.inference_mode():
+            for file, entries in self._by_file({name: self.entries[name] for name in places}).items():
+                with file.open("rb", buffering=0) as stream:
+                    for name, entry in entries:
+                        read = _read_into if _is_as_stored(places[name], entry) else _convert_into
+                        read(stream, entry, places[name].view(-1), progress)
 
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors are the same, byte for byte."""
         a, b = self.entries[one], self.entries[other]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
-        with a.file.open("rb") as left, b.file.open("rb") as right:
+        with a.file.open("rb", buffering=0) as left, b.file.open("rb", buffering=0) as right:
             pairs = zip(_pieces(left, a), _pieces(right, b), strict=True)
             return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for (_, x), (_, y) in pairs)
 
@@ -159,14 +161,42 @@ def _entry(path: Path, base: int, info: Mapping[str, Any]) -> Entry:
     return Entry(path, base + begin, end - begin, dtype, shape)
 
 
-def _pieces(stream: BinaryIO, entry: Entry) -> Any:
+def _is_as_stored(place: Tensor, entry: Entry) -> bool:
+    return place.dtype == entry.dtype and place.device.type == "cpu"
+
+
+def _read_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callable[[int], None]) -> None:
+    """A tensor's bytes to where they are wanted, without another copy."""
+    target = place.view(torch.uint8).numpy().data
+    stream.seek(entry.offset)
+    for start in range(0, entry.num_bytes, PIECE_BYTES):
+        piece = target[start : start + PIECE_BYTES]
+        _read_all(stream, piece, entry)
+        progress(len(piece))
+
+
+def _convert_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callable[[int], None]) -> None:
+    for start, piece in _pieces(stream, entry):
+        place[start : start + piece.numel()].copy_(piece)
+        progress(piece.numel() * piece.itemsize)
+
+
+def _read_all(stream: RawIOBase, target: memoryview, entry: Entry) -> None:
+    """Fill `target`; the system may give less at once than was asked for."""
+    while len(target):
+        count = stream.readinto(target)
+        if not count:
+            raise ModelError(f"{entry.file} ended while it was read; download it again")
+        target = target[count:]
+
+
+def _pieces(stream: RawIOBase, entry: Entry) -> Any:
     """(place of its first number, numbers) of each piece of a tensor; a piece lives until the next one is asked for."""
     buffer = bytearray(min(PIECE_BYTES, entry.num_bytes))
     stream.seek(entry.offset)
     for start in range(0, entry.num_bytes, PIECE_BYTES):
         view = memoryview(buffer)[: min(PIECE_BYTES, entry.num_bytes - start)]
-        if stream.readinto(view) != len(view):  # type: ignore[attr-defined]
-            raise ModelError(f"{entry.file} ended while it was read; download it again")
+        _read_all(stream, view, entry)
         yield start // entry.dtype.itemsize, torch.frombuffer(view, dtype=entry.dtype)
 
 

@@ -157,17 +157,16 @@ class _Buffer:
 
     def __init__(self, longs: tuple[int, ...], ints: tuple[int, ...], device: torch.device) -> None:
         self._device = device
-        sizes = [8 * size for size in longs] + [4 * size for size in ints]
-        self._ends = list(accumulate(sizes))
-        self._dtypes = [torch.int64] * len(longs) + [torch.int32] * len(ints)
-        self._host = torch.empty(self._ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.arrays: list[NDArray] = [view.numpy() for view in self._views(self._host)]
+        self._longs, self._ints = longs, ints
+        self._host = torch.empty(sum(longs) + -(-sum(ints) // 2), dtype=torch.int64, pin_memory=device.type == "cuda")
+        flat = self._host.numpy()
+        narrow = flat[sum(longs) :].view(np.int32)
+        self.arrays: list[NDArray] = [flat[end - n : end] for n, end in zip(longs, accumulate(longs), strict=True)]
+        self.arrays += [narrow[end - n : end] for n, end in zip(ints, accumulate(ints), strict=True)]
 
     def to_device(self) -> list[Tensor]:
-        return self._views(self._host.to(self._device, non_blocking=True))
-
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        starts = [0, *self._ends]
-        return [
-            buffer[start:end].view(dtype) for start, end, dtype in zip(starts, self._ends, self._dtypes, strict=False)
-        ]
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in self.arrays]
+        wide = self._host.to(self._device, non_blocking=True)
+        narrow = wide[sum(self._longs) :].view(torch.int32)[: sum(self._ints)]
+        return [*wide[: sum(self._longs)].split(self._longs), *narrow.split(self._ints)]

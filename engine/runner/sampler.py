@@ -2,13 +2,10 @@
 
 A drawn token is a function of (logits, params, position) alone, to the last bit: not of its neighbours, of the
 size of the batch or of the way through this code. Two things make it so. The uniform number comes from a
-counter-based hash of (seed, position), so there is no random state to advance. And probabilities become
-integers before anything is summed: weight = floor(2^44 * exp((logit - max) / temperature)), and integer sums do
-not depend on their order. A token 2^44 times less likely than the best one is never drawn.
+counter-based hash of (seed, position), so there is no random state to advance. And probabilities are integers
+(vocabulary.py), which the kernels and torch compute alike.
 
-Order: penalties, bias, min_tokens mask, outside mask, temperature, top_k, top_p, min_p, draw. The filters are
-thresholds on values, so that equal tokens share a fate whatever order they were found in: top_k keeps every token
-that equals the k-th one, top_p every token as likely as the last one that it needs.
+Order: penalties, bias, min_tokens mask, outside mask, temperature, top_k, top_p, min_p, draw.
 
 A bias of -100 or less means never; a token biased by +100 or more excludes every token that is not (OpenAI's "ban
 or exclusive selection").
@@ -29,27 +26,20 @@ from torch import Tensor
 
 from ..batch import NOTHING_LEFT, Entered
 from ..kernels.library import Kernels
+from ..kernels.vocabulary import NativeVocabulary
 from ..types import SamplingParams, TokenLogprob
+from .vocabulary import ASKED, ONE, Distribution, Ints, TorchVocabulary, Vocabulary, rows_of
 
 # Below this a temperature is greedy: (logit - max) / temperature would leave float32's range of useful values.
 GREEDY = 1e-5
-# 2^44 * 2^18 tokens (the widest vocabularies in use) stays below 2^62, so sums fit an int64.
-ONE = 1 << 44
-# Candidates looked at for top_p before a full sort: nearly always enough, at a tenth of the sort's price.
-CANDIDATES = 1024
-# Logits handled at once on a CPU in the passes over whole rows: 2 MiB of float32, about what a core's cache holds.
-CPU_LOGITS = 1 << 19
-# The draw looks for its token first among sums of so many tokens, then among the tokens of one such sum.
-CHUNK = 128
-
+# Above this it is this: all tokens are alike, and 1 / temperature a normal float32.
+HOTTEST = 1e30
 NEVER, ONLY = -100.0, 100.0
-NOT_FINITE, NOTHING = -1, -2  # in place of a token id
+NOT_FINITE, NOTHING = -1, -2  # in place of a token id; the first is a vocabulary's
 ERRORS = {
     NOT_FINITE: "the logits for this request, or what its penalties make of them, are not finite numbers",
     NOTHING: NOTHING_LEFT,
 }
-
-Ints = NDArray[np.int64]
 
 
 def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float64]:
@@ -151,13 +141,11 @@ class Sampler:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too wide for integer weights")
         self.vocab_size = vocab_size
         self.device = device
-        self._kernels = kernels
+        self._torch = TorchVocabulary(vocab_size, device)
+        self._native = NativeVocabulary(kernels) if kernels is not None else None
         self._prompt_len = np.zeros(max_seqs, np.int64)
         self._seed = np.zeros(max_seqs, np.uint64)
-        self._temperature = np.zeros(max_seqs)
-        self._top_k = np.zeros(max_seqs, np.int64)  # vocab_size: off
-        self._top_p = np.ones(max_seqs)
-        self._min_p = np.zeros(max_seqs)
+        self._asked = np.zeros(max_seqs, ASKED)  # without uniform numbers
         self._repetition = np.ones(max_seqs)
         self._presence = np.zeros(max_seqs)
         self._frequency = np.zeros(max_seqs)
@@ -183,10 +171,9 @@ class Sampler:
             params = SamplingParams(max_tokens=params.max_tokens)
         self._prompt_len[slot] = entered.prompt_len
         self._seed[slot] = params.seed & (1 << 64) - 1
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
+        temperature = min(params.temperature, HOTTEST) if params.temperature >= GREEDY else 0.0
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        self._asked[slot] = temperature, params.top_p, params.min_p, 0.0, top_k
         self._repetition[slot] = params.repetition_penalty
         self._presence[slot] = params.presence_penalty
         self._frequency[slot] = params.frequency_penalty
@@ -233,35 +220,40 @@ class Sampler:
         The only transfer to the host is the result.
         """
         positions = lengths - self._prompt_len[slots]
-        asking = np.flatnonzero(self._logprobs[slots] >= 0)
-        raw = _rows(logits, asking).log_softmax(dim=1) if len(asking) else None  # before anything is changed
+        vocabulary = self._vocabulary(logits)
         changes = masks is not None or self._has_changes(slots, positions)
-        raw_top = logits.amax(dim=1) if changes else None
+        asking = np.flatnonzero(self._logprobs[slots] >= 0)
+        told: Distribution | None = None
+        if len(asking):  # before anything is changed
+            raw = rows_of(logits, asking)
+            raw = raw.clone() if changes and raw is logits else raw
+            told = vocabulary.distribution(raw, int(self._logprobs[slots[asking]].max()))
+        raw_top = vocabulary.best(logits)[0] if changes else None
         if changes:
             self._change(logits, slots, positions)
         if masks is not None:
-            self._mask(logits, *masks)
-        top, ids = best(logits, self._kernels)
-        drawing = np.flatnonzero(self._temperature[slots] >= GREEDY)
-        if len(drawing):
-            chosen = slots[drawing]
-            drawn = self._draw(
-                _rows(logits, drawing),
-                _rows(top, drawing),
-                chosen,
-                self._device(uniform(self._seed[chosen], positions[drawing])),
-            )
-            ids = drawn if len(drawing) == len(slots) else ids.index_copy(0, self._device(drawing), drawn)
-        ids = ids.masked_fill(~top.isfinite(), NOT_FINITE)
+            vocabulary.forbid(logits, *masks)
+        asked = self._asked[slots]
+        if asked["temperature"].any():
+            asked["u"] = uniform(self._seed[slots], positions)
+            top, ids = vocabulary.draw(logits, asked)
+        else:
+            top, ids = vocabulary.best(logits)
         if raw_top is not None:
             ids = ids.masked_fill(top == -torch.inf, NOTHING).masked_fill(~raw_top.isfinite(), NOT_FINITE)
-        return self._collect(ids, raw, asking, slots)
+        return self._collect(ids, told, asking, slots)
+
+    def _vocabulary(self, logits: Tensor) -> Vocabulary:
+        return self._torch if self._native is None or logits.dtype != torch.float32 else self._native
 
     # -- the logits before temperature ------------------------------------------------------------------------
 
     def _has_changes(self, slots: Ints, positions: Ints) -> bool:
-        tables = self._bias.keys() | self._history.keys() | self._allowed.keys()
-        return not tables.isdisjoint(slots.tolist()) or bool((positions < self._min_tokens[slots]).any())
+        tables = self._bias, self._history, self._allowed
+        there = slots.tolist() if any(tables) else ()
+        return any(slot in table for table in tables for slot in there) or bool(
+            (positions < self._min_tokens[slots]).any()
+        )
 
     def _change(self, x: Tensor, slots: Ints, positions: Ints) -> None:
         """Penalties, bias and the min_tokens mask, in place."""
@@ -287,17 +279,6 @@ class Sampler:
             rows, ids = self._places(young, [self._stop_ids[slot] for slot in slots[young].tolist()])
             x[rows, ids] = -torch.inf
 
-    def _mask(self, x: Tensor, rows: Ints, bits: NDArray[np.int32]) -> None:
-        """Forbid, in place, what these rows' masks forbid. The bits cross to the device as they are, 32 in a word."""
-        shifts = torch.arange(32, dtype=torch.int32, device=self.device)
-        forbidden = (self._device(bits).unsqueeze(2) >> shifts).bitwise_and_(1).logical_not_().flatten(1)
-        forbidden = forbidden[:, : self.vocab_size].bool()
-        if len(rows) == len(x):
-            x.masked_fill_(forbidden, -torch.inf)
-        else:
-            at = self._device(rows)
-            x[at] = x[at].masked_fill_(forbidden, -torch.inf)
-
     def _banned(self, slot: int) -> Ints:
         """Tokens that would complete a bad word now."""
         tail = tuple(self._history[slot].tail)
@@ -309,10 +290,9 @@ class Sampler:
         count = int(self._prompt_logprobs[slot])
         if count < 0:
             return []  # its parameters cannot be sampled with: the row fails, see `problems`
-        raw = logits.log_softmax(dim=1)
-        own = raw.gather(1, self._device(np.array(targets, np.int64)).unsqueeze(1)).squeeze(1).tolist()
-        values, ids = (each.tolist() for each in _most_likely(raw, count))
-        return [TokenLogprob(o, tuple(i), tuple(v)) for o, i, v in zip(own, ids, values, strict=True)]
+        distribution = self._vocabulary(logits).distribution(logits, count)
+        columns = distribution.columns(self._device(np.array(targets, np.int64))).cpu().numpy()
+        return [_entry(row, count) for row in columns]
 
     def _penalize(self, x: Tensor, slots: Ints) -> None:
         """Repetition divides what is positive and multiplies what is not (Keskar et al. 2019, CTRL); frequency counts,
@@ -340,117 +320,23 @@ class Sampler:
         logits -= column(of_rows(self._presence) * (counts > 0))
         x[rows, ids] = logits
 
-    # -- the draw ---------------------------------------------------------------------------------------------
-
-    def _draw(self, x: Tensor, top: Tensor, slots: Ints, u: Tensor) -> Tensor:
-        """Token ids [rows] by the inverse of the distribution function, in the order of the token ids."""
-        filtered = (self._top_k[slots] < self.vocab_size) | (self._top_p[slots] < 1.0)
-        narrow = np.flatnonzero(filtered)
-        if len(narrow) == len(slots):
-            return self._draw_narrow(x, top, slots, u)
-        wide = np.flatnonzero(~filtered)
-        if len(wide) == len(slots):
-            return self._draw_wide(x, top, slots, u)
-        ids = torch.empty(len(slots), dtype=torch.int64, device=x.device)
-        for rows, draw in ((wide, self._draw_wide), (narrow, self._draw_narrow)):
-            ids[self._device(rows)] = draw(_rows(x, rows), _rows(top, rows), slots[rows], _rows(u, rows))
-        return ids
-
-    def _draw_wide(self, x: Tensor, top: Tensor, slots: Ints, u: Tensor) -> Tensor:
-        """Rows without top_k and top_p: every token takes part, nothing is sorted."""
-        temperature = self._temperatures(slots, x)
-        floor = self._floors(slots) if self._min_p[slots].any() else None
-        ids = []
-        for part in self._parts(len(slots)):
-            weights = _weights(x[part], top[part], temperature[part])
-            if floor is not None:
-                weights = weights.where(weights >= floor[part].unsqueeze(1), 0)
-            ids.append(_pick(weights, u[part]))
-        return torch.cat(ids)
-
-    def _draw_narrow(self, x: Tensor, top: Tensor, slots: Ints, u: Tensor, *, full: bool = False) -> Tensor:
-        """Rows with top_k or top_p: draw among the likeliest tokens.
-
-        Where those do not show the whole filtered set (the mass is not reached, or equals go on beyond them), the row
-        is done again with all tokens sorted."""
-        top_k = self._top_k[slots]
-        has_k = top_k < self.vocab_size
-        wanted = int(np.where(has_k, top_k, CANDIDATES).max()) + 1  # one more shows whether equals go on
-        width = self.vocab_size if full else min(wanted, self.vocab_size)
-        full = width == self.vocab_size
-        temperature = self._temperatures(slots, x)
-        values, ids = x.topk(width, dim=1)
-        weights = _weights(values, top, temperature)
-
-        # top_k, on the logits themselves: dividing by the temperature keeps their order.
-        by_k = self._device(has_k)
-        last_k = values.gather(1, self._device(np.minimum(top_k, width) - 1).unsqueeze(1))
-        weights = weights.where((values >= last_k) | ~by_k.unsqueeze(1), 0)
-        whole = (values[:, -1:] < last_k).squeeze(1)
-        total = weights.sum(dim=1)
-        if not full and not has_k.all():  # the mass of rows without top_k lies beyond the candidates too
-            rows = np.flatnonzero(~has_k)
-            mass = [
-                _weights(_rows(x, rows[part]), _rows(top, rows[part]), _rows(temperature, rows[part])).sum(dim=1)
-                for part in self._parts(len(rows))
-            ]
-            total = total.index_copy(0, self._device(rows), torch.cat(mass))
-
-        # top_p: the smallest weight needed so that the tokens of at least that weight hold the mass.
-        top_p = self._device(self._top_p[slots])
-        need = (top_p * total.double()).ceil().long().minimum(total).clamp(min=1)
-        place = torch.searchsorted(weights.cumsum(dim=1), need.unsqueeze(1))
-        reached = (place < width).squeeze(1)
-        floor = weights.gather(1, place.clamp(max=width - 1)).squeeze(1)
-        floor = floor.where(top_p < 1.0, 1)
-        if not full:
-            whole = whole.where(by_k, reached & (weights[:, -1] < floor))
-        floor = floor.maximum(self._floors(slots))
-        weights = weights.where(weights >= floor.unsqueeze(1), 0)
-
-        if full:  # back to the order of the token ids
-            return _pick(torch.zeros_like(weights).scatter_(1, ids, weights), u)
-        ids, order = ids.sort(dim=1)
-        drawn = ids.gather(1, _pick(weights.gather(1, order), u).unsqueeze(1)).squeeze(1)
-        again = (~whole).nonzero().squeeze(1).cpu().numpy()  # on CUDA the one wait besides the result
-        for part in self._parts(len(again)):
-            rows = again[part]
-            drawn[self._device(rows)] = self._draw_narrow(
-                _rows(x, rows), _rows(top, rows), slots[rows], _rows(u, rows), full=True
-            )
-        return drawn
-
-    def _temperatures(self, slots: Ints, like: Tensor) -> Tensor:
-        return self._device(self._temperature[slots]).to(like.dtype)
-
-    def _floors(self, slots: Ints) -> Tensor:
-        """min_p as a weight: the best token's is ONE. At least 1, so that a weight of 0 never counts as kept."""
-        return self._device(np.maximum(np.ceil(self._min_p[slots] * ONE), 1).astype(np.int64))
-
     # -- the result -------------------------------------------------------------------------------------------
 
-    def _collect(self, ids: Tensor, raw: Tensor | None, asking: Ints, slots: Ints) -> Drawn:
+    def _collect(self, ids: Tensor, told: Distribution | None, asking: Ints, slots: Ints) -> Drawn:
         """Everything to the host in one transfer: ids alone, or as float64 (exact to 2^53) beside the logprobs."""
         logprobs: dict[int, TokenLogprob] = {}
-        if raw is None:
+        if told is None:
             token_ids = ids.tolist()
         else:
-            count = int(self._logprobs[slots[asking]].max())
             rows = self._device(asking)
-            own = raw.gather(1, ids[rows].clamp(min=0).unsqueeze(1))
-            top_values, top_ids = _most_likely(raw, count)
-            columns = torch.zeros(len(ids), 2 + 2 * count, dtype=torch.float64, device=ids.device)
+            found = told.columns(ids[rows].clamp(min=0))
+            columns = found.new_zeros(len(ids), 1 + found.shape[1])
             columns[:, 0] = ids
-            columns[rows, 1:] = torch.cat([own.double(), top_values.double(), top_ids.double()], dim=1)
+            columns[rows, 1:] = found
             host = columns.cpu().numpy()
             token_ids = host[:, 0].astype(np.int64).tolist()
             for row in asking.tolist():
-                k = int(self._logprobs[slots[row]])
-                logprobs[row] = TokenLogprob(
-                    logprob=float(host[row, 1]),
-                    top_ids=tuple(host[row, 2 + count : 2 + count + k].astype(np.int64).tolist()),
-                    top_logprobs=tuple(host[row, 2 : 2 + k].tolist()),
-                )
+                logprobs[row] = _entry(host[row, 1:], int(self._logprobs[slots[row]]))
         errors = {row: ERRORS[token_id] for row, token_id in enumerate(token_ids) if token_id < 0}
         return Drawn(token_ids, {row: each for row, each in logprobs.items() if row not in errors}, errors)
 
@@ -464,68 +350,8 @@ class Sampler:
         lengths = [len(each) for each in ids]
         return self._device(np.repeat(np.array(rows, np.int64), lengths)), self._device(np.concatenate(ids))
 
-    def _parts(self, rows: int) -> list[slice]:
-        step = max(1, CPU_LOGITS // self.vocab_size) if self.device.type == "cpu" else max(1, rows)
-        return [slice(start, start + step) for start in range(0, rows, step)]
 
-
-def best(x: Tensor, kernels: Kernels | None) -> tuple[Tensor, Tensor]:
-    """Each row's largest number and the lowest place of it; what is no number counts as the largest. x: [rows, n]"""
-    if kernels is None or x.dtype != torch.float32:
-        return x.max(dim=1)
-    rows, size = x.shape
-    x = x.contiguous()
-    values, places = x.new_empty(rows), torch.empty(rows, dtype=torch.int64)
-    pointers = values.data_ptr(), places.data_ptr()
-    if kernels.best(x.data_ptr(), rows, size, *pointers, torch.get_num_threads()):
-        raise MemoryError("no memory for the best of a vocabulary's pieces")
-    return values, places
-
-
-def _rows(x: Tensor, rows: Ints) -> Tensor:
-    """x[rows] for ascending rows, without a copy when they are all of them."""
-    return x if len(rows) == len(x) else x.index_select(0, torch.from_numpy(rows).to(x.device))
-
-
-def _weights(x: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-    """Probabilities up to a factor, as integers: x, the result [rows, any] int64; top, temperature [rows]."""
-    scaled = (x - top.unsqueeze(1)).div_(temperature.unsqueeze(1))
-    return scaled.exp_().mul_(ONE).long()
-
-
-def _pick(weights: Tensor, u: Tensor) -> Tensor:
-    """The first place in each row where the sum of weights passes u * total: [rows] int64.
-
-    Rows with nothing to draw (their logits were no numbers) get some place in range; the caller marks them."""
-    rows, width = weights.shape
-    spare = -width % CHUNK
-    chunks = (torch.nn.functional.pad(weights, (0, spare)) if spare else weights).view(rows, -1, CHUNK)
-    sums = chunks.sum(dim=2)
-    upto = sums.cumsum(dim=1)
-    total = upto[:, -1]
-    target = (u * total.double()).long().minimum(total - 1).unsqueeze(1)
-    chunk = torch.searchsorted(upto, target, right=True).clamp(max=chunks.shape[1] - 1)
-    target = target - (upto - sums).gather(1, chunk)
-    inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, -1, CHUNK)).squeeze(1).cumsum(dim=1)
-    place = torch.searchsorted(inside, target, right=True).clamp(max=CHUNK - 1)
-    return (chunk * CHUNK + place).squeeze(1).clamp(max=width - 1)
-
-
-def _most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row and their ids, equals by ascending id: both [rows, count].
-
-    topk promises no order among equals, and logits of a 16-bit model are full of them."""
-    rows, width = logprobs.shape
-    if count == 0:
-        return logprobs.new_empty(rows, 0), torch.empty(rows, 0, dtype=torch.int64, device=logprobs.device)
-    values, ids = logprobs.topk(min(count + 1, width), dim=1)
-    if count < width:
-        edge = values[:, count - 1]
-        for row in (edge == values[:, count]).nonzero().squeeze(1).tolist():
-            above = ids[row, :count][values[row, :count] > edge[row]]
-            equals = (logprobs[row] == edge[row]).nonzero().squeeze(1)
-            ids[row, :count] = torch.cat([above, equals])[:count]
-            values[row, :count] = logprobs[row, ids[row, :count]]
-    ids, order = ids[:, :count].sort(dim=1)
-    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return values, ids.gather(1, order)
+def _entry(columns: NDArray[np.float64], count: int) -> TokenLogprob:
+    """One row of Distribution.columns, of which the `count` largest are wanted."""
+    values, ids = columns[1:].reshape(2, -1)[:, :count]
+    return TokenLogprob(float(columns[0]), tuple(ids.astype(np.int64).tolist()), tuple(values.tolist()))

@@ -43,13 +43,15 @@ def serve(settings: Settings, listener: socket.socket, began: float) -> int:
     """Run the app on a listening socket."""
     from engine import ProcessEngine
 
+    raise_open_files()
+    engine = ProcessEngine(settings.engine_config())
+    engine.spawn()  # its imports and ours take a second each
+
     from .. import logs
     from ..app import build_app
     from ..graceful import GracefulServer
 
-    raise_open_files()
     logs.configure(settings.log_format, settings.log_level)
-    engine = ProcessEngine(settings.engine_config())
     failure = GracefulServer(build_app(settings, engine), engine, settings, began).serve_on(listener)
     if failure is None:
         return 0

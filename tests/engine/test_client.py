@@ -69,6 +69,32 @@ def test_an_engine_closed_while_it_loads_wakes_who_waits_for_it():
     run(main)
 
 
+def test_a_child_that_was_started_early_is_the_one_that_serves():
+    async def main() -> None:
+        engine = ProcessEngine(CONFIG)
+        engine.spawn()
+        first = engine.pid
+        await engine.start()
+        try:
+            await engine.ready()
+            assert engine.pid == first is not None
+            assert (await read(engine, request(1, max_tokens=3)))[1] == "length"
+        finally:
+            await engine.close()
+
+    run(main)
+
+
+def test_a_child_that_was_started_early_for_nothing_is_reaped():
+    async def main() -> None:
+        engine = ProcessEngine(CONFIG)
+        engine.spawn()
+        await engine.close()
+        assert engine._child is not None and engine._child.returncode is not None
+
+    run(main)
+
+
 def test_a_folder_that_is_no_model_is_told_and_leaves_nothing_behind(tmp_path):
     async def main() -> None:
         with pytest.raises(ModelError, match=r"config\.json"):

@@ -343,6 +343,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "MOST_HEAD_ROWS", 4)
     monkeypatch.setattr(bench.attention, "STEPS", [(2, 1, 20), (1, 7, 30)])
     monkeypatch.setattr(bench.attention, "LARGE", 1 << 15)
+    monkeypatch.setattr(bench.vocabulary, "VOCAB", 300)
 
 
 @pytest.mark.parametrize("isa", ["auto", "torch"])
@@ -359,6 +360,10 @@ def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
     for line in found["attention"]:
         assert line["seconds"] > 0 and line["reference_seconds"] > 0 and line["sdpa_seconds"] > 0
         assert line["error"] < 0.02 and (line["invariant"] or line["backend"] == "reference")
+    assert len(found["vocabulary"]) == 12
+    for line in found["vocabulary"]:
+        assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["same"]
+        assert line["invariant"] or not choice.invariant
     for line in found["products"]:
         assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["gflop_per_s"] > 0
         assert line["error"] < 0.02 and (line["invariant"] or not choice.invariant)

@@ -1,5 +1,5 @@
 """The kernels beside products and attention against plain torch, and the bits of their rows: RMSNorm, all layers of a
-decoder in one call, the angles of positions, the best of a vocabulary."""
+decoder in one call, the angles of positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,12 +18,12 @@ from engine.attention.reference import Reference
 from engine.batch import Batch, Entered, Row
 from engine.kernels import library
 from engine.kernels.library import Choice, Clock, Kernels
+from engine.kernels.vocabulary import NativeVocabulary
 from engine.models.decoder import Decoder
 from engine.models.layers import RMSNorm
 from engine.models.rope import Rope, Rotary
 from engine.models.spec import ModelSpec, read_spec
 from engine.runner import Runner
-from engine.runner.sampler import Sampler, best
 from tests.engine.test_cpu_attention import backend
 from tests.engine.test_kernels import kernels, needs_library
 
@@ -292,58 +291,6 @@ def test_the_table_of_angles_holds_those_of_each_position(dtype):
     assert rotary.table(3) is rotary.table(5000)
 
 
-# -- the best of a vocabulary -----------------------------------------------------------------------------------------
-
-
-def check_best(variant: Kernels, x: Tensor) -> None:
-    values, places = best(x, variant)
-    want_values, want_places = x.max(dim=1)
-    assert torch.equal(places, want_places)
-    assert torch.equal(values.nan_to_num(7.5), want_values.nan_to_num(7.5))
-    assert torch.equal(values.isnan(), want_values.isnan())
-
-
-@pytest.mark.parametrize("size", [1, 5, 16, 100, 8191, 8192, 8193, 40000])
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_the_best_is_torchs(variant, size, threads):
-    torch.set_num_threads(threads)
-    for rows in (0, 1, 3, 17):
-        check_best(variant, torch.randn(rows, size))
-        check_best(variant, torch.randint(-3, 3, (rows, size)).float())  # many equals: the lowest wins
-    check_best(variant, torch.full((2, size), -math.inf))
-    check_best(variant, torch.full((2, size), 1e-40))
-    check_best(variant, torch.randn(size, 3).T)
-
-
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 3e38, -0.0])
-def test_odd_numbers_anywhere(variant, odd):
-    for size in (21, 20000):
-        x = torch.randn(6, size) if odd else -torch.rand(6, size)
-        for row, place in enumerate([0, 1, 15, 16, size // 2, size - 1]):
-            x[row, place] = odd
-            x[row, size - 1] = odd
-        check_best(variant, x)
-
-
-def test_float64_is_torchs_own(variant):
-    x = torch.randn(2, 9).double()
-    assert torch.equal(best(x, variant)[1], x.max(dim=1)[1]) and best(x, variant)[0].dtype == torch.float64
-
-
-def test_the_sampler_draws_the_same_with_kernels_and_without(variant):
-    logits = torch.randint(-40, 40, (5, 300)).float()
-    logits[3, 7] = math.nan
-    drawn = []
-    for packed in (variant, None):
-        sampler = Sampler(5, 300, CPU, packed)
-        for slot in range(5):
-            params = SamplingParams(max_tokens=9, temperature=0.0 if slot % 2 else 1.0, seed=slot, logprobs=2)
-            sampler.add(slot, Entered(slot, params, 1, []))
-        drawn.append(sampler.sample(logits.clone(), np.arange(5), np.full(5, 9)))
-    assert drawn[0] == drawn[1]
-    assert list(drawn[0].errors) == [3]
-
-
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +301,7 @@ def test_kernels_count_their_time(variant):
     model = decoder("llama", torch.float32, variant, torch.float32)
     for call in (
         lambda: ours(torch.randn(100, 1000)),
-        lambda: best(torch.randn(3, 5000), variant),
+        lambda: NativeVocabulary(variant).best(torch.randn(3, 5000)),
         lambda: Lines(model, variant.isa).step({0: [1, 2, 3]}),
     ):
         call()

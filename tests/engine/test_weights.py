@@ -74,6 +74,7 @@ def test_every_number_gets_to_its_place(folder, monkeypatch):
     shares: list[float] = []
     model = models.load(EngineConfig(model="", cpu_isa="torch"), folder, CPU, shares.append)
     tensors = load_file(folder / "model.safetensors")
+    assert shares == sorted(shares) and 0 < shares[0] < 0.1 and shares[-1] == 1.0
     attention = "model.layers.1.self_attn"
     qkv = torch.cat([tensors[f"{attention}.{part}_proj.weight"] for part in "qkv"])
     assert torch.equal(model.layers[1].qkv.weight, qkv)

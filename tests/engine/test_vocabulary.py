@@ -1,0 +1,272 @@
+"""The kernels over a vocabulary against torch: the best, draws, log-probabilities, masks; and their rows' bits."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import Entered
+from engine.kernels import library
+from engine.kernels.library import Kernels
+from engine.kernels.vocabulary import NativeVocabulary
+from engine.runner.sampler import Sampler
+from engine.runner.vocabulary import ASKED, TorchVocabulary
+from engine.types import SamplingParams
+from tests.engine.test_kernels import kernels, needs_library
+
+CPU = torch.device("cpu")
+SIZES = [1, 2, 5, 16, 100, 255, 256, 257, 300, 1000, 8193, 40000]
+
+pytestmark = needs_library
+
+
+@pytest.fixture(params=list(library.ISAS))
+def variant(request) -> Kernels:
+    return kernels(request.param)
+
+
+@pytest.fixture
+def native(variant) -> NativeVocabulary:
+    return NativeVocabulary(variant)
+
+
+@pytest.fixture(autouse=True)
+def same_threads_after() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- the best of a vocabulary -----------------------------------------------------------------------------------------
+
+
+def check_best(variant: Kernels, x: Tensor) -> None:
+    values, places = NativeVocabulary(variant).best(x)
+    want_values, want_places = x.max(dim=1)
+    want_places = want_places.where(want_values.isfinite(), -1)
+    assert torch.equal(places, want_places)
+    assert torch.equal(values.nan_to_num(7.5), want_values.nan_to_num(7.5))
+    assert torch.equal(values.isnan(), want_values.isnan())
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 100, 8191, 8192, 8193, 40000])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_best_is_torchs(variant, size, threads):
+    torch.set_num_threads(threads)
+    for rows in (0, 1, 3, 17):
+        check_best(variant, torch.randn(rows, size))
+        check_best(variant, torch.randint(-3, 3, (rows, size)).float())  # many equals: the lowest wins
+    check_best(variant, torch.full((2, size), -math.inf))
+    check_best(variant, torch.full((2, size), 1e-40))
+    check_best(variant, torch.randn(size, 3).T)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 3e38, -0.0])
+def test_odd_numbers_anywhere(variant, odd):
+    for size in (21, 20000):
+        x = torch.randn(6, size) if odd else -torch.rand(6, size)
+        for row, place in enumerate([0, 1, 15, 16, size // 2, size - 1]):
+            x[row, place] = odd
+            x[row, size - 1] = odd
+        check_best(variant, x)
+
+
+# -- draws ------------------------------------------------------------------------------------------------------------
+
+
+def logits_of(rng: random.Random, size: int) -> Tensor:
+    """One row: smooth, full of equals, flat, with one token far above, with forbidden tokens, of any scale."""
+    x = torch.randn(size) * rng.choice([0.0, 1e-38, 0.01, 1.0, 5.0, 40.0, 1e30])
+    if rng.random() < 0.4:
+        x = x.bfloat16().float()
+    if rng.random() < 0.2:
+        x = x.round()
+    if rng.random() < 0.2:
+        x[rng.randrange(size)] += rng.choice([3.0, 30.0, 1e4])
+    if rng.random() < 0.3:
+        x[torch.rand(size) < rng.choice([0.1, 0.9, 1.0])] = -math.inf
+        x[rng.randrange(size)] = rng.choice([0.0, 2.0])  # one is left, or more
+    if rng.random() < 0.1:
+        x[rng.randrange(size)] = -3e38
+    return x
+
+
+def ask(rng: random.Random, size: int) -> tuple[float, ...]:
+    return (
+        rng.choice([0.0, 1e-5, 0.01, 0.3, 0.7, 1.0, 1.0, 1.7, 50.0, 1e30]),
+        rng.choice([1.0, 1.0, 0.0, 1e-9, 0.05, 0.5, 0.9, 0.95, 0.999999, rng.random()]),
+        rng.choice([0.0, 0.0, 0.0, 1e-20, 0.01, 0.3, 1.0, rng.random()]),
+        rng.choice([0.0, 1.0 - 2.0**-53, rng.random(), rng.random(), rng.random()]),
+        max(1, rng.choice([size, size, size + 9, 1, 2, 40, size // 2, size - 1, rng.randrange(1, size + 1)])),
+    )
+
+
+def cases(rng: random.Random, size: int, rows: int) -> tuple[Tensor, NDArray]:
+    x = torch.stack([logits_of(rng, size) for _ in range(rows)])
+    return x, np.array([ask(rng, size) for _ in range(rows)], ASKED)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_draws_are_torchs(native, size):
+    rng = random.Random(size)
+    oracle = TorchVocabulary(size, CPU)
+    for rows in (1, 2, 7, 30):
+        x, asked = cases(rng, size, rows)
+        for found, want in zip(native.draw(x, asked), oracle.draw(x, asked), strict=True):
+            assert torch.equal(found, want), asked[found != want]
+
+
+def test_edges_of_the_filters_are_torchs(native):
+    """Every token of a small vocabulary is drawn by some number, or by none: the kept sets and their shares agree."""
+    size, rng = 50, random.Random(1)
+    u = (np.arange(400) + 0.5) / 400
+    for _ in range(12):
+        x, asked = cases(rng, size, 1)
+        asked = np.repeat(asked, len(u))
+        asked["u"] = u
+        x = x.repeat(len(u), 1)
+        assert torch.equal(native.draw(x, asked)[1], TorchVocabulary(size, CPU).draw(x, asked)[1]), asked[0]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_row_draws_the_same_alone_in_any_order_and_on_any_threads(native, threads):
+    rng = random.Random(7)
+    x, asked = cases(rng, 20011, 21)
+    torch.set_num_threads(1)
+    alone = torch.cat([native.draw(x[i : i + 1], asked[i : i + 1])[1] for i in range(len(x))])
+    torch.set_num_threads(threads)
+    for _ in range(5):
+        order = rng.sample(range(len(x)), rng.randrange(1, len(x) + 1))
+        assert torch.equal(native.draw(x[order], asked[order])[1], alone[order])
+    assert torch.equal(native.draw(x.T.contiguous().T, asked)[1], alone)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_of_no_numbers_gets_no_place_and_hurts_nobody(native, value):
+    x, asked = cases(random.Random(3), 3000, 6)
+    want = native.draw(x, asked)[1]
+    x[1, 70], x[4] = value, -math.inf
+    top, places = native.draw(x, asked)
+    assert torch.equal(places[[0, 2, 3, 5]], want[[0, 2, 3, 5]])
+    assert not top[[1, 4]].isfinite().any() and places[[1, 4]].tolist() == [-1, -1]
+    oracle = TorchVocabulary(3000, CPU)
+    assert torch.equal(oracle.draw(x, asked)[1], places)
+
+
+# -- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_log_probabilities_are_those_in_float64(native, size):
+    rng = random.Random(size)
+    for count in sorted({0, min(5, size), size // 3}):
+        x = torch.stack([logits_of(rng, size) for _ in range(6)])
+        ids = torch.tensor([rng.randrange(size) for _ in range(6)])
+        found = native.distribution(x, count).columns(ids)
+        exact = x.double().log_softmax(1)
+        want = TorchVocabulary(size, CPU).distribution(x.double(), count).columns(ids)
+        torch.testing.assert_close(found[:, 0], exact.gather(1, ids.unsqueeze(1)).squeeze(1), rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(found[:, 1 : 1 + count], want[:, 1 : 1 + count], rtol=1e-7, atol=1e-7)
+        order = (-x).sort(dim=1, stable=True).indices
+        assert torch.equal(found[:, 1 + count :], order[:, :count].double())
+
+
+def test_log_probabilities_have_the_same_bits_alone_and_on_any_threads(native):
+    rng = random.Random(5)
+    x = torch.stack([logits_of(rng, 20011) for _ in range(9)])
+    ids = torch.arange(9) * 7
+    torch.set_num_threads(1)
+    alone = torch.cat([native.distribution(x[i : i + 1], 5).columns(ids[i : i + 1]) for i in range(9)])
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        order = rng.sample(range(9), 9)
+        assert torch.equal(native.distribution(x[order], 5).columns(ids[order]), alone[order])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_log_probabilities_of_no_numbers_are_none(native, value):
+    x = torch.randn(4, 900)
+    want = native.distribution(x, 3).columns(torch.arange(4))
+    x[1, 70], x[2] = value, -math.inf
+    found = native.distribution(x, 3).columns(torch.arange(4))
+    assert torch.equal(found[[0, 3]], want[[0, 3]]) and found[1:3, :4].isnan().all()
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_masks_are_torchs(native, size):
+    rng = np.random.default_rng(size)
+    for chosen in ([0], [2, 4], [0, 1, 2, 3, 4]):
+        x = torch.randn(5, size)
+        bits = rng.integers(-(2**31), 2**31, (len(chosen), -(-size // 32))).astype(np.int32)
+        want = x.clone()
+        native.forbid(x, np.array(chosen), bits)
+        TorchVocabulary(size, CPU).forbid(want, np.array(chosen), bits)
+        assert torch.equal(x, want)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x", [torch.randn(2, 9).double(), torch.randn(9), torch.randn(2, 9).bfloat16()])
+def test_kernels_refuse_what_they_were_not_made_for(native, x):
+    asked, bits = np.zeros(2, ASKED), np.zeros((2, 1), np.int32)
+    calls = native.best, lambda x: native.draw(x, asked), lambda x: native.distribution(x, 1)
+    for call in (*calls, lambda x: native.forbid(x, np.arange(2), bits)):
+        with pytest.raises(ValueError, match="not \\[rows, vocab\\] of float32"):
+            call(x)
+
+
+def test_a_mask_that_is_too_narrow_is_refused(native):
+    for x in (torch.randn(1, 33), torch.randn(9, 1).T):
+        with pytest.raises(ValueError, match="side by side"):
+            native.forbid(x, np.arange(1), np.zeros((1, 1 if x.shape[1] == 33 else 0), np.int32))
+
+
+# -- the sampler ------------------------------------------------------------------------------------------------------
+
+
+def entries(drawn) -> dict:
+    return {row: (entry.logprob, *entry.top_logprobs) for row, entry in drawn.logprobs.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_sampler_draws_the_same_with_kernels_and_without(variant, dtype):
+    rng = random.Random(2)
+    for seed in range(20):
+        logits = (torch.randint(-40, 40, (5, 300)) / rng.choice([1, 8])).to(dtype)
+        logits[3, 7] = math.nan
+        drawn, bits = [], np.random.default_rng(seed).integers(-(2**31), 2**31, (2, 10)).astype(np.int32)
+        ask = [
+            SamplingParams(
+                max_tokens=9,
+                temperature=rng.choice([0.0, 0.7]),
+                top_p=rng.choice([1.0, 0.8]),
+                top_k=rng.choice([0, 9]),
+                presence_penalty=rng.choice([0.0, 0.0, 1.0]),
+                seed=slot,
+                logprobs=rng.choice([None, 0, 4]),
+            )
+            for slot in range(5)
+        ]
+        for packed in (variant, None):
+            sampler = Sampler(5, 300, CPU, packed)
+            for slot in range(5):
+                sampler.add(slot, Entered(slot, ask[slot], 1, [8, 9] if ask[slot].uses_history else []))
+            masks = (np.array([0, 2]), bits) if seed % 2 else None
+            drawn.append(sampler.sample(logits.clone(), np.arange(5), np.full(5, 9), masks))
+        assert drawn[0].token_ids == drawn[1].token_ids and drawn[0].errors == drawn[1].errors
+        assert list(drawn[0].errors) == [3]
+        assert entries(drawn[0]).keys() == entries(drawn[1]).keys()
+        for row, numbers in entries(drawn[1]).items():
+            assert entries(drawn[0])[row] == pytest.approx(numbers, abs=1e-5)
