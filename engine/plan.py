@@ -44,6 +44,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "dtype": str(spec.dtype).removeprefix("torch."),
         "device": str(device),
         "attention": backend.name,
+        "kv_dtype": str(spec.cache_dtype).removeprefix("torch."),
         "num_params": spec.num_params,
         "weights_bytes": found.weights_bytes,
         "activation_bytes": found.activation_bytes,

@@ -179,11 +179,11 @@ class Pequod:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what decides the answers: weights, version, dtype, backend; "" until the model is loaded."""
+        """Hash of what decides the answers: weights, version, dtypes, backend; "" until the model is loaded."""
         info = self.engine.info
         if info is None:
             return ""
-        parts = (info.weights_hash, self.version, info.dtype, info.implementation, info.attention)
+        parts = (info.weights_hash, self.version, info.dtype, info.kv_dtype, info.implementation, info.attention)
         return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
     def new_id(self) -> int:

@@ -153,7 +153,9 @@ def _call(
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     wrong = k.shape != (tokens, kv_heads, head_dim) or v.shape != k.shape or heads % kv_heads
-    wrong |= cache.shape[1] != kv_heads or cache.shape[2] % (2 * held(head_dim, cache.dtype)) or not cache.is_contiguous()
+    wrong |= (
+        cache.shape[1] != kv_heads or cache.shape[2] % (2 * held(head_dim, cache.dtype)) or not cache.is_contiguous()
+    )
     if wrong:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, cache))
         raise ValueError(f"q, k, v and cache of {shapes} do not fit each other")

@@ -92,14 +92,19 @@ class ModelSpec:
     source: dict[str, Any] = field(repr=False)  # config.json
     decoder: DecoderSpec | None = None  # of the native implementation
     hidden_size: int = 0  # numbers of a last hidden state; 0: the implementation does not tell it
+    int8_cache: bool = False  # whether keys and values are kept in int8
 
     @property
     def weights_bytes(self) -> int:
         return self.num_params * self.dtype.itemsize
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        return torch.int8 if self.int8_cache else self.dtype
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        return sum(layer.numbers for layer in self.layers) * self.dtype.itemsize
+        return sum(layer.bytes(self.cache_dtype) for layer in self.layers)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -204,6 +209,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         source=source,
         decoder=decoder,
         hidden_size=hidden,
+        int8_cache=config.kv_dtype == "int8",
     )
 
 

@@ -340,7 +340,8 @@ def engine(settings: Settings) -> Iterator[Finding]:
     else:
         own = f"by our own kernels for {info.product}" if info.product != "torch" else "by torch"
         yield Finding("products", "ok", f"computed {own}")
-    yield Finding("attention", "ok", f"computed by the {info.attention} backend")
+    kept = f"keys and values in {info.kv_dtype}"
+    yield Finding("attention", "ok", f"computed by the {info.attention} backend, {kept}")
     if runtimes is None:
         return
     if len(runtimes) <= 1:
@@ -358,6 +359,7 @@ async def _answer(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
         EngineConfig(
             model="builtin",
             device=settings.device,
+            kv_dtype=settings.kv_cache_dtype,
             cpu_isa=settings.cpu_isa,
             threads=settings.threads,
             num_blocks=64,

@@ -61,6 +61,7 @@ async def version(app: AppDep) -> dict[str, Any]:
             "attention": info.attention,
             "device": info.device,
             "dtype": info.dtype,
+            "kv_cache_dtype": info.kv_dtype,
             "exact": info.exact,
             "torch": info.torch,
             "max_model_len": info.max_len,
