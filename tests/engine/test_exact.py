@@ -48,10 +48,11 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         return found, engine.info.exact, sum(preempted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, dtype):
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
+def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, dtype, kv_dtype):
     folder = make("qwen3", tmp_path, dtype=getattr(torch, dtype))
     base = {"model": str(folder), "device": "cpu", "dtype": dtype, "num_blocks": 64, "max_seqs": 8}
+    base["kv_dtype"] = kv_dtype
     alone, exact, _ = asyncio.run(serve(EngineConfig(**base, prefix_caching=False, threads=1), together=False))
     if not exact:
         pytest.skip("torch computes here")

@@ -15,6 +15,7 @@ from engine.attention import AttentionMeta, KVCache, select
 from engine.kernels.library import choose
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
+from tests.engine.test_attention import spoil
 from tests.models import FALLBACK, FLOAT32_ONLY, MAX_LEN, MODELS, NATIVE, VOCAB, make, oracle, prompt
 
 CPU = torch.device("cpu")
@@ -35,8 +36,9 @@ def limit_of(name: str) -> float:
     return 2e-5 if name in FLOAT32_ONLY else 1e-5 if name == "gemma2" else 1e-9
 
 
-def load(folder: Path, dtype: torch.dtype, max_len: int | None = None) -> models.Model:
-    config = EngineConfig(model=str(folder), dtype=str(dtype).removeprefix("torch."), max_len=max_len)
+def load(folder: Path, dtype: torch.dtype, max_len: int | None = None, kv_dtype: str = "auto") -> models.Model:
+    name = str(dtype).removeprefix("torch.")
+    config = EngineConfig(model=str(folder), dtype=name, max_len=max_len, kv_dtype=kv_dtype)
     return models.load(config, folder, CPU)
 
 
@@ -50,11 +52,11 @@ class Bench:
             model.spec.layers,
             num_blocks=num_blocks,
             block_size=BLOCK,
-            dtype=model.spec.dtype,
+            dtype=model.spec.cache_dtype,
             device=CPU,
         )
         for layer in self.cache.layers:
-            layer.fill_(float("nan"))
+            spoil(layer)
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.blocks: dict[int, list[int]] = {}
