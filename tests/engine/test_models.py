@@ -132,6 +132,29 @@ def test_logits_are_those_of_transformers(home, name):
     assert difference(mixed) < limit_of(name)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2", "gpt_oss"])
+def test_a_cache_of_int8_serves_every_kind_of_model(home, name):
+    """Windows, caps and sinks; whole prompts, and chunks beside each other."""
+    dtype = dtype_of(name)
+    folder = make(name, home / f"{name}-int8", dtype=dtype)
+    plain, model = (load(folder, dtype, MAX_LEN, kv_dtype) for kv_dtype in ("auto", "int8"))
+    assert model.spec.cache_dtype == torch.int8
+    assert model.spec.kv_bytes_per_token < plain.spec.kv_bytes_per_token
+    prompts = [prompt(length, seed=length) for length in (33, 18, 1)]
+    want = [Bench(plain).step({0: ids})[0] for ids in prompts]
+    alone = [Bench(model).step({0: ids})[0] for ids in prompts]
+    bench, parts = Bench(model), [[] for _ in prompts]
+    for at in range(0, 33, 5):
+        rows = {s: ids[at : at + 5] for s, ids in enumerate(prompts) if at < len(ids)}
+        for s, logits in bench.step(rows).items():
+            parts[s].append(logits)
+    for exact, whole_, mixed in zip(want, alone, parts, strict=True):
+        scale = exact.norm()
+        assert (whole_ - exact).norm() / scale < 0.03
+        # A key may become the next whole number where sums were rounded otherwise.
+        assert (torch.cat(mixed) - whole_).norm() / scale < (0.01 if dtype == torch.float32 else 1e-3)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_only_the_wanted_logits_are_made(home, name):
     model = load(make(name, home / name, dtype=torch.float64), torch.float64)
