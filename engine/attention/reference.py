@@ -159,7 +159,8 @@ def narrowed(x: Tensor) -> Tensor:
     top = wide.abs().amax(-1, keepdim=True)
     small, finite = top < LARGEST * TINY, top.isfinite()
     scale = (top / LARGEST).masked_fill(small, 0).masked_fill(~finite, math.nan)
-    inverse = (LARGEST / top).masked_fill(small | ~finite, 0)
+    # A number divided by a tensor would be its reciprocal multiplied: two roundings, and ties fall otherwise.
+    inverse = (torch.full_like(top, LARGEST) / top).masked_fill(small | ~finite, 0)
     whole = (wide * inverse).nan_to_num(0).round().clamp(-LARGEST, LARGEST)
     return torch.cat([whole.to(torch.int8), scale.view(torch.int8)], -1)
 
