@@ -210,7 +210,7 @@ def test_the_engine_answers(monkeypatch):
     assert [finding.level for finding in found.values()] == ["ok"] * 5
     assert "rounding" in found["results"].text
     assert found["products"].text == "computed by torch"
-    assert found["attention"].text == "computed by the reference backend"
+    assert found["attention"].text == "computed by the reference backend, keys and values in float32"
     ours = structs.replace(info, product="avx512")
     assert "our own kernels for avx512" in answer(monkeypatch, (ours, None))["products"].text
     lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++")

@@ -95,7 +95,7 @@ def test_a_toml_file_that_is_not_there_is_named(tmp_path):
         ({"gpu_memory_utilization": "nan"}, "--gpu-memory-utilization nan is not a number"),
         ({"drain_seconds": "inf"}, "--drain-seconds"),
         ({"scheduling_policy": "prioritty"}, "did you mean priority?"),
-        ({"kv_cache_dtype": "int9"}, "--kv-cache-dtype int9 must be one of auto, int8"),
+        ({"kv_cache_dtype": "int9"}, "--kv-cache-dtype: int9 must be one of auto, int8"),
         ({"kv_cache_memory": "4 parsecs"}, "--kv-cache-memory 4 parsecs is not a size"),
         ({"device": "tpu"}, "--device: tpu must be auto, cpu, cuda or cuda:N"),
         ({"chat_template": "/nowhere/x.jinja"}, "--chat-template /nowhere/x.jinja is not a file"),
