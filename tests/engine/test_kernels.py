@@ -361,8 +361,6 @@ def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
         assert all(line[f"{name}gb_per_s"] > 0 for name in ("", "int8_", "probe_"))
         assert line["error"] < 0.02 and line["int8_error"] < 0.03
         assert line["invariant"] or line["backend"] == "reference"
-            line["error"] < 0.02 and line["int8_error"] < 0.03 and (line["invariant"] or line["backend"] == "reference")
-        )
     for line in found["products"]:
         assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["gflop_per_s"] > 0
         assert line["error"] < 0.02 and (line["invariant"] or not choice.invariant)
