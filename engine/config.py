@@ -9,6 +9,7 @@ from .types import ConfigError
 
 POLICIES = ("fcfs", "priority", "prefill-first", "static")
 QUANTIZATIONS = ("none", "int8", "int4")
+KV_DTYPES = ("auto", "int8")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 
 
@@ -22,6 +23,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     quantization: str = "none"  # what the weights are rounded to while they are loaded, on CPU by our own kernels
     implementation: str = "auto"  # native | transformers
     attention: str = "auto"
+    kv_dtype: str = "auto"  # of the keys and values in the cache: the model's, or int8
     cpu_isa: str = "auto"  # instruction set of our own CPU kernels; torch: none of them
     max_len: int | None = None  # tokens of prompt plus output; None: what the model says
     max_seqs: int | None = None
@@ -50,6 +52,8 @@ def check(config: EngineConfig) -> EngineConfig:
         config.quantization in QUANTIZATIONS,
         f"unknown quantization {config.quantization!r}; known: {', '.join(QUANTIZATIONS)}",
     )
+    known = ", ".join(KV_DTYPES)
+    need(config.kv_dtype in KV_DTYPES, f"unknown dtype of the KV cache {config.kv_dtype!r}; known: {known}")
     need(1 <= config.block_size <= 1024, "the block size must be between 1 and 1024 tokens")
     need(config.max_len is None or config.max_len >= 1, "the model length must be at least 1 token")
     need(config.max_seqs is None or config.max_seqs >= 1, "at least 1 sequence must be able to run")

@@ -148,6 +148,8 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     token = size * (4 * hidden + 2 * heads * widest.head_dim + numbers + 3 * inner) + 4 * hidden
     everything = config.max_seqs * config.max_len * numbers
     gathered = size * min(everything, max(config.max_len * numbers, GATHERED))
+    if spec.int8_cache:  # of keys or values at a time: the bytes, and two of float32 before the model's dtype
+        gathered += gathered // size * 5
     scores = 3 * 4 * min(SCORES, heads * config.max_batched_tokens * config.max_len)
     rows = min(config.max_seqs, config.max_batched_tokens)
     return config.max_batched_tokens * token + gathered + scores + rows * spec.vocab_size * SAMPLER_BYTES
@@ -302,6 +304,8 @@ def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) 
         if spec.dtype.itemsize in (2, 4) and (plan := works(rounded, quantization="int8")):
             size = _gb(plan.weights_bytes)
             tries.append(f"--quantization int8: weights of {size} leave room for {plan.num_tokens} tokens")
+    if not spec.int8_cache and (plan := works(replace(spec, int8_cache=True), kv_dtype="int8")):
+        tries.append(f"--kv-cache-dtype int8: a KV cache of {_gb(plan.kv_cache_bytes)} holds {plan.num_tokens} tokens")
     small: dict[str, Any] = {
         "max_seqs": min(config.max_seqs, 4),
         "max_batched_tokens": min(config.max_batched_tokens, 64),

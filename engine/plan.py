@@ -47,6 +47,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "quantization": spec.quantization,
         "device": str(device),
         "attention": backend.name,
+        "kv_dtype": str(spec.cache_dtype).removeprefix("torch."),
         "num_params": spec.num_params,
         "weights_bytes": found.weights_bytes,
         "activation_bytes": found.activation_bytes,

@@ -147,6 +147,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     dtype: str
     device: str
     attention: str  # name of the backend
+    kv_dtype: str  # of the keys and values in the cache
     implementation: str  # native | transformers
     exact: bool  # the same bits in any batch
     num_params: int

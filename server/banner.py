@@ -96,7 +96,7 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
         ("weights", weights),
         (
             "KV cache",
-            f"{count(info.num_blocks, 'block')} of {info.block_size} = {count(tokens, 'token')}"
+            f"{count(info.num_blocks, 'block')} of {info.block_size} = {count(tokens, 'token')} in {info.kv_dtype}"
             f" = {full_length_users(info)} at the full {info.max_len:,} tokens",
         ),
         (

@@ -299,6 +299,7 @@ class Metrics:
         info = self.engine.info
         if info is not None:
             sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+            sizes["cache_dtype"] = info.kv_dtype
             yield gauge("cache_config_info", "Size of the KV cache; always 1.", 1, **sizes)
 
     def _blocks(self) -> tuple[int, int, int, int]:

@@ -206,6 +206,9 @@ class Settings(BaseSettings):
     model_impl: Literal["auto", "native", "transformers"] = setting(
         "engine", "auto", "whose code runs the model: ours, or transformers' on our cache"
     )
+    kv_cache_dtype: Literal["auto", "int8"] = setting(
+        "engine", "auto", "type of the cached keys and values: auto (the model's), or int8 with a scale for each"
+    )
     attention_backend: str = setting(
         "engine", "auto", "auto, cpu (our kernel) or reference (torch)", "NAME", max_length=64
     )
@@ -343,6 +346,7 @@ class Settings(BaseSettings):
             quantization=self.quantization,
             implementation=self.model_impl,
             attention=self.attention_backend,
+            kv_dtype=self.kv_cache_dtype,
             cpu_isa=self.cpu_isa,
             max_len=self.max_model_len,
             max_seqs=self.max_num_seqs,

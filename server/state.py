@@ -179,13 +179,12 @@ class Pequod:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what decides the answers: weights, version, types, backend; "" until the model is loaded."""
+        """Hash of what decides the answers: weights, version, dtypes, backend; "" until the model is loaded."""
         info = self.engine.info
         if info is None:
             return ""
-        parts = (
-            info.weights_hash, self.version, info.dtype, info.quantization, info.implementation, info.attention
-        )  # fmt: skip
+        kinds = (info.dtype, info.quantization, info.kv_dtype, info.implementation, info.attention)
+        parts = (info.weights_hash, self.version, *kinds)
         return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
     def new_id(self) -> int:

@@ -41,7 +41,7 @@ INFO = EngineInfo(
     model="fake", architecture="FakeForCausalLM", max_len=512, vocab_size=340, block_size=16, num_blocks=1000,
     max_seqs=4, max_batched_tokens=256, dtype="float32", device="cpu", attention="fake", implementation="native",
     exact=True, num_params=1000, weights_bytes=4000, kv_bytes_per_token=64, weights_hash="0123",
-    load_seconds=0.1, torch="0", hidden_size=8,
+    load_seconds=0.1, torch="0", hidden_size=8, kv_dtype="float32",
 )  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -29,6 +29,19 @@ class LayerKV:
         """Numbers kept per token."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim)
 
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes kept per token in a cache of this dtype."""
+        return self.num_kv_heads * (held(self.head_dim, dtype) + held(self.v_head_dim, dtype)) * dtype.itemsize
+
+
+def held(dim: int, dtype: torch.dtype) -> int:
+    """Numbers of a cache's dtype that a key or value of `dim` numbers takes: as many, in int8 four bytes more.
+
+    In int8 it is whole numbers from -127 to 127 and a scale that they are multiplied with, the size of the largest
+    number / 127 in float32. A key or value is zeros where that is below float32's smallest normal number.
+    """
+    return dim + 4 if dtype == torch.int8 else dim
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMeta:
@@ -84,7 +97,10 @@ class Attention(Protocol):
     def allocate(
         self, layer: LayerKV, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A layer's cache. Dimension 0 is the block, and a block is one contiguous run of bytes."""
+        """A layer's cache: in the model's dtype, or int8 (see `held`).
+
+        Dimension 0 is the block, and a block is one contiguous run of bytes.
+        """
 
     def attend(
         self,

@@ -1,7 +1,8 @@
 """Measuring the attention of one layer of Qwen3-0.6B's shape, for `python -m engine.kernels.bench`.
 
-What a CPU's `auto` means is called in turns with the reference backend, and with torch's attention over keys and
-values that lie in one piece, which no server has.
+What a CPU's `auto` means is called in turns with the same on a cache of int8, with the reference backend, and with
+torch's attention over keys and values that lie in one piece, which no server has. A sum over plain memory is called
+between them: what the machine's bandwidth is in that moment, which the decode steps are held against.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ CPU = torch.device("cpu")
 HEADS, LAYER, BLOCK_SIZE = 16, LayerKV(8, 128, 128), 16
 SCALE = LAYER.head_dim**-0.5
 # Sequences, new tokens of each, tokens of each in all.
-STEPS = [(1, 1, 512), (1, 1, 4096), (16, 1, 512), (16, 1, 4096), (1, 512, 512), (1, 256, 4096)]
+STEPS = [(1, 1, 128), (1, 1, 1024), (1, 1, 4096), (1, 1, 16384), (16, 1, 512), (16, 1, 4096)]
+STEPS += [(1, 512, 512), (1, 256, 4096)]
 LARGE = 64 << 20  # bytes of keys and values that no cache holds; there are as many layers as make them
+ORDINARY = 60  # as a number of each dtype, and as each byte of a scale (0.01): no time goes into odd numbers
 CHECKED = 200  # tokens that are compared with float64
 HEADER = (
-    f"{'attention':>18} {'ms':>9} {'refer. ms':>9} {'sdpa ms':>9} {'ratio':>6} "
-    f"{'GB/s':>6} {'GFLOP/s':>8} {'error':>8} invariant"
+    f"{'attention':>18} {'ms':>9} {'int8 ms':>9} {'refer. ms':>9} {'sdpa ms':>9} {'ratio':>6} "
+    f"{'GB/s':>6} {'of all':>6} {'int8':>6} {'GFLOP/s':>8} {'error':>8} {'int8':>8} invariant"
 )
 
 
 def measure(batch: int, new: int, context: int, *, isa: str, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
-    """One step: times in seconds, `gb_per_s` of keys and values read, `error` relative to the largest number."""
+    """One step: times in seconds, `gb_per_s` of keys and values read, errors relative to the largest number.
+
+    `probe_gb_per_s` is the rate of a sum over memory that no cache holds, measured between the calls.
+    """
     name = choose("auto", CPU, [LAYER], dtype, isa).name
     width = -(-context // BLOCK_SIZE)
     blocks = torch.randperm(batch * width).view(batch, width).tolist()
@@ -40,9 +46,11 @@ def measure(batch: int, new: int, context: int, *, isa: str, dtype: torch.dtype,
     size = batch * context * LAYER.numbers * dtype.itemsize
     copies = max(1, LARGE // size)
 
-    def paged(name: str) -> Callable[[int], Tensor]:
+    def paged(name: str, held: torch.dtype) -> Callable[[int], Tensor]:
         backend = select(name, isa)
-        caches = [backend.allocate(LAYER, batch * width, BLOCK_SIZE, dtype, CPU).normal_() for _ in range(copies)]
+        caches = [backend.allocate(LAYER, batch * width, BLOCK_SIZE, held, CPU) for _ in range(copies)]
+        for each in caches:
+            each.fill_(ORDINARY)
         return lambda i: backend.attend(q, k, v, caches[i], meta, scale=SCALE)
 
     shape = copies, batch, LAYER.num_kv_heads, context, LAYER.head_dim
@@ -53,8 +61,18 @@ def measure(batch: int, new: int, context: int, *, isa: str, dtype: torch.dtype,
     def plain(i: int) -> Tensor:
         return F.scaled_dot_product_attention(queries, keys[i], values[i], attn_mask=seen, scale=SCALE, enable_gqa=True)
 
-    times = interleaved({"ours": paged(name), "reference": paged("reference"), "sdpa": plain}, copies, seconds)
-    error, invariant = _checked(name, isa, dtype)
+    probed = torch.ones(LARGE // 8, dtype=torch.int64)
+    cases = {
+        "ours": paged(name, dtype),
+        "int8": paged(name, torch.int8),
+        "reference": paged("reference", dtype),
+        "sdpa": plain,
+        "probe": lambda _: probed.sum(),
+    }
+    times = interleaved(cases, copies, seconds)
+    error, invariant = _checked(name, isa, dtype, dtype)
+    int8_error, int8_invariant = _checked(name, isa, dtype, torch.int8)
+    int8_size = batch * context * LAYER.bytes(torch.int8)
     pairs = batch * (new * (context - new) + new * (new + 1) // 2)
     return {
         "backend": name,
@@ -62,23 +80,31 @@ def measure(batch: int, new: int, context: int, *, isa: str, dtype: torch.dtype,
         "new": new,
         "context": context,
         "seconds": times["ours"],
+        "int8_seconds": times["int8"],
         "reference_seconds": times["reference"],
         "sdpa_seconds": times["sdpa"],
         "speedup": min(times["reference"], times["sdpa"]) / times["ours"],
         "gb_per_s": size / times["ours"] / 1e9,
+        "int8_gb_per_s": int8_size / times["int8"] / 1e9,
+        "probe_gb_per_s": probed.nbytes / times["probe"] / 1e9,
         "gflop_per_s": 4 * pairs * HEADS * LAYER.head_dim / times["ours"] / 1e9,
         "error": error,
-        "invariant": invariant,
+        "int8_error": int8_error,
+        "invariant": invariant and int8_invariant,
     }
 
 
 def told(line: dict[str, Any]) -> str:
     """What `measure` found as a line below HEADER."""
     step = f"{line['batch']} x {line['new']} of {line['context']}"
+    rates = (line[name] / line["probe_gb_per_s"] for name in ("gb_per_s", "int8_gb_per_s"))
+    # Of what memory gives; a chunk of a prompt is not bounded by it.
+    share, int8_share = ("-" if line["new"] > 1 else f"{rate:.0%}" for rate in rates)
     return (
-        f"{step:>18} {line['seconds'] * 1e3:9.3f} {line['reference_seconds'] * 1e3:9.3f} "
-        f"{line['sdpa_seconds'] * 1e3:9.3f} {line['speedup']:6.2f} {line['gb_per_s']:6.1f} {line['gflop_per_s']:8.0f} "
-        f"{line['error']:8.0e} {'yes' if line['invariant'] else 'no'}"
+        f"{step:>18} {line['seconds'] * 1e3:9.3f} {line['int8_seconds'] * 1e3:9.3f} "
+        f"{line['reference_seconds'] * 1e3:9.3f} {line['sdpa_seconds'] * 1e3:9.3f} {line['speedup']:6.2f} "
+        f"{line['gb_per_s']:6.1f} {share:>6} {int8_share:>6} {line['gflop_per_s']:8.0f} "
+        f"{line['error']:8.0e} {line['int8_error']:8.0e} {'yes' if line['invariant'] else 'no'}"
     )
 
 
@@ -88,11 +114,11 @@ def _drawn(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @cache
-def _checked(name: str, isa: str, dtype: torch.dtype) -> tuple[float, bool]:
+def _checked(name: str, isa: str, dtype: torch.dtype, held: torch.dtype) -> tuple[float, bool]:
     """The error of a prompt's attention, and whether its last tokens have the same bits when they come one by one."""
     backend, blocks = select(name, isa), list(range(-(-CHECKED // BLOCK_SIZE)))
     q, k, v = _drawn(CHECKED, dtype)
-    pages = backend.allocate(LAYER, len(blocks), BLOCK_SIZE, dtype, CPU)
+    pages = backend.allocate(LAYER, len(blocks), BLOCK_SIZE, held, CPU)
 
     def part(start: int, end: int) -> Tensor:
         meta = AttentionMeta.of([(blocks, start, end - start)], BLOCK_SIZE)

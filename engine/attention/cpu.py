@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import build, library
-from ..kernels.library import DTYPES, ISAS, address
+from ..kernels.library import DTYPES, ISAS, address, cache_dtypes
 from ..types import ConfigError
-from . import AttentionMeta, LayerKV
+from . import AttentionMeta, LayerKV, held
 
 # Of the processor's memory pages: one walk of their tables per 2 MB of keys and values instead of per 4 KB.
 HUGE_PAGES, HUGE_BYTES = 14, 2 << 20
@@ -63,7 +63,7 @@ def variant(isa: str) -> tuple[ctypes.CDLL, str]:
 
 
 class Paged:
-    """Attention by the kernel, for float32 and bfloat16 and keys as long as values.
+    """Attention by the kernel, for float32 and bfloat16, caches of these or of int8, and keys as long as values.
 
     Calls from several threads at once are fine where they have caches of their own.
     """
@@ -73,7 +73,10 @@ class Paged:
     def __init__(self, kernels: ctypes.CDLL, isa: str) -> None:
         pointer = ctypes.c_void_p
         self.library = kernels
-        self._attend = {dtype: getattr(kernels, f"attend_{name}_{isa}") for dtype, name in DTYPES.items()}
+        # By the dtype of the model and that of the cache.
+        self._attend = {
+            (dtype, cache): getattr(kernels, f"attend_{name}_{isa}") for dtype, cache, name in cache_dtypes()
+        }
         for function in self._attend.values():
             function.argtypes = [pointer] * 7 + [ctypes.c_int32]
 
@@ -85,16 +88,17 @@ class Paged:
     def allocate(
         self, layer: LayerKV, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        if dtype not in DTYPES or device.type != "cpu" or layer.head_dim != layer.v_head_dim:
+        if dtype not in (*DTYPES, torch.int8) or device.type != "cpu" or layer.head_dim != layer.v_head_dim:
             raise ValueError(f"no cache of {layer} in {dtype} on {device}")
         # Not cleared: nothing that was not stored is ever read with effect.
-        cache = torch.empty(num_blocks, layer.num_kv_heads, block_size * 2 * layer.head_dim, dtype=dtype, device=device)
+        share = block_size * 2 * held(layer.head_dim, dtype)
+        cache = torch.empty(num_blocks, layer.num_kv_heads, share, dtype=dtype, device=device)
         _advise(cache)
         return cache
 
-    def function(self, dtype: torch.dtype) -> int:
-        """Where the kernel is, for those that call it themselves with `describe`'s Call."""
-        return address(self._attend[dtype])
+    def function(self, dtype: torch.dtype, cache: torch.dtype) -> int:
+        """Where the kernel is for a model's and a cache's dtype, for those that call it with `describe`'s Call."""
+        return address(self._attend[dtype, cache])
 
     def attend(
         self,
@@ -115,11 +119,11 @@ class Paged:
         if found is None:
             call = _call(q, k, v, cache, meta, scale=scale, window=window, softcap=softcap)
             found = meta.scratch[shape] = call, ctypes.addressof(call)
-        if not q.dtype == k.dtype == v.dtype == cache.dtype:
+        if not q.dtype == k.dtype == v.dtype or (q.dtype, cache.dtype) not in self._attend:
             raise ValueError(f"{q.dtype}, {k.dtype} and {v.dtype} for a cache of {cache.dtype}")
         sinks = None if sinks is None else sinks.float().contiguous()
         out = torch.empty(q.shape, dtype=q.dtype)
-        failed = self._attend[q.dtype](
+        failed = self._attend[q.dtype, cache.dtype](
             found[1],
             q.data_ptr(),
             k.data_ptr(),
@@ -149,7 +153,9 @@ def _call(
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     wrong = k.shape != (tokens, kv_heads, head_dim) or v.shape != k.shape or heads % kv_heads
-    wrong |= cache.shape[1] != kv_heads or cache.shape[2] % (2 * head_dim) or not cache.is_contiguous()
+    wrong |= (
+        cache.shape[1] != kv_heads or cache.shape[2] % (2 * held(head_dim, cache.dtype)) or not cache.is_contiguous()
+    )
     if wrong:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, cache))
         raise ValueError(f"q, k, v and cache of {shapes} do not fit each other")
@@ -192,7 +198,7 @@ def describe(
         heads=heads,
         kv_heads=cache.shape[1],
         head_dim=head_dim,
-        block_size=cache.shape[2] // (2 * head_dim),
+        block_size=cache.shape[2] // (2 * held(head_dim, cache.dtype)),
         window=window or 0,
         scale=scale,
         softcap=softcap or 0.0,

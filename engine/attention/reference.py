@@ -1,7 +1,8 @@
 """Paged attention in plain torch: any device, any float type, any head sizes. The oracle of every faster backend.
 
 A layer's cache is [blocks, kv_heads, block_size * (head_dim + v_head_dim)]: of each KV head first the block's keys,
-then its values, so that one head's share of a block is one run of memory and pages are gathered by copying runs.
+then its values, so that one head's share of a block is one run of memory and pages are gathered by copying runs. In a
+cache of int8 each key and each value is followed by its scale's four bytes, and is brought back once it is gathered.
 Rows with one token (decode) of similar length are gathered together and computed as one batched product per group,
 each KV head's keys read once for all query heads that share it; longer rows are computed one by one.
 """
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import AttentionMeta, LayerKV
+from . import AttentionMeta, LayerKV, held
 
 # Pages gathered at once, in numbers (keys or values): 2**23 is 16 MiB of bfloat16. Keeps the workspace small beside
 # a model while one gather is still long enough to run at memory speed.
 GATHER_NUMBERS = 1 << 23
 # Scores held at once where they are materialized: 64 MiB of float32.
 SCORE_NUMBERS = 1 << 24
+TINY, LARGEST = torch.finfo(torch.float32).tiny, 127  # the least scale, and the largest number of int8 that is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class Reference:
         self, layer: LayerKV, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         # Not cleared: nothing that was not stored is ever read with effect, see _gather.
-        shape = (num_blocks, layer.num_kv_heads, block_size * (layer.head_dim + layer.v_head_dim))
+        line = held(layer.head_dim, dtype) + held(layer.v_head_dim, dtype)
+        shape = (num_blocks, layer.num_kv_heads, block_size * line)
         return torch.empty(shape, dtype=dtype, device=device)
 
     def attend(
@@ -64,7 +67,7 @@ class Reference:
         sinks: Tensor | None = None,
     ) -> Tensor:
         head_dim, v_head_dim = k.shape[2], v.shape[2]
-        block_size = cache.shape[2] // (head_dim + v_head_dim)
+        block_size = cache.shape[2] // (held(head_dim, cache.dtype) + held(v_head_dim, cache.dtype))
         self._store(k, v, cache, meta, block_size)
 
         compute = partial(_attention, scale=scale, softcap=softcap)
@@ -74,7 +77,7 @@ class Reference:
 
         most = max(1, GATHER_NUMBERS // max(head_dim, v_head_dim))
         for decode in _decode_rows(meta, window, kv_heads, block_size, most):
-            keys, values = self._gather(cache, decode.pages, head_dim, v_head_dim)
+            keys, values = self._gather(cache, decode.pages, k, v)
             if decode.hidden is not None:
                 # 0 * NaN: what lies behind a sequence's end may hold anything, so it is cleared, not only masked.
                 keys.view(-1, head_dim).index_fill_(0, decode.hidden, 0)
@@ -96,7 +99,7 @@ class Reference:
                 low = 0 if window is None else max(0, first - window + 1) // block_size
                 high = -(-last // block_size)
                 pages = _pages(meta.block_table[row : row + 1, low:high].long(), kv_heads)
-                keys, values = self._gather(cache, pages, head_dim, v_head_dim)
+                keys, values = self._gather(cache, pages, k, v)
                 have = last - low * block_size
                 position = torch.arange(first, last, device=q.device)[:, None]
                 key = torch.arange(low * block_size, last, device=q.device)
@@ -122,20 +125,24 @@ class Reference:
             slots = meta.slot_mapping
             place = meta.scratch["slots", block_size] = (slots // block_size, slots % block_size)
         block, offset = place
+        if cache.dtype == torch.int8:
+            k, v = narrowed(k), narrowed(v)
         split = block_size * k.shape[2]
         cache[..., :split].unflatten(2, (block_size, k.shape[2]))[block, :, offset] = k
         cache[..., split:].unflatten(2, (block_size, v.shape[2]))[block, :, offset] = v
 
-    def _gather(self, cache: Tensor, pages: Tensor, head_dim: int, v_head_dim: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, kv_heads, tokens, dim] of `pages`, in the workspace."""
+    def _gather(self, cache: Tensor, pages: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, kv_heads, tokens, dim] of `pages`, of the sizes and dtype of k and v."""
         flat = cache.view(-1, cache.shape[2])
-        split = cache.shape[2] // (head_dim + v_head_dim) * head_dim
+        line, v_line = (held(x.shape[2], cache.dtype) for x in (k, v))
+        split = cache.shape[2] // (line + v_line) * line
         rows, kv_heads, blocks = pages.shape
         found = []
-        for name, run, dim in (("keys", flat[:, :split], head_dim), ("values", flat[:, split:], v_head_dim)):
+        for name, run, dim in (("keys", flat[:, :split], line), ("values", flat[:, split:], v_line)):
             space = self._workspace(name, pages.numel() * run.shape[1], cache).view(-1, run.shape[1])
             torch.index_select(run, 0, pages.reshape(-1), out=space)
-            found.append(space.view(rows, kv_heads, blocks * run.shape[1] // dim, dim))
+            gathered = space.view(rows, kv_heads, blocks * run.shape[1] // dim, dim)
+            found.append(widened(gathered, k.dtype) if cache.dtype == torch.int8 else gathered)
         return found[0], found[1]
 
     def _workspace(self, name: str, numbers: int, like: Tensor) -> Tensor:
@@ -144,6 +151,25 @@ class Reference:
         if space is None or space.numel() < numbers or space.dtype != like.dtype or space.device != like.device:
             space = self._space[name] = torch.empty(numbers, dtype=like.dtype, device=like.device)
         return space[:numbers]
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """Keys or values [..., dim] as a cache of int8 holds them: [..., dim + 4], the scale's bytes last."""
+    wide = x.float()
+    top = wide.abs().amax(-1, keepdim=True)
+    small, finite = top < LARGEST * TINY, top.isfinite()
+    scale = (top / LARGEST).masked_fill(small, 0).masked_fill(~finite, math.nan)
+    # A number divided by a tensor would be its reciprocal multiplied: two roundings, and ties fall otherwise.
+    inverse = (torch.full_like(top, LARGEST) / top).masked_fill(small | ~finite, 0)
+    whole = (wide * inverse).nan_to_num(0).round().clamp(-LARGEST, LARGEST)
+    return torch.cat([whole.to(torch.int8), scale.view(torch.int8)], -1)
+
+
+def widened(narrow: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `narrowed` gave, as numbers again: [..., dim]."""
+    whole, scale = narrow[..., :-4], narrow[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (whole.to(wide) * scale).to(dtype)
 
 
 def _pages(blocks: Tensor, kv_heads: int) -> Tensor:

@@ -1,14 +1,4 @@
-// Attention over a paged cache, decode rows and chunks of prompts in one call, and the writing of new keys and values.
-//
-// Units. Four bytes: one float, or two bfloat16, the first in the lower half. Keys are paired along their dimension,
-// values along the tokens, so that one vector instruction takes a unit of LANES tokens (scores) or of LANES dimensions
-// (weighted values), and no sum ever runs across a vector.
-//
-// Layout. A block is, for each KV head, its pages of 16 tokens one after another, of each page first the keys as
-// [unit of the dimension][16 tokens], then the values as [unit of the tokens][dimension]: two cells. What a head reads
-// of a block is one run of memory, and heads lie side by side. Where the block size or the head size is no multiple of
-// 16 the layout is plain, for each KV head [token][dimension] of keys, then of values, and a tile is brought into the
-// form of cells before it is used, once for all queries.
+// Attention over a paged cache (pages.h), decode rows and chunks of prompts in one call.
 //
 // Order. A query's sums run over absolute positions: online softmax over tiles of 64 keys, in splits of 1024 that are
 // merged from the first to the last. Keys that a query does not see weigh exactly 0 and a maximum that stays rescales
@@ -16,15 +6,12 @@
 //
 // Work. A task is some tokens of one row, some KV heads and some splits. Tasks are shared out by cost; a thread that is
 // done takes from the others. Of a row whose splits went to several tasks, whoever ends last merges them all.
-#include "isa.h"
+#include "pages.h"
 #include "work.h"
-
-#include <math.h>
-#include <string.h>
 
 namespace {
 
-const int PAGE = 16, TILE = 64, PAGES = TILE / PAGE, VECTORS = TILE / LANES;
+const int TILE = 64, PAGES = TILE / PAGE, VECTORS = TILE / LANES;
 const int64_t SPLIT = 1024;
 const int TALL = 6;                       // queries side by side
 const int WIDE = LANES == 16 ? 4 : 2;     // vectors side by side: 24 sums of 32 registers, or 12 of 16
@@ -43,7 +30,8 @@ const float LOG2E = 1.44269504f;
 
 struct Floats {
   typedef float Number;
-  static const int PER_UNIT = 1, X_BYTES = 4;
+  typedef Number Held;
+  static const int X_BYTES = 4;
   template <int A, int B, int M, int J>
   static INLINE void step(V (&sum)[M][J], const char* x, const char* const (&w)[J], int64_t at) {
     V b[J];
@@ -60,13 +48,13 @@ struct Floats {
     store((float*)p + lane, e);
     return e;
   }
-  static void write(float* to, V v) { store(to, v); }
 };
 
 // bfloat16 widened to float by shifts: exact, and each product and sum is a float's.
 struct Widened {
   typedef uint16_t Number;
-  static const int PER_UNIT = 2, X_BYTES = 8;
+  typedef Number Held;
+  static const int X_BYTES = 8;
   template <int A, int B, int M, int J>
   static INLINE void step(V (&sum)[M][J], const char* x, const char* const (&w)[J], int64_t at) {
     V b[J];
@@ -86,13 +74,13 @@ struct Widened {
     ((uint32_t*)x)[(2 * u + 1) * tall + m] = unit & 0xffff0000;
   }
   static V keep(char* p, int lane, V e) { return Floats::keep(p, lane, e); }
-  static void write(uint16_t* to, V v) { store_halves(to, rounded(v)); }
 };
 
 #if defined(HAS_DOT)
 struct Dotted {
   typedef uint16_t Number;
-  static const int PER_UNIT = 2, X_BYTES = 4;
+  typedef Number Held;
+  static const int X_BYTES = 4;
   template <int A, int B, int M, int J>
   static INLINE void step(V (&sum)[M][J], const char* x, const char* const (&w)[J], int64_t at) {
     U b[J];
@@ -111,19 +99,41 @@ struct Dotted {
     store_halves((uint16_t*)p + lane, halves);
     return lower(halves);
   }
-  static void write(uint16_t* to, V v) { store_halves(to, rounded(v)); }
 };
 typedef Dotted Halves;
 #else
 typedef Widened Halves;
 #endif
 
-// sum[m][j] += over units of x[m] * w[j]. What lies at the same places from `ahead` is fetched meanwhile, if it is given.
-template <class Kind, int A, int B, int M, int J>
+// int8 widened to float, which is exact; queries and weights are floats.
+template <class Model>
+struct Bytes {
+  typedef Model Number;
+  typedef int8_t Held;
+  static const int X_BYTES = 4;
+  template <int A, int B, int M, int J>
+  static INLINE void step(V (&sum)[M][J], const char* x, const char* const (&w)[J], int64_t at) {
+    V b[J];
+    UNROLLED for (int j = 0; j < J; ++j) b[j] = load_bytes((const int8_t*)w[j] + at);
+    UNROLLED for (int m = 0; m < M; ++m) {
+      const V a = all(((const float*)x)[m * A]);
+      UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
+    }
+  }
+  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) {
+    Floats::put(x, u, m, tall, sizeof(Number) == 2 ? unit << 16 : unit);
+  }
+  static V keep(char* p, int lane, V e) { return Floats::keep(p, lane, e); }
+};
+
+// sum[m][j] += over units of x[m] * w[j]. What lies at the same places from `ahead` is fetched meanwhile, if it is given:
+// every EACH-th of its vectors begins a cache line, as do units at multiples of 64 bytes.
+template <class Kind, int A, int B, int EACH, int M, int J>
 INLINE void accumulate(V (&sum)[M][J], const char* x, int64_t x_bytes, const char* const (&w)[J], int64_t w_bytes,
                        int64_t units, const char* const* ahead) {
   for (int64_t u = 0, at = 0; u < units; ++u, at += w_bytes, x += x_bytes) {
-    if (ahead) UNROLLED for (int j = 0; j < J; ++j) __builtin_prefetch(ahead[j] + at, 0, 2);
+    if (ahead && at % 64 == 0)
+      UNROLLED for (int j = 0; j < J; j += EACH) __builtin_prefetch(ahead[j] + at, 0, 2);
     Kind::template step<A, B>(sum, x, w, at);
   }
 }
@@ -160,23 +170,7 @@ INLINE V hyperbolic_tangent(V x) {
   return where_less(size, all(0.25f), series, result);
 }
 
-int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // -- what is computed --------------------------------------------------------------------------------------------------
-
-// A step and the shape of a layer. The Python class of the same name has the same fields in the same order.
-struct Call {
-  const int32_t* query_start;  // [rows + 1]
-  const int32_t* seq_lens;     // [rows]
-  const int32_t* block_table;  // [rows, width]
-  const int64_t* slots;        // [tokens]
-  int64_t rows, width, heads, kv_heads, head_dim, block_size;
-  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // from one to the next, in numbers
-  int64_t window;                                             // 0: none
-  float scale, softcap;                                       // 0: none
-};
 
 struct Part {  // a row's tokens and heads whose splits went to several tasks
   int64_t splits, left;
@@ -207,39 +201,31 @@ struct Space {  // a thread's
 template <class Kind>
 struct Attention {
   typedef typename Kind::Number Number;
+  typedef typename Kind::Held Held;
+  typedef Pages<Number, Held> Cache;
+  static const int UNIT = Cache::UNIT, PER_UNIT = Cache::PER_UNIT;
+
   const Call& call;
   const Number *q, *k, *v;
-  Number* cache;
+  const Cache cache;
   Number* out;
   const float* sinks;
 
-  int64_t group;    // query heads of a KV head
-  int64_t units;    // of a key
-  int64_t padded;   // head size up to whole vectors of every width
-  int64_t queries;  // the most of a task
-  int shift;        // of a block size that is a power of two, else -1: divisions would show
-  bool packed;
-  bool stored;      // the new keys and values, before the threads begin
+  const int64_t group;    // query heads of a KV head
+  const int64_t padded;   // the cache's
+  const int64_t queries;  // the most of a task
+  bool stored;            // the new keys and values, before the threads begin
   Task* tasks;
   int64_t num_tasks;
   Cursor* cursors;
   Space* spaces;
 
-  Attention(const Call& call, const Number* q, const Number* k, const Number* v, Number* cache, Number* out,
+  Attention(const Call& call, const Number* q, const Number* k, const Number* v, void* cache, Number* out,
             const float* sinks)
-      : call(call), q(q), k(k), v(v), cache(cache), out(out), sinks(sinks) {
-    group = call.heads / call.kv_heads;
-    units = up(call.head_dim, Kind::PER_UNIT);
-    padded = up(call.head_dim, PAGE) * PAGE;
-    queries = larger(QUERIES, group);
-    const bool is_power = (call.block_size & (call.block_size - 1)) == 0;
-    shift = is_power ? __builtin_ctzll((uint64_t)call.block_size) : -1;
-    packed = call.block_size % PAGE == 0 && call.head_dim % PAGE == 0;
-  }
+      : call(call), q(q), k(k), v(v), cache(call, cache), out(out), sinks(sinks), group(call.heads / call.kv_heads),
+        padded(this->cache.padded), queries(larger(QUERIES, group)) {}
 
-  int64_t key_cell() const { return units * PAGE * 4; }
-  int64_t value_cell() const { return PAGE / Kind::PER_UNIT * padded * 4; }
-  int64_t query_bytes() const { return units * Kind::X_BYTES; }
+  int64_t query_bytes() const { return cache.units * Kind::X_BYTES; }
   // A query's state: sums of weight * value [padded], of the weights [LANES], and the largest score.
   int64_t state_bytes() const { return (padded + 2 * LANES) * 4; }
 
@@ -252,16 +238,6 @@ struct Attention {
 
   // -- pages -----------------------------------------------------------------------------------------------------------
 
-  int64_t block_of(int64_t place) const {
-    return shift >= 0 ? place >> shift : (int64_t)((uint32_t)place / (uint32_t)call.block_size);
-  }
-
-  // Of a KV head's share of a block: in the packed layout the cells of page `offset / 16`, else the keys.
-  char* place(int64_t block, int64_t head, int64_t offset) const {
-    Number* share = cache + (block * call.kv_heads + head) * call.block_size * 2 * call.head_dim;
-    return (char*)share + (packed ? offset / PAGE * 2 * key_cell() : 0);
-  }
-
   // Where the keys and values of a tile are; for the task's last keys as they are, what lies behind them included.
   Tile find(const Task& task, int64_t head, int64_t at) const {
     Tile tile;
@@ -269,26 +245,26 @@ struct Attention {
     const int32_t* blocks = call.block_table + task.row * call.width;
     for (int j = 0; j < PAGES; ++j) {
       const int64_t from = at + (j < tile.pages ? j : tile.pages - 1) * PAGE;
-      const int64_t block = block_of(from);
-      tile.k[j] = place(blocks[block], head, from - block * call.block_size);
-      tile.v[j] = tile.k[j] + key_cell();
+      const int64_t block = cache.block_of(from);
+      tile.k[j] = cache.place(blocks[block], head, from - block * call.block_size);
+      tile.v[j] = tile.k[j] + cache.value_at();
     }
     return tile;
   }
 
   // The same, ready for use: nothing that is no key or value of the task's has a part in it.
   Tile fetch(const Task& task, int64_t head, int64_t at, char* cells) const {
-    if (!packed) return collect(task, head, at, cells);
+    if (!cache.packed) return collect(task, head, at, cells);
     Tile tile = find(task, head, at);
     const int64_t keys = end(task) - at - (tile.pages - 1) * PAGE;
-    if (keys < PAGE) {
+    if (!Cache::SCALED && keys < PAGE) {  // whole numbers are numbers, and for scales `weigh` sees to it
       // 0 * NaN: what lies behind the last value may hold anything, so a copy has zeros there. Of the keys it is enough
       // that their scores are not looked at.
       const char* from = tile.v[tile.pages - 1];
-      const int64_t row_bytes = padded * 4, whole = keys / Kind::PER_UNIT;
+      const int64_t row_bytes = padded * 4, whole = keys / PER_UNIT;
       memcpy(cells, from, (size_t)(whole * row_bytes));
-      memset(cells + whole * row_bytes, 0, (size_t)(value_cell() - whole * row_bytes));
-      if (keys % Kind::PER_UNIT)
+      memset(cells + whole * row_bytes, 0, (size_t)(cache.value_cell() - whole * row_bytes));
+      if (keys % PER_UNIT)
         for (int64_t d = 0; d < padded; ++d) memcpy(cells + whole * row_bytes + 4 * d, from + whole * row_bytes + 4 * d, 2);
       tile.v[tile.pages - 1] = cells;
     }
@@ -298,73 +274,22 @@ struct Attention {
   // A tile of the plain layout in the form of cells.
   Tile collect(const Task& task, int64_t head, int64_t at, char* cells) const {
     Tile tile;
-    const int64_t keys = smaller(TILE, end(task) - at), dim = call.head_dim;
+    const int64_t keys = smaller(TILE, end(task) - at);
     tile.pages = (int)up(keys, PAGE);
-    char* values = cells + PAGES * key_cell();
-    memset(cells, 0, (size_t)(PAGES * (key_cell() + value_cell())));
+    memset(cells, 0, (size_t)(PAGES * cache.page()));
     for (int j = 0; j < PAGES; ++j) {
-      tile.k[j] = cells + j * key_cell();
-      tile.v[j] = values + j * value_cell();
+      tile.k[j] = cells + j * cache.page();
+      tile.v[j] = tile.k[j] + cache.value_at();
     }
     const int32_t* blocks = call.block_table + task.row * call.width;
     for (int64_t t = 0; t < keys; ++t) {
-      const int64_t from = at + t, block = block_of(from), offset = from - block * call.block_size;
-      const Number* share = (const Number*)place(blocks[block], head, offset);
-      const Number *key = share + offset * dim, *value = share + (call.block_size + offset) * dim;
-      write_key(key, cells + t / PAGE * key_cell(), t % PAGE);
-      write_value(value, values + t / PAGE * value_cell(), t % PAGE);
+      const int64_t from = at + t, block = cache.block_of(from), offset = from - block * call.block_size;
+      const char* share = cache.place(blocks[block], head, offset);
+      char* cell = cells + t / PAGE * cache.page();
+      cache.lay_key((const Held*)(share + offset * cache.line()), cell, t % PAGE);
+      cache.lay_value((const Held*)(share + (call.block_size + offset) * cache.line()), cell + cache.value_at(), t % PAGE);
     }
     return tile;
-  }
-
-  void write_key(const Number* key, char* cell, int64_t t) const {
-    const int64_t whole = call.head_dim / Kind::PER_UNIT;
-    for (int64_t u = 0; u < whole; ++u) memcpy(cell + (u * PAGE + t) * 4, key + u * Kind::PER_UNIT, 4);
-    if (whole < units) memcpy(cell + (whole * PAGE + t) * 4, key + whole * Kind::PER_UNIT, sizeof(Number));
-  }
-
-  void write_value(const Number* value, char* cell, int64_t t) const {
-    Number* to = (Number*)cell + t / Kind::PER_UNIT * padded * Kind::PER_UNIT + t % Kind::PER_UNIT;
-    for (int64_t d = 0; d < call.head_dim; ++d) to[d * Kind::PER_UNIT] = value[d];
-  }
-
-  // Two values that share units, t even.
-  void write_values(const Number* first, const Number* second, char* cell, int64_t t) const {
-    write_pair(first, second, cell + t / Kind::PER_UNIT * padded * 4, call.head_dim);
-  }
-  static void write_pair(const float* first, const float* second, char* to, int64_t dim) {
-    memcpy(to, first, (size_t)dim * 4);
-    memcpy(to + dim * 4, second, (size_t)dim * 4);
-  }
-  static void write_pair(const uint16_t* first, const uint16_t* second, char* to, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += LANES) {
-      const U low = shifted_down<16>(as_units(load_bf16(first + d))), high = as_units(load_bf16(second + d));
-      store_units(to + d * 4, either(low, high));
-    }
-  }
-
-  // Write the new keys and values of tokens [from, to). Different tokens never share a number, only cache lines.
-  void store_tokens(int64_t from, int64_t to) const {
-    for (int64_t head = 0; head < call.kv_heads; ++head)
-      for (int64_t i = from; i < to; ++i) {
-        const int64_t block = call.slots[i] / call.block_size, offset = call.slots[i] % call.block_size;
-        const Number *key = k + i * call.k_token + head * call.k_head, *value = v + i * call.v_token + head * call.v_head;
-        char* share = place(block, head, offset);
-        if (packed) {
-          write_key(key, share, offset % PAGE);
-          if (offset % 2 == 0 && i + 1 < to && call.slots[i + 1] == call.slots[i] + 1) {
-            write_values(value, value + call.v_token, share + key_cell(), offset % PAGE);
-            write_key(key + call.k_token, share, offset % PAGE + 1);
-            ++i;
-          } else {
-            write_value(value, share + key_cell(), offset % PAGE);
-          }
-        } else {
-          const size_t bytes = (size_t)call.head_dim * sizeof(Number);
-          memcpy((Number*)share + offset * call.head_dim, key, bytes);
-          memcpy((Number*)share + (call.block_size + offset) * call.head_dim, value, bytes);
-        }
-      }
   }
 
   // -- M queries and a tile --------------------------------------------------------------------------------------------
@@ -373,19 +298,20 @@ struct Attention {
   template <int M>
   void step(const char* x, char* states, const int64_t* positions, int64_t at, const Tile& tile, const Tile* next) const {
     float scores[M][TILE], alpha[M];
-    char weights[M * TILE / Kind::PER_UNIT * Kind::X_BYTES] __attribute__((aligned(64)));
+    char weights[M * TILE / PER_UNIT * Kind::X_BYTES] __attribute__((aligned(64)));
     const int pages = (int)smaller(tile.pages, (positions[M - 1] - at) / PAGE + 1), vectors = pages * PAGE / LANES;
     int done = 0;
     for (; done + WIDE <= vectors; done += WIDE) multiply<M, WIDE>(x, scores, done, tile, next);
     for (; done < vectors; ++done) multiply<M, 1>(x, scores, done, tile, next);
     if (next)
-      for (int j = pages; j < PAGES; ++j)
-        for (int64_t at = 0; at < key_cell(); at += 64) {
+      for (int j = 0; j < PAGES; ++j) {  // what the products below do not fetch
+        for (int64_t at = j < pages ? cache.key_cell() : 0; at < cache.value_at(); at += 64) {
           __builtin_prefetch(next->k[j] + at, 0, 2);
           __builtin_prefetch(next->v[j] + at, 0, 2);
         }
+      }
     for (int m = 0; m < M; ++m)
-      alpha[m] = weigh(scores[m], weights + m * (TILE / Kind::PER_UNIT * Kind::X_BYTES), state(states, m), vectors,
+      alpha[m] = weigh(scores[m], weights + m * (TILE / PER_UNIT * Kind::X_BYTES), state(states, m), vectors, tile,
                        low(positions[m]) - at, positions[m] + 1 - at);
     int64_t d = 0;
     for (; d + WIDE * LANES <= padded; d += WIDE * LANES) mix<M, WIDE>(weights, alpha, states, d, tile, pages, next);
@@ -398,18 +324,29 @@ struct Attention {
     V sum[M][J];
     const char *w[J], *ahead[J];
     UNROLLED for (int j = 0; j < J; ++j) {
-      const int page = (first + j) * LANES / PAGE, in_page = (first + j) * LANES % PAGE * 4;
+      const int page = (first + j) * LANES / PAGE, in_page = (first + j) * LANES % PAGE * UNIT;
       w[j] = tile.k[page] + in_page;
       ahead[j] = next ? next->k[page] + in_page : nullptr;
       UNROLLED for (int m = 0; m < M; ++m) sum[m][j] = zero();
     }
-    accumulate<Kind, 1, M>(sum, x, M * Kind::X_BYTES, w, PAGE * 4, units, next ? ahead : nullptr);
+    accumulate<Kind, 1, M, PAGE / LANES>(sum, x, M * Kind::X_BYTES, w, PAGE * UNIT, cache.units, next ? ahead : nullptr);
+    if (Cache::SCALED)
+      UNROLLED for (int j = 0; j < J; ++j) {
+        const V scale = load(scales(tile.k, cache.key_cell(), (first + j) * LANES));
+        UNROLLED for (int m = 0; m < M; ++m) sum[m][j] = mul(sum[m][j], scale);
+      }
     UNROLLED for (int m = 0; m < M; ++m)
       UNROLLED for (int j = 0; j < J; ++j) store(scores[m] + (first + j) * LANES, sum[m][j]);
   }
 
+  // Those of keys or values from token t of a tile on.
+  static const float* scales(const char* const (&cells)[PAGES], int64_t cell, int t) {
+    return (const float*)(cells[t / PAGE] + cell) + t % PAGE;
+  }
+
   // From a query's scores, of which it sees [begin, end), to weights; gives the factor for all that was before.
-  float weigh(const float* scores, char* weights, float* state, int vectors, int64_t begin, int64_t end) const {
+  float weigh(const float* scores, char* weights, float* state, int vectors, const Tile& tile, int64_t begin,
+              int64_t end) const {
     static const float COUNT[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float& most = state[padded + LANES];
     const float before = most;
@@ -434,7 +371,20 @@ struct Attention {
     // While nothing but -inf was seen, all weights are 0: any number will do.
     const float base = most == -INFINITY ? 0.0f : most, alpha = before == base ? 1.0f : exp2(before - base);
     V sum = mul(load(state + padded), all(alpha));
-    for (int j = 0; j < VECTORS; ++j) sum = add(sum, Kind::keep(weights, j * LANES, exp2(add(x[j], all(-base)))));
+    for (int j = 0; j < VECTORS; ++j) {
+      const V e = exp2(add(x[j], all(-base)));
+      if (Cache::SCALED) {
+        V scale = j < vectors ? load(scales(tile.v, cache.value_cell(), j * LANES)) : zero();
+        if (edge) {  // 0 * NaN: the scale of what it does not see may be anything
+          const V place = add(load(COUNT), all((float)(j * LANES)));
+          scale = where_less(place, first, zero(), where_less(place, last, scale, zero()));
+        }
+        Kind::keep(weights, j * LANES, mul(e, scale));
+        sum = add(sum, e);
+      } else {
+        sum = add(sum, Kind::keep(weights, j * LANES, e));
+      }
+    }
     store(state + padded, sum);
     return alpha;
   }
@@ -447,15 +397,16 @@ struct Attention {
     UNROLLED for (int m = 0; m < M; ++m)
       UNROLLED for (int j = 0; j < J; ++j)
         sum[m][j] = mul(load(state(states, m) + d + j * LANES), all(alpha[m]));
-    const int64_t per_page = PAGE / Kind::PER_UNIT;
+    const int64_t per_page = PAGE / PER_UNIT;
     for (int page = 0; page < pages; ++page) {
       const char *w[J], *ahead[J];
       UNROLLED for (int j = 0; j < J; ++j) {
-        w[j] = tile.v[page] + (d + j * LANES) * 4;
-        ahead[j] = next ? next->v[page] + (d + j * LANES) * 4 : nullptr;
+        w[j] = tile.v[page] + (d + j * LANES) * UNIT;
+        ahead[j] = next ? next->v[page] + (d + j * LANES) * UNIT : nullptr;
       }
-      accumulate<Kind, TILE, 1>(sum, weights + page * per_page * Kind::X_BYTES, Kind::X_BYTES, w, padded * 4, per_page,
-                                next ? ahead : nullptr);
+      accumulate<Kind, TILE, 1, 64 / (LANES * UNIT)>(sum, weights + page * per_page * Kind::X_BYTES,
+                                                                   Kind::X_BYTES, w, padded * UNIT, per_page,
+                                                                   next ? ahead : nullptr);
     }
     UNROLLED for (int m = 0; m < M; ++m)
       UNROLLED for (int j = 0; j < J; ++j) store(state(states, m) + d + j * LANES, sum[m][j]);
@@ -478,15 +429,15 @@ struct Attention {
       const int64_t in_head = i % each, start = in_head / TALL * TALL, tall = smaller(TALL, each - start);
       char* x = space.queries + (i - in_head + start) * query_bytes();
       const Number* from = q + token(task, i) * call.q_token + head(task, i) * call.q_head;
-      const int64_t whole = call.head_dim / Kind::PER_UNIT;
+      const int64_t whole = call.head_dim / PER_UNIT;
       uint32_t unit = 0;
       for (int64_t u = 0; u < whole; ++u) {
-        memcpy(&unit, from + u * Kind::PER_UNIT, 4);
+        memcpy(&unit, from + u * PER_UNIT, PER_UNIT * sizeof(Number));
         Kind::put(x, u, in_head - start, tall, unit);
       }
-      if (whole < units) {
+      if (whole < cache.units) {
         unit = 0;
-        memcpy(&unit, from + whole * Kind::PER_UNIT, sizeof(Number));
+        memcpy(&unit, from + whole * PER_UNIT, sizeof(Number));
         Kind::put(x, whole, in_head - start, tall, unit);
       }
       space.positions[i] = position(task) + in_head / group;
@@ -513,7 +464,7 @@ struct Attention {
           const Tile tile = fetch(task, task.head + h, at, space.cells);
           Tile coming;
           const Tile* next = nullptr;
-          if (packed) {
+          if (cache.packed) {
             const bool more = at + TILE < smaller(task.to * SPLIT, last);
             const bool same_tile = h + 1 < task.heads;
             if (same_tile || more) {
@@ -584,7 +535,7 @@ struct Attention {
       for (int64_t d = 0; d < padded; d += sizeof(row) / sizeof(Number) - PAGE) {
         const int64_t stop = smaller(padded, d + 1024);
         // + 0: whether zeros of unseen keys were added to a -0 must not show.
-        for (int64_t e = d; e < stop; e += LANES) Kind::write(row + e - d, add(mul(load(from + e), share), zero()));
+        for (int64_t e = d; e < stop; e += LANES) write(row + e - d, add(mul(load(from + e), share), zero()));
         memcpy(to + d, row, (size_t)(smaller(call.head_dim, stop) - d) * sizeof(Number));
       }
     }
@@ -639,7 +590,7 @@ struct Attention {
     const int64_t sizes[] = {num_tasks * (int64_t)sizeof(Task), parts * (int64_t)sizeof(Part), states * state_bytes(),
                              threads * (int64_t)sizeof(Cursor), threads * (int64_t)sizeof(Space)};
     const int64_t own[] = {queries * query_bytes(), queries * state_bytes(), queries * state_bytes(),
-                           PAGES * (key_cell() + value_cell()), queries * 8};
+                           PAGES * cache.page(), queries * 8};
     int64_t bytes = 0;
     for (int64_t size : sizes) bytes += up(size, 64) * 64;
     for (int64_t size : own) bytes += threads * up(size, 64) * 64;
@@ -691,6 +642,10 @@ struct Attention {
     return true;
   }
 
+  void store_tokens(int64_t from, int64_t to) const {
+    for (int64_t head = 0; head < call.kv_heads; ++head) cache.write(head, k, v, from, to);
+  }
+
   void share(int thread, int threads) const {
     const int64_t tokens = call.query_start[call.rows];
     if (!stored) {
@@ -713,8 +668,8 @@ struct Attention {
     if (keys * 2 * call.heads * call.head_dim < SMALL) threads = 1;
     if (!plan(threads)) return 1;
     const int64_t tokens = call.query_start[call.rows];
-    stored = threads == 1 || tokens * call.kv_heads * call.head_dim <= SHORT;
-    if (stored) store_tokens(0, tokens);
+    stored = !k || threads == 1 || tokens * call.kv_heads * call.head_dim <= SHORT;
+    if (k && stored) store_tokens(0, tokens);
     run(shared, this, threads);
     return 0;
   }
@@ -723,15 +678,18 @@ struct Attention {
 }  // namespace
 
 // Stores k and v, then attends. q: [tokens, heads, head_dim], k and v: [tokens, kv_heads, head_dim] with the strides of
-// the call; out: [tokens, heads, head_dim] without gaps; sinks: [heads] or null.
-EXPORT int32_t NAMED(attend_float32)(const Call* call, const float* q, const float* k, const float* v, float* cache,
-                                     float* out, const float* sinks, int32_t threads) {
-  const Timed timed(IN_ATTENTION);
-  return Attention<Floats>(*call, q, k, v, cache, out, sinks).attend(threads);
-}
+// the call, or null where they lie in the cache already; out: [tokens, heads, head_dim] without gaps; sinks: [heads] or
+// null. Named by what q, k and v are, then, where it is another, by what the cache holds.
+#define ATTEND(name, Kind)                                                                                           \
+  EXPORT int32_t NAMED(name)(const Call* call, const void* q, const void* k, const void* v, void* cache, void* out,  \
+                             const float* sinks, int32_t threads) {                                                  \
+    typedef Kind::Number Number;                                                                                     \
+    const Timed timed(IN_ATTENTION);                                                                                 \
+    return Attention<Kind>(*call, (const Number*)q, (const Number*)k, (const Number*)v, cache, (Number*)out, sinks) \
+        .attend(threads);                                                                                            \
+  }
 
-EXPORT int32_t NAMED(attend_bfloat16)(const Call* call, const uint16_t* q, const uint16_t* k, const uint16_t* v,
-                                      uint16_t* cache, uint16_t* out, const float* sinks, int32_t threads) {
-  const Timed timed(IN_ATTENTION);
-  return Attention<Halves>(*call, q, k, v, cache, out, sinks).attend(threads);
-}
+ATTEND(attend_float32, Floats)
+ATTEND(attend_bfloat16, Halves)
+ATTEND(attend_float32_int8, Bytes<float>)
+ATTEND(attend_bfloat16_int8, Bytes<uint16_t>)

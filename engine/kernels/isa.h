@@ -39,12 +39,22 @@ static inline V upper(U u) { return _mm256_castsi256_ps(_mm256_and_si256(u, _mm2
 static inline V load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+static inline V load_bytes(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+// The nearest whole numbers, ties to even; what is beyond -128 and 127 becomes these, what is no number any.
+static inline void store_bytes(int8_t* p, V v) {
+  const __m256i whole = _mm256_cvtps_epi32(v);
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
+}
 static inline U as_units(V v) { return _mm256_castps_si256(v); }
 static inline V where_less(V a, V b, V yes, V no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 static inline V where_number(V a, V yes, V no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, a, _CMP_ORD_Q)); }
 static inline U plus(U a, U b) { return _mm256_add_epi32(a, b); }
 static inline U both(U a, U b) { return _mm256_and_si256(a, b); }
 static inline U either(U a, U b) { return _mm256_or_si256(a, b); }
+static inline U larger_units(U a, U b) { return _mm256_max_epi32(a, b); }  // as signed numbers
 static inline U all_units(uint32_t x) { return _mm256_set1_epi32((int)x); }
 template <int N> static inline U shifted_down(U u) { return _mm256_srli_epi32(u, N); }
 // The lower halves of the units, side by side.
@@ -137,6 +147,13 @@ static inline V upper(U u) { return _mm512_castsi512_ps(_mm512_and_si512(u, _mm5
 static inline V load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+static inline V load_bytes(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+// The nearest whole numbers, ties to even; what is beyond -128 and 127 becomes these, what is no number any.
+static inline void store_bytes(int8_t* p, V v) {
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
+}
 static inline U as_units(V v) { return _mm512_castps_si512(v); }
 static inline V where_less(V a, V b, V yes, V no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
@@ -147,6 +164,7 @@ static inline V where_number(V a, V yes, V no) {
 static inline U plus(U a, U b) { return _mm512_add_epi32(a, b); }
 static inline U both(U a, U b) { return _mm512_and_si512(a, b); }
 static inline U either(U a, U b) { return _mm512_or_si512(a, b); }
+static inline U larger_units(U a, U b) { return _mm512_max_epi32(a, b); }  // as signed numbers
 static inline U all_units(uint32_t x) { return _mm512_set1_epi32((int)x); }
 template <int N> static inline U shifted_down(U u) { return _mm512_srli_epi32(u, N); }
 // The lower halves of the units, side by side.

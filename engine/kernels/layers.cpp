@@ -1,43 +1,16 @@
-// All layers of a decoder in one call, and what they do beside products and attention: RMSNorm, and the turning of
-// queries and keys by their positions, with the norms that some models have there.
+// All layers of a decoder in one call, and what they do beside products and attention: RMSNorm, and, in one pass, the
+// turning of queries and keys by their positions, with the norms that some models have there, and the writing of keys
+// and values into the cache.
 //
 // Order. A row's sum of squares has four sums side by side, joined at the end; its size alone says how. Each result is
 // rounded where torch rounds it: behind the norm, behind its weight, and behind each product of a rotation. Rows are
 // shared out among the threads whole.
-#include "isa.h"
+#include "pages.h"
 #include "work.h"
-
-#include <string.h>
 
 namespace {
 
 const int64_t SHORT = 1 << 15;  // numbers below which waking other threads costs more than they save
-
-// -- numbers -----------------------------------------------------------------------------------------------------------
-//
-// A vector of which `count` numbers are there: the rest is 0 where it is read, and not written.
-
-V widen(const float* p) { return load(p); }
-V widen(const uint16_t* p) { return load_bf16(p); }
-
-template <class Number>
-V get(const Number* p, int64_t count) {
-  if (count >= LANES) return widen(p);
-  Number some[LANES] = {};
-  memcpy(some, p, (size_t)count * sizeof(Number));
-  return widen(some);
-}
-
-void write(float* p, V v) { store(p, v); }
-void write(uint16_t* p, V v) { store_halves(p, rounded(v)); }
-
-template <class Number>
-void put(Number* p, V v, int64_t count) {
-  if (count >= LANES) return write(p, v);
-  Number some[LANES];
-  write(some, v);
-  memcpy(p, some, (size_t)count * sizeof(Number));
-}
 
 // As a Number would hold it.
 template <class Number>
@@ -86,15 +59,16 @@ struct Norm {
 
 // -- the turn ----------------------------------------------------------------------------------------------------------
 
-// Queries and keys of a line of tokens, [tokens, heads + kv_heads heads and what else there is], in place.
-template <class Number>
+// Queries of a line of tokens, [tokens, heads + 2 * kv_heads heads], in place; keys and values go to the cache.
+template <class Number, class Held>
 struct Turn {
   Number* line;
   const Number *q_norm, *k_norm;  // [head_dim] or null
   const int64_t* positions;
   const float* angles;  // [positions, 2, head_dim / 2]: cosines, then sines
-  int64_t tokens, width, heads, kv_heads, head_dim;
+  int64_t tokens, heads, kv_heads, head_dim;
   float eps;
+  Pages<Number, Held> cache;
 
   void turn(Number* head, const float* angle) const {
     const int64_t half = head_dim / 2;
@@ -107,15 +81,25 @@ struct Turn {
     }
   }
 
+  // Tokens [from, to): so few that a head's keys are still in the first cache when they are written.
+  void turn(int64_t from, int64_t to) const {
+    const int64_t width = (heads + 2 * kv_heads) * head_dim;
+    const Number *k = line + heads * head_dim, *v = k + kv_heads * head_dim;
+    for (int64_t h = 0; h < heads + kv_heads; ++h) {
+      const Number* weight = h < heads ? q_norm : k_norm;
+      for (int64_t t = from; t < to; ++t) {
+        Number* head = line + t * width + h * head_dim;
+        if (weight) normalize(head, weight, eps, head_dim, head);
+        turn(head, angles + positions[t] * head_dim);
+      }
+      if (h >= heads) cache.write(h - heads, k, v, from, to);
+    }
+  }
+
   static void share(void* work, int thread, int threads) {
     const Turn& turn = *(const Turn*)work;
-    for (int64_t t = turn.tokens * thread / threads; t < turn.tokens * (thread + 1) / threads; ++t)
-      for (int64_t h = 0; h < turn.heads + turn.kv_heads; ++h) {
-        Number* head = turn.line + t * turn.width + h * turn.head_dim;
-        const Number* weight = h < turn.heads ? turn.q_norm : turn.k_norm;
-        if (weight) normalize(head, weight, turn.eps, turn.head_dim, head);
-        turn.turn(head, turn.angles + turn.positions[t] * turn.head_dim);
-      }
+    const int64_t end = turn.tokens * (thread + 1) / threads;
+    for (int64_t t = turn.tokens * thread / threads; t < end; t += PAGE) turn.turn(t, smaller(end, t + PAGE));
   }
   void compute(int threads) {
     const Timed timed(IN_OTHERS);
@@ -144,22 +128,21 @@ struct Layer {
 struct Stack {
   const Layer* layers;
   int64_t num_layers, hidden, heads, kv_heads, head_dim;
-  int32_t (*attend)(const void* call, const void* q, const void* k, const void* v, void* cache, void* out,
-                    const void* sinks, int32_t threads);
+  int32_t (*attend)(const Call* call, const void* q, const void* k, const void* v, void* cache, void* out,
+                    const float* sinks, int32_t threads);
   float eps;
   int32_t threads;
   // The step's.
   int64_t tokens, num_angles;
   const int64_t* positions;
   const float* angles;
-  const void* const* calls;
-  void* const* caches;                        // one of each layer
+  const Call* const* calls;
+  void* const* caches;                     // one of each layer
   void *x, *normed, *line, *seen, *inner;  // x: what goes in and comes out; the others are room for what is between
 };
 
-template <class Number>
+template <class Number, class Held>
 int32_t compute(const Stack& s) {
-  const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
   for (int64_t t = 0; t < s.tokens; ++t)
     if (s.positions[t] < 0 || s.positions[t] >= s.num_angles) return 2;
   for (int64_t i = 0; i < s.num_layers; ++i) {
@@ -169,10 +152,11 @@ int32_t compute(const Stack& s) {
     };
     norm(layer.attention_norm);
     int32_t failed = layer.qkv.apply(s.normed, nullptr, s.line, s.tokens, s.threads);
-    Turn<Number>{(Number*)s.line, (const Number*)layer.q_norm, (const Number*)layer.k_norm, s.positions, s.angles, s.tokens,
-                 q_size + 2 * kv_size, s.heads, s.kv_heads, s.head_dim, s.eps}.compute(s.threads);
-    const Number *q = (const Number*)s.line, *k = q + q_size;
-    failed |= s.attend(s.calls[layer.call], q, k, k + kv_size, s.caches[i], s.seen, nullptr, s.threads);
+    const Call& call = *s.calls[layer.call];
+    Turn<Number, Held>{(Number*)s.line, (const Number*)layer.q_norm, (const Number*)layer.k_norm, s.positions, s.angles,
+                       s.tokens, s.heads, s.kv_heads, s.head_dim, s.eps, Pages<Number, Held>(call, s.caches[i])}
+        .compute(s.threads);
+    failed |= s.attend(&call, s.line, nullptr, nullptr, s.caches[i], s.seen, nullptr, s.threads);
     failed |= layer.output.apply(s.seen, s.x, s.x, s.tokens, s.threads);
     norm(layer.mlp_norm);
     failed |= layer.gate_up.apply(s.normed, nullptr, s.inner, s.tokens, s.threads);
@@ -194,6 +178,8 @@ EXPORT void NAMED(norm_bfloat16)(const uint16_t* x, const uint16_t* weight, uint
   Norm<uint16_t>{x, weight, y, rows, size, eps}.compute(threads);
 }
 
-// 0, 1 where memory is short, 2 where a position has no angles.
-EXPORT int32_t NAMED(layers_float32)(const Stack* stack) { return compute<float>(*stack); }
-EXPORT int32_t NAMED(layers_bfloat16)(const Stack* stack) { return compute<uint16_t>(*stack); }
+// 0, 1 where memory is short, 2 where a position has no angles. Named as what `attend` must be.
+EXPORT int32_t NAMED(layers_float32)(const Stack* stack) { return compute<float, float>(*stack); }
+EXPORT int32_t NAMED(layers_bfloat16)(const Stack* stack) { return compute<uint16_t, uint16_t>(*stack); }
+EXPORT int32_t NAMED(layers_float32_int8)(const Stack* stack) { return compute<float, int8_t>(*stack); }
+EXPORT int32_t NAMED(layers_bfloat16_int8)(const Stack* stack) { return compute<uint16_t, int8_t>(*stack); }

@@ -49,6 +49,12 @@ class Multiplied(ctypes.Structure):
     _fields_ = [("multiply", ctypes.c_void_p), ("matrix", ctypes.c_void_p)]
 
 
+def cache_dtypes() -> list[tuple[torch.dtype, torch.dtype, str]]:
+    """What a model may compute in, what its cache may hold, and what the kernels' names say for the two."""
+    same = [(dtype, dtype, name) for dtype, name in DTYPES.items()]
+    return same + [(dtype, torch.int8, f"{name}_int8") for dtype, name in DTYPES.items()]
+
+
 def address(function: Any) -> int:
     """Where a function of a library is, for kernels that call it."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
@@ -83,7 +89,10 @@ class Kernels:
         for function in self.norm.values():
             function.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_float, integer]
             function.restype = None
-        self.layers = {dtype: getattr(library, f"layers_{name}_{isa}") for dtype, name in DTYPES.items()}
+        # By the dtype of the model and that of the cache.
+        self.layers = {
+            (dtype, cache): getattr(library, f"layers_{name}_{isa}") for dtype, cache, name in cache_dtypes()
+        }
         for function in self.layers.values():
             function.argtypes = [pointer]
         self.best = getattr(library, f"best_{isa}")

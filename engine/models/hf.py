@@ -197,6 +197,7 @@ def describe(folder: Path, source: dict[str, Any], config: EngineConfig) -> Mode
         num_params=num_params,
         source=source,
         hidden_size=hidden_size,
+        int8_cache=config.kv_dtype == "int8",
     )
 
 

@@ -104,6 +104,7 @@ class ModelSpec:
     decoder: DecoderSpec | None = None  # of the native implementation
     hidden_size: int = 0  # numbers of a last hidden state; 0: the implementation does not tell it
     quantization: str = "none"  # what the weights are rounded to, see BITS
+    int8_cache: bool = False  # whether keys and values are kept in int8
 
     @property
     def weights_bytes(self) -> int:
@@ -120,8 +121,12 @@ class ModelSpec:
         return plain - sum(saved)
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        return torch.int8 if self.int8_cache else self.dtype
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        return sum(layer.numbers for layer in self.layers) * self.dtype.itemsize
+        return sum(layer.bytes(self.cache_dtype) for layer in self.layers)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -227,6 +232,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         decoder=decoder,
         hidden_size=hidden,
         quantization=config.quantization,
+        int8_cache=config.kv_dtype == "int8",
     )
 
 

@@ -88,7 +88,7 @@ class Stack:
                 for index, layer in enumerate(layers)
             )
         )
-        self._compute = kernels.layers[self._dtype]
+        self._compute = {cache: call for (dtype, cache), call in kernels.layers.items() if dtype == self._dtype}
         self._stack = _Stack(
             layers=ctypes.addressof(self._layers),
             num_layers=len(layers),
@@ -113,7 +113,7 @@ class Stack:
 
     def takes(self, cache: KVCache) -> bool:
         """Whether the cache is one that the kernels read."""
-        return isinstance(cache.backend, Paged) and cache.layers[0].dtype == self._dtype
+        return isinstance(cache.backend, Paged) and cache.layers[0].dtype in self._compute
 
     def __call__(self, x: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache) -> Tensor:
         """The layers on x: [tokens, hidden], which is overwritten and given back; positions: [tokens] int64."""
@@ -126,12 +126,12 @@ class Stack:
         pointers = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))
         caches = (ctypes.c_void_p * len(cache.layers))(*(layer.data_ptr() for layer in cache.layers))
         stack.normed, stack.line, stack.seen, stack.inner = self._places(tokens)
-        stack.attend = cache.backend.function(self._dtype)
+        stack.attend = cache.backend.function(self._dtype, cache.layers[0].dtype)
         stack.threads = torch.get_num_threads()
         stack.tokens, stack.num_angles = tokens, len(angles)
         stack.positions, stack.angles, stack.x = positions.data_ptr(), angles.data_ptr(), x.data_ptr()
         stack.calls, stack.caches = ctypes.addressof(pointers), ctypes.addressof(caches)
-        failed = self._compute(ctypes.addressof(stack))
+        failed = self._compute[cache.layers[0].dtype](ctypes.addressof(stack))
         if failed == 1:
             raise MemoryError("no memory for the layers' sums")
         if failed:

@@ -105,7 +105,7 @@ class Runner:
                 spec.layers,
                 num_blocks=num_blocks,
                 block_size=config.block_size,
-                dtype=spec.dtype,
+                dtype=spec.cache_dtype,
                 device=self.device,
             )
         )
@@ -261,6 +261,7 @@ def build(
         dtype=str(spec.dtype).removeprefix("torch."),
         device=str(device),
         attention=backend.name,
+        kv_dtype=str(spec.cache_dtype).removeprefix("torch."),
         implementation=spec.implementation,
         exact=model.product.invariant and runner.cache.backend.invariant,
         num_params=model.num_params,

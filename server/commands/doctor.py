@@ -344,7 +344,8 @@ def engine(settings: Settings) -> Iterator[Finding]:
         own = f"by our own kernels for {info.product}" if info.product != "torch" else "by torch"
         weights = "" if info.quantization == "none" else f", of weights in {info.quantization}"
         yield Finding("products", "ok", f"computed {own}{weights}")
-    yield Finding("attention", "ok", f"computed by the {info.attention} backend")
+    kept = f"keys and values in {info.kv_dtype}"
+    yield Finding("attention", "ok", f"computed by the {info.attention} backend, {kept}")
     if runtimes is None:
         return
     if len(runtimes) <= 1:
@@ -363,6 +364,7 @@ async def _answer(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
             model="builtin",
             device=settings.device,
             quantization=settings.quantization,
+            kv_dtype=settings.kv_cache_dtype,
             cpu_isa=settings.cpu_isa,
             threads=settings.threads,
             num_blocks=64,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 300.0  # a hub model's config.json may have to be downloaded
 LABELS = {
     "implementation": "code",
+    "kv_dtype": "KV cache in",
     "num_params": "parameters",
     "weights_bytes": "weights",
     "activation_bytes": "activations, at most",

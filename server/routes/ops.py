@@ -62,6 +62,7 @@ async def version(app: AppDep) -> dict[str, Any]:
             "device": info.device,
             "dtype": info.dtype,
             "quantization": info.quantization,
+            "kv_cache_dtype": info.kv_dtype,
             "exact": info.exact,
             "torch": info.torch,
             "max_model_len": info.max_len,

@@ -338,6 +338,7 @@ def registered() -> set[str]:
         model="m", architecture="a", max_len=2048, vocab_size=10, block_size=16, num_blocks=8, max_seqs=4,
         max_batched_tokens=64, dtype="float32", device="cpu", attention="reference", implementation="native",
         exact=False, num_params=1, weights_bytes=1, kv_bytes_per_token=1, weights_hash="", load_seconds=0.0, torch="",
+        kv_dtype="float32",
     )  # fmt: skip
     settings = Settings()
     status = EngineStatus(phase="ready", last_step=time.monotonic())

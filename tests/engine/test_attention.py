@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine import ConfigError
 from engine.attention import Attention, AttentionMeta, KVCache, LayerKV, check, reference, select
-from engine.attention.reference import Reference
+from engine.attention.reference import Reference, narrowed, widened
 
 CPU = torch.device("cpu")
 
@@ -33,8 +33,16 @@ def dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window=None, softcap
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : k.shape[0]], v)
 
 
+def spoil(cache: Tensor) -> Tensor:
+    """Fill with what is no number; in int8 with bytes that are none as a scale."""
+    return cache.fill_(-1 if cache.dtype == torch.int8 else math.nan)
+
+
 class Pool:
-    """Sequences with random keys and values in one cache whose unused memory is NaN, their blocks scattered."""
+    """Sequences with random keys and values in one cache whose unused memory is NaN, their blocks scattered.
+
+    `held` is the cache's dtype. What comes back is compared with what is made of the keys and values that it holds.
+    """
 
     def __init__(
         self,
@@ -45,6 +53,7 @@ class Pool:
         group: int,
         block_size: int,
         dtype: torch.dtype,
+        held: torch.dtype | None = None,
         backend: Attention | None = None,
     ) -> None:
         self.random, draw = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -62,9 +71,10 @@ class Pool:
         self.v = numbers(layer.num_kv_heads, layer.v_head_dim)
         self.backend = backend or Reference()
         self.cache = KVCache.allocate(
-            self.backend, [layer], num_blocks=sum(needs) + 3, block_size=block_size, dtype=dtype, device=CPU
+            self.backend, [layer], num_blocks=sum(needs) + 3, block_size=block_size, dtype=held or dtype, device=CPU
         )
-        self.cache.layers[0].fill_(math.nan)
+        self.is_int8 = held == torch.int8
+        spoil(self.cache.layers[0])
         self.done = [0] * len(lengths)
 
     def step(self, rows: dict[int, int], **kw) -> float:
@@ -79,7 +89,11 @@ class Pool:
             if new == 0:
                 continue
             start, end = self.done[s], self.done[s] + new
-            wide = (x.double() for x in (self.q[s][start:end], self.k[s][:end], self.v[s][:end]))
+            k, v = (
+                widened(narrowed(x), torch.float64) if self.is_int8 else x.double()
+                for x in (self.k[s][:end], self.v[s][:end])
+            )
+            wide = self.q[s][start:end].double(), k, v
             difference = (out[at : at + new].double() - dense(*wide, scale=0.3, **kw)).abs().max().item()
             assert not math.isnan(difference)
             worst, at, self.done[s] = max(worst, difference), at + new, end
@@ -95,15 +109,17 @@ class Pool:
         return worst
 
 
+@pytest.mark.parametrize("held", [torch.float64, torch.int8], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 5, 20])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_mixed_rows_equal_dense_attention(window, softcap, with_sinks):
+def test_mixed_rows_equal_dense_attention(window, softcap, with_sinks, held):
     for seed, (block_size, heads, group, dim, v_dim) in enumerate(
         [(16, 2, 2, 8, 8), (4, 1, 12, 16, 16), (1, 4, 1, 8, 24), (5, 2, 3, 16, 8)]
     ):
         layer = LayerKV(heads, dim, v_dim)
-        pool = Pool(seed, [40, 3, 17, 1, 65], layer, group=group, block_size=block_size, dtype=torch.float64)
+        lengths = [40, 3, 17, 1, 65]
+        pool = Pool(seed, lengths, layer, group=group, block_size=block_size, dtype=torch.float64, held=held)
         sinks = torch.linspace(-1, 2, heads * group, dtype=torch.float64) if with_sinks else None
         assert pool.run(window=window, softcap=softcap, sinks=sinks) < 1e-12
 
@@ -142,6 +158,48 @@ def test_a_block_moves_as_bytes():
     cache[pool.blocks[0][1]] = math.nan
     pool.blocks[0][1] = spare
     assert pool.step({0: 1}) < 1e-12
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e4, 3e37])
+def test_a_number_in_int8_is_off_by_half_a_step_at_most(dtype, scale):
+    scale = min(scale, torch.finfo(dtype).max / 10)
+    x = (torch.randn(50, 3, 33, dtype=torch.float64) * scale).to(dtype)
+    held = narrowed(x)
+    assert held.dtype == torch.int8 and held.shape == (50, 3, 37)
+    step = x.double().abs().amax(-1, keepdim=True) / 127
+    assert ((widened(held, torch.float64) - x.double()).abs() <= step * 0.50001).all()
+    found = widened(held, dtype)
+    # What is largest stays as it is, but for the rounding of a quotient and of a product.
+    at = x.abs().argmax(-1, keepdim=True)
+    rtol = 3 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(found.gather(-1, at), x.gather(-1, at), rtol=rtol, atol=torch.finfo(dtype).tiny)
+
+
+def test_odd_numbers_in_int8():
+    tiny = torch.finfo(torch.float32).tiny
+    x = torch.tensor([[0.0, -0.0], [1e-39, -1e-45], [126 * tiny, 1.0 * tiny], [math.nan, 1.0], [-math.inf, 1.0]])
+    found = widened(narrowed(x), torch.float32)
+    assert (found[:3] == 0).all() and found[3:].isnan().all()
+    assert widened(narrowed(torch.tensor([[128 * tiny, 0.0]])), torch.float32)[0, 0] == pytest.approx(128 * tiny)
+
+
+def test_one_odd_sequence_in_int8_does_not_touch_another():
+    pool = Pool(6, [20, 30], LayerKV(2, 8, 8), group=2, block_size=8, dtype=torch.float32, held=torch.int8)
+    pool.k[0][3] = math.nan
+    meta = AttentionMeta.of([(pool.blocks[s], 0, n) for s, n in enumerate(pool.lengths)], 8)
+    out = pool.cache.attend(0, *(torch.cat(x) for x in (pool.q, pool.k, pool.v)), meta, scale=0.3)
+    assert out[3:20].isnan().all() and not out[20:].isnan().any()
+
+
+def test_what_a_token_takes():
+    layer = LayerKV(2, 8, 24)
+    assert [layer.bytes(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8)] == [256, 128, 2 * (12 + 28)]
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        assert Reference().allocate(layer, 3, 5, dtype, CPU).nbytes == 15 * layer.bytes(dtype)
 
 
 def test_backends_are_made_by_name():

@@ -13,9 +13,10 @@ from torch import Tensor
 from engine import ConfigError
 from engine.attention import AttentionMeta, LayerKV, choose, cpu, select
 from engine.attention.cpu import Paged
+from engine.attention.reference import narrowed, widened
 from engine.kernels import build, library
 from engine.kernels.library import ISAS
-from tests.engine.test_attention import Pool, dense
+from tests.engine.test_attention import Pool, dense, spoil
 from tests.engine.test_models import Bench, load
 from tests.models import make, prompt
 
@@ -53,13 +54,21 @@ def backend(isa: str) -> Paged:
     return Paged(loaded, isa)
 
 
-# In float32 the variant of bfloat16 is that of AVX-512.
-KINDS = [(isa, dtype) for isa in ISAS for dtype in LIMITS if (isa, dtype) != ("avx512bf16", torch.float32)]
+Kind = tuple[Paged, torch.dtype, torch.dtype]  # a variant, the model's dtype and the cache's
+
+# Without the instruction for bfloat16 its variant is that of AVX-512.
+KINDS = [
+    (isa, dtype, held, name)
+    for isa in ISAS
+    for dtype, held, name in library.cache_dtypes()
+    if isa != "avx512bf16" or held == torch.bfloat16
+]
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{library.DTYPES[kind[1]]}")
-def kind(request) -> tuple[Paged, torch.dtype]:
-    return backend(request.param[0]), request.param[1]
+@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[3]}")
+def kind(request) -> Kind:
+    isa, dtype, held, _ = request.param
+    return backend(isa), dtype, held
 
 
 @pytest.fixture
@@ -72,6 +81,12 @@ def dtype(request) -> torch.dtype:
     return request.param
 
 
+@pytest.fixture(params=library.cache_dtypes(), ids=lambda kind: kind[2])
+def best_kind(request, best) -> Kind:
+    dtype, held, _ = request.param
+    return best, dtype, held
+
+
 @pytest.fixture(autouse=True)
 def same_threads_after() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -80,11 +95,11 @@ def same_threads_after() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def pool(paged: Paged, dtype: torch.dtype, shape: tuple[int, int, int, int], lengths: list[int], seed: int = 0) -> Pool:
+def pool(kind: Kind, shape: tuple[int, int, int, int], lengths: list[int]) -> Pool:
+    paged, dtype, held = kind
     block_size, kv_heads, group, dim = shape
-    return Pool(
-        seed, lengths, LayerKV(kv_heads, dim, dim), group=group, block_size=block_size, dtype=dtype, backend=paged
-    )
+    layer = LayerKV(kv_heads, dim, dim)
+    return Pool(0, lengths, layer, group=group, block_size=block_size, dtype=dtype, held=held, backend=paged)
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -92,8 +107,8 @@ def pool(paged: Paged, dtype: torch.dtype, shape: tuple[int, int, int, int], len
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_mixed_rows_equal_dense_attention(kind, shape):
-    paged, dtype = kind
-    made = pool(paged, dtype, shape, [40, 3, 17, 1, 145])
+    _, dtype, _ = kind
+    made = pool(kind, shape, [40, 3, 17, 1, 145])
     made.q = [q * shape[3] ** -0.5 for q in made.q]
     assert made.run() < LIMITS[dtype]
 
@@ -103,24 +118,24 @@ def test_mixed_rows_equal_dense_attention(kind, shape):
 )
 @pytest.mark.parametrize("shape", [(16, 2, 3, 64), (4, 2, 3, 8)], ids=str)
 def test_what_models_add(kind, shape, kw):
-    paged, dtype = kind
+    _, dtype, _ = kind
     if "sinks" in kw:
         kw = {"sinks": torch.linspace(-2, 3, shape[1] * shape[2])}
-    assert pool(paged, dtype, shape, [150, 3, 70, 1]).run(**kw) < LIMITS[dtype]
+    assert pool(kind, shape, [150, 3, 70, 1]).run(**kw) < LIMITS[dtype]
 
 
 def test_everything_added_at_once(best):
     sinks = torch.linspace(-2, 3, 6)
-    made = pool(best, torch.float32, (16, 2, 3, 64), [150, 3, 70, 1])
+    made = pool((best, torch.float32, torch.float32), (16, 2, 3, 64), [150, 3, 70, 1])
     assert made.run(window=40, softcap=2.0, sinks=sinks) < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 1100])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_long_contexts_are_split_and_merged(kind, threads, window):
-    paged, dtype = kind
+    _, dtype, _ = kind
     torch.set_num_threads(threads)
-    made = pool(paged, dtype, (16, 2, 2, 64), [2600, 40])
+    made = pool(kind, (16, 2, 2, 64), [2600, 40])
     made.q = [q * 0.3 for q in made.q]
     made.step({0: 2598, 1: 38}, window=window)
     assert made.step({0: 1, 1: 1}, window=window) < LIMITS[dtype]
@@ -128,8 +143,8 @@ def test_long_contexts_are_split_and_merged(kind, threads, window):
 
 
 def test_huge_scores(kind):
-    paged, dtype = kind
-    made = pool(paged, dtype, (16, 1, 2, 64), [90])
+    _, dtype, _ = kind
+    made = pool(kind, (16, 1, 2, 64), [90])
     made.q[0] *= 1e4
     assert made.step({0: 60}) < LIMITS[dtype] * 10
     assert made.step({0: 1}) < LIMITS[dtype] * 10
@@ -137,15 +152,15 @@ def test_huge_scores(kind):
 
 def test_scores_far_below_zero_are_scores(best):
     """No score is as small as what a sum begins with."""
-    made = pool(best, torch.float32, (16, 1, 1, 64), [70])
+    made = pool((best, torch.float32, torch.float32), (16, 1, 1, 64), [70])
     made.q[0], made.k[0] = torch.full((70, 1, 64), 1e18), torch.full((70, 1, 64), -1e18)
     assert made.step({0: 69}) < 1e-5
     assert made.step({0: 1}) < 1e-5
 
 
 def test_subnormal_numbers(kind):
-    paged, dtype = kind
-    made = pool(paged, dtype, (16, 1, 2, 64), [40])
+    _, dtype, _ = kind
+    made = pool(kind, (16, 1, 2, 64), [40])
     made.v[0] = (torch.randn(40, 1, 64) * 1e-39).to(dtype)
     made.k[0] *= 1e-39
     out = made.step({0: 40})
@@ -153,40 +168,43 @@ def test_subnormal_numbers(kind):
 
 
 def test_one_key_is_its_value(kind):
-    paged, dtype = kind
-    made = pool(paged, dtype, (16, 2, 2, 64), [1])
-    assert made.step({0: 1}) == 0.0
+    _, dtype, _ = kind
+    made = pool(kind, (16, 2, 2, 64), [1])
+    # A whole number times its scale is rounded, and a cache's number is not.
+    assert made.step({0: 1}) <= (LIMITS[dtype] if made.is_int8 else 0.0)
 
 
 def test_empty_rows_get_nothing_and_disturb_nobody(best):
-    made = pool(best, torch.float32, (16, 1, 2, 64), [30, 20])
+    made = pool((best, torch.float32, torch.float32), (16, 1, 2, 64), [30, 20])
     made.step({0: 10, 1: 10})
     assert made.step({0: 0, 1: 5}) < 1e-5
     assert made.step({0: 5, 1: 0}) < 1e-5
 
 
-def test_a_number_that_is_none_stays_with_its_sequence(best):
-    made = pool(best, torch.float32, (16, 1, 2, 64), [30, 20])
+def test_a_number_that_is_none_stays_with_its_sequence(best_kind):
+    best, _, _ = best_kind
+    made = pool(best_kind, (16, 1, 2, 64), [30, 20])
     made.q[0][3] = made.k[0][25] = math.nan
     meta = AttentionMeta.of([(made.blocks[s], 0, n) for s, n in enumerate(made.lengths)], 16)
     out = best.attend(*(torch.cat(x) for x in (made.q, made.k, made.v)), made.cache.layers[0], meta, scale=0.3)
     assert out[3].isnan().all() and out[25:30].isnan().all() and not out[30:].isnan().any()
 
 
-def test_a_block_moves_as_bytes(best, dtype):
-    made = pool(best, dtype, (16, 2, 2, 64), [40])
+def test_a_block_moves_as_bytes(best_kind):
+    _, dtype, _ = best_kind
+    made = pool(best_kind, (16, 2, 2, 64), [40])
     made.step({0: 39})
     cache, spare = made.cache.layers[0], (set(range(6)) - set(made.blocks[0])).pop()
     assert cache[0].is_contiguous()
     cache[spare] = cache[made.blocks[0][1]]
-    cache[made.blocks[0][1]] = math.nan
+    spoil(cache[made.blocks[0][1]])
     made.blocks[0][1] = spare
     assert made.step({0: 1}) < LIMITS[dtype]
 
 
 def test_parts_of_larger_tensors_are_read_where_they_are(best):
     """Values come as a slice of a fused product, transformers' queries with their heads first."""
-    made = pool(best, torch.float32, (16, 2, 2, 64), [50])
+    made = pool((best, torch.float32, torch.float32), (16, 2, 2, 64), [50])
     made.q[0] = made.q[0].transpose(0, 1).contiguous().transpose(0, 1)
     made.v[0] = torch.cat([made.v[0], torch.full((50, 3, 64), math.nan)], 1)[:, :2]
     meta = AttentionMeta.of([(made.blocks[0], 0, 50)], 16)
@@ -203,14 +221,15 @@ class Streams:
 
     LENGTHS = (1300, 700, 65, 64, 17, 1)
 
-    def __init__(self, paged: Paged, dtype: torch.dtype, block_size: int, dim: int, **kw) -> None:
+    def __init__(self, kind: Kind, block_size: int, dim: int, **kw) -> None:
+        paged, dtype, held = kind
         self.paged, self.block_size, self.kw = paged, block_size, kw
         self.data = [[torch.randn(n, heads, dim).to(dtype) for heads in (4, 2, 2)] for n in self.LENGTHS]
         self.data[0][0] *= 3  # a sharper softmax
         needs = [-(-n // block_size) for n in self.LENGTHS]
         self.caches: list[tuple[Tensor, list[list[int]]]] = []
         for _ in range(2):  # the same keys in other places; what lies behind their ends is no number
-            cache = paged.allocate(LayerKV(2, dim, dim), sum(needs) + 1, block_size, dtype, CPU).fill_(math.nan)
+            cache = spoil(paged.allocate(LayerKV(2, dim, dim), sum(needs) + 1, block_size, held, CPU))
             order = torch.randperm(sum(needs) + 1).tolist()
             self.caches.append((cache, [[order.pop() for _ in range(need)] for need in needs]))
         torch.set_num_threads(1)
@@ -228,9 +247,9 @@ CASES = [(16, 64, {}), (5, 24, {}), (64, 32, {"window": 100, "softcap": 20.0, "s
 
 
 @pytest.mark.parametrize("case", CASES, ids=["in-place", "plain", "window"])
-def test_bits_do_not_depend_on_the_schedule(best, dtype, case):
+def test_bits_do_not_depend_on_the_schedule(best_kind, case):
     block_size, dim, kw = case
-    streams, rng = Streams(best, dtype, block_size, dim, **kw), random.Random(7)
+    streams, rng = Streams(best_kind, block_size, dim, **kw), random.Random(7)
     lengths = Streams.LENGTHS
     for _ in range(100):
         rows = []
@@ -240,17 +259,17 @@ def test_bits_do_not_depend_on_the_schedule(best, dtype, case):
         torch.set_num_threads(rng.choice([1, 2, 3]))
         out = streams.run(rows, rng.randrange(2))
         want = torch.cat([streams.alone[s][a:b] for s, a, b in rows])
-        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        bits = torch.int32 if out.dtype == torch.float32 else torch.int16
         assert torch.equal(out.view(bits), want.view(bits)), rows
 
 
 def test_bits_do_not_depend_on_the_layout(kind):
-    paged, dtype = kind
+    paged, dtype, held = kind
     q, k, v = (torch.randn(200, heads, 64).to(dtype) for heads in (4, 2, 2))
     found = []
     for block_size in (16, 7, 256):
         blocks = list(range(-(-200 // block_size)))
-        cache = paged.allocate(LayerKV(2, 64, 64), len(blocks), block_size, dtype, CPU).fill_(math.nan)
+        cache = spoil(paged.allocate(LayerKV(2, 64, 64), len(blocks), block_size, held, CPU))
         found.append(paged.attend(q, k, v, cache, AttentionMeta.of([(blocks, 0, 200)], block_size), scale=0.125))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -277,6 +296,24 @@ def test_logits_have_the_same_bits_in_any_schedule(tmp_path, dtype, name):
             assert torch.equal(torch.cat(one), torch.cat(other))
 
 
+def test_int8_holds_the_numbers_that_the_reference_holds(kind):
+    """A key that is asked for alone comes back as its value: what `narrowed` says, for numbers of every size."""
+    paged, dtype, held = kind
+    if held != torch.int8:
+        pytest.skip("not a cache of int8")
+    for block_size, dim in ((16, 64), (16, 48), (5, 33), (3, 1)):
+        scale = torch.tensor([1.0, 1e-3, 1e3, 1e-30, 1e30, 1e-36, 1e-37, 1e-39, 0.0, 3e38])[:, None, None]
+        v = (torch.randn(10, 2, dim).clamp(-1, 1) * scale).to(dtype)
+        q = k = torch.zeros(10, 2, dim, dtype=dtype)
+        cache = spoil(paged.allocate(LayerKV(2, dim, dim), 10, block_size, torch.int8, CPU))
+        meta = AttentionMeta.of([([block], 0, 1) for block in range(10)], block_size)
+        out = paged.attend(q, k, v, cache, meta, scale=1.0)
+        assert torch.equal(out, widened(narrowed(v), dtype))
+        v[3, 0, 0], v[4, 1, dim - 1] = math.nan, -math.inf
+        none = paged.attend(q, k, v, cache, meta, scale=1.0).isnan()
+        assert none[3, 0].all() and none[4, 1].all() and none.sum() == 2 * dim
+
+
 # -- bad calls and the choice -----------------------------------------------------------------------------------------
 
 
@@ -296,9 +333,21 @@ def test_what_does_not_fit_is_refused(best):
     for given in wrong:
         with pytest.raises(ValueError):
             best.attend(*given, cache, meta, scale=1.0)
-    for dtype, layer in ((torch.float16, LayerKV(2, 8, 8)), (torch.float32, LayerKV(2, 8, 4))):
+    int8 = best.allocate(LayerKV(2, 8, 8), 3, 16, torch.int8, CPU)
+    for given in wrong[:5] + wrong[6:]:
+        with pytest.raises(ValueError):
+            best.attend(*given, int8, meta, scale=1.0)
+    odd = [(torch.float16, LayerKV(2, 8, 8)), (torch.float32, LayerKV(2, 8, 4)), (torch.int8, LayerKV(2, 8, 4))]
+    for dtype, layer in odd:
         with pytest.raises(ValueError):
             best.allocate(layer, 3, 16, dtype, CPU)
+
+
+def test_what_a_token_takes(best_kind):
+    best, _, held = best_kind
+    for layer in (LayerKV(2, 8, 8), LayerKV(3, 33, 33)):
+        for block_size in (16, 5):
+            assert best.allocate(layer, 3, block_size, held, CPU).nbytes == 3 * block_size * layer.bytes(held)
 
 
 def test_auto_takes_the_kernel_where_it_can():

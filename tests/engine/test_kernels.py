@@ -358,8 +358,10 @@ def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
     assert len(err.splitlines()) >= 5
     assert [(line["batch"], line["new"], line["context"]) for line in found["attention"]] == [(2, 1, 20), (1, 7, 30)]
     for line in found["attention"]:
-        assert line["seconds"] > 0 and line["reference_seconds"] > 0 and line["sdpa_seconds"] > 0
-        assert line["error"] < 0.02 and (line["invariant"] or line["backend"] == "reference")
+        assert all(line[f"{name}seconds"] > 0 for name in ("", "int8_", "reference_", "sdpa_"))
+        assert all(line[f"{name}gb_per_s"] > 0 for name in ("", "int8_", "probe_"))
+        assert line["error"] < 0.02 and line["int8_error"] < 0.03
+        assert line["invariant"] or line["backend"] == "reference"
     assert len(found["vocabulary"]) == 12
     for line in found["vocabulary"]:
         assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["same"]

@@ -24,6 +24,7 @@ from engine.models.layers import RMSNorm
 from engine.models.rope import Rope, Rotary
 from engine.models.spec import ModelSpec, read_spec
 from engine.runner import Runner
+from tests.engine.test_attention import spoil
 from tests.engine.test_cpu_attention import backend
 from tests.engine.test_kernels import kernels, needs_library
 
@@ -159,18 +160,18 @@ def decoder(name: str, dtype: torch.dtype, variant: Kernels | None, weights: tor
 class Lines:
     """A decoder and a cache, to which the tokens of sequences are fed."""
 
-    def __init__(self, model: Decoder, isa: str | None, block_size: int = 16) -> None:
+    def __init__(self, model: Decoder, isa: str | None, block_size: int = 16, held: torch.dtype | None = None) -> None:
         self.model, self.block_size = model, block_size
         self.cache = KVCache.allocate(
             Reference() if isa is None else backend(isa),
             model.spec.layers,
             num_blocks=40,
             block_size=block_size,
-            dtype=model.spec.dtype,
+            dtype=held or model.spec.dtype,
             device=CPU,
         )
         for layer in self.cache.layers:
-            layer.fill_(math.nan)
+            spoil(layer)
         self.done: dict[int, int] = {}
 
     def step(self, rows: dict[int, list[int]]) -> Tensor:
@@ -218,15 +219,30 @@ def test_rotation_and_norms_are_rounded_as_in_torch(variant, name):
         assert error(found, want) < 5e-3
 
 
-def test_tokens_have_the_same_bits_in_any_schedule(variant, dtype):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-odd", "biases"])
+def test_layers_in_one_call_with_a_cache_of_int8(variant, dtype, name):
+    """Beside the layers in float64 with the same cache, and with one that rounds nothing: what int8 costs."""
+    ours = Lines(decoder(name, dtype, variant, dtype), variant.isa, held=torch.int8)
+    oracle = Lines(decoder(name, torch.float64, None, dtype), None, held=torch.int8)
+    exact = Lines(decoder(name, torch.float64, None, dtype), None)
+    assert ours.model.stack is not None and ours.model.stack.takes(ours.cache)
+    for rows in STEPS:
+        found, same, want = ours.step(rows), oracle.step(rows), exact.step(rows)
+        # A number near the middle between two whole ones may become either: a step of 1/127 in one place of many.
+        assert error(found, same) < (4e-3 if dtype == torch.float32 else 0.03)
+        assert error(found, want) < 0.05
+
+
+@pytest.mark.parametrize("held", [None, torch.int8], ids=["plain", "int8"])
+def test_tokens_have_the_same_bits_in_any_schedule(variant, dtype, held):
     torch.set_num_threads(1)
     model, rng = decoder("qwen3", dtype, variant, dtype), random.Random(3)
     prompts = [[rng.randrange(50) for _ in range(length)] for length in (40, 23, 1)]
-    line = Lines(model, variant.isa)
+    line = Lines(model, variant.isa, held=held)
     alone = [torch.cat([line.step({s: [t]}) for t in ids]) for s, ids in enumerate(prompts)]
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        line, found = Lines(model, variant.isa), [[] for _ in prompts]
+        line, found = Lines(model, variant.isa, held=held), [[] for _ in prompts]
         while open_ := [s for s, ids in enumerate(prompts) if line.done.get(s, 0) < len(ids)]:
             rows = {s: prompts[s][line.done.get(s, 0) :][: rng.choice([1, 2, 30])] for s in open_ if rng.random() < 0.7}
             if rows:

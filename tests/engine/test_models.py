@@ -15,6 +15,7 @@ from engine.attention import AttentionMeta, KVCache, select
 from engine.kernels.library import choose
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
+from tests.engine.test_attention import spoil
 from tests.models import FALLBACK, FLOAT32_ONLY, MAX_LEN, MODELS, NATIVE, VOCAB, make, oracle, prompt
 
 CPU = torch.device("cpu")
@@ -35,8 +36,9 @@ def limit_of(name: str) -> float:
     return 2e-5 if name in FLOAT32_ONLY else 1e-5 if name == "gemma2" else 1e-9
 
 
-def load(folder: Path, dtype: torch.dtype, max_len: int | None = None) -> models.Model:
-    config = EngineConfig(model=str(folder), dtype=str(dtype).removeprefix("torch."), max_len=max_len)
+def load(folder: Path, dtype: torch.dtype, max_len: int | None = None, kv_dtype: str = "auto") -> models.Model:
+    name = str(dtype).removeprefix("torch.")
+    config = EngineConfig(model=str(folder), dtype=name, max_len=max_len, kv_dtype=kv_dtype)
     return models.load(config, folder, CPU)
 
 
@@ -50,11 +52,11 @@ class Bench:
             model.spec.layers,
             num_blocks=num_blocks,
             block_size=BLOCK,
-            dtype=model.spec.dtype,
+            dtype=model.spec.cache_dtype,
             device=CPU,
         )
         for layer in self.cache.layers:
-            layer.fill_(float("nan"))
+            spoil(layer)
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.blocks: dict[int, list[int]] = {}
@@ -128,6 +130,29 @@ def test_logits_are_those_of_transformers(home, name):
         for seq, logits in bench.step(rows).items():
             mixed[seq].append(logits)
     assert difference(mixed) < limit_of(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2", "gpt_oss"])
+def test_a_cache_of_int8_serves_every_kind_of_model(home, name):
+    """Windows, caps and sinks; whole prompts, and chunks beside each other."""
+    dtype = dtype_of(name)
+    folder = make(name, home / f"{name}-int8", dtype=dtype)
+    plain, model = (load(folder, dtype, MAX_LEN, kv_dtype) for kv_dtype in ("auto", "int8"))
+    assert model.spec.cache_dtype == torch.int8
+    assert model.spec.kv_bytes_per_token < plain.spec.kv_bytes_per_token
+    prompts = [prompt(length, seed=length) for length in (33, 18, 1)]
+    want = [Bench(plain).step({0: ids})[0] for ids in prompts]
+    alone = [Bench(model).step({0: ids})[0] for ids in prompts]
+    bench, parts = Bench(model), [[] for _ in prompts]
+    for at in range(0, 33, 5):
+        rows = {s: ids[at : at + 5] for s, ids in enumerate(prompts) if at < len(ids)}
+        for s, logits in bench.step(rows).items():
+            parts[s].append(logits)
+    for exact, whole_, mixed in zip(want, alone, parts, strict=True):
+        scale = exact.norm()
+        assert (whole_ - exact).norm() / scale < 0.03
+        # A key may become the next whole number where sums were rounded otherwise.
+        assert (torch.cat(mixed) - whole_).norm() / scale < (0.01 if dtype == torch.float32 else 1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])

@@ -108,7 +108,17 @@ def test_what_is_too_large_may_fit_in_8_bits(qwen3, on):
     on(2.2 * GB)
     found = impossible(model=qwen3, max_len=1024)
     assert any(line.startswith("--quantization int8: weights of 0.6 GB leave room") for line in found["try"])
-    assert not any("int8" in line for line in impossible(model=qwen3, max_len=10**6, device="cpu")["try"])
+    assert not any("--quantization" in line for line in impossible(model=qwen3, max_len=10**6, device="cpu")["try"])
+
+
+def test_a_cache_of_int8_holds_more(qwen3, on):
+    on(64 * GB)
+    found = ok(model=qwen3, kv_dtype="int8", kv_cache_memory=GB)
+    assert (found["kv_dtype"], found["kv_bytes_per_token"]) == ("int8", 28 * 2 * 8 * (128 + 4))
+    assert found["num_blocks"] == GB // (16 * found["kv_bytes_per_token"])
+    assert found["weights_bytes"] == 2 * PARAMS
+    plain = ok(model=qwen3, kv_cache_memory=GB)
+    assert plain["kv_dtype"] == "bfloat16" and found["num_tokens"] > 1.9 * plain["num_tokens"]
 
 
 def test_memory_that_others_have_taken_is_not_planned_with(qwen3, on):
@@ -167,13 +177,24 @@ def test_measured_activations_take_the_place_of_the_estimate(qwen3, on):
     assert small.num_blocks - large.num_blocks == pytest.approx(GB / (16 * KV), abs=1)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_blocks": 7}, {"kv_cache_memory": 50_000}, {"block_size": 4}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_blocks": 7}, {"kv_dtype": "int8", "kv_cache_memory": 50_000}, {"block_size": 4}]
+)
 def test_the_running_engine_is_what_was_planned(tmp_path, settings):
     """On this machine as it is: the same arithmetic, so the same numbers."""
     folder = tiny_llama(tmp_path)
     found = ok(model=folder, device="cpu", **settings)
     _, info, _ = build(EngineConfig(model=folder, device="cpu", **settings))
-    for name in ("weights_bytes", "num_params", "kv_bytes_per_token", "num_blocks", "max_len", "dtype", "architecture"):
+    for name in (
+        "kv_dtype",
+        "weights_bytes",
+        "num_params",
+        "kv_bytes_per_token",
+        "num_blocks",
+        "max_len",
+        "dtype",
+        "architecture",
+    ):
         assert found[name] == getattr(info, name), name
     assert found["notes"] == list(info.notes)
 
@@ -233,6 +254,14 @@ def test_a_smaller_dtype_is_offered_where_it_helps(qwen3, on):
     found = impossible(model=qwen3, dtype="float32")
     assert any(each.startswith("--dtype bfloat16") for each in found["try"])
     ok(model=qwen3, dtype="bfloat16")
+
+
+def test_an_int8_cache_is_offered_where_it_helps(qwen3, on):
+    on(6 * GB, 6 * GB, "cuda")
+    settings = {"model": qwen3, "max_len": 40960, "max_seqs": 4, "max_batched_tokens": 16}
+    found = impossible(**settings)
+    assert found["try"][1].startswith("--kv-cache-dtype int8: a KV cache of "), found
+    ok(**settings, kv_dtype="int8")
 
 
 def test_a_cache_larger_than_memory(qwen3, on):

@@ -459,7 +459,7 @@ def test_the_version_tells_what_serves(tmp_path):
         async with serving(model_folder(tmp_path / "m")) as (client, app):
             told = (await client.get("/version")).json()
             assert told["model"] == "fake"
-            assert told["dtype"] == "float32"
+            assert told["dtype"] == told["kv_cache_dtype"] == "float32"
             assert told["device"] == "cpu"
             assert (told["exact"], told["quantization"]) == (True, "none")
             assert told["weights_hash"] == INFO.weights_hash

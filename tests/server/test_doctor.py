@@ -204,13 +204,13 @@ def test_the_engine_answers(monkeypatch):
         model="builtin", architecture="A", max_len=64, vocab_size=9, block_size=16, num_blocks=8, max_seqs=2,
         max_batched_tokens=8, dtype="float32", device="cpu", attention="reference", implementation="native",
         exact=False, num_params=5, weights_bytes=20, kv_bytes_per_token=4, weights_hash="h", load_seconds=0.1,
-        torch="2",
+        torch="2", kv_dtype="float32",
     )  # fmt: skip
     found = answer(monkeypatch, (info, ["/a/libgomp.so.1"]))
     assert [finding.level for finding in found.values()] == ["ok"] * 5
     assert "rounding" in found["results"].text
     assert found["products"].text == "computed by torch"
-    assert found["attention"].text == "computed by the reference backend"
+    assert found["attention"].text == "computed by the reference backend, keys and values in float32"
     ours = structs.replace(info, product="avx512")
     assert "our own kernels for avx512" in answer(monkeypatch, (ours, None))["products"].text
     rounded = structs.replace(ours, quantization="int8")

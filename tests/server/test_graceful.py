@@ -28,7 +28,8 @@ from server.settings import Settings
 case = sys.argv[1]
 info = EngineInfo(model="m", architecture="A", max_len=64, vocab_size=9, block_size=16, num_blocks=8, max_seqs=2,
     max_batched_tokens=8, dtype="float32", device="cpu", attention="reference", implementation="native", exact=False,
-    num_params=5, weights_bytes=20, kv_bytes_per_token=4, weights_hash="h", load_seconds=0.1, torch="2")
+    num_params=5, weights_bytes=20, kv_bytes_per_token=4, weights_hash="h", load_seconds=0.1, torch="2",
+    kv_dtype="float32")
 
 class State:
     draining = False

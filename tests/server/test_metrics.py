@@ -267,7 +267,7 @@ def test_the_page_has_the_families_and_buckets_of_the_contract():
     ):  # fmt: skip
         assert page.families[f"vllm:{name}"].type == "counter"
         assert page(f"vllm:{name}_total") >= 0
-    assert page("vllm:cache_config_info", block_size="16", num_gpu_blocks="1000") == 1
+    assert page("vllm:cache_config_info", block_size="16", num_gpu_blocks="1000", cache_dtype="float32") == 1
     assert page("pequod:memory_bytes", kind="weights") == 4000
     assert page("pequod:memory_bytes", kind="kv") == 64 * 16 * 1000
     assert min(page.buckets("pequod:inter_token_latency_seconds")) == FINE[0] == 0.0001

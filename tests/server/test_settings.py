@@ -95,6 +95,7 @@ def test_a_toml_file_that_is_not_there_is_named(tmp_path):
         ({"gpu_memory_utilization": "nan"}, "--gpu-memory-utilization nan is not a number"),
         ({"drain_seconds": "inf"}, "--drain-seconds"),
         ({"scheduling_policy": "prioritty"}, "did you mean priority?"),
+        ({"kv_cache_dtype": "int9"}, "--kv-cache-dtype: int9 must be one of auto, int8"),
         ({"kv_cache_memory": "4 parsecs"}, "--kv-cache-memory 4 parsecs is not a size"),
         ({"device": "tpu"}, "--device: tpu must be auto, cpu, cuda or cuda:N"),
         ({"chat_template": "/nowhere/x.jinja"}, "--chat-template /nowhere/x.jinja is not a file"),
@@ -195,6 +196,7 @@ def test_the_engine_gets_what_was_set():
         "dtype": "half",
         "model_impl": "native",
         "attention_backend": "reference",
+        "kv_cache_dtype": "int8",
         "max_model_len": "10",
         "max_num_seqs": "2",
         "max_num_batched_tokens": "9",
@@ -210,6 +212,7 @@ def test_the_engine_gets_what_was_set():
     config = load(flags).settings.engine_config()
     assert (config.model, config.revision, config.device, config.dtype) == ("m", "r", "cpu", "float16")
     assert (config.implementation, config.attention, config.policy) == ("native", "reference", "static")
+    assert config.kv_dtype == "int8"
     assert (config.max_len, config.max_seqs, config.max_batched_tokens, config.long_prefill_tokens) == (10, 2, 9, 4)
     assert (config.prefix_caching, config.block_size, config.num_blocks) == (False, 8, 7)
     assert (config.kv_cache_memory, config.gpu_memory_utilization, config.threads) == (1 << 20, 0.5, 2)
