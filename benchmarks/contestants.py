@@ -237,6 +237,15 @@ async def _drive(target: Target, asks: Sequence[Ask], at_once: int) -> Run:
     return Run(shots, max(shot.done for shot in shots) - min(shot.sent for shot in shots))
 
 
+def busy_seconds() -> float | None:
+    """Processor time that all of this machine has used; None where the system does not tell."""
+    try:
+        user, nice, system, _idle, _waiting, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
 class Elsewhere:
     """Processor time that a machine spends on anything but one server and this process, from now on."""
 
@@ -253,10 +262,5 @@ class Elsewhere:
 
     def _seconds(self) -> float | None:
         used = self._server.process_seconds
-        try:
-            fields = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]]
-        except (OSError, ValueError):
-            return None
-        idle, waiting = fields[3:5]
-        busy = (sum(fields) - idle - waiting) / os.sysconf("SC_CLK_TCK")
-        return None if used is None else busy - used - time.process_time()
+        busy = None if used is None else busy_seconds()
+        return None if used is None or busy is None else busy - used - time.process_time()
