@@ -67,14 +67,14 @@ def describe(folder: Path, config: EngineConfig) -> ModelSpec:
 def load(config: EngineConfig, folder: Path, device: torch.device, progress: Progress = lambda share: None) -> Model:
     """Build the model of a folder on a device; the weights are streamed in. Raises ModelError, ConfigError."""
     spec = describe(folder, config)
+    product = choose(config.cpu_isa, device, spec.dtype)
     if spec.implementation == "native":
         from .decoder import Decoder
 
-        product = choose(config.cpu_isa, device, spec.dtype)
         return Decoder.load(spec, folder, device, product, progress)
     from . import hf
 
-    return hf.load(spec, folder, device, progress)
+    return hf.load(spec, folder, device, product, progress)
 
 
 __all__ = ["Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "load"]
