@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import sys
@@ -43,7 +44,7 @@ from server.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # of which the limit is known, by torch's name
-POOL = 2000  # words for prompts that are text
+POOL, LEAST = 2000, 100  # words for prompts that are text
 WORD = re.compile(r" [a-z0-9]{2,}")
 WARM_UP = -1  # the number of a round that is not counted
 WARM_UP_LEN = 8  # tokens out
@@ -81,18 +82,16 @@ CASES = {
 
 
 def word_pool(model: str) -> list[str]:
-    """Texts that are one token each, alone and one after another; for servers that take no token ids."""
+    """Texts that are one token each, alone and one after another, for servers that take no token ids; none where the
+    model's tokenizer has none."""
     try:
         tokenizer = Tokenizer(fetch(model, weights=False).path)
     except EngineError as error:
         raise UsageError(f"--model {model}: {error}") from None
     texts = (tokenizer.token_text(token)[0] for token in range(IDS[0], min(tokenizer.vocab_size, 20 * POOL)))
-    pool = [text for text in texts if WORD.fullmatch(text) and len(tokenizer.encode(text, add_special=False)) == 1][
-        :POOL
-    ]
-    if len(pool) < 100 or len(tokenizer.encode("".join(pool), add_special=False)) != len(pool):
-        raise UsageError(f"--model {model}: its tokenizer has no words that are one token wherever they stand")
-    return pool
+    fitting = (text for text in texts if WORD.fullmatch(text) and len(tokenizer.encode(text, add_special=False)) == 1)
+    pool = list(itertools.islice(fitting, POOL))
+    return pool if len(tokenizer.encode("".join(pool), add_special=False)) == len(pool) >= LEAST else []
 
 
 async def turn(each: Contestant, name: str, number: int, limits: Probe) -> str:

@@ -149,7 +149,10 @@ class Contestant:
 
 
 async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[str], seed: int) -> Contestant:
-    """Start a peer, or find it; it is stopped when the stack is. One that cannot take part says so in `failure`."""
+    """Start a peer, or find it; it is stopped when the stack is. One that cannot take part says so in `failure`.
+
+    `words`: each exactly one token of the model, wherever it stands.
+    """
     found = Contestant(peer)
     own = contextlib.AsyncExitStack()
     try:
@@ -164,6 +167,8 @@ async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[st
         assert url is not None
         found.target = await (_in_process(url) if peer.api == IN_PROCESS else connect(url, peer.model, None, peer.api))
         own.push_async_callback(found.target.http.aclose)
+        if not found.target.takes_ids and not words:
+            raise Failure("it takes no token ids as a prompt, and the model has no words that are one token each")
         found.prompts = Prompts(found.target, seed, words)
         found.version = str(found.target.version.get("version", ""))
         if peer.version:

@@ -170,6 +170,16 @@ def test_a_peer_that_cannot_be_started_is_told_as_such(command, said):
     assert (peer.target, peer.child) == (None, None)
 
 
+def test_a_peer_that_takes_text_alone_needs_words_of_one_token():
+    async def then(peer: Contestant):
+        return peer.failure
+
+    with Other(takes_ids=False).listening() as url:
+        assert "no words that are one token" in entered(Peer("a", url=url), then)
+    with Other(takes_ids=True).listening() as url:
+        assert entered(Peer("a", url=url), then) is None
+
+
 def test_the_work_of_a_measured_server_is_not_elsewhere(monkeypatch):
     spent = iter([1.0, 5.0])
     server = Contestant(Peer("a"))
