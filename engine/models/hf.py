@@ -293,6 +293,9 @@ class Transformers:
     def _pack(self, kernels: Kernels) -> Choice:
         """Have our kernels compute the products that they can; what computes them then."""
         share = pack(self.model, kernels) / self.weights_bytes
+        if share > 0.5:  # as long as anything views the checkpoint's file, all of it stays mapped
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.clone()
         lost = (
             f"our kernels hold {share:.0%} of the weights; what transformers' code computes beside them with torch can"
             " change its last bits with the batch"
