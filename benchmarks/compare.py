@@ -3,10 +3,10 @@
     python benchmarks/compare.py benchmarks/peers.toml --model /tmp/qwen3-0.6b-random --out /tmp/compare
 
 The TOML file names servers: how each is started, or where it runs. Nothing is installed. All of them are started first,
-then for every case each is measured in turn, round by round in another order, with the machine's bandwidth probed
-before each turn, so that what the machine does meanwhile happens to all. Writes compare.json, with the times of all
-tokens, and compare.md, a table with ratios. A ratio is the figure of the first server of a kind of weights to that of
-another one: above 1 it is ahead. A server that does not start, or dies, is a row that says so.
+then in every round each case is measured with each server in turn, in another order each time, with the machine's
+bandwidth probed before each turn, so that what the machine does meanwhile happens to all. Writes compare.json, with the
+times of all tokens, and compare.md, a table with ratios. A ratio is the figure of the first server of a kind of weights
+to that of another one: above 1 it is ahead. A server that does not start, or dies, is a row that says so.
 
 A  one request, 32 tokens in, 128 out: tokens/s after the first
 B  one request, 512 in, 1 out: seconds
@@ -26,7 +26,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ WEIGHTS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # of which t
 POOL, LEAST = 2000, 100  # words for prompts that are text
 WORD = re.compile(r" [a-z0-9]{2,}")
 WARM_UP = -1  # the number of a round that is not counted
-WARM_UP_LEN = 8  # tokens out
+WARM_UP_SHARE = 4  # its lengths are a quarter
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,14 @@ class Case:
     def input_len(self) -> int:
         return self.shared_len + self.own_len
 
-    def rounds(self, count: int) -> range:
-        """The numbers of its rounds where `count` are asked for."""
-        return range(1) if self.once else range(WARM_UP, count)
+    def at(self, number: int) -> Case | None:
+        """What is sent in a round; None: nothing."""
+        if self.once and number != 0:
+            return None
+        if number != WARM_UP:
+            return self
+        lengths = {name: -(-getattr(self, name) // WARM_UP_SHARE) for name in ("shared_len", "own_len", "output_len")}
+        return replace(self, **lengths)
 
 
 CASES = {
@@ -94,12 +99,11 @@ def word_pool(model: str) -> list[str]:
     return pool if len(tokenizer.encode("".join(pool), add_special=False)) == len(pool) >= LEAST else []
 
 
-async def turn(each: Contestant, name: str, number: int, limits: Probe) -> str:
+async def turn(each: Contestant, name: str, case: Case, number: int, limits: Probe) -> str:
     """Measure one server in one round of a case, with what the machine did meanwhile; what is to be told of it."""
-    case = CASES[name]
     before = await limits.measure()
-    output_len = min(case.output_len, WARM_UP_LEN) if number == WARM_UP else case.output_len
-    asks = each.asks(case.requests, case.input_len, output_len, f"{name}, round {number}", case.shared_len)
+    prefix = f"{name}, round {number}"
+    asks = each.asks(case.requests, case.input_len, case.output_len, prefix, case.shared_len)
     elsewhere = Elsewhere(each)
     try:
         done = await each.run(asks, case.at_once)
@@ -116,6 +120,26 @@ async def turn(each: Contestant, name: str, number: int, limits: Probe) -> str:
     return f"{figures[case.figure] or float('nan'):.4g}"
 
 
+async def measure(everyone: Sequence[Contestant], arguments: argparse.Namespace, limits: Probe) -> int:
+    """All cases in all rounds for which there is time; gives the number of rounds."""
+    began, last = time.monotonic(), 0.0
+    for number in range(WARM_UP, arguments.rounds):
+        so_far = time.monotonic() - began
+        if number > 0 and arguments.minutes and so_far + last > 60 * arguments.minutes:
+            return number
+        # Every server is measured first, second… in turn: what one leaves in the caches hits each of them.
+        shift = max(number, 0) % len(everyone)
+        for name in arguments.cases:
+            case = CASES[name].at(number)
+            for each in [*everyone[shift:], *everyone[:shift]]:
+                if case and each.failure is None and each.peer.takes_part(name, number):
+                    label = "warm-up" if number == WARM_UP else f"round {number + 1}"
+                    say(f"{label}, {name}: {each.peer.name} {await turn(each, name, case, number, limits)}")
+        last = time.monotonic() - began - so_far
+    count: int = arguments.rounds
+    return count
+
+
 async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything measured, as JSON has it."""
     values = {"model": arguments.model, "python": sys.executable, "root": str(ROOT)}
@@ -130,21 +154,14 @@ async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
             say(f"starting {peer.name}")
             everyone.append(await enter(stack, peer, words, seed))
             say(f"  {everyone[-1].failure or 'ready'}")
-        for name in arguments.cases:
-            for number in CASES[name].rounds(arguments.rounds):
-                # Every server is measured first, second… in turn: what one leaves in the caches hits each of them.
-                shift = max(number, 0) % len(everyone)
-                for each in [*everyone[shift:], *everyone[:shift]]:
-                    if each.failure is None and each.peer.takes_part(name, number):
-                        label = "warm-up" if number == WARM_UP else f"round {number + 1}"
-                        say(f"{name} {label}: {each.peer.name} {await turn(each, name, number, limits)}")
+        rounds = await measure(everyone, arguments, limits)
         if not any(each.rounds for each in everyone):
             raise Failure("no server could be measured: " + "; ".join(f"{e.peer.name} {e.failure}" for e in everyone))
         return {
             "machine": machine(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "model": Path(arguments.model).name,
-            "rounds": arguments.rounds,
+            "rounds": rounds,
             "bytes_per_s": [seen.bytes_per_s for seen in limits.seen],
             "servers": [_told(each) for each in everyone],
             "ratios": {name: ratios(everyone, name) for name in arguments.cases if not CASES[name].once},
@@ -286,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("peers", type=Path, help="TOML file of servers; see benchmarks/peers.toml")
     parser.add_argument("--model", required=True, help="folder of the model that all of them serve")
     parser.add_argument("--rounds", type=whole(1), default=5)
+    parser.add_argument("--minutes", type=whole(1), help="begin no round that would end later (default: all rounds)")
     parser.add_argument("--cases", default="".join(CASES), help=f"some of {''.join(CASES)} (default: all)")
     parser.add_argument("--servers", default="", help="names of servers of the file, with commas (default: all)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for compare.json and .md")

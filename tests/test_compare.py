@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -188,6 +189,32 @@ def test_the_work_of_a_measured_server_is_not_elsewhere(monkeypatch):
     monkeypatch.setattr("benchmarks.contestants.busy_seconds", iter([10.0, 14.0]).__next__)
     monkeypatch.setattr("time.process_time", lambda: 0.0)
     assert Elsewhere(server).cores() == 0
+
+
+def test_no_round_begins_that_would_end_too_late(monkeypatch):
+    now, turns = [0.0], []
+
+    async def turn(each, name, case, number, limits):
+        turns.append((number, name, each.peer.name, case.output_len))
+        now[0] += 50
+        return ""
+
+    monkeypatch.setattr(compare, "turn", turn)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    everyone = [Contestant(Peer("a")), Contestant(Peer("b", cases="A")), Contestant(Peer("c"), failure="broken")]
+    arguments = SimpleNamespace(rounds=9, minutes=10, cases="AS")
+    # 100 s of warm-up, 150 s of the first round, and of 100 s each as many as fit into 600.
+    assert asyncio.run(compare.measure(everyone, arguments, None)) == 4
+    assert turns[:5] == [
+        (-1, "A", "a", 32),
+        (-1, "A", "b", 32),
+        (0, "A", "a", 128),
+        (0, "A", "b", 128),
+        (0, "S", "a", 64),
+    ]
+    assert [(number, name) for number, _, name, _ in turns[5:]] == [
+        (1, "b"), (1, "a"), (2, "a"), (2, "b"), (3, "a"), (3, "b")
+    ]  # fmt: skip
 
 
 def contestant(peer: Peer, **rounds: list[float]) -> Contestant:
