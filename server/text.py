@@ -140,7 +140,7 @@ class TextStream:
         return min(found, default=None) if self._num_tokens > self._min_tokens else None
 
     def _read_context(self, context: Sequence[int]) -> str:
-        """Begin behind the prompt; returns what it shows of half a character at its end, which the output may complete."""
+        """Begin behind the prompt; returns what it shows for half a character at its end, for the output to complete."""
         last: list[int] = []
         for token_id in reversed(context):
             if token_id not in self._hidden and self._decoder.piece(token_id, token_id):

@@ -5,6 +5,31 @@ import pathlib
 
 import pytest
 
+# What takes long begins first, so that at the end no worker is alone with it.
+LONGEST = [
+    "server/test_openapi_fuzz.py",
+    "test_oracle.py",
+    "server/test_parsers.py",
+    "server/test_kill.py",
+    "server/test_capabilities.py",
+    "engine/test_builtin.py",
+    "server/test_bench.py",
+    "engine/test_cpu_attention.py",
+    "server/test_call_grammar.py",
+    "server/test_unicode.py",
+    "engine/test_embeddings.py",
+    "engine/test_grammar.py",
+    "server/test_hostile.py",
+    "docker/test_docker.py",
+    "test_wheel.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = pathlib.Path(__file__).parent
+    rank = {here / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
 
 @pytest.fixture(scope="session")
 def data() -> pathlib.Path:

@@ -34,6 +34,7 @@ from engine import (
 from server.app import build_app
 from server.connection import Connection
 from server.settings import Settings
+from tests.live import WAIT_S
 from tests.toys import byte_level
 
 INFO = EngineInfo(
@@ -328,7 +329,7 @@ async def listening(app: FastAPI) -> AsyncIterator[str]:
         await task
 
 
-async def until(check: Callable[[], Any], seconds: float = 10.0) -> None:
+async def until(check: Callable[[], Any], seconds: float = WAIT_S) -> None:
     """Let the event loop run until `check()` is true."""
     end = time.monotonic() + seconds
     while not check():

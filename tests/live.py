@@ -16,11 +16,21 @@ from collections.abc import Iterator
 import httpx
 
 START_S = 120.0
+# Long enough for any machine: only a test that fails waits so long.
+WAIT_S = 60.0
+
+
+def held_port() -> socket.socket:
+    """A socket on a free port, which nobody else is given while it is open; our servers can listen there all the same
+    (both set SO_REUSEADDR, and this one does not listen)."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    return sock
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+    with held_port() as sock:
         port: int = sock.getsockname()[1]
         return port
 
@@ -36,7 +46,8 @@ class Server:
         cwd: str | None = None,
         python: str | None = None,
     ) -> None:
-        self.port = free_port()
+        self._held = held_port()
+        self.port: int = self._held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         # Lives as long as this object.
         self._log = tempfile.NamedTemporaryFile("w+b", prefix="pequod-", suffix=".log")
@@ -100,6 +111,7 @@ class Server:
                 self.process.kill()
                 self.process.wait()
         self.client.close()
+        self._held.close()
         return self.process.returncode
 
     def __enter__(self) -> Server:
@@ -118,7 +130,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def eventually(check, seconds: float = 10.0, every: float = 0.02):
+def eventually(check, seconds: float = WAIT_S, every: float = 0.02):
     """Wait until `check()` is true; gives its value, or fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

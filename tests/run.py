@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 CHECKS = [
     ["ruff", "check", "."],
@@ -12,19 +14,42 @@ CHECKS = [
     ["mypy"],
     ["engine.sim", "--steps", "200000", "--seed", "1"],
 ]
+# A worker of the tests takes up to 2 GB with its servers.
+MAX_WORKERS = 8
+# Threads of torch and of the kernels that wait for each other sleep, for the cores belong to other workers' tests.
+# Spinning, they take twice the time of the products that they wait for.
+SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def checked(check: list[str]) -> bool:
+    """Whether a check holds; what it says is shown in one piece, for others run beside it."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", *check]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    print(f"$ {' '.join(check)} ({time.monotonic() - began:.0f} s)\n{done.stdout}", end="", flush=True)
+    return not done.returncode
+
+
+def tested(quick: bool) -> bool:
+    """Whether the tests hold: a file's tests in one worker, for they share servers, the files that take long first."""
+    workers = ["-n", str(min(cores(), MAX_WORKERS)), "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = ["pytest", *workers, "-m", "not slow and not gpu" if quick else "not gpu"]
+    print("$", *command, flush=True)
+    env = {**SLEEPING, **os.environ}
+    return not subprocess.run([sys.executable, "-m", *command], env=env, check=False).returncode
 
 
 def main() -> int:
     quick = "--quick" in sys.argv[1:]
     began = time.monotonic()
-    failed = []
-    for check in CHECKS:
-        print("$", *check, flush=True)
-        if subprocess.run([sys.executable, "-m", *check], check=False).returncode:
-            failed.append(" ".join(check))
-    tests = ["pytest", *(["-m", "not slow and not gpu"] if quick else ["-m", "not gpu"])]
-    print("$", *tests, flush=True)
-    if subprocess.run([sys.executable, "-m", *tests], check=False).returncode:
+    with ThreadPoolExecutor(cores()) as pool:
+        held = list(pool.map(checked, CHECKS))
+    failed = [" ".join(check) for check, holds in zip(CHECKS, held, strict=True) if not holds]
+    if not tested(quick):
         failed.append("pytest")
     minutes, seconds = divmod(round(time.monotonic() - began), 60)
     print(f"{minutes} min {seconds} s in all; " + (f"failed: {', '.join(failed)}" if failed else "everything held"))

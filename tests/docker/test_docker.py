@@ -447,7 +447,7 @@ def server() -> Iterator[Server]:
 def scraper(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraper]:
     running = Scraper(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{server.port}")
     try:
-        eventually(lambda: running.value('up{job="pequod"}') == [1.0], 60, 0.2)
+        eventually(lambda: running.value('up{job="pequod"}') == [1.0], every=0.2)
         yield running
     finally:
         running.stop()
@@ -465,10 +465,10 @@ def test_prometheus_reads_a_running_server_and_every_panel_has_data(server, scra
     for _ in range(3):  # several scrapes with new counts, so that there are rates
         ask(server, 20)
         seen = scraper.value("sum(vllm:generation_tokens_total)")
-        eventually(lambda seen=seen: scraper.value("sum(vllm:generation_tokens_total)") != seen, 20, 0.2)
+        eventually(lambda seen=seen: scraper.value("sum(vllm:generation_tokens_total)") != seen, every=0.2)
     total = server.metric("vllm:generation_tokens_total")
     assert total == 3 * 2 * 20
-    eventually(lambda: scraper.value("sum(vllm:generation_tokens_total)") == [total], 20, 0.2)
+    eventually(lambda: scraper.value("sum(vllm:generation_tokens_total)") == [total], every=0.2)
 
     silent = {"Engine restarts"}  # an annotation: nothing has died
     for name, expression in expressions().items():
@@ -488,7 +488,7 @@ def test_the_alerts_are_evaluated_and_silent_over_a_healthy_server(scraper):
         rules = scraper.get("/api/v1/rules")["groups"][0]["rules"]
         return [] if any(rule["health"] == "unknown" for rule in rules) else rules
 
-    rules = eventually(evaluated, 20, 0.2)
+    rules = eventually(evaluated, every=0.2)
     assert {rule["name"] for rule in rules} == set(alerts())
     assert [rule for rule in rules if rule["health"] != "ok"] == []
     assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []

@@ -9,6 +9,7 @@ import pytest
 from engine import channel
 from engine.config import EngineConfig
 from engine.types import EngineRequest, RequestStats, SamplingParams, StepStats, TokenDelta, TokenLogprob
+from tests.live import WAIT_S
 
 
 async def pair() -> tuple[channel.Channel, channel.Channel, socket.socket]:
@@ -108,6 +109,6 @@ def test_a_sender_waits_while_its_peer_does_not_read():
         await asyncio.sleep(0.01)
         assert not waiting.done()
         assert await server.receive() == big
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, WAIT_S)
 
     asyncio.run(main())

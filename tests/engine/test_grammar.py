@@ -32,6 +32,7 @@ from engine.grammar import grammars as grammars_module
 from engine.grammar.grammars import REFUSED, Grammars, Matcher
 from engine.grammar.table import Table
 from server.tokenizer import Tokenizer
+from tests.live import WAIT_S
 from tests.toys import MADE, byte_level
 
 TOKENS = tokenizers.Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
@@ -272,8 +273,8 @@ def test_a_small_grammar_does_not_wait_behind_large_ones(monkeypatch):
     async def main():
         grammars = Grammars(CONFIG, 2048)
         waiting = asyncio.create_task(grammars.compile(request(1, large)))
-        await asyncio.to_thread(held.begun.wait, 10)
-        matcher = await asyncio.wait_for(grammars.compile(request(2, ("choice", '["a"]'))), 10)
+        await asyncio.to_thread(held.begun.wait, WAIT_S)
+        matcher = await asyncio.wait_for(grammars.compile(request(2, ("choice", '["a"]'))), WAIT_S)
         assert not matcher.is_accepting and not waiting.done()
         held.go.set()
         await waiting
@@ -471,7 +472,7 @@ def test_hostile_grammars_hurt_nobody_else():
             assert [delta[-1].finish_reason for delta in seen].count("error") >= 4
             assert await bystander == alone
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
 
 
 class Held:
@@ -484,7 +485,7 @@ class Held:
         def wait(grammars, compiler, asked):
             if not large_only or compiler is grammars.large:
                 self.begun.set()
-                assert self.go.wait(20)
+                assert self.go.wait(WAIT_S)
             return make(grammars, compiler, asked)
 
         monkeypatch.setattr(Grammars, "_make", wait)
@@ -499,7 +500,7 @@ def test_an_abort_while_the_grammar_compiles(monkeypatch):
             send = engine._receive
             engine._receive = lambda deltas, stats: (seen.extend(deltas), send(deltas, stats))
             task = asyncio.create_task(deltas(engine, request(1, SCHEMA)))
-            await asyncio.to_thread(held.begun.wait, 10)
+            await asyncio.to_thread(held.begun.wait, WAIT_S)
             free = await output(engine, request(2, None, max_tokens=5, stop_ids=()))
             assert free[1] == "length", "nobody else waits for it"
             engine.abort(1)
@@ -520,13 +521,13 @@ def test_an_engine_that_closes_does_not_wait_for_a_grammar(monkeypatch):
     async def main():
         async with LocalEngine(CONFIG) as engine:
             task = asyncio.create_task(deltas(engine, request(1, SCHEMA)))
-            await asyncio.to_thread(held.begun.wait, 10)
+            await asyncio.to_thread(held.begun.wait, WAIT_S)
         with pytest.raises(Exception, match="closed"):
             await task
         assert not [each for each in asyncio.all_tasks() if each.get_name() == "grammar"]
 
     try:
-        asyncio.run(asyncio.wait_for(main(), 10))
+        asyncio.run(asyncio.wait_for(main(), WAIT_S / 2))
     finally:
         held.go.set()
 

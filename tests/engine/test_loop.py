@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams
+from tests.live import WAIT_S
 
 
 class Runner:
@@ -77,7 +78,7 @@ class Bench:
         await asyncio.gather(self.task, return_exceptions=True)
 
     async def end(self) -> None:
-        await asyncio.wait_for(self.outbox.ended.wait(), 10)
+        await asyncio.wait_for(self.outbox.ended.wait(), WAIT_S)
         self.outbox.ended.clear()
 
 
@@ -98,7 +99,7 @@ def test_mail_is_read_while_a_step_runs_and_an_abort_takes_effect_when_it_is_col
         async with Bench() as bench:
             bench.runner.go.clear()
             bench.add(1, max_tokens=1000)
-            await asyncio.to_thread(bench.runner.in_step.wait, 10)
+            await asyncio.to_thread(bench.runner.in_step.wait, WAIT_S)
             bench.loop.abort(1)
             bench.add(2)
             assert bench.outbox.events == [("started", 1)]
@@ -141,6 +142,6 @@ def test_any_other_failure_of_a_step_ends_the_loop():
             bench.runner.raises = [RuntimeError("broken")]
             bench.add(1)
             with pytest.raises(RuntimeError, match="broken"):
-                await asyncio.wait_for(asyncio.shield(bench.task), 10)
+                await asyncio.wait_for(asyncio.shield(bench.task), WAIT_S)
 
     asyncio.run(main())

@@ -22,6 +22,7 @@ from server.limits import Caller, UserDep, user
 from server.settings import Settings
 from server.state import AppDep
 from tests.fakes import INFO, FakeEngine, listening, model_folder, serving, until
+from tests.live import WAIT_S
 
 
 def add_generation(app) -> None:
@@ -99,7 +100,7 @@ def test_a_model_that_cannot_be_loaded_is_told_once_and_for_all(tmp_path):
             engine.fail(ModelError("the folder has no weights"))
             with pytest.raises(ModelError, match="no weights"):
                 await app.state.pequod.ready()
-            await asyncio.wait_for(app.state.pequod.failure.wait(), 5)
+            await asyncio.wait_for(app.state.pequod.failure.wait(), WAIT_S)
             assert str(app.state.pequod.failed) == "the folder has no weights"
             assert (await client.get("/ready")).json()["state"] == "failed"
             assert (await client.get("/live")).status_code == 503
@@ -121,7 +122,7 @@ def test_broken_small_files_end_the_start_while_the_engine_still_loads(tmp_path,
         spoil(folder)
         async with serving(folder, FakeEngine(is_loaded=False), wait=False) as (_, app):
             with pytest.raises(error):
-                await asyncio.wait_for(app.state.pequod.ready(), 60)
+                await asyncio.wait_for(app.state.pequod.ready(), WAIT_S)
             assert app.state.pequod.failure.is_set()
 
     folder = model_folder(tmp_path / "m")
@@ -161,7 +162,7 @@ def test_an_engine_that_dies_for_good_later_is_noticed(tmp_path):
         async with serving(model_folder(tmp_path / "m"), engine) as (client, app):
             assert not app.state.pequod.failure.is_set()
             engine.fail(EngineDied("it died 4 times in a row"))
-            await asyncio.wait_for(app.state.pequod.failure.wait(), 5)
+            await asyncio.wait_for(app.state.pequod.failure.wait(), WAIT_S)
             assert (await client.get("/ready")).json()["state"] == "failed"
 
     asyncio.run(run())
@@ -246,7 +247,7 @@ def test_a_drain_lets_running_answers_end(tmp_path):
             await asyncio.sleep(0.05)
             assert not drained.done()
             ticket.release()
-            assert await asyncio.wait_for(drained, 5) is True
+            assert await asyncio.wait_for(drained, WAIT_S) is True
             assert not state.deadline_passed.is_set()
             assert await state.drained(0) is True
 
@@ -277,7 +278,7 @@ def test_a_stream_that_does_not_end_holds_the_drain_only_so_long(tmp_path, monke
     async def run():
         async with serving(model_folder(tmp_path / "m")) as (_, app):
             app.state.pequod.limits.admit(Caller(), 1)
-            assert await asyncio.wait_for(app.state.pequod.drained(0.05), 5) is False
+            assert await asyncio.wait_for(app.state.pequod.drained(0.05), WAIT_S) is False
 
     asyncio.run(run())
 

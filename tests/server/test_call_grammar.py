@@ -96,7 +96,7 @@ class Drawer:
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             assert not matcher.is_error(), matcher.get_error()
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-            token = int(chance.choice([each for each in allowed if each != self.table.end_id]))
+            token = int(chance.choice(allowed[allowed != self.table.end_id]))
             assert matcher.consume_token(token), self.library.id_to_token(token)
             ids.append(token)
         return None

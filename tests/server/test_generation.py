@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from engine import EngineDied, TokenDelta
 from server import answer, generation
 from tests.fakes import INFO, FakeEngine, listening, model_folder, serving, until
+from tests.live import WAIT_S
 from tests.server.wire import CHAT, COMPLETIONS, QUESTION, ask, chunks, events, ids, joined, saying
 
 LONG = "the whale; the ship, the sea; sailing " * 10
@@ -190,7 +191,7 @@ def test_a_client_that_does_not_read_is_given_up(folder, stream, monkeypatch):
     async def main():
         engine = FakeEngine(saying(LONG))
         async with serving(folder, engine) as (client, app):
-            await asyncio.wait_for(Driver(app, body(stream=stream)).run(), 5)
+            await asyncio.wait_for(Driver(app, body(stream=stream)).run(), WAIT_S)
             assert engine.open == []
             assert app.state.pequod.limits.open_choices == 0
             if stream:
@@ -203,7 +204,7 @@ def test_a_client_that_does_not_read_is_given_up(folder, stream, monkeypatch):
 def test_a_deadline_stops_the_work_also_while_the_client_does_not_read(folder):
     async def main():
         engine = FakeEngine(saying(LONG))
-        async with serving(folder, engine, request_timeout=0.1) as (_, app):
+        async with serving(folder, engine, request_timeout=1.0) as (_, app):
             driver = Driver(app, body(stream=True))
             task = asyncio.create_task(driver.run())
             await until(lambda: engine.open)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.live import WAIT_S, held_port
 
 ROOT = Path(__file__).parents[2]
 # An app whose one answer takes until the test writes to its standard input.
@@ -58,7 +59,7 @@ app = FastAPI(lifespan=lifespan)
 app.state.pequod = state
 
 @app.get("/state")
-async def tell(): return {"draining": state.draining}
+async def tell(): return {"draining": state.draining, "open": state.open}
 
 @app.get("/slow")
 async def slow():
@@ -72,7 +73,7 @@ state.failure = asyncio.Event()
 if case == "death":
     state.failed = EngineDied("the engine is gone")
     state.failure.set()
-settings = Settings(port=int(sys.argv[2]), drain_seconds=10)
+settings = Settings(port=int(sys.argv[2]), drain_seconds=100)
 with listen(settings) as listener:
     failure = GracefulServer(app, engine, settings, time.monotonic()).serve_on(listener)
 if failure: print(failure[0], flush=True)
@@ -82,9 +83,8 @@ sys.exit(failure[1] if failure else 0)
 
 class Child:
     def __init__(self, case: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.held = held_port()
+        self.port = self.held.getsockname()[1]
         env = {name: value for name, value in os.environ.items() if not name.startswith("PEQUOD_")}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, case, str(self.port)],
@@ -95,13 +95,16 @@ class Child:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=WAIT_S)
 
     def draining(self) -> bool:
         return bool(self.client.get("/state").json()["draining"])
 
+    def answering(self) -> bool:
+        return self.client.get("/state").json()["open"] == 1
+
     def wait(self, said=lambda: True) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             try:
                 if said():
@@ -112,7 +115,7 @@ class Child:
         raise AssertionError("nothing came of it")
 
     def end(self) -> tuple[int, str]:
-        out, _ = self.process.communicate(timeout=30)
+        out, _ = self.process.communicate(timeout=WAIT_S)
         return self.process.returncode, out
 
 
@@ -129,6 +132,7 @@ def start():
         child.process.kill()
         child.process.communicate()
         child.client.close()
+        child.held.close()
 
 
 def slow(child: Child) -> subprocess.Popen[str]:
@@ -137,7 +141,7 @@ def slow(child: Child) -> subprocess.Popen[str]:
     reader = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    time.sleep(0.5)
+    child.wait(child.answering)
     return reader
 
 
@@ -150,7 +154,7 @@ def test_a_signal_lets_a_running_answer_end(start, sig):
     child.wait(child.draining)  # the port still answers
     child.process.stdin.write("go\n")
     child.process.stdin.flush()
-    assert reader.communicate(timeout=30)[0].strip() == '"whole"'
+    assert reader.communicate(timeout=WAIT_S)[0].strip() == '"whole"'
     code, out = child.end()
     assert code == 0
     assert "lifespan ended" in out
@@ -165,7 +169,7 @@ def test_the_second_signal_means_now(start):
     child.wait(child.draining)
     child.process.send_signal(signal.SIGTERM)
     assert child.end()[0] == 128 + signal.SIGTERM
-    assert reader.communicate(timeout=30)[0] == ""
+    assert reader.communicate(timeout=WAIT_S)[0] == ""
 
 
 def test_a_signal_while_loading_ends_the_server(start):

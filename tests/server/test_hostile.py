@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
-from tests.live import Server, eventually
+from tests.live import WAIT_S, Server, eventually
 from tests.server.hostile import BODIES, ODD, RAW, head
 from tests.server.wire import COMPLETIONS
 
@@ -84,7 +84,7 @@ def undisturbed(server, alone, bystander):
     """Around a row: the stream goes on, the server is ready and answers others as before."""
     before = bystander.pieces
     yield
-    eventually(lambda: bystander.pieces > before, 30)
+    eventually(lambda: bystander.pieces > before)
     assert server.client.get("/ready").status_code == 200
     assert server.client.post(COMPLETIONS, json=SHORT).json()["choices"][0]["text"] == alone[1]
 
@@ -108,7 +108,7 @@ def test_what_is_odd_is_answered(server, undisturbed, more):
 
 def first_answer(port: int, data: bytes) -> tuple[int, bytes]:
     """Status and body of what comes back first; 0 when the server just hangs up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as sock:
         with contextlib.suppress(ConnectionError):  # it may hang up while this still sends
             sock.sendall(data)
         answer = b""
@@ -156,13 +156,13 @@ def sockets(tmp_path, use, **settings):
 
 
 def test_a_head_that_trickles_is_cut_off(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.connection.HEAD_S", 0.1)
+    monkeypatch.setattr("server.connection.HEAD_S", 0.5)
 
     async def use(connect, app):
         for sent in (b"", b"GET /ready HT", head(first="GET /ready HTTP/1.1")[:-2]):
             reader, writer = await connect()
             writer.write(sent)
-            answer = await asyncio.wait_for(reader.read(), 30)
+            answer = await asyncio.wait_for(reader.read(), WAIT_S)
             assert b" 408 " in answer.split(b"\r\n")[0]
             assert b"head_timeout" in answer
             writer.close()
@@ -171,7 +171,7 @@ def test_a_head_that_trickles_is_cut_off(tmp_path, monkeypatch):
         for _ in range(3):
             writer.write(head(first="GET /ready HTTP/1.1"))
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
-            await asyncio.sleep(0.04)
+            await asyncio.sleep(0.2)
         writer.close()
 
     sockets(tmp_path, use)
@@ -189,7 +189,7 @@ def test_who_closes_one_half_is_answered_and_who_hangs_up_is_forgotten(tmp_path)
         reader, writer = await connect()
         writer.write(whole * 5)  # pipelined: answered in their order
         for _ in range(5):
-            assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+            assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
         writer.close()
         await until(lambda: app.state.pequod.limits.open_choices == 0)
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tests.live import Server, alive, eventually
+from tests.live import WAIT_S, Server, alive, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -68,12 +68,12 @@ def test_a_killed_engine_changes_no_byte_of_any_answer(server, name, stream):
         assert before == 0
         answer = pool.submit(collect, server, body, first)
         if stream:
-            assert first.wait(30)
+            assert first.wait(WAIT_S)
         else:
             eventually(lambda: server.metric("pequod:kv_blocks", state="held") > 6, every=0.01)
         os.kill(server.engine_pid, signal.SIGKILL)
         assert not answer.done(), "the engine was killed too late to prove anything"
-        disturbed = answer.result(60)
+        disturbed = answer.result(WAIT_S)
     assert {i: (text, reason) for i, (text, _, reason) in disturbed.items()} == {
         i: (text, reason) for i, (text, _, reason) in undisturbed.items()
     }
@@ -105,7 +105,7 @@ def test_a_killed_server_leaves_no_engine(moment):
                 server.process.kill()
         else:
             server.process.kill()
-        eventually(lambda: not alive(engine), seconds=5)
+        eventually(lambda: not alive(engine))
 
 
 def _engine(server: Server) -> int | None:

@@ -16,6 +16,7 @@ from server.limits import Caller, Limits, UserDep, user
 from server.settings import Settings
 from server.state import AppDep
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
+from tests.live import WAIT_S
 
 
 class Clock:
@@ -218,7 +219,7 @@ def test_a_body_that_trickles_is_cut_off(tmp_path, monkeypatch):
                 host, port = url.removeprefix("http://").split(":")
                 reader, writer = await asyncio.open_connection(host, int(port))
                 writer.write(b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nx")
-                answer = await asyncio.wait_for(reader.read(), 10)
+                answer = await asyncio.wait_for(reader.read(), WAIT_S)
                 writer.close()
                 assert b" 408 " in answer.split(b"\r\n")[0]
                 assert b"body_timeout" in answer

@@ -4,11 +4,10 @@ import concurrent.futures
 import json
 import signal
 import socket
-import time
 
 import pytest
 
-from tests.live import Server, eventually
+from tests.live import WAIT_S, Server, eventually
 
 WORDS = "The captain looked at the grey sea and said that the whale would come before the evening. "
 
@@ -85,7 +84,7 @@ def test_a_client_that_goes_away_stops_the_work(server, stream):
         sock.sendall(request.encode())
         eventually(lambda: server.metric("pequod:kv_blocks", state="held") > 2)
         assert server.metric("vllm:num_requests_running") == 1
-    eventually(lambda: server.metric("pequod:kv_blocks", state="held") == 0, seconds=2)
+    eventually(lambda: server.metric("pequod:kv_blocks", state="held") == 0)
     assert server.metric("vllm:num_requests_running") == 0
     assert server.metric("pequod:request_aborts_total") == aborts + 1
 
@@ -109,15 +108,13 @@ def test_a_full_pool_preempts_and_every_answer_is_as_alone(data):
 
 
 def test_sigterm_lets_running_streams_finish_and_takes_nobody_new(server):
-    with Server("--drain-seconds", "20") as draining:
-        body = {"model": "builtin", "prompt": "Go", "max_tokens": 1200, "ignore_eos": True, "stream": True}
+    with Server("--drain-seconds", "120") as draining:
+        body = {"model": "builtin", "prompt": "Go", "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with draining.client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
             draining.process.send_signal(signal.SIGTERM)
-            began = time.monotonic()
-            eventually(lambda: draining.client.get("/ready").status_code == 503, seconds=1)
-            assert time.monotonic() - began < 1
+            eventually(lambda: draining.client.get("/ready").status_code == 503)
             late = draining.client.post("/v1/completions", json={**body, "stream": False})
             assert late.status_code == 503
             assert int(late.headers["retry-after"]) >= 1
@@ -127,7 +124,7 @@ def test_sigterm_lets_running_streams_finish_and_takes_nobody_new(server):
             c["finish_reason"] for line in rest if line.startswith("data: {") for c in json.loads(line[6:])["choices"]
         ]
         assert finish[-1] == "length"
-        assert draining.process.wait(10) == 0
+        assert draining.process.wait(WAIT_S) == 0
 
 
 def test_a_full_queue_is_refused_with_a_time_to_come_back():

@@ -7,7 +7,7 @@ import re
 from tests.live import eventually
 from tests.server.wire import CHAT, COMPLETIONS
 
-from .endpoint import END
+from .endpoint import END, busy
 
 GREEDY_LIKE = {"temperature": 2.0, "max_tokens": 6}
 
@@ -163,15 +163,15 @@ def priority(e):
         e.ask(max_tokens=tokens, ignore_eos=True, **more)
         done.append(name)
 
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        sent = [pool.submit(send, "running", 400)]
-        eventually(lambda: e.server.metric("vllm:num_requests_running") == 1)
-        sent.append(pool.submit(send, "later", 4, priority=5))
-        eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 1)
-        sent.append(pool.submit(send, "sooner", 4, priority=4))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with busy(e.server):
+            sent = [pool.submit(send, "later", 600, priority=5)]  # so long that the order is seen from here
+            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 1)
+            sent.append(pool.submit(send, "sooner", 4, priority=4))
+            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 2)
         for each in sent:
             each.result()
-    assert done.index("sooner") < done.index("later")
+    assert done == ["sooner", "later"]
 
 
 def cache_salt(e):

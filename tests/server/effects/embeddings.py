@@ -8,10 +8,11 @@ import typing
 import pytest
 from openai.types import embedding_create_params as params
 
+from server.embeddings import DEPTH
 from tests.live import eventually
-from tests.server.wire import COMPLETIONS, EMBEDDINGS
+from tests.server.wire import EMBEDDINGS
 
-from .endpoint import Endpoint
+from .endpoint import busy
 from .tokens import served
 
 LONG = "The whale and the sea and the captain. " * 10
@@ -85,12 +86,13 @@ def priority(e):
         e.ask(**more)
         done.append(name)
 
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        sent = [pool.submit(Endpoint(e.server, COMPLETIONS).ask, max_tokens=400, ignore_eos=True)]
-        eventually(lambda: e.server.metric("vllm:num_requests_running") == 1)
-        sent.append(pool.submit(send, "later", priority=5))
-        eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 1)
-        sent.append(pool.submit(send, "sooner", priority=4))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with busy(e.server):
+            # So many that the order is seen from here; only DEPTH of them are with the engine at a time.
+            sent = [pool.submit(send, "later", input=[LONG] * 200, priority=5)]
+            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == DEPTH)
+            sent.append(pool.submit(send, "sooner", priority=4))
+            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == DEPTH + 1)
         for each in sent:
             each.result()
     assert done == ["sooner", "later"]

@@ -1,5 +1,7 @@
 """Sends requests that differ from a plain one in what a test is about, and reads what the answers tell."""
 
+import contextlib
+
 from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, chunks
 
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
@@ -17,6 +19,16 @@ BASE = {
     COUNT_TOKENS: {"messages": QUESTION},
 }
 END = 2  # <|im_end|> of the built-in model
+
+
+@contextlib.contextmanager
+def busy(server):
+    """A long answer is under way meanwhile: where one request runs at a time, all others wait."""
+    body = {"prompt": "The captain", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with server.client.stream("POST", COMPLETIONS, json=body) as answer:
+        lines = answer.iter_lines()  # held: an iterator that nobody has closes the connection
+        next(lines)
+        yield
 
 
 class Endpoint:
