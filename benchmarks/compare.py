@@ -249,7 +249,7 @@ def markdown(result: dict[str, Any]) -> str:
             "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.1f}",
         ]
         if each["failure"] and not each["cases"]:
-            cells[2] = each["failure"].splitlines()[0]
+            cells[2] = " ".join(each["failure"].split()).replace("|", "/")
         lines.append("| " + " | ".join(cells) + " |")
     for weights in dict.fromkeys(each["weights"] for each in result["servers"]):
         lines += _ratio_table(result, [each["name"] for each in result["servers"] if each["weights"] == weights])
