@@ -3,14 +3,16 @@
     python benchmarks/compare.py benchmarks/peers.toml --model /tmp/qwen3-0.6b-random --out /tmp/compare
 
 The TOML file names servers: how each is started, or where it runs. Nothing is installed. All of them are started first,
-then for every case each is measured in turn, round by round in another order, with the machine's bandwidth probed
-before each turn, so that what the machine does meanwhile happens to all. Writes compare.json, with the times of all
-tokens, and compare.md, a table with ratios. A ratio is the first server's figure to another's: above 1 it is ahead.
+then in every round each case is measured with each server in turn, in another order each time, with the machine's
+bandwidth probed before each turn, so that what the machine does meanwhile happens to all. Writes compare.json, with the
+times of all tokens, and compare.md, a table with ratios. A ratio is the figure of the first server of a kind of weights
+to that of another one: above 1 it is ahead. A server that does not start, or dies, is a row that says so.
 
 A  one request, 32 tokens in, 128 out: tokens/s after the first
 B  one request, 512 in, 1 out: seconds
 C  16 requests at once, 256 in, 64 out: tokens/s of all
 D  8 requests one after another, 512 shared and 16 own in, 16 out: seconds
+S  requests as in C, one after another, once: seconds, of which C's are a share
 """
 
 from __future__ import annotations
@@ -18,35 +20,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
-import os
 import re
-import shlex
-import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contestants import Contestant, Elsewhere, enter, read_peers
 from engine import EngineError, fetch
-from server.bench.client import IDS, Target, connect
+from server.bench.client import IDS
 from server.bench.figures import Figures, median, notes, percentile, rounded, spread, summarize
 from server.bench.limits import Probe, probe
-from server.bench.load import Prompts, Run, run
 from server.bench.options import whole
-from server.bench.processes import Child, cpu_seconds, free_port, peak_bytes
+from server.bench.processes import peak_bytes
 from server.bench.session import machine
-from server.commands import Failure, UsageError, child_environment
+from server.commands import Failure, UsageError
 from server.settings import SettingsError, load
 from server.tokenizer import Tokenizer
 
-START_S = 1800.0
-KEYS = {"name", "command", "url", "ready", "model", "api", "weights", "version", "env"}
-POOL = 2000  # words for prompts that are text
+ROOT = Path(__file__).resolve().parent.parent
+WEIGHTS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # of which the limit is known, by torch's name
+POOL, LEAST = 2000, 100  # words for prompts that are text
 WORD = re.compile(r" [a-z0-9]{2,}")
+WARM_UP = -1  # the number of a round that is not counted
+WARM_UP_SHARE = 4  # its lengths are a quarter
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,20 @@ class Case:
     output_len: int
     figure: str  # of summarize()
     more_is_better: bool
+    once: bool = False  # too long for more than one round, or for a warm-up
 
     @property
     def input_len(self) -> int:
         return self.shared_len + self.own_len
+
+    def at(self, number: int) -> Case | None:
+        """What is sent in a round; None: nothing."""
+        if self.once and number != 0:
+            return None
+        if number != WARM_UP:
+            return self
+        lengths = {name: -(-getattr(self, name) // WARM_UP_SHARE) for name in ("shared_len", "own_len", "output_len")}
+        return replace(self, **lengths)
 
 
 CASES = {
@@ -71,152 +82,68 @@ CASES = {
     "B": Case(1, 1, 0, 512, 1, "wall_s", False),
     "C": Case(16, 16, 0, 256, 64, "output_tok_s", True),
     "D": Case(8, 1, 512, 16, 16, "wall_s", False),
+    "S": Case(16, 1, 0, 256, 64, "wall_s", False, once=True),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One server, as the TOML file describes it."""
-
-    name: str
-    command: tuple[str, ...] = ()
-    url: str | None = None
-    ready: str = "/health"  # path that answers 200 when it takes work
-    model: str | None = None  # name in requests; None: the first that it tells
-    api: str = "completions"
-    weights: str = "bf16"  # for the table
-    version: str = ""  # a command that prints it
-    env: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Contestant:
-    """A peer that runs."""
-
-    peer: Peer
-    target: Target
-    prompts: Prompts
-    child: Child | None
-    ready_s: float | None
-    version: str
-    rounds: dict[str, list[Figures]] = field(default_factory=dict)  # by case
-    runs: dict[str, list[Run]] = field(default_factory=dict)
-
-
-def read_peers(path: Path, values: dict[str, str]) -> list[Peer]:
-    """The servers of a file; {model} and $VARIABLES are replaced in commands. UsageError says what is wrong."""
-    try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
-    servers = told.get("server")
-    if not isinstance(servers, list) or not servers or set(told) != {"server"}:
-        raise UsageError(f"{path} must hold [[server]] tables and nothing else")
-    peers = [_peer(path, number, each, values) for number, each in enumerate(servers, 1)]
-    if len({peer.name for peer in peers}) < len(peers):
-        raise UsageError(f"{path}: two servers have one name")
-    return peers
-
-
-def _peer(path: Path, number: int, told: dict[str, Any], values: dict[str, str]) -> Peer:
-    where = f"{path}: server {number}"
-    if unknown := set(told) - KEYS:
-        raise UsageError(f"{where} has {sorted(unknown)[0]!r}, which is none of {', '.join(sorted(KEYS))}")
-    if not isinstance(told.get("name"), str) or ("command" in told) == ("url" in told):
-        raise UsageError(f"{where} needs a name, and a command or a url")
-    env = told.pop("env", {})
-    if not isinstance(env, dict) or not all(isinstance(value, str) for value in (*told.values(), *env.values())):
-        raise UsageError(f"{where}: every value must be text")
-
-    def filled(text: str) -> str:
-        for name, value in values.items():
-            text = text.replace("{" + name + "}", value)
-        text = os.path.expandvars(text)
-        if missing := re.search(r"\$\{?\w+", text):
-            raise UsageError(f"{where} wants {missing[0]}, which is not set")
-        return text
-
-    command = tuple(filled(word) for word in shlex.split(told.pop("command", "")))
-    told = {name: filled(value) for name, value in told.items()}
-    return Peer(**told, command=command, env={name: filled(value) for name, value in env.items()})
-
-
-async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[str], seed: int) -> Contestant:
-    """Start a peer, or find it; it is stopped when the stack is."""
-    child, ready, url = None, None, peer.url
-    if peer.command:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        command = [word.replace("{port}", str(port)) for word in peer.command]
-        child = Child(command, url, peer.ready, child_environment() | peer.env)
-        stack.callback(child.stop)
-        _, ready = await child.ready(START_S)
-    assert url is not None
-    target = await connect(url, peer.model, None, peer.api)
-    stack.push_async_callback(target.http.aclose)
-    number = str(target.version.get("version", ""))
-    if peer.version:
-        number = await asyncio.to_thread(_said, peer)
-    return Contestant(peer, target, Prompts(target, seed, words), child, ready, number)
-
-
-def _said(peer: Peer) -> str:
-    try:
-        done = subprocess.run(
-            shlex.split(peer.version),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env=os.environ | peer.env,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"unknown ({type(error).__name__})"
-    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return lines[-1].strip()[:60] if lines else "unknown"
-
-
 def word_pool(model: str) -> list[str]:
-    """Texts that are one token each, alone and one after another; for servers that take no token ids."""
+    """Texts that are one token each, alone and one after another, for servers that take no token ids; none where the
+    model's tokenizer has none."""
     try:
         tokenizer = Tokenizer(fetch(model, weights=False).path)
     except EngineError as error:
         raise UsageError(f"--model {model}: {error}") from None
     texts = (tokenizer.token_text(token)[0] for token in range(IDS[0], min(tokenizer.vocab_size, 20 * POOL)))
-    pool = [text for text in texts if WORD.fullmatch(text) and len(tokenizer.encode(text, add_special=False)) == 1][
-        :POOL
-    ]
-    if len(pool) < 100 or len(tokenizer.encode("".join(pool), add_special=False)) != len(pool):
-        raise UsageError(f"--model {model}: its tokenizer has no words that are one token wherever they stand")
-    return pool
+    fitting = (text for text in texts if WORD.fullmatch(text) and len(tokenizer.encode(text, add_special=False)) == 1)
+    pool = list(itertools.islice(fitting, POOL))
+    return pool if len(tokenizer.encode("".join(pool), add_special=False)) == len(pool) >= LEAST else []
 
 
-async def turn(
-    each: Contestant, case: Case, number: int, everyone: Sequence[Contestant], limits: Probe
-) -> tuple[Figures, Run]:
-    """One server's measurement of one round, with what the machine and the other servers did meanwhile."""
+async def turn(each: Contestant, name: str, case: Case, number: int, limits: Probe) -> str:
+    """Measure one server in one round of a case, with what the machine did meanwhile; what is to be told of it."""
     before = await limits.measure()
-    idle = {id(other): cpu_seconds(other.child.pid) for other in everyone if other.child and other is not each}
-    prefix = f"round {number}"
-    asks = [each.prompts.shared(case.input_len, case.output_len, prefix, case.shared_len) for _ in range(case.requests)]
-
-    def died() -> str | None:
-        return each.child.died() if each.child is not None and each.child.process.poll() is not None else None
-
-    done = await run(each.target, asks, case.at_once, died=died)
-    figures = summarize(done)
-    used = sum(
-        cpu_seconds(other.child.pid) - idle[id(other)] for other in everyone if other.child and other is not each
-    )
-    figures |= {"bytes_per_s": before.bytes_per_s, "others_cores": used / done.wall}
-    if figures["decode_tok_s"] and case.requests == 1:
+    prefix = f"{name}, round {number}"
+    asks = each.asks(case.requests, case.input_len, case.output_len, prefix, case.shared_len)
+    elsewhere = Elsewhere(each)
+    try:
+        done = await each.run(asks, case.at_once)
+    except Failure as error:
+        each.failure = f"failed in case {name}: {error}"
+        return each.failure
+    figures: Figures = summarize(done) | {"bytes_per_s": before.bytes_per_s, "elsewhere_cores": elsewhere.cores()}
+    if case.requests == 1 and figures["decode_tok_s"] and each.peer.weights == WEIGHTS.get(limits.dtype):
         context = case.input_len + case.output_len // 2
         figures["bandwidth_share"] = figures["decode_tok_s"] * before.bytes(context) / before.bytes_per_s
-    return figures, done
+    if number != WARM_UP:
+        each.rounds.setdefault(name, []).append(figures)
+        each.runs.setdefault(name, []).append(done)
+    return f"{figures[case.figure] or float('nan'):.4g}"
 
 
-async def compare(peers: Sequence[Peer], arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure(everyone: Sequence[Contestant], arguments: argparse.Namespace, limits: Probe) -> int:
+    """All cases in all rounds for which there is time; gives the number of rounds."""
+    began, last = time.monotonic(), 0.0
+    for number in range(WARM_UP, arguments.rounds):
+        so_far = time.monotonic() - began
+        if number > 0 and arguments.minutes and so_far + last > 60 * arguments.minutes:
+            return number
+        # Every server is measured first, second… in turn: what one leaves in the caches hits each of them.
+        shift = max(number, 0) % len(everyone)
+        for name in arguments.cases:
+            case = CASES[name].at(number)
+            for each in [*everyone[shift:], *everyone[:shift]]:
+                if case and each.failure is None and each.peer.takes_part(name, number):
+                    label = "warm-up" if number == WARM_UP else f"round {number + 1}"
+                    say(f"{label}, {name}: {each.peer.name} {await turn(each, name, case, number, limits)}")
+        last = time.monotonic() - began - so_far
+    count: int = arguments.rounds
+    return count
+
+
+async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything measured, as JSON has it."""
+    values = {"model": arguments.model, "python": sys.executable, "root": str(ROOT)}
+    peers = read_peers(arguments.peers, values, arguments.servers)
     words = word_pool(arguments.model)
     settings = load({"model": arguments.model}).settings
     async with contextlib.AsyncExitStack() as stack:
@@ -226,39 +153,33 @@ async def compare(peers: Sequence[Peer], arguments: argparse.Namespace) -> dict[
         for peer in peers:
             say(f"starting {peer.name}")
             everyone.append(await enter(stack, peer, words, seed))
-        for name in arguments.cases:
-            for number in range(-1, arguments.rounds):  # the first is a warm-up
-                # Every server is measured first, second… in turn: what one leaves in the caches hits each of them.
-                shift = max(number, 0) % len(everyone)
-                for each in [*everyone[shift:], *everyone[:shift]]:
-                    figures, done = await turn(each, CASES[name], number, everyone, limits)
-                    if number >= 0:
-                        each.rounds.setdefault(name, []).append(figures)
-                        each.runs.setdefault(name, []).append(done)
-                    label = "warm-up" if number < 0 else f"round {number + 1}"
-                    say(f"{name} {label}: {each.peer.name} {figures[CASES[name].figure] or float('nan'):.4g}")
+            say(f"  {everyone[-1].failure or 'ready'}")
+        rounds = await measure(everyone, arguments, limits)
+        if not any(each.rounds for each in everyone):
+            raise Failure("no server could be measured: " + "; ".join(f"{e.peer.name} {e.failure}" for e in everyone))
         return {
             "machine": machine(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "model": Path(arguments.model).name,
-            "rounds": arguments.rounds,
+            "rounds": rounds,
             "bytes_per_s": [seen.bytes_per_s for seen in limits.seen],
             "servers": [_told(each) for each in everyone],
-            "ratios": {name: ratios(everyone, name) for name in arguments.cases},
+            "ratios": {name: ratios(everyone, name) for name in arguments.cases if not CASES[name].once},
         }
 
 
 def _told(each: Contestant) -> dict[str, Any]:
-    shots = [shot for runs in each.runs.values() for done in runs for shot in done.shots]
-    expected = [note for note in notes(each.target, shots) if "from a cache" not in note]  # which case D is about
+    found = [] if each.target is None else notes(each.target, each.shots)
+    expected = [note for note in found if "from a cache" not in note]  # which case D is about
     return {
         "name": each.peer.name,
         "version": each.version,
         "weights": each.peer.weights,
         "command": list(each.peer.command),
+        "failure": each.failure,
         "ready_s": each.ready_s,
         "peak_bytes": peak_bytes(each.child.pid) if each.child is not None else None,
-        "notes": expected,
+        "notes": [note for note in (each.peer.note, each.failure, *expected) if note],
         "cases": {name: {"figures": spread(rows), "rounds": rows} for name, rows in each.rounds.items()},
         "requests": {
             name: [[shot.record() for shot in done.shots] for done in runs] for name, runs in each.runs.items()
@@ -266,40 +187,53 @@ def _told(each: Contestant) -> dict[str, Any]:
     }
 
 
-def ratios(everyone: Sequence[Contestant], name: str) -> dict[str, dict[str, float]]:
-    """The first server to each other one in a case: the ratio of medians, and quartiles of the rounds' own ratios."""
-    case = CASES[name]
+def ratios(everyone: Sequence[Contestant], name: str) -> dict[str, dict[str, Any]]:
+    """The first server of each kind of weights to every other one of its kind in a case, by the other's name.
 
-    def figures(each: Contestant) -> list[float]:
-        return [figures[case.figure] or 0.0 for figures in each.rounds[name]]
+    Each is the ratio of medians, and quartiles of the rounds' own ratios, over the rounds that both were measured in.
+    """
+    case = CASES[name]
 
     def ratio(ours: float, theirs: float) -> float:
         ahead, behind = (ours, theirs) if case.more_is_better else (theirs, ours)
         return ahead / behind if behind else 0.0
 
-    first, *others = everyone
+    firsts: dict[str, Contestant] = {}
     found = {}
-    for other in others:
-        pairs = [ratio(a, b) for a, b in zip(figures(first), figures(other), strict=True)]
-        found[other.peer.name] = {
-            "ratio": ratio(median(figures(first)) or 0.0, median(figures(other)) or 0.0),
-            "q1": percentile(pairs, 0.25) or 0.0,
-            "q3": percentile(pairs, 0.75) or 0.0,
-        }
+    for each in everyone:
+        first = firsts.setdefault(each.peer.weights, each)
+        both = [one.rounds.get(name, []) for one in (first, each)]
+        pairs = [tuple(figures[case.figure] or 0.0 for figures in pair) for pair in zip(*both, strict=False)]
+        if first is not each and pairs:
+            quotients = [ratio(*pair) for pair in pairs]
+            found[each.peer.name] = {
+                "to": first.peer.name,
+                "ratio": ratio(*(median(side) or 0.0 for side in zip(*pairs, strict=True))),
+                "q1": percentile(quotients, 0.25) or 0.0,
+                "q3": percentile(quotients, 0.75) or 0.0,
+                "rounds": len(pairs),
+            }
     return found
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table that is committed."""
+    """The tables that are committed."""
     speeds = sorted(each / 1e9 for each in result["bytes_per_s"])
+    elsewhere = median(
+        figures["elsewhere_cores"]
+        for each in result["servers"]
+        for case in each["cases"].values()
+        for figures in case["rounds"]
+    )
+    busy = "" if elsewhere is None else f", {elsewhere:.2f} cores busy with anything else"
     lines = [
         f"{result['machine']['processor']}, {result['machine']['cores']} cores; model {result['model']};"
         f" {result['rounds']} rounds, medians; read bandwidth {speeds[len(speeds) // 2]:.1f} GB/s"
-        f" ({speeds[0]:.1f} to {speeds[-1]:.1f} in {len(speeds)} probes); {result['time'][:10]}",
+        f" ({speeds[0]:.1f} to {speeds[-1]:.1f} in {len(speeds)} probes){busy}; {result['time'][:10]}",
         "",
-        "| server | weights | A tok/s (ms per token) | A, share of bandwidth | B s | C tok/s (ms per token) | D s"
-        " | ready s | peak GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| server | weights | A tok/s (ms per token) | A, share of bandwidth | B s | C tok/s (ms per token)"
+        " | C, share of the time one after another | D s | ready s | peak GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in result["servers"]:
         cells = [
@@ -309,32 +243,53 @@ def markdown(result: dict[str, Any]) -> str:
             _cell(each, "A", "bandwidth_share", "{:.0f} %", 100),
             _cell(each, "B", "wall_s", "{:.3f}"),
             _cell(each, "C", "output_tok_s", "{:.1f}") + _cell(each, "C", "itl_p50_s", " ({:.1f})", 1e3),
+            _share(each),
             _cell(each, "D", "wall_s", "{:.2f}"),
             "" if each["ready_s"] is None else f"{each['ready_s']:.1f}",
             "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.1f}",
         ]
+        if each["failure"] and not each["cases"]:
+            cells[2] = " ".join(each["failure"].split()).replace("|", "/")
         lines.append("| " + " | ".join(cells) + " |")
-    names = list(next(iter(result["ratios"].values())))
-    if names:
-        first = result["servers"][0]["name"]
-        lines += [
-            "",
-            f"| {first} to | " + " | ".join(result["ratios"]) + " |",
-            "|---" * (1 + len(result["ratios"])) + "|",
-        ]
-        for other in names:
-            each_case = [case[other] for case in result["ratios"].values()]
-            cells = [f"{case['ratio']:.2f} ({case['q1']:.2f} to {case['q3']:.2f})" for case in each_case]
-            lines.append(f"| {other} | " + " | ".join(cells) + " |")
-        lines += ["", "A ratio above 1: ahead. In brackets the quartiles of the rounds' own ratios."]
-    told = [f"- {each['name']}: {note}" for each in result["servers"] for note in each["notes"]]
+    for weights in dict.fromkeys(each["weights"] for each in result["servers"]):
+        lines += _ratio_table(result, [each["name"] for each in result["servers"] if each["weights"] == weights])
+    told = [f"- {each['name']}: {' '.join(note.split())}" for each in result["servers"] for note in each["notes"]]
     return "\n".join([*lines, *([""] if told else []), *told]) + "\n"
+
+
+def _ratio_table(result: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """The lines of the ratios of the first of some servers to the others; none where there are none."""
+    first, *others = names
+    cases = result["ratios"]
+    if not any(other in case for other in others for case in cases.values()):
+        return []
+    lines = ["", f"| {first} to | " + " | ".join(cases) + " |", "|---" * (1 + len(cases)) + "|"]
+    for other in others:
+        found = [case.get(other) for case in cases.values()]
+        cells = [
+            "" if each is None else f"{each['ratio']:.2f} ({each['q1']:.2f} to {each['q3']:.2f})" for each in found
+        ]
+        lines.append(f"| {other} | " + " | ".join(cells) + " |")
+    best = []
+    for case in cases.values():
+        rivals = [(case[other]["ratio"], other) for other in others if other in case]
+        best.append("{:.2f} ({})".format(*min(rivals)) if rivals else "")
+    lines.append("| **the best of them** | " + " | ".join(best) + " |")
+    counts = sorted({case[other]["rounds"] for case in cases.values() for other in others if other in case})
+    rounds = " or ".join(str(count) for count in counts)
+    return [*lines, "", f"Above 1: ahead. In brackets the quartiles of the rounds' own ratios ({rounds} rounds)."]
 
 
 def _cell(each: dict[str, Any], case: str, figure: str, form: str, scale: float = 1.0) -> str:
     """A median as `form` has it; nothing where it was not seen."""
     found = each["cases"].get(case, {}).get("figures", {}).get(figure)
     return "" if found is None else form.format(found["median"] * scale)
+
+
+def _share(each: dict[str, Any]) -> str:
+    """The time of requests together, of their time one after another."""
+    together, serial = (each["cases"].get(case, {}).get("figures", {}).get("wall_s") for case in "CS")
+    return "" if together is None or serial is None else f"{together['median'] / serial['median']:.3f}"
 
 
 def say(text: str) -> None:
@@ -345,17 +300,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("peers", type=Path, help="TOML file of servers; the first is compared with each other one")
+    parser.add_argument("peers", type=Path, help="TOML file of servers; see benchmarks/peers.toml")
     parser.add_argument("--model", required=True, help="folder of the model that all of them serve")
     parser.add_argument("--rounds", type=whole(1), default=5)
-    parser.add_argument("--cases", default="ABCD", help="some of ABCD (default: all)")
+    parser.add_argument("--minutes", type=whole(1), help="begin no round that would end later (default: all rounds)")
+    parser.add_argument("--cases", default="".join(CASES), help=f"some of {''.join(CASES)} (default: all)")
+    parser.add_argument("--servers", default="", help="names of servers of the file, with commas (default: all)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for compare.json and .md")
     arguments = parser.parse_args(argv)
+    arguments.servers = [name.strip() for name in arguments.servers.split(",") if name.strip()]
     try:
         if not arguments.cases or set(arguments.cases) - set(CASES):
             raise UsageError(f"--cases {arguments.cases}: some of {''.join(CASES)}")
-        peers = read_peers(arguments.peers, {"model": arguments.model})
-        result = asyncio.run(compare(peers, arguments))
+        result = asyncio.run(compare(arguments))
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "compare.json").write_text(json.dumps(rounded(result)) + "\n")
         (arguments.out / "compare.md").write_text(markdown(result))

@@ -2,34 +2,73 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import compare
-from server.commands import UsageError
+from benchmarks.contestants import Contestant, Elsewhere, Peer, enter, read_peers
+from server.commands import Failure, UsageError
 from tests.live import Server
 from tests.server.test_bench_client import Other
 
 ROOT = Path(__file__).parent.parent
 
 
-def read(tmp_path: Path, text: str) -> list[compare.Peer]:
+# Stands for benchmarks/openvino_driver.py: what it answers is told on its command line.
+DRIVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(200, {"version": "7.8"})
+    def do_POST(self):
+        work = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if sys.argv[2] == "fails":
+            return self.answer(500, {"error": "no memory"})
+        one = {"sent": 1.0, "times": [1.5, 1.5 + 0.25 * work["at_once"]], "sizes": [1, work["output_lens"][0] - 1]}
+        self.answer(200, {"answers": [one] * len(work["prompts"])})
+    def answer(self, status, told):
+        content = json.dumps(told).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def read(tmp_path: Path, text: str, only: tuple[str, ...] = ()) -> list[Peer]:
     path = tmp_path / "peers.toml"
     path.write_text(text)
-    return compare.read_peers(path, {"model": "/models/a b"})
+    return read_peers(path, {"model": "/models/a b", "root": "/r"}, only)
+
+
+def entered(peer: Peer, then):
+    """What `then` gives for a peer that has been started."""
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            return await then(await enter(stack, peer, (), seed=1))
+
+    return asyncio.run(main())
 
 
 def test_a_peer_is_read_and_its_places_are_filled(tmp_path, monkeypatch):
     monkeypatch.setenv("GGUF", "/x.gguf")
     (peer,) = read(
         tmp_path,
-        '[[server]]\nname = "a"\ncommand = "run {model} -m $GGUF --port {port}"\nenv = { N = "{model}" }\n',
+        '[[server]]\nname = "a"\ncommand = "run {model} -m $GGUF --port {port}"\n'
+        'env = { N = "{root}/n" }\nrounds = 2\n',
     )
     assert peer.command == ("run", "/models/a b", "-m", "/x.gguf", "--port", "{port}")
-    assert peer.env == {"N": "/models/a b"}
+    assert peer.env == {"N": "/r/n"}
+    assert peer.rounds == 2
     assert (peer.ready, peer.api, peer.url) == ("/health", "completions", None)
 
 
@@ -43,7 +82,11 @@ def test_a_peer_is_read_and_its_places_are_filled(tmp_path, monkeypatch):
         ("[[server]]\nname = 'a'\ncommand = 'x'\nurl = 'y'", "a command or a url"),
         ("[[server]]\nurl = 'y'", "needs a name"),
         ("[[server]]\nname = 'a'\nurl = 'y'\nprot = 'z'", "'prot', which is none of"),
-        ("[[server]]\nname = 'a'\nurl = 3", "every value must be text"),
+        ("[[server]]\nname = 'a'\nurl = 3", "url must be text"),
+        ("[[server]]\nname = 'a'\nurl = 'y'\nenv = 'x'", "env must be a table of texts"),
+        ("[[server]]\nname = 'a'\nurl = 'y'\nenv = { A = 1 }", "env must be a table of texts"),
+        ("[[server]]\nname = 'a'\nurl = 'y'\nrounds = 0", "rounds must be a number from 1"),
+        ("[[server]]\nname = 'a'\nurl = 'y'\nrounds = true", "rounds must be a number from 1"),
         ("[[server]]\nname = 'a'\ncommand = 'x $NOT_SET_ANYWHERE'", "wants $NOT_SET_ANYWHERE"),
         ("[[server]]\nname = 'a'\nurl = 'y'\n[[server]]\nname = 'a'\nurl = 'z'", "two servers have one name"),
     ],
@@ -54,24 +97,155 @@ def test_a_broken_file_of_peers_says_where(tmp_path, text, said):
     assert said in str(error.value)
 
 
+def test_servers_are_chosen_by_name_and_need_only_their_own_variables(tmp_path, monkeypatch):
+    monkeypatch.delenv("NOT_SET_ANYWHERE", raising=False)
+    text = '[[server]]\nname = "a"\nurl = "x"\n[[server]]\nname = "b"\ncommand = "x $NOT_SET_ANYWHERE"\n'
+    assert [peer.name for peer in read(tmp_path, text, ("a",))] == ["a"]
+    with pytest.raises(UsageError, match="wants \\$NOT_SET_ANYWHERE"):
+        read(tmp_path, text, ("b",))
+    with pytest.raises(UsageError, match="has no server 'c'; it has a, b"):
+        read(tmp_path, text, ("a", "c"))
+
+
 def test_the_committed_peers_are_read(monkeypatch):
-    monkeypatch.setenv("GGUF", "/x.gguf")
-    peers = compare.read_peers(ROOT / "benchmarks/peers.toml", {"model": "m"})
+    names = (
+        "GGUF GGUF_Q8 LLAMA_SERVER OPENVINO_INT8 OPENVINO_MODEL OPENVINO_PYTHON TRANSFORMERS VLLM_PRELOAD VLLM_PYTHON"
+    )
+    for name in names.split():
+        monkeypatch.setenv(name, "/x")
+    peers = read_peers(ROOT / "benchmarks/peers.toml", {"model": "m", "python": "/p", "root": str(ROOT)})
     assert peers[0].name == "Pequod"
     assert all("{port}" in " ".join(peer.command) for peer in peers)
+    drivers = [peer for peer in peers if peer.api == "in-process"]
+    assert len(drivers) == 2
+    assert all(Path(peer.command[1]).is_file() for peer in drivers)
+
+
+def test_a_peer_takes_part_in_its_cases_and_rounds():
+    assert Peer("a").takes_part("S", 9)
+    some = Peer("a", cases="AC", rounds=2)
+    taken = [(case, number) for case in "ABC" for number in range(-1, 4) if some.takes_part(case, number)]
+    assert taken == [(case, number) for case in "AC" for number in (-1, 0, 1)]
+
+
+def test_a_driver_runs_whole_workloads_and_its_times_are_taken():
+    async def then(driver: Contestant):
+        asks = driver.asks(3, 8, 5, "p", 6)
+        return driver, asks, await driver.run(asks, 2)
+
+    command = (sys.executable, "-c", DRIVER, "{port}", "works")
+    driver, asks, done = entered(Peer("d", command, api="in-process"), then)
+    assert driver.failure is None
+    assert driver.version == "7.8"
+    assert len({tuple(ask.prompt[:6]) for ask in asks}) == 1
+    assert len({tuple(ask.prompt) for ask in asks}) == 3
+    assert [shot.tokens for shot in done.shots] == [5] * 3
+    assert [shot.prompt_tokens for shot in done.shots] == [8] * 3
+    assert done.shots[0].decode_rate == 4 / 0.5
+    assert done.wall == 1.0
+
+
+def test_a_driver_that_fails_says_why():
+    async def then(driver: Contestant):
+        with pytest.raises(Failure) as error:
+            await driver.run(driver.asks(1, 8, 5, "p", 0), 1)
+        return str(error.value)
+
+    command = (sys.executable, "-c", DRIVER, "{port}", "fails")
+    assert entered(Peer("d", command, api="in-process"), then) == "the driver failed: no memory"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("/no/such/program", "{port}"), "did not start: /no/such/program cannot be started"),
+        ((sys.executable, "-c", "print('no AMX here'); raise SystemExit(3)"), "the server ended with code 3; "),
+    ],
+)
+def test_a_peer_that_cannot_be_started_is_told_as_such(command, said):
+    async def then(peer: Contestant):
+        return peer
+
+    peer = entered(Peer("a", command), then)
+    assert said in peer.failure
+    assert (peer.target, peer.child) == (None, None)
+
+
+def test_a_peer_that_takes_text_alone_needs_words_of_one_token():
+    async def then(peer: Contestant):
+        return peer.failure
+
+    with Other(takes_ids=False).listening() as url:
+        assert "no words that are one token" in entered(Peer("a", url=url), then)
+    with Other(takes_ids=True).listening() as url:
+        assert entered(Peer("a", url=url), then) is None
+
+
+def test_the_work_of_a_measured_server_is_not_elsewhere(monkeypatch):
+    spent = iter([1.0, 5.0])
+    server = Contestant(Peer("a"))
+    assert Elsewhere(server).cores() is None  # it was not started here
+    monkeypatch.setattr(Contestant, "process_seconds", property(lambda _: next(spent)))
+    monkeypatch.setattr("benchmarks.contestants.busy_seconds", iter([10.0, 14.0]).__next__)
+    monkeypatch.setattr("time.process_time", lambda: 0.0)
+    assert Elsewhere(server).cores() == 0
+
+
+def test_no_round_begins_that_would_end_too_late(monkeypatch):
+    now, turns = [0.0], []
+
+    async def turn(each, name, case, number, limits):
+        turns.append((number, name, each.peer.name, case.output_len))
+        now[0] += 50
+        return ""
+
+    monkeypatch.setattr(compare, "turn", turn)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    everyone = [Contestant(Peer("a")), Contestant(Peer("b", cases="A")), Contestant(Peer("c"), failure="broken")]
+    arguments = SimpleNamespace(rounds=9, minutes=10, cases="AS")
+    # 100 s of warm-up, 150 s of the first round, and of 100 s each as many as fit into 600.
+    assert asyncio.run(compare.measure(everyone, arguments, None)) == 4
+    assert turns[:5] == [
+        (-1, "A", "a", 32),
+        (-1, "A", "b", 32),
+        (0, "A", "a", 128),
+        (0, "A", "b", 128),
+        (0, "S", "a", 64),
+    ]
+    assert [(number, name) for number, _, name, _ in turns[5:]] == [
+        (1, "b"), (1, "a"), (2, "a"), (2, "b"), (3, "a"), (3, "b")
+    ]  # fmt: skip
+
+
+def contestant(peer: Peer, **rounds: list[float]) -> Contestant:
+    """One with the figures of its rounds, by case."""
+    found = Contestant(peer)
+    found.rounds = {name: [{compare.CASES[name].figure: each} for each in row] for name, row in rounds.items()}
+    return found
 
 
 def test_ratios_are_above_one_where_the_first_is_ahead():
-    def contestant(name: str, rates: list[float], walls: list[float]):
-        rounds = {
-            "C": [{"output_tok_s": rate} for rate in rates],
-            "B": [{"wall_s": wall} for wall in walls],
-        }
-        return SimpleNamespace(peer=compare.Peer(name), rounds=rounds)
+    everyone = [
+        contestant(Peer("us"), C=[30, 20, 40], B=[1, 1, 2]),
+        contestant(Peer("them"), C=[10, 20, 20], B=[2, 3, 2]),
+    ]
+    assert compare.ratios(everyone, "C") == {"them": {"to": "us", "ratio": 1.5, "q1": 1.5, "q3": 2.5, "rounds": 3}}
+    assert compare.ratios(everyone, "B") == {"them": {"to": "us", "ratio": 2, "q1": 1.5, "q3": 2.5, "rounds": 3}}
 
-    everyone = [contestant("us", [30, 20, 40], [1, 1, 2]), contestant("them", [10, 20, 20], [2, 3, 2])]
-    assert compare.ratios(everyone, "C") == {"them": {"ratio": 1.5, "q1": 1.5, "q3": 2.5}}
-    assert compare.ratios(everyone, "B") == {"them": {"ratio": 2, "q1": 1.5, "q3": 2.5}}
+
+def test_ratios_are_of_one_kind_of_weights_and_of_rounds_that_both_had():
+    everyone = [
+        contestant(Peer("us"), C=[30, 20, 90]),
+        contestant(Peer("us int8", weights="int8"), C=[8, 8, 8]),
+        contestant(Peer("them"), C=[10, 10]),
+        contestant(Peer("them int8", weights="int8"), C=[4, 4, 4]),
+        contestant(Peer("broken")),
+    ]
+    found = compare.ratios(everyone, "C")
+    assert {name: (each["to"], each["ratio"], each["rounds"]) for name, each in found.items()} == {
+        "them": ("us", 2.5, 2),
+        "them int8": ("us int8", 2, 3),
+    }
 
 
 @pytest.mark.parametrize(
@@ -88,31 +262,42 @@ def test_bad_arguments(capsys, argv, said):
 
 
 @pytest.mark.slow
-def test_two_servers_are_compared(tmp_path, capsys, monkeypatch):
-    small = compare.Case(2, 2, 8, 8, 4, "output_tok_s", True)
-    monkeypatch.setattr(compare, "CASES", {"C": small, "B": compare.Case(1, 1, 0, 16, 1, "wall_s", False)})
+def test_servers_are_compared_and_one_that_fails_is_a_row(tmp_path, capsys, monkeypatch):
+    cases = {
+        "C": compare.Case(2, 2, 8, 8, 4, "output_tok_s", True),
+        "B": compare.Case(1, 1, 0, 16, 1, "wall_s", False),
+        "S": compare.Case(2, 1, 8, 8, 4, "wall_s", False, once=True),
+    }
+    monkeypatch.setattr(compare, "CASES", cases)
     with Server() as ours, Other(takes_ids=False).listening() as theirs:
         peers = tmp_path / "peers.toml"
         peers.write_text(
             f'[[server]]\nname = "ours"\nurl = "{ours.url}"\n'
-            f'[[server]]\nname = "theirs"\nurl = "{theirs}"\nversion = "echo 1.2"\n'
+            f'[[server]]\nname = "theirs"\nurl = "{theirs}"\nversion = "echo 1.2"\ncases = "CB"\nrounds = 1\n'
+            '[[server]]\nname = "gone"\ncommand = "/no/such/program {port}"\n'
         )
-        argv = [str(peers), "--model", "builtin", "--rounds", "2", "--cases", "CB", "--out", str(tmp_path / "out")]
+        argv = [str(peers), "--model", "builtin", "--rounds", "2", "--cases", "CBS", "--out", str(tmp_path / "out")]
         assert compare.main(argv) == 0
     result = json.loads((tmp_path / "out/compare.json").read_text())
     assert result["servers"][1]["version"] == "1.2"
     assert result["ratios"]["C"]["theirs"]["ratio"] > 0
-    assert len(result["bytes_per_s"]) == 1 + 2 * 2 * 3  # the probe's first, then one before each turn
-    requests = result["servers"][0]["requests"]["C"]
-    assert [len(each) for each in requests] == [2, 2]
-    assert {each["prompt_tokens"] for round_ in requests for each in round_} == {16}
+    assert result["ratios"]["C"]["theirs"]["rounds"] == 1
+    # The probe's first, then one before each turn: warm-up and two rounds of ours, warm-up and one of theirs, and S.
+    assert len(result["bytes_per_s"]) == 1 + 2 * (3 + 2) + 1
+    requests = result["servers"][0]["requests"]
+    assert [len(each) for each in requests["C"]] == [2, 2]
+    assert {each["prompt_tokens"] for round_ in requests["C"] for each in round_} == {16}
+    assert [len(each) for each in requests["S"]] == [2]
     table = (tmp_path / "out/compare.md").read_text()
     assert table == capsys.readouterr().out
     assert "| ours to | C | B |" in table
+    assert "| **the best of them** | " in table
+    assert "| gone | bf16 | did not start: /no/such/program cannot be started" in table
 
 
-def test_a_server_that_cannot_be_started_ends_the_comparison(tmp_path, capsys):
+def test_without_any_server_there_is_no_comparison(tmp_path, capsys):
     peers = tmp_path / "peers.toml"
     peers.write_text('[[server]]\nname = "a"\ncommand = "/no/such/program {port}"\n')
     assert compare.main([str(peers), "--model", "builtin", "--out", str(tmp_path)]) == 1
     assert "/no/such/program cannot be started" in capsys.readouterr().err
+    assert not (tmp_path / "compare.md").exists()

@@ -113,6 +113,7 @@ class Choice:
     kernels: Kernels | None
     note: str = ""  # what is lost by it
     fix: str = ""  # how to get it
+    alone: bool = True  # torch adds up nothing of a row beside our kernels
 
     @property
     def name(self) -> str:
@@ -120,8 +121,8 @@ class Choice:
 
     @property
     def invariant(self) -> bool:
-        """Whether a row's products have the same bits in any batch."""
-        return self.kernels is not None
+        """Whether a row's results have the same bits in any batch, where its attention's have."""
+        return self.kernels is not None and self.alone
 
 
 class Clock:

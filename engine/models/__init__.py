@@ -70,20 +70,21 @@ def describe(folder: Path, config: EngineConfig) -> ModelSpec:
 
 
 def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
-    """What computes a native model's products on a device. Raises ConfigError for what this machine cannot do."""
+    """What computes a model's products on a device. Raises ConfigError for what this machine cannot do."""
     return choose(config.cpu_isa, device, spec.dtype, quantized=spec.quantization != "none")
 
 
 def load(config: EngineConfig, folder: Path, device: torch.device, progress: Progress = lambda share: None) -> Model:
     """Build the model of a folder on a device; the weights are streamed in. Raises ModelError, ConfigError."""
     spec = describe(folder, config)
+    chosen = product(config, spec, device)
     if spec.implementation == "native":
         from .decoder import Decoder
 
-        return Decoder.load(spec, folder, device, product(config, spec, device), progress)
+        return Decoder.load(spec, folder, device, chosen, progress)
     from . import hf
 
-    return hf.load(spec, folder, device, progress)
+    return hf.load(spec, folder, device, chosen, progress)
 
 
 __all__ = ["Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "load", "product"]

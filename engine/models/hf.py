@@ -4,7 +4,8 @@ The rows of a step are flattened into one line of tokens, batch size 1. Attentio
 transformers under our names; what a step needs travels as one keyword argument through the model's forward into
 every layer's call. Whether a model can be served so is not a list of names: a trial run without weights (meta
 tensors) shows which layers call the attention function and with what, and a small one with the weights shows that
-nothing but attention carries something from one token to another.
+nothing but attention carries something from one token to another. On a CPU its plain linear layers are packed for our
+product (packing.py).
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from transformers.utils import logging
 
 from ..attention import AttentionMeta, KVCache, LayerKV, select
 from ..config import EngineConfig
-from ..kernels.library import Choice
+from ..kernels.library import Choice, Kernels
 from ..types import ModelError
 from . import Outputs
+from .packing import pack
 from .spec import ModelSpec, architecture, choose_dtype, serve_len
 from .weights import Checkpoint
 
@@ -201,10 +203,30 @@ def describe(folder: Path, source: dict[str, Any], config: EngineConfig) -> Mode
     )
 
 
-def load(spec: ModelSpec, folder: Path, device: torch.device, progress: Callable[[float], None]) -> Transformers:
+def load(
+    spec: ModelSpec, folder: Path, device: torch.device, product: Choice, progress: Callable[[float], None]
+) -> Transformers:
     """The model of a folder with its weights, on the device. Raises ModelError."""
     checkpoint = Checkpoint(folder)
     progress(0.0)
+    loaded = Transformers(spec, _read(spec, folder).to(device), checkpoint.weights_hash, product)
+    try:
+        loaded.check_isolation(device)
+    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+        if product.kernels is None:
+            raise
+        reason = _first_line(error)
+    else:
+        progress(1.0)
+        return loaded
+    # Its code looks into its linear layers beside calling them.
+    del loaded
+    lost = f"torch computes the products: {spec.architecture} does not run on packed weights ({reason})"
+    return load(spec, folder, device, Choice(None, lost), progress)
+
+
+def _read(spec: ModelSpec, folder: Path) -> Any:
+    """transformers' own model with the weights of a folder. Raises ModelError."""
     with quiet():
         try:
             found: Any = AutoModelForCausalLM.from_pretrained(
@@ -228,21 +250,19 @@ def load(spec: ModelSpec, folder: Path, device: torch.device, progress: Callable
             what = "lacks the tensor" if key == "missing_keys" else "has another shape than config.json for the tensor"
             raise ModelError(f"the checkpoint in {folder} {what} {names[0]} ({len(names)} in all)")
     _fix_rotary(model, spec.serve_len)
-    loaded = Transformers(spec, model.to(device).eval(), checkpoint.weights_hash)
-    loaded.check_isolation(device)
-    progress(1.0)
-    return loaded
+    return model.eval()
 
 
 class Transformers:
     """A loaded model that transformers computes."""
 
-    def __init__(self, spec: ModelSpec, model: Any, weights_hash: str) -> None:
+    def __init__(self, spec: ModelSpec, model: Any, weights_hash: str, product: Choice) -> None:
         self.spec, self.model, self.weights_hash = spec, model, weights_hash
-        self.product = Choice(None)  # transformers' code multiplies with torch
         parameters = list(model.parameters())
         self.num_params = sum(parameter.numel() for parameter in parameters)
         self.weights_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+        del parameters  # what is packed is freed
+        self.product = product if product.kernels is None else self._pack(product.kernels)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
@@ -270,6 +290,18 @@ class Transformers:
             logits = logits[logits_at]
         hidden = found[0][0, hidden_at] if found else None
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
+
+    def _pack(self, kernels: Kernels) -> Choice:
+        """Have our kernels compute the products that they can; what computes them then."""
+        share = pack(self.model, kernels) / self.weights_bytes
+        if share > 0.5:  # as long as anything views the checkpoint's file, all of it stays mapped
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.clone()
+        lost = (
+            f"our kernels hold {share:.0%} of the weights; what transformers' code computes beside them with torch can"
+            " change its last bits with the batch"
+        )
+        return Choice(kernels, lost, alone=False)
 
     def check_isolation(self, device: torch.device) -> None:
         """Raise ModelError if a token's logits depend on another sequence's token in the same step."""
