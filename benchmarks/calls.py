@@ -87,7 +87,7 @@ def judge(case: Case, answer: httpx.Response, counts: Counter[str]) -> str | Non
     if not is_cut and (choice["finish_reason"] != "tool_calls" or not calls or choice["message"]["content"]):
         counts["failed"] += 1
         return json.dumps(choice)[:400]
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in case.asked["tools"]}
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in case.asked["tools"]}
     for call in calls[:-1] if is_cut else calls:
         try:
             jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])

@@ -3,10 +3,11 @@
     python benchmarks/compare.py benchmarks/peers.toml --model /tmp/qwen3-0.6b-random --out /tmp/compare
 
 The TOML file names servers: how each is started, or where it runs. Nothing is installed. All of them are started first,
-then in every round each case is measured with each server in turn, in another order each time, with the machine's
-bandwidth probed before each turn, so that what the machine does meanwhile happens to all. Writes compare.json, with the
-times of all tokens, and compare.md, a table with ratios. A ratio is the figure of the first server of a kind of weights
-to that of another one: above 1 it is ahead. A server that does not start, or dies, is a row that says so.
+then in every round each case is measured with each server in turn, in an order that moves on by one each round, with
+the machine's bandwidth probed before each turn, so that what the machine does meanwhile happens to all. Writes
+compare.json, with the times of all tokens, and compare.md, a table with ratios. A ratio is the figure of the first
+server of a kind of weights to that of another one: above 1 it is ahead. A server that does not start, dies, or leaves a
+request unanswered is a row that says so.
 
 A  one request, 32 tokens in, 128 out: tokens/s after the first
 B  one request, 512 in, 1 out: seconds
@@ -110,6 +111,9 @@ async def turn(each: Contestant, name: str, case: Case, number: int, limits: Pro
     except Failure as error:
         each.failure = f"failed in case {name}: {error}"
         return each.failure
+    if lost := sum(shot.error is not None for shot in done.shots):
+        each.failure = f"failed in case {name}: {lost} of {case.requests} requests were not answered"
+        return each.failure
     figures: Figures = summarize(done) | {"bytes_per_s": before.bytes_per_s, "elsewhere_cores": elsewhere.cores()}
     if case.requests == 1 and figures["decode_tok_s"] and each.peer.weights == WEIGHTS.get(limits.dtype):
         context = case.input_len + case.output_len // 2
@@ -127,7 +131,7 @@ async def measure(everyone: Sequence[Contestant], arguments: argparse.Namespace,
         so_far = time.monotonic() - began
         if number > 0 and arguments.minutes and so_far + last > 60 * arguments.minutes:
             return number
-        # Every server is measured first, second… in turn: what one leaves in the caches hits each of them.
+        # The order turns by one each round, so that what one server leaves in the caches does not always hit the same.
         shift = max(number, 0) % len(everyone)
         for name in arguments.cases:
             case = CASES[name].at(number)

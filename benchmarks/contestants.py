@@ -133,9 +133,11 @@ class Contestant:
         return None if self.child is None else cpu_seconds(self.child.pid)
 
     def asks(self, count: int, input_len: int, output_len: int, prefix: str, prefix_len: int) -> list[Ask]:
-        """Requests whose first tokens are those that `prefix` names; the rest of each is new."""
+        """Requests whose first tokens are those that `prefix` names; no two have the same rest, and another contestant
+        that is asked with the same prefix gets the same."""
         assert self.prompts is not None
-        return [self.prompts.shared(input_len, output_len, prefix, prefix_len) for _ in range(count)]
+        ask = self.prompts.shared
+        return [ask(input_len, output_len, prefix, prefix_len, key=f"{prefix} #{one}") for one in range(count)]
 
     async def run(self, asks: Sequence[Ask], at_once: int) -> Run:
         """Send all of them, `at_once` at a time. Failure when the server is gone or answers none."""

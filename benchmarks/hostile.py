@@ -4,9 +4,9 @@
 
 The rows are those of tests/server/hostile.py. Two figures are held. Every refusal begins within 100 ms of the last byte
 of its row: that byte is held back until the server has read all others, and timed is from it to the answer's first
-byte, each row on a connection of its own and nothing beside it (0: the answer came before the last byte). And the
-bystander's ITL p95 is at most 1.5 times what it is without them, taken in turns in one run; there each row is sent at
-once.
+byte, each row on a connection of its own and nothing beside it (0: the answer came before the last byte), the median
+of its rounds. And the bystander's ITL p95 is at most 1.5 times what it is without them, taken in turns in one run;
+there each row is sent at once.
 
 A row that gets another answer than its refusal, or none, has failed and is told by its name.
 """

@@ -309,7 +309,8 @@ class ProcessEngine(_Client):
 
     def spawn(self) -> None:
         """Start the child now, before there is an event loop: it loads while the caller imports what it needs."""
-        self._spawned = self._spawn()
+        with contextlib.suppress(OSError):  # it is tried again where there is somebody to tell
+            self._spawned = self._spawn()
 
     @property
     def pid(self) -> int | None:

@@ -301,7 +301,7 @@ def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) 
         tries.append(f"--dtype bfloat16: weights of {_gb(plan.weights_bytes)} leave room for {plan.num_tokens} tokens")
     if machine.kind == "cpu" and spec.decoder is not None and asked.quantization == "none":
         rounded = replace(spec, quantization="int8")
-        if spec.dtype.itemsize in (2, 4) and (plan := works(rounded, quantization="int8")):
+        if _can_round(asked, spec) and (plan := works(rounded, quantization="int8")):
             size = _gb(plan.weights_bytes)
             tries.append(f"--quantization int8: weights of {size} leave room for {plan.num_tokens} tokens")
     if not spec.int8_cache and (plan := works(replace(spec, int8_cache=True), kv_dtype="int8")):
@@ -337,6 +337,19 @@ def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine) ->
     room = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config))
     full = spec.kv_bytes_per_token * (config.max_len + config.block_size)
     return max(1, int(min(room, full + (1 << 20))) >> 20) << 20
+
+
+def _can_round(asked: EngineConfig, spec: ModelSpec) -> bool:
+    """Whether this machine has products of rounded weights for a model."""
+    import torch
+
+    from .kernels.library import choose
+
+    try:
+        choose(asked.cpu_isa, torch.device("cpu"), spec.dtype, quantized=True)
+    except ConfigError:
+        return False
+    return True
 
 
 def _in_bfloat16(spec: ModelSpec) -> ModelSpec:

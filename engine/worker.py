@@ -52,7 +52,7 @@ class _Worker:
 
     async def main(self) -> int:
         # torch takes a second and more, and is needed whatever is to be loaded.
-        self.model_thread.submit(import_module, "engine.runner")
+        self.imported = self.model_thread.submit(import_module, "engine.runner")
         load = await self.pipe.receive()
         if load is None:
             return 0  # the server died before it said anything
@@ -80,6 +80,7 @@ class _Worker:
         from .grammar.grammars import Grammars
 
         def built() -> tuple[Runner, EngineInfo, EngineConfig]:
+            self.imported.result()  # done, in this thread; a second try of an import that failed tells another error
             from .runner import build
 
             return build(config, self._progress)

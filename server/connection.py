@@ -68,6 +68,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._end_idle()  # it began again if the answer before this request ended within its head
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
@@ -80,6 +81,7 @@ class Connection(HttpToolsProtocol):
             self._stop_timer()
 
     def on_response_complete(self) -> None:
+        self._end_idle()
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body:
             self._begin_rest()
@@ -124,6 +126,9 @@ class Connection(HttpToolsProtocol):
         """Answer what never became a request, and hang up."""
         if self.is_parting or self.transport.is_closing():
             return
+        if self.cycle is not None and self.cycle.response_complete and self.cycle.more_body:
+            self.part()  # the request whose body ends badly has its answer
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started or self.pipeline:  # this would stand amid the answer to another request
                 self.transport.close()
@@ -161,6 +166,8 @@ class _Outlet(asyncio.Transport):
         return self._connection.is_parting or self._transport.is_closing()
 
     def close(self) -> None:
+        if self._transport.is_closing():
+            return
         # Behind a head that asks for another protocol the parser takes nothing for a body.
         if self._cycle.more_body or self._connection.parser.should_upgrade():
             self._connection.part()

@@ -72,7 +72,8 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
             message = f"Invalid '{grammar.field}': must be absent where tool_choice asks for a call."
             raise invalid(message, grammar.field)
         return Shape(formats, grammar, opened)
-    budget = thinking_budget(app, asked, is_formed=grammar is not None or (calling is not None and calling.is_required))
+    is_formed = grammar is not None or (calling is not None and calling.is_required)
+    budget = thinking_budget(app, asked, prompt, is_formed=is_formed)
     is_shaped = calling is not None and (calling.is_required or any(tool.strict for tool in calling.tools))
     is_mixed = grammar is not None and (calling is not None or formats.reasoning is not None)
     if not is_shaped and not is_mixed and budget is None:
@@ -100,7 +101,7 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     return Shape(forced.formats, whole, opened)
 
 
-def thinking_budget(app: Pequod, asked: Conversation, *, is_formed: bool) -> tuple[str, int] | None:
+def thinking_budget(app: Pequod, asked: Conversation, prompt: Prompt, *, is_formed: bool) -> tuple[str, int] | None:
     """The field that bounds the reasoning, and its most tokens; None: nothing does. Raises 400.
 
     `is_formed`: the answer must be a call or follow a schema. Then reasoning that took all tokens would leave nothing
@@ -112,7 +113,9 @@ def thinking_budget(app: Pequod, asked: Conversation, *, is_formed: bool) -> tup
     can_end = ends_reasoning(app.formats) in app.tokenizer.added_ids
     (field, limit), budget = asked.limit, asked.thinking_budget
     if budget is None and is_formed and limit is not None and can_end:
-        return field, limit // 2
+        info = app.engine.info
+        room = limit if info is None else info.max_len - len(prompt.ids)  # a limit beyond it may be cut to it
+        return field, max(0, min(limit, room)) // 2
     if budget is None or budget[1] == -1 or (limit is not None and budget[1] >= limit):
         return None
     if not can_end:

@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from engine import Engine, EngineInfo, RequestStats, StepStats
 
 from .logs import request_line
+from .phases import KERNELS, PHASES
 
 if TYPE_CHECKING:
     from .limits import Limits
@@ -31,8 +32,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "cancelled", "error")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-PHASES = ("schedule", "prepare", "forward", "sample", "publish")
-KERNELS = "kernels"  # told beside the phases, of which it is a part: the time in our CPU kernels
 ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction with each further one: some fifty steps count
 MOST_GAPS = 4096  # per choice, for the median that the log tells
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 MAX_SHORTEST = 1 << 14
 ENOUGH = 1 << 30  # lengths are not told apart beyond it
 
-# An escape, the beginning of a group, a count, or any other character. No part of it looks far ahead.
+# An escape, the beginning of a group, a count, one from nothing, or any other character. No part looks far ahead.
 TOKEN = re.compile(
-    r"\\[pPxuU]\{[^}]{0,64}\}|\\.|\(\?(?:P?<[^>]{1,64}>|[a-zA-Z-]{0,16}[:)])|\{(\d+)(?:,\d*)?\}|.", re.DOTALL
+    r"\\[pPxuU]\{[^}]{0,64}\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[pP][a-zA-Z]|\\."
+    r"|\(\?(?:P?<[^>]{1,64}>|[a-zA-Z-]{0,16}[:)])|\{(\d+)(?:,\d*)?\}|\{,\d+\}|.",
+    re.DOTALL,
 )
 NOTHING = {"^", "$", r"\b", r"\B", r"\A", r"\z"}
 
@@ -59,7 +61,7 @@ def shortest(pattern: str) -> int:
             groups[-1].add(here.shortest)
         elif token == "|":
             here.fewest, here.length, here.last = here.shortest, 0, 0
-        elif token in ("*", "?"):
+        elif token in ("*", "?") or (token.startswith("{,") and len(token) > 2):
             here.repeat(0)
         elif token == "+":
             here.repeat(1)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from engine import grammar_problem
 
 from .errors import ApiError, invalid, shown
-from .patterns import MAX_SHORTEST, is_too_long
+from .patterns import MAX_SHORTEST, is_too_long, shortest
 
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SOURCE = 64 << 10  # bytes
@@ -103,19 +103,32 @@ def wrong(kind: str, text: str) -> str | None:
         return "it is not a JSON schema"
     if not isinstance(schema, dict):
         return "it is not a JSON object"
+    shortest_of_all = 0
     for place in walk(schema):
         if place.depth > MAX_DEPTH:
             return f"schemas are nested more than {MAX_DEPTH} deep"
         for keyword in place.schema:
             if keyword in UNSUPPORTED:
                 return f"'{keyword}' at '{pointer(*place.path, keyword)}' is not supported"
-        if isinstance(pattern := place.schema.get("pattern"), str) and is_too_long(pattern):
-            where = pointer(*place.path, "pattern")
-            return f"no text of less than {MAX_SHORTEST} characters matches 'pattern' at '{where}'"
+        for path, pattern in patterns(place):
+            if is_too_long(pattern):
+                where = pointer(*path)
+                return f"no text of less than {MAX_SHORTEST} characters matches '{path[len(place.path)]}' at '{where}'"
+            shortest_of_all += shortest(pattern) if "{" in pattern else 0  # others are as long as they are written
+        if shortest_of_all > MAX_SHORTEST:
+            return f"the texts of its patterns have more than {MAX_SHORTEST} characters at least"
         if (reference := _broken_reference(schema, place)) is not None:
             return reference
     problem = grammar_problem(kind, text)
     return None if problem is None else f"{_place_of_error(schema)}{problem}"
+
+
+def patterns(place: Place) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The expressions of a schema itself, each with its path."""
+    if isinstance(pattern := place.schema.get("pattern"), str):
+        yield (*place.path, "pattern"), pattern
+    if isinstance(named := place.schema.get("patternProperties"), dict):
+        yield from (((*place.path, "patternProperties", name), name) for name in named)
 
 
 class Place(NamedTuple):

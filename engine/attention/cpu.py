@@ -1,6 +1,6 @@
 """Paged attention on the CPU by our own kernel: reads the pages where they are, and gives the same bits in any batch.
 
-The kernel (engine/kernels/attention.cpp) stores and attends in one call, and knows the layout of a block. Here is
+The kernel (engine/kernels/attention.cpp) stores and attends in one call; pages.h has the layout of a block. Here is
 what it is told: a `Call` per step and shape of layer, pointers per layer.
 """
 
@@ -21,7 +21,7 @@ HUGE_PAGES, HUGE_BYTES = 14, 2 << 20
 
 
 class Call(ctypes.Structure):
-    """A step and the shape of a layer, as attention.cpp has it."""
+    """A step and the shape of a layer, as pages.h has it."""
 
     _fields_ = [
         ("query_start", ctypes.c_void_p),

@@ -10,6 +10,8 @@
 // Order. A group's sum of products is an integer, exact in any order. The groups' sums are added as floats from the
 // first to the last, each times both scales by one fused multiply-add: with the weight's scale only at the end, sums of
 // large activations would be infinite on the way.
+#include <float.h>
+
 #include "product.h"
 
 namespace {
@@ -34,7 +36,7 @@ float top_of(int64_t count, Read read) {
 
 // What one step stands for when `steps` of them make `top`. No number where top is none, or infinite.
 float scale_of(float top, int steps) {
-  if (!(top <= 3.4e38f)) return as_number(0x7fc00000);
+  if (!(top <= FLT_MAX)) return as_number(0x7fc00000);
   return top < TINY ? 0.0f : top / (float)steps;
 }
 
@@ -193,7 +195,7 @@ struct Quantized {
       for (int64_t m = 0; m < rows; ++m) {
         Bytes<All::SIZE> bytes;
         bytes.take(x + m * columns + k, columns - k);
-        ((int32_t*)to)[m] = -Width::ZERO * bytes.sum;  // the weights' zero is not 0
+        ((int32_t*)to)[m] = bytes.scale > 0 ? -Width::ZERO * bytes.sum : 0;  // the weights' zero is not 0
         ((float*)to)[rows + m] = bytes.scale;
         for (int f = 0; f < All::FOURS; ++f)
           Way::put(bytes.numbers + 4 * f, rows, m, to + 8 * rows + f * rows * Way::X_BYTES);

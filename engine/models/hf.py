@@ -213,7 +213,7 @@ def load(
     try:
         loaded.check_isolation(device)
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-        if product.kernels is None:
+        if product.kernels is None or "can't allocate memory" in str(error):
             raise
         reason = _first_line(error)
     else:

@@ -7,11 +7,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from ..commands import Parser, settings_from
+from ..phases import PHASES
 from . import limits, options, plots
 from .figures import Figures, median, notes, spread, summarize
 from .session import Session, opened, rounds, tell
 from .show import check, give, number, spread_table, table
-from .steps import PHASES, Step, decoding, least, phases, prefilling
+from .steps import Step, decoding, least, phases, prefilling
 
 if TYPE_CHECKING:
     from engine import Roofline

@@ -35,10 +35,11 @@ class Prompts:
         self._made += 1
         return Ask(self._text([(key or f"#{self._made}", input_len)]), input_len, output_len, at)
 
-    def shared(self, input_len: int, output_len: int, prefix: str, prefix_len: int) -> Ask:
-        """A request whose first `prefix_len` tokens are those of every other one with this prefix."""
+    def shared(self, input_len: int, output_len: int, prefix: str, prefix_len: int, *, key: str | None = None) -> Ask:
+        """A request whose first `prefix_len` tokens are those of every other one with this prefix; `key` names the
+        rest, without one it is new."""
         self._made += 1
-        pieces = [(prefix, prefix_len), (f"#{self._made}", input_len - prefix_len)]
+        pieces = [(prefix, prefix_len), (key or f"#{self._made}", input_len - prefix_len)]
         return Ask(self._text(pieces), input_len, output_len)
 
     def traced(self, arrival: Arrival) -> Ask:

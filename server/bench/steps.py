@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..metrics import PHASES
+from ..phases import PHASES
 from .figures import Figures, median
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ class MeanModel:
 
     def __init__(self):
         layers = [LayerKV(1, VOCAB, VOCAB)]
-        self.spec = types.SimpleNamespace(vocab_size=VOCAB, max_len=64, dtype=torch.float64, layers=layers)
+        kinds = {"dtype": torch.float64, "cache_dtype": torch.float64}
+        self.spec = types.SimpleNamespace(vocab_size=VOCAB, max_len=64, layers=layers, **kinds)
         self.product = Choice(None)
         self.matrix = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 5
         self.fails_with = None

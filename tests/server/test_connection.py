@@ -113,6 +113,21 @@ def test_blank_lines_are_no_next_request(sockets):
     sockets(use, {"timeout_keep_alive": 1})
 
 
+def test_a_request_whose_head_came_in_two_pieces_is_answered_to_its_end(sockets):
+    async def use(connect, app, engine):
+        engine.delay = 0.05
+        body = json.dumps({"prompt": "a", "max_tokens": 40}).encode()
+        whole = head(JSON, f"Content-Length: {len(body)}") + body
+        reader, writer = await connect()
+        writer.write(whole + whole[:30])  # the first answer ends within the second head
+        assert (await read_answer(reader))[0] == 200
+        writer.write(whole[30:])
+        assert (await read_answer(reader))[0] == 200  # in twice the time after which an idle connection is closed
+        writer.close()
+
+    sockets(use, {"timeout_keep_alive": 1})
+
+
 def test_who_closes_one_half_is_answered_and_who_hangs_up_is_forgotten(sockets):
     async def use(connect, app, engine):
         whole = head(JSON, f"Content-Length: {len(SHORT)}") + SHORT
@@ -258,6 +273,18 @@ def test_a_bad_chunk_ends_the_request_that_it_belongs_to(sockets, patient):
         writer.write(b"zz\r\n")
         assert (await read_answer(reader))[0] == 400
         await until(lambda: app.state.pequod.limits.open_bytes == 0)
+        writer.close()
+
+    sockets(use)
+
+
+def test_a_bad_chunk_behind_an_answer_gets_no_second_one(sockets, patient):
+    async def use(connect, app, engine):
+        reader, writer = await connect()
+        writer.write(head(JSON, "Transfer-Encoding: chunked", first=NOWHERE) + b"5\r\naaaaa\r\n")
+        assert (await read_answer(reader))[0] == 404
+        writer.write(b"zz\r\n")
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
         writer.close()
 
     sockets(use)

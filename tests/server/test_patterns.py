@@ -22,6 +22,8 @@ from server.patterns import ENOUGH, MAX_SHORTEST, is_too_long, shortest
         ("a{3}?b", 4),
         ("(?:ab|c){4}", 4),
         ("(?P<name>ab){4}(?i)(?s:c){2}", 10),
+        (r"\x41\u00e9\U0001f433\pL\x{41}", 5),
+        ("(?:é){,5}b", 1),
         (r"[]a]{3}[^]b\]]{2}[(]", 6),
         (r"\d{3}\p{Greek}{2}\x{41}\(\)\{\b", 9),
         ("x{y}", 4),
