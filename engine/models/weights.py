@@ -1,8 +1,8 @@
 """Checkpoints in safetensors files: found, checked before anything is read, and streamed into place piece by piece.
 
 The format is a length (8 bytes, little-endian), a JSON header of that length (name -> dtype, shape, place), and the
-tensors' bytes. They are read to where they are wanted, by way of a small buffer where the dtypes differ; so loading
-needs the weights' own memory and little more. Files of other formats are never opened: unpickling one runs whatever
+tensors' bytes. They are read to where they are wanted, by way of a small buffer where the dtypes differ, some tensors
+at a time; so loading needs the model's own memory and that of the tensors which are being packed. Files of other formats are never opened: unpickling one runs whatever
 its author put into it.
 """
 
