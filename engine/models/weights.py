@@ -2,8 +2,8 @@
 
 The format is a length (8 bytes, little-endian), a JSON header of that length (name -> dtype, shape, place), and the
 tensors' bytes. They are read to where they are wanted, by way of a small buffer where the dtypes differ, some tensors
-at a time; so loading needs the model's own memory and that of the tensors which are being packed. Files of other formats are never opened: unpickling one runs whatever
-its author put into it.
+at a time; so loading needs the model's own memory and that of the tensors which are being packed. Files of other
+formats are never opened: unpickling one runs whatever its author put into it.
 """
 
 from __future__ import annotations
