@@ -155,6 +155,7 @@ class Contestant:
         then it is stopped, so that what it still does disturbs nobody."""
         assert self.target is not None
         self.lost.append(why)
+        last = last or self.peer.api == IN_PROCESS  # which keeps the requests of a run that failed
         if last or len(self.lost) >= MOST_FAILURES or self._died() or not await self.target.answers():
             self.failure = why
             await self.stack.aclose()
