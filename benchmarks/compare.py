@@ -4,10 +4,11 @@
 
 The TOML file names servers: how each is started, or where it runs. Nothing is installed. All of them are started first,
 then in every round each case is measured with each server in turn, in an order that moves on by one each round, with
-the machine's bandwidth probed before each turn, so that what the machine does meanwhile happens to all. Writes
-compare.json, with the times of all tokens, and compare.md, a table with ratios. A ratio is the figure of the first
-server of a kind of weights to that of another one: above 1 it is ahead. A server that does not start, dies, or leaves a
-request unanswered is a row that says so.
+the machine's bandwidth probed before and after each turn, so that what the machine does meanwhile happens to all. After
+each case it writes compare.json, with the times of all tokens, and compare.md, a table with ratios, so that a run can
+be stopped at any time. A ratio is the figure of the first server of a kind of weights to that of another one, in rounds
+that both were measured in: above 1 it is ahead. A server that does not start or dies is a row that says so; a turn in
+which a request stays unanswered has no figures, and a note.
 
 A  one request, 32 tokens in, 128 out: tokens/s after the first
 B  one request, 512 in, 1 out: seconds
@@ -24,15 +25,16 @@ import contextlib
 import itertools
 import json
 import re
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contestants import Contestant, Elsewhere, enter, read_peers
-from engine import EngineError, fetch
+from engine import EngineError, Roofline, fetch
 from server.bench.client import IDS
 from server.bench.figures import Figures, median, notes, percentile, rounded, spread, summarize
 from server.bench.limits import Probe, probe
@@ -49,6 +51,9 @@ POOL, LEAST = 2000, 100  # words for prompts that are text
 WORD = re.compile(r" [a-z0-9]{2,}")
 WARM_UP = -1  # the number of a round that is not counted
 WARM_UP_SHARE = 4  # its lengths are a quarter
+# Threads of many servers spin for some 0.2 s after their last work, which a probe of the bandwidth would feel.
+SETTLE_S = 0.5
+STOPPED = 130  # exit code, as of a command that Ctrl-C ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,54 +107,79 @@ def word_pool(model: str) -> list[str]:
 
 async def turn(each: Contestant, name: str, case: Case, number: int, limits: Probe) -> str:
     """Measure one server in one round of a case, with what the machine did meanwhile; what is to be told of it."""
-    before = await limits.measure()
+    before = limits.seen[-1].bytes_per_s
     prefix = f"{name}, round {number}"
     asks = each.asks(case.requests, case.input_len, case.output_len, prefix, case.shared_len)
     elsewhere = Elsewhere(each)
     try:
         done = await each.run(asks, case.at_once)
+        if lost := [shot.error for shot in done.shots if shot.error is not None]:
+            raise Failure(f"{len(lost)} of {case.requests} requests were not answered: {lost[0]}")
+        cores = elsewhere.cores()
     except Failure as error:
-        each.failure = f"failed in case {name}: {error}"
-        return each.failure
-    if lost := sum(shot.error is not None for shot in done.shots):
-        each.failure = f"failed in case {name}: {lost} of {case.requests} requests were not answered"
-        return each.failure
-    figures: Figures = summarize(done) | {"bytes_per_s": before.bytes_per_s, "elsewhere_cores": elsewhere.cores()}
+        await each.fail(f"failed in case {name}, {label(number)}: {error}", last=number == WARM_UP)
+        await settled(limits)
+        return each.lost[-1]
+    after = await settled(limits)
+    speed = (before + after.bytes_per_s) / 2
+    figures: Figures = summarize(done) | {"bytes_per_s": speed, "elsewhere_cores": cores}
     if case.requests == 1 and figures["decode_tok_s"] and each.peer.weights == WEIGHTS.get(limits.dtype):
         context = case.input_len + case.output_len // 2
-        figures["bandwidth_share"] = figures["decode_tok_s"] * before.bytes(context) / before.bytes_per_s
+        figures["bandwidth_share"] = figures["decode_tok_s"] * after.bytes(context) / speed
     if number != WARM_UP:
-        each.rounds.setdefault(name, []).append(figures)
-        each.runs.setdefault(name, []).append(done)
+        each.rounds.setdefault(name, {})[number] = figures
+        each.runs.setdefault(name, {})[number] = done
     return f"{figures[case.figure] or float('nan'):.4g}"
 
 
-async def measure(everyone: Sequence[Contestant], arguments: argparse.Namespace, limits: Probe) -> int:
-    """All cases in all rounds for which there is time; gives the number of rounds."""
-    began, last = time.monotonic(), 0.0
+async def settled(limits: Probe) -> Roofline:
+    """The machine's limits now that no server works."""
+    await asyncio.sleep(SETTLE_S)
+    return await limits.measure()
+
+
+def label(number: int) -> str:
+    return "warm-up" if number == WARM_UP else f"round {number + 1}"
+
+
+async def measure(
+    everyone: Sequence[Contestant], arguments: argparse.Namespace, limits: Probe, keep: Callable[[], None]
+) -> None:
+    """All cases in all rounds for which there is time, with `keep()` after each of them."""
+    began = time.monotonic()
+    took: dict[tuple[str, str], float] = {}  # a turn's seconds, by case and server
     for number in range(WARM_UP, arguments.rounds):
-        so_far = time.monotonic() - began
-        if number > 0 and arguments.minutes and so_far + last > 60 * arguments.minutes:
-            return number
         # The order turns by one each round, so that what one server leaves in the caches does not always hit the same.
         shift = max(number, 0) % len(everyone)
-        for name in arguments.cases:
-            case = CASES[name].at(number)
-            for each in [*everyone[shift:], *everyone[:shift]]:
-                if case and each.failure is None and each.peer.takes_part(name, number):
-                    label = "warm-up" if number == WARM_UP else f"round {number + 1}"
-                    say(f"{label}, {name}: {each.peer.name} {await turn(each, name, case, number, limits)}")
-        last = time.monotonic() - began - so_far
-    count: int = arguments.rounds
-    return count
+        order = [*everyone[shift:], *everyone[:shift]]
+        turns = {
+            (name, case): [each for each in order if each.failure is None and each.peer.takes_part(name, number)]
+            for name in arguments.cases
+            if (case := CASES[name].at(number))
+        }
+        expected = sum(took.get((name, each.peer.name), 0.0) for (name, _), group in turns.items() for each in group)
+        if number > 0 and arguments.minutes and time.monotonic() - began + expected > 60 * arguments.minutes:
+            return
+        for (name, case), group in turns.items():
+            for each in group:
+                if each.failure is None:
+                    start = time.monotonic()
+                    said = await turn(each, name, case, number, limits)
+                    took[name, each.peer.name] = time.monotonic() - start
+                    say(f"{label(number)}, {name}: {each.peer.name} {said}")
+            keep()
 
 
 async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything measured, as JSON has it."""
+    """Everything measured, as JSON has it; in the folder --out after each case, too."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # servers must not be left behind
     values = {"model": arguments.model, "python": sys.executable, "root": str(ROOT)}
     peers = read_peers(arguments.peers, values, arguments.servers)
     words = word_pool(arguments.model)
     settings = load({"model": arguments.model}).settings
+    arguments.out.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         limits = await stack.enter_async_context(probe(settings))
         seed = time.time_ns()  # one for all, so that they get the same prompts; a server that ran before knows none
@@ -158,18 +188,29 @@ async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
             say(f"starting {peer.name}")
             everyone.append(await enter(stack, peer, words, seed))
             say(f"  {everyone[-1].failure or 'ready'}")
-        rounds = await measure(everyone, arguments, limits)
+        await settled(limits)
+        await measure(everyone, arguments, limits, lambda: write(arguments, everyone, limits))
         if not any(each.rounds for each in everyone):
             raise Failure("no server could be measured: " + "; ".join(f"{e.peer.name} {e.failure}" for e in everyone))
-        return {
-            "machine": machine(),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "model": Path(arguments.model).name,
-            "rounds": rounds,
-            "bytes_per_s": [seen.bytes_per_s for seen in limits.seen],
-            "servers": [_told(each) for each in everyone],
-            "ratios": {name: ratios(everyone, name) for name in arguments.cases if not CASES[name].once},
-        }
+        return write(arguments, everyone, limits)
+
+
+def write(arguments: argparse.Namespace, everyone: Sequence[Contestant], limits: Probe) -> dict[str, Any]:
+    """Put what has been measured so far into the folder --out; it, as JSON has it."""
+    rounds = [number + 1 for each in everyone for rows in each.rounds.values() for number in rows]
+    result = {
+        "machine": machine(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "model": Path(arguments.model).name,
+        "rounds": max(rounds, default=0),
+        "bytes_per_s": [seen.bytes_per_s for seen in limits.seen],
+        "servers": [_told(each) for each in everyone],
+        "ratios": {name: ratios(everyone, name) for name in arguments.cases if not CASES[name].once},
+    }
+    if rounds:
+        (arguments.out / "compare.json").write_text(json.dumps(rounded(result)) + "\n")
+        (arguments.out / "compare.md").write_text(markdown(result))
+    return result
 
 
 def _told(each: Contestant) -> dict[str, Any]:
@@ -179,14 +220,20 @@ def _told(each: Contestant) -> dict[str, Any]:
         "name": each.peer.name,
         "version": each.version,
         "weights": each.peer.weights,
-        "command": list(each.peer.command),
+        "command": each.peer.told,
         "failure": each.failure,
         "ready_s": each.ready_s,
         "peak_bytes": peak_bytes(each.child.pid) if each.child is not None else None,
-        "notes": [note for note in (each.peer.note, each.failure, *expected) if note],
-        "cases": {name: {"figures": spread(rows), "rounds": rows} for name, rows in each.rounds.items()},
+        "notes": list(dict.fromkeys(note for note in (each.peer.note, *each.lost, each.failure, *expected) if note)),
+        "cases": {
+            name: {
+                "figures": spread(list(rows.values())),
+                "rounds": [{"round": number + 1} | figures for number, figures in rows.items()],
+            }
+            for name, rows in each.rounds.items()
+        },
         "requests": {
-            name: [[shot.record() for shot in done.shots] for done in runs] for name, runs in each.runs.items()
+            name: [[shot.record() for shot in done.shots] for done in runs.values()] for name, runs in each.runs.items()
         },
     }
 
@@ -198,16 +245,15 @@ def ratios(everyone: Sequence[Contestant], name: str) -> dict[str, dict[str, Any
     """
     case = CASES[name]
 
-    def ratio(ours: float, theirs: float) -> float:
-        ahead, behind = (ours, theirs) if case.more_is_better else (theirs, ours)
-        return ahead / behind if behind else 0.0
+    def ratio(mine: float, other: float) -> float:
+        return mine / other if case.more_is_better else other / mine
 
     firsts: dict[str, Contestant] = {}
     found = {}
     for each in everyone:
         first = firsts.setdefault(each.peer.weights, each)
-        both = [one.rounds.get(name, []) for one in (first, each)]
-        pairs = [tuple(figures[case.figure] or 0.0 for figures in pair) for pair in zip(*both, strict=False)]
+        ours, theirs = ({n: row[case.figure] for n, row in one.rounds.get(name, {}).items()} for one in (first, each))
+        pairs = [(mine, other) for n, mine in ours.items() if mine and (other := theirs.get(n))]
         if first is not each and pairs:
             quotients = [ratio(*pair) for pair in pairs]
             found[each.peer.name] = {
@@ -235,14 +281,15 @@ def markdown(result: dict[str, Any]) -> str:
         f" {result['rounds']} rounds, medians; read bandwidth {speeds[len(speeds) // 2]:.1f} GB/s"
         f" ({speeds[0]:.1f} to {speeds[-1]:.1f} in {len(speeds)} probes){busy}; {result['time'][:10]}",
         "",
-        "| server | weights | A tok/s (ms per token) | A, share of bandwidth | B s | C tok/s (ms per token)"
+        "| server | weights | rounds | A tok/s (ms per token) | A, share of bandwidth | B s | C tok/s (ms per token)"
         " | C, share of the time one after another | D s | ready s | peak GiB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in result["servers"]:
         cells = [
             f"{each['name']} {each['version']}".strip(),
             each["weights"],
+            _counts(len(case["rounds"]) for name, case in each["cases"].items() if name in result["ratios"]),
             _cell(each, "A", "decode_tok_s", "{:.1f}") + _cell(each, "A", "itl_p50_s", " ({:.1f})", 1e3),
             _cell(each, "A", "bandwidth_share", "{:.0f} %", 100),
             _cell(each, "B", "wall_s", "{:.3f}"),
@@ -253,7 +300,7 @@ def markdown(result: dict[str, Any]) -> str:
             "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.1f}",
         ]
         if each["failure"] and not each["cases"]:
-            cells[2] = " ".join(each["failure"].split()).replace("|", "/")
+            cells[3] = " ".join(each["failure"].split()).replace("|", "/")
         lines.append("| " + " | ".join(cells) + " |")
     for weights in dict.fromkeys(each["weights"] for each in result["servers"]):
         lines += _ratio_table(result, [each["name"] for each in result["servers"] if each["weights"] == weights])
@@ -267,21 +314,30 @@ def _ratio_table(result: dict[str, Any], names: Sequence[str]) -> list[str]:
     cases = result["ratios"]
     if not any(other in case for other in others for case in cases.values()):
         return []
-    lines = ["", f"| {first} to | " + " | ".join(cases) + " |", "|---" * (1 + len(cases)) + "|"]
+    lines = ["", f"| {first} to | rounds | " + " | ".join(cases) + " |", "|---" * (2 + len(cases)) + "|"]
     for other in others:
         found = [case.get(other) for case in cases.values()]
         cells = [
             "" if each is None else f"{each['ratio']:.2f} ({each['q1']:.2f} to {each['q3']:.2f})" for each in found
         ]
-        lines.append(f"| {other} | " + " | ".join(cells) + " |")
+        counts = _counts(each["rounds"] for each in found if each is not None)
+        lines.append(f"| {other} | {counts} | " + " | ".join(cells) + " |")
     best = []
     for case in cases.values():
         rivals = [(case[other]["ratio"], other) for other in others if other in case]
         best.append("{:.2f} ({})".format(*min(rivals)) if rivals else "")
-    lines.append("| **the best of them** | " + " | ".join(best) + " |")
-    counts = sorted({case[other]["rounds"] for case in cases.values() for other in others if other in case})
-    rounds = " or ".join(str(count) for count in counts)
-    return [*lines, "", f"Above 1: ahead. In brackets the quartiles of the rounds' own ratios ({rounds} rounds)."]
+    lines.append("| **the best of them** | | " + " | ".join(best) + " |")
+    return [
+        *lines,
+        "",
+        "Above 1: ahead. Of the medians of the rounds that both had; in brackets quartiles of their ratios.",
+    ]
+
+
+def _counts(rounds: Iterable[int]) -> str:
+    """How many there were: `5`, or `4 to 5` where the cases differ."""
+    found = sorted(rounds)
+    return " to ".join(str(count) for count in dict.fromkeys((*found[:1], *found[-1:])))
 
 
 def _cell(each: dict[str, Any], case: str, figure: str, form: str, scale: float = 1.0) -> str:
@@ -291,9 +347,12 @@ def _cell(each: dict[str, Any], case: str, figure: str, form: str, scale: float 
 
 
 def _share(each: dict[str, Any]) -> str:
-    """The time of requests together, of their time one after another."""
-    together, serial = (each["cases"].get(case, {}).get("figures", {}).get("wall_s") for case in "CS")
-    return "" if together is None or serial is None else f"{together['median'] / serial['median']:.3f}"
+    """The time of requests together, of their time one after another in the same round."""
+    together, serial = (
+        {row["round"]: row["wall_s"] for row in each["cases"].get(case, {}).get("rounds", ())} for case in "CS"
+    )
+    share = median(together[number] / serial[number] for number in serial if number in together)
+    return "" if share is None else f"{share:.3f}"
 
 
 def say(text: str) -> None:
@@ -317,15 +376,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.cases or set(arguments.cases) - set(CASES):
             raise UsageError(f"--cases {arguments.cases}: some of {''.join(CASES)}")
         result = asyncio.run(compare(arguments))
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "compare.json").write_text(json.dumps(rounded(result)) + "\n")
-        (arguments.out / "compare.md").write_text(markdown(result))
     except (UsageError, SettingsError) as error:
         say(f"compare.py: {error}")
         return 2
     except (Failure, OSError) as error:
         say(f"compare.py: {error}")
         return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        say(f"compare.py: stopped; the cases measured until then are in {arguments.out}")
+        return STOPPED
     print(markdown(result), end="")
     return 0
 

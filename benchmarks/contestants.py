@@ -32,6 +32,7 @@ START_S = 900.0
 IN_PROCESS = "in-process"
 TEXTS = {"name", "command", "url", "ready", "model", "api", "weights", "version", "cases", "note"}
 KEYS = TEXTS | {"rounds", "env"}
+MOST_FAILURES = 2  # of one server that lives on: each may take as long as SILENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Peer:
 
     name: str
     command: tuple[str, ...] = ()
+    told: str = ""  # its command or url as the file has it, without this machine's places
     url: str | None = None
     ready: str = "/health"  # path that answers 200 when it takes work
     model: str | None = None  # name in requests; None: the first that it tells
@@ -50,6 +52,7 @@ class Peer:
     rounds: int | None = None  # at most so many of each case; None: all
     note: str = ""  # what a reader of its figures must know
     env: dict[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()  # variables that it needs and that are not set
 
     def takes_part(self, case: str, number: int) -> bool:
         """Whether it is measured in a round of a case; the warm-up is the round -1."""
@@ -57,10 +60,8 @@ class Peer:
 
 
 def read_peers(path: Path, values: Mapping[str, str], only: Collection[str] = ()) -> list[Peer]:
-    """The servers of a file, or `only` some, by name; {name} of `values` and $VARIABLES are replaced in their texts.
-
-    UsageError says what is wrong; a variable that is not set matters only to a server that is wanted.
-    """
+    """The servers of a file, or `only` some, by name; {name} of `values` and $VARIABLES are replaced in what starts or
+    finds them. UsageError says what is wrong with the file; a variable that is not set is the server's `missing`."""
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -76,7 +77,7 @@ def read_peers(path: Path, values: Mapping[str, str], only: Collection[str] = ()
     if unknown := sorted(set(only) - set(names)):
         raise UsageError(f"{path} has no server {unknown[0]!r}; it has {', '.join(names)}")
     wanted = [each for each in servers if not only or each["name"] in only]
-    return [_peer(f"{path}: server {each['name']}", each, values) for each in wanted]
+    return [_peer(each, values) for each in wanted]
 
 
 def _check(where: str, told: dict[str, Any]) -> None:
@@ -93,19 +94,20 @@ def _check(where: str, told: dict[str, Any]) -> None:
         raise UsageError(f"{where}: rounds must be a number from 1")
 
 
-def _peer(where: str, told: dict[str, Any], values: Mapping[str, str]) -> Peer:
+def _peer(given: dict[str, Any], values: Mapping[str, str]) -> Peer:
+    missing: list[str] = []
+
     def filled(text: str) -> str:
         for name, value in values.items():
             text = text.replace("{" + name + "}", value)
-        text = os.path.expandvars(text)
-        if missing := re.search(r"\$\{?\w+", text):
-            raise UsageError(f"{where} wants {missing[0]}, which is not set")
-        return text
+        missing.extend(name for name in re.findall(r"\$\{?(\w+)", text) if name not in os.environ)
+        return os.path.expandvars(text)
 
-    command = tuple(filled(word) for word in shlex.split(told.get("command", "")))
-    env = {name: filled(value) for name, value in told.get("env", {}).items()}
-    rest = {key: filled(value) if isinstance(value, str) else value for key, value in told.items()}
-    return Peer(**rest | {"command": command, "env": env})
+    texts: dict[str, Any] = {key: filled(given[key]) for key in ("url", "model", "version") if key in given}
+    texts["command"] = tuple(filled(word) for word in shlex.split(given.get("command", "")))
+    texts["env"] = {name: filled(value) for name, value in given.get("env", {}).items()}
+    told = given.get("command") or given["url"]
+    return Peer(**given | texts, told=told, missing=tuple(dict.fromkeys(missing)))
 
 
 @dataclass(slots=True, eq=False)
@@ -119,13 +121,15 @@ class Contestant:
     ready_s: float | None = None
     version: str = ""
     failure: str | None = None  # it takes no further part
-    rounds: dict[str, list[Figures]] = field(default_factory=dict)  # by case
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)  # turns without figures, and why
+    rounds: dict[str, dict[int, Figures]] = field(default_factory=dict)  # by case and by the round's number
+    runs: dict[str, dict[int, Run]] = field(default_factory=dict)
+    stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # stops it
 
     @property
     def shots(self) -> list[Shot]:
         """All that was sent."""
-        return [shot for runs in self.runs.values() for done in runs for shot in done.shots]
+        return [shot for runs in self.runs.values() for done in runs.values() for shot in done.shots]
 
     @property
     def process_seconds(self) -> float | None:
@@ -146,6 +150,16 @@ class Contestant:
             return await _drive(self.target, asks, at_once)
         return await run(self.target, asks, at_once, died=self._died)
 
+    async def fail(self, why: str, last: bool) -> None:
+        """A turn has no figures. It was the server's last one if it is gone, has failed often, or if `last` says so:
+        then it is stopped, so that what it still does disturbs nobody."""
+        assert self.target is not None
+        self.lost.append(why)
+        last = last or self.peer.api == IN_PROCESS  # which keeps the requests of a run that failed
+        if last or len(self.lost) >= MOST_FAILURES or self._died() or not await self.target.answers():
+            self.failure = why
+            await self.stack.aclose()
+
     def _died(self) -> str | None:
         return self.child.died() if self.child is not None and self.child.process.poll() is not None else None
 
@@ -156,7 +170,10 @@ async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[st
     `words`: each exactly one token of the model, wherever it stands.
     """
     found = Contestant(peer)
-    own = contextlib.AsyncExitStack()
+    if peer.missing:
+        found.failure = f"not started: {', '.join(f'${name}' for name in peer.missing)} not set"
+        return found
+    own = found.stack
     try:
         url = peer.url
         if peer.command:
@@ -175,7 +192,7 @@ async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[st
         found.version = str(found.target.version.get("version", ""))
         if peer.version:
             found.version = await asyncio.to_thread(_said, peer)
-    except Failure as error:
+    except (Failure, UsageError) as error:
         found.failure = f"did not start: {error}"
         await own.aclose()
         found.child = None

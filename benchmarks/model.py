@@ -32,7 +32,7 @@ def make(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
     if (folder / "model.safetensors").exists():
         return folder
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,6 +41,7 @@ def make(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f" w{i}": i for i in range(SHAPE["vocab_size"])}, unk_token=" w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+    tokenizer.decoder = decoders.Fuse()  # without one, words come apart by a second space and are no prompt any more
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from importlib import import_module
 
@@ -79,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? and does not end the command
     try:
         command = import_module(f".commands.{name}", __package__)
+        if name == "bench":  # whoever ends a measurement ends the servers that it has started, as by Ctrl-C
+            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         runs = execute_group if hasattr(command, "PARTS") else execute
         code = runs(name, COMMANDS[name], command, rest)
         sys.stdout.flush()

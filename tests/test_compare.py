@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,9 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.contestants import Contestant, Elsewhere, Peer, enter, read_peers
+from engine import Roofline
+from server.bench.client import Shot
+from server.bench.load import Run
 from server.commands import Failure, UsageError
 from tests.live import Server
 from tests.server.test_bench_client import Other
@@ -68,6 +73,7 @@ def test_a_peer_is_read_and_its_places_are_filled(tmp_path, monkeypatch):
     )
     assert peer.command == ("run", "/models/a b", "-m", "/x.gguf", "--port", "{port}")
     assert peer.env == {"N": "/r/n"}
+    assert peer.told == "run {model} -m $GGUF --port {port}"
     assert peer.rounds == 2
     assert (peer.ready, peer.api, peer.url) == ("/health", "completions", None)
 
@@ -87,7 +93,6 @@ def test_a_peer_is_read_and_its_places_are_filled(tmp_path, monkeypatch):
         ("[[server]]\nname = 'a'\nurl = 'y'\nenv = { A = 1 }", "env must be a table of texts"),
         ("[[server]]\nname = 'a'\nurl = 'y'\nrounds = 0", "rounds must be a number from 1"),
         ("[[server]]\nname = 'a'\nurl = 'y'\nrounds = true", "rounds must be a number from 1"),
-        ("[[server]]\nname = 'a'\ncommand = 'x $NOT_SET_ANYWHERE'", "wants $NOT_SET_ANYWHERE"),
         ("[[server]]\nname = 'a'\nurl = 'y'\n[[server]]\nname = 'a'\nurl = 'z'", "two servers have one name"),
     ],
 )
@@ -97,14 +102,25 @@ def test_a_broken_file_of_peers_says_where(tmp_path, text, said):
     assert said in str(error.value)
 
 
-def test_servers_are_chosen_by_name_and_need_only_their_own_variables(tmp_path, monkeypatch):
-    monkeypatch.delenv("NOT_SET_ANYWHERE", raising=False)
-    text = '[[server]]\nname = "a"\nurl = "x"\n[[server]]\nname = "b"\ncommand = "x $NOT_SET_ANYWHERE"\n'
+def test_servers_are_chosen_by_name(tmp_path):
+    text = '[[server]]\nname = "a"\nurl = "x"\n[[server]]\nname = "b"\nurl = "y"\n'
     assert [peer.name for peer in read(tmp_path, text, ("a",))] == ["a"]
-    with pytest.raises(UsageError, match="wants \\$NOT_SET_ANYWHERE"):
-        read(tmp_path, text, ("b",))
     with pytest.raises(UsageError, match="has no server 'c'; it has a, b"):
         read(tmp_path, text, ("a", "c"))
+
+
+def test_a_server_without_its_variables_is_not_started_and_says_which(tmp_path, monkeypatch):
+    monkeypatch.setenv("SET", "/x")
+    for name in ("NOT_SET", "NOR_THIS"):
+        monkeypatch.delenv(name, raising=False)
+    text = 'name = "a"\ncommand = "$NOT_SET $SET ${NOT_SET} {port}"\nenv = { A = "${NOR_THIS}:b" }\nnote = "$5"\n'
+    (peer,) = read(tmp_path, "[[server]]\n" + text)
+    assert peer.missing == ("NOT_SET", "NOR_THIS")
+
+    async def then(found: Contestant):
+        return found.failure
+
+    assert entered(peer, then) == "not started: $NOT_SET, $NOR_THIS not set"
 
 
 def test_the_committed_peers_are_read(monkeypatch):
@@ -116,6 +132,7 @@ def test_the_committed_peers_are_read(monkeypatch):
     peers = read_peers(ROOT / "benchmarks/peers.toml", {"model": "m", "python": "/p", "root": str(ROOT)})
     assert peers[0].name == "Pequod"
     assert all("{port}" in " ".join(peer.command) for peer in peers)
+    assert not any(peer.missing or str(ROOT) in peer.told for peer in peers)
     drivers = [peer for peer in peers if peer.api == "in-process"]
     assert len(drivers) == 2
     assert all(Path(peer.command[1]).is_file() for peer in drivers)
@@ -196,15 +213,17 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch):
 
     async def turn(each, name, case, number, limits):
         turns.append((number, name, each.peer.name, case.output_len))
-        now[0] += 50
+        now[0] += 200 if name == "S" else 50
         return ""
 
     monkeypatch.setattr(compare, "turn", turn)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     everyone = [Contestant(Peer("a")), Contestant(Peer("b", cases="A")), Contestant(Peer("c"), failure="broken")]
     arguments = SimpleNamespace(rounds=9, minutes=10, cases="AS")
-    # 100 s of warm-up, 150 s of the first round, and of 100 s each as many as fit into 600.
-    assert asyncio.run(compare.measure(everyone, arguments, None)) == 4
+    kept = []
+    asyncio.run(compare.measure(everyone, arguments, None, lambda: kept.append(len(turns))))
+    # 100 s of warm-up, 300 s of the first round with S, and of 100 s each as many as fit into 600.
+    assert kept == [2, 4, 5, 7, 9]
     assert turns[:5] == [
         (-1, "A", "a", 32),
         (-1, "A", "b", 32),
@@ -212,15 +231,99 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch):
         (0, "A", "b", 128),
         (0, "S", "a", 64),
     ]
-    assert [(number, name) for number, _, name, _ in turns[5:]] == [
-        (1, "b"), (1, "a"), (2, "a"), (2, "b"), (3, "a"), (3, "b")
-    ]  # fmt: skip
+    assert [(number, name) for number, _, name, _ in turns[5:]] == [(1, "b"), (1, "a"), (2, "a"), (2, "b")]
 
 
-def contestant(peer: Peer, **rounds: list[float]) -> Contestant:
-    """One with the figures of its rounds, by case."""
+class Limits:
+    """A machine whose bandwidth is told: first the probe before a turn, then the one after it."""
+
+    dtype = "bfloat16"
+
+    def __init__(self, *speeds: float) -> None:
+        shape = dict.fromkeys(Roofline.__struct_fields__, 0) | {"weights_bytes": 1000, "kv_bytes_per_token": 10}
+        self.all = [Roofline(**shape | {"bytes_per_s": speed}) for speed in speeds]
+        self.seen = self.all[:1]
+
+    async def measure(self) -> Roofline:
+        self.seen.append(self.all[min(len(self.seen), len(self.all) - 1)])
+        return self.seen[-1]
+
+
+def turned(monkeypatch, each: Contestant, case: str, answers: dict, limits: Limits | None = None) -> None:
+    """Turns in rounds of a case as long as it takes part, by number: each answer is shots, or what is raised."""
+    left = iter(answers.values())
+
+    async def run(*_):
+        answer = next(left)
+        if isinstance(answer, Exception):
+            raise answer
+        return Run(answer, 2.0)
+
+    async def answers_still():
+        return True
+
+    monkeypatch.setattr(compare, "SETTLE_S", 0)
+    monkeypatch.setattr(Contestant, "asks", lambda *_: [])
+    monkeypatch.setattr(Contestant, "run", run)
+    each.target = SimpleNamespace(answers=answers_still)
+
+    async def main():
+        for number in answers:
+            if each.failure is None:
+                await compare.turn(each, case, compare.CASES[case], number, limits or Limits(1.0))
+
+    asyncio.run(main())
+
+
+def shot(tokens: int = 128, error: str | None = None) -> Shot:
+    """Tokens at equal distances, 20 of them a second."""
+    times = [] if error else [1 + n / 20 for n in range(tokens)]
+    return Shot(0.0, 32, tokens, sent=0.0, done=9.0, times=times, error=error)
+
+
+def test_the_share_of_bandwidth_is_of_the_probes_around_the_turn(monkeypatch):
+    each = Contestant(Peer("a"))
+    turned(monkeypatch, each, "A", {0: [shot()]}, Limits(100e3, 60e3))
+    figures = each.rounds["A"][0]
+    assert figures["bytes_per_s"] == 80e3
+    # 20 steps a second, of which each reads all weights and on average 32 + 64 cached tokens.
+    assert figures["bandwidth_share"] == pytest.approx(20 * (1000 + 96 * 10) / 80e3)
+    other = Contestant(Peer("b", weights="int8"))
+    turned(monkeypatch, other, "A", {0: [shot()]})
+    assert "bandwidth_share" not in other.rounds["A"][0]
+
+
+def test_a_turn_with_lost_requests_has_no_figures_and_a_second_one_ends_it(monkeypatch):
+    each = Contestant(Peer("a"))
+    good, bad = [shot(), shot()], [shot(), shot(error="too busy")]
+    turned(monkeypatch, each, "C", {0: good, 1: bad, 2: good})
+    assert list(each.rounds["C"]) == [0, 2]
+    assert each.lost == ["failed in case C, round 2: 1 of 16 requests were not answered: too busy"]
+    assert each.failure is None
+    turned(monkeypatch, each, "C", {3: Failure("no request was answered: too busy"), 4: good})
+    assert list(each.rounds["C"]) == [0, 2]
+    assert each.failure == "failed in case C, round 4: no request was answered: too busy"
+
+
+def test_a_server_that_fails_in_the_warm_up_is_stopped(monkeypatch):
+    each, stopped = Contestant(Peer("a")), []
+    each.stack.callback(stopped.append, True)
+    turned(monkeypatch, each, "C", {compare.WARM_UP: [shot(error="no")], 0: [shot()]})
+    assert each.failure == "failed in case C, warm-up: 1 of 16 requests were not answered: no"
+    assert stopped
+
+
+def contestant(peer: Peer, **rounds: list[float | None]) -> Contestant:
+    """One with the figures of its rounds, by case; None: it had none in that round."""
     found = Contestant(peer)
-    found.rounds = {name: [{compare.CASES[name].figure: each} for each in row] for name, row in rounds.items()}
+    found.rounds = {
+        name: {
+            number: {compare.CASES[name].figure: each, "wall_s": each, "elsewhere_cores": 0.0}
+            for number, each in enumerate(row)
+            if each is not None
+        }
+        for name, row in rounds.items()
+    }
     return found
 
 
@@ -248,6 +351,67 @@ def test_ratios_are_of_one_kind_of_weights_and_of_rounds_that_both_had():
     }
 
 
+def test_ratios_pass_over_rounds_in_which_one_has_no_figure():
+    everyone = [contestant(Peer("us"), C=[30, None, 90, 40]), contestant(Peer("them"), C=[10, 1, None, 20])]
+    everyone[1].rounds["C"][4] = {"output_tok_s": None}
+    assert compare.ratios(everyone, "C") == {
+        "them": {"to": "us", "ratio": 35 / 15, "q1": 2.25, "q3": 2.75, "rounds": 2}
+    }
+
+
+def test_the_table_tells_rounds_and_the_share_of_the_round_that_has_both(tmp_path):
+    everyone = [
+        contestant(Peer("us"), A=[30, 20, 90], C=[9, 5, 5], S=[18]),
+        contestant(Peer("them"), A=[10], C=[10]),
+        contestant(Peer("others", told="$X serve"), A=[10, 20, 30], C=[10, None, 10]),
+        Contestant(Peer("absent"), failure="not started: $X not set"),
+    ]
+    everyone[2].lost = ["failed in case C, round 2: why"]
+    arguments = SimpleNamespace(model="/models/m", cases="ACS", out=tmp_path)
+    table = compare.markdown(compare.write(arguments, everyone, Limits(1e9)))
+    assert (tmp_path / "compare.md").read_text() == table
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+        for line in table.partition("| us to |")[0].splitlines()
+        if (cells := line.split("|"))[2:]
+    }
+    assert [rows[name][1] for name in ("us", "others", "absent")] == ["3", "2 to 3", ""]
+    assert rows["absent"][2] == "not started: $X not set"
+    assert rows["us"][6] == "0.500"
+    assert "| us to | rounds | A | C |" in table
+    assert "| them | 1 | 3.00 (3.00 to 3.00) | 0.90" in table
+    assert "- others: failed in case C, round 2: why" in table
+    told = json.loads((tmp_path / "compare.json").read_text())
+    assert told["servers"][2]["command"] == "$X serve"
+    assert [row["round"] for row in told["servers"][2]["cases"]["C"]["rounds"]] == [1, 3]
+    assert told["rounds"] == 3
+
+
+def test_a_run_that_is_stopped_keeps_its_cases_and_leaves_no_server(tmp_path, monkeypatch, capsys):
+    stopped = []
+
+    async def enter(stack, peer, words, seed):
+        stack.callback(stopped.append, peer.name)
+        return contestant(peer, A=[1, 2])
+
+    async def measure(everyone, arguments, limits, keep):
+        keep()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(compare, "SETTLE_S", 0)
+    monkeypatch.setattr(compare, "enter", enter)
+    monkeypatch.setattr(compare, "measure", measure)
+    monkeypatch.setattr(compare, "probe", lambda _: contextlib.nullcontext(Limits(1e9)))
+    (tmp_path / "peers.toml").write_text('[[server]]\nname = "a"\nurl = "x"\n')
+    out = tmp_path / "new" / "out"
+    argv = [str(tmp_path / "peers.toml"), "--model", "builtin", "--cases", "A", "--out", str(out)]
+    assert compare.main(argv) == compare.STOPPED
+    assert stopped == ["a"]
+    assert json.loads((out / "compare.json").read_text())["rounds"] == 2
+    assert "stopped; the cases measured until then are in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -269,6 +433,7 @@ def test_servers_are_compared_and_one_that_fails_is_a_row(tmp_path, capsys, monk
         "S": compare.Case(2, 1, 8, 8, 4, "wall_s", False, once=True),
     }
     monkeypatch.setattr(compare, "CASES", cases)
+    monkeypatch.setattr(compare, "SETTLE_S", 0)
     with Server() as ours, Other(takes_ids=False).listening() as theirs:
         peers = tmp_path / "peers.toml"
         peers.write_text(
@@ -282,17 +447,18 @@ def test_servers_are_compared_and_one_that_fails_is_a_row(tmp_path, capsys, monk
     assert result["servers"][1]["version"] == "1.2"
     assert result["ratios"]["C"]["theirs"]["ratio"] > 0
     assert result["ratios"]["C"]["theirs"]["rounds"] == 1
-    # The probe's first, then one before each turn: warm-up and two rounds of ours, warm-up and one of theirs, and S.
-    assert len(result["bytes_per_s"]) == 1 + 2 * (3 + 2) + 1
+    # The probe's first, one before all turns, one after each: warm-up and two rounds of ours, warm-up and one of
+    # theirs, and S.
+    assert len(result["bytes_per_s"]) == 2 + 2 * (3 + 2) + 1
     requests = result["servers"][0]["requests"]
     assert [len(each) for each in requests["C"]] == [2, 2]
     assert {each["prompt_tokens"] for round_ in requests["C"] for each in round_} == {16}
     assert [len(each) for each in requests["S"]] == [2]
     table = (tmp_path / "out/compare.md").read_text()
     assert table == capsys.readouterr().out
-    assert "| ours to | C | B |" in table
-    assert "| **the best of them** | " in table
-    assert "| gone | bf16 | did not start: /no/such/program cannot be started" in table
+    assert "| ours to | rounds | C | B |" in table
+    assert "| **the best of them** | | " in table
+    assert "| gone | bf16 |  | did not start: /no/such/program cannot be started" in table
 
 
 def test_without_any_server_there_is_no_comparison(tmp_path, capsys):

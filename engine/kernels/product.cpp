@@ -5,28 +5,27 @@ namespace {
 
 // -- the three ways to multiply a unit -----------------------------------------------------------------------------------
 
+// Each number of x is spread over a vector once for all panels.
+template <int M, int J>
+inline __attribute__((always_inline)) void multiply(V (&sum)[M][J], const float* x, const V (&weights)[J]) {
+  UNROLLED for (int m = 0; m < M; ++m) {
+    const V a = all(x[m]);
+    UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, weights[j], sum[m][j]);
+  }
+}
+
 struct Floats {
   typedef float Number;
   static const int PER_UNIT = 1, X_BYTES = 4;
   template <int M, int P>
   static inline __attribute__((always_inline)) void step(V (&sum)[M][2 * P], const char* x, const char* w, int64_t panel) {
-    UNROLLED for (int p = 0; p < P; ++p) {
-      const V w0 = load((const float*)(w + p * panel)), w1 = load((const float*)(w + p * panel) + LANES);
-      UNROLLED for (int m = 0; m < M; ++m) {
-        const V a = all(((const float*)x)[m]);
-        sum[m][2 * p] = fma(a, w0, sum[m][2 * p]);
-        sum[m][2 * p + 1] = fma(a, w1, sum[m][2 * p + 1]);
-      }
-    }
+    V weights[2 * P];
+    UNROLLED for (int j = 0; j < 2 * P; ++j) weights[j] = load((const float*)(w + j / 2 * panel) + j % 2 * LANES);
+    multiply(sum, (const float*)x, weights);
   }
   static void pack_x(const float* x, int64_t columns, int64_t units, int64_t rows, char* to) {
-    float* out = (float*)to;
-    if (rows == 1) {
-      memcpy(out, x, (size_t)columns * 4);
-      return;
-    }
-    for (int64_t k = 0; k < units; ++k)
-      for (int64_t m = 0; m < rows; ++m) *out++ = x[m * columns + k];
+    if (rows == 1) memcpy(to, x, (size_t)columns * 4);
+    else interleave(units, rows, [=](int64_t m, int64_t k) { return as_units(get(x + m * columns + k, columns - k)); }, to);
   }
 };
 
@@ -36,26 +35,16 @@ struct Widened {
   static const int PER_UNIT = 2, X_BYTES = 8;
   template <int M, int P>
   static inline __attribute__((always_inline)) void step(V (&sum)[M][2 * P], const char* x, const char* w, int64_t panel) {
-    UNROLLED for (int p = 0; p < P; ++p) {
-      const U u0 = load_units(w + p * panel), u1 = load_units((const float*)(w + p * panel) + LANES);
-      const V l0 = lower(u0), l1 = lower(u1);
-      UNROLLED for (int m = 0; m < M; ++m) {
-        const V a = all(((const float*)x)[m]);
-        sum[m][2 * p] = fma(a, l0, sum[m][2 * p]);
-        sum[m][2 * p + 1] = fma(a, l1, sum[m][2 * p + 1]);
-      }
-      const V h0 = upper(u0), h1 = upper(u1);
-      UNROLLED for (int m = 0; m < M; ++m) {
-        const V a = all(((const float*)x)[M + m]);
-        sum[m][2 * p] = fma(a, h0, sum[m][2 * p]);
-        sum[m][2 * p + 1] = fma(a, h1, sum[m][2 * p + 1]);
-      }
-    }
+    U units[2 * P];
+    V weights[2 * P];
+    UNROLLED for (int j = 0; j < 2 * P; ++j) units[j] = load_units((const float*)(w + j / 2 * panel) + j % 2 * LANES);
+    UNROLLED for (int j = 0; j < 2 * P; ++j) weights[j] = lower(units[j]);
+    multiply(sum, (const float*)x, weights);
+    UNROLLED for (int j = 0; j < 2 * P; ++j) weights[j] = upper(units[j]);
+    multiply(sum, (const float*)x + M, weights);
   }
   static void pack_x(const uint16_t* x, int64_t columns, int64_t units, int64_t rows, char* to) {
-    float* out = (float*)to;
-    for (int64_t k = 0; k < 2 * units; ++k)
-      for (int64_t m = 0; m < rows; ++m) *out++ = k < columns ? to_float(x[m * columns + k]) : 0.0f;
+    interleave(2 * units, rows, [=](int64_t m, int64_t k) { return as_units(get(x + m * columns + k, columns - k)); }, to);
   }
 };
 
@@ -75,12 +64,14 @@ struct Dotted {
     }
   }
   static void pack_x(const uint16_t* x, int64_t columns, int64_t units, int64_t rows, char* to) {
-    uint32_t* out = (uint32_t*)to;
-    for (int64_t k = 0; k < units; ++k)
-      for (int64_t m = 0; m < rows; ++m) {
-        const uint16_t* pair = x + m * columns + 2 * k;
-        *out++ = pair[0] | (uint32_t)(2 * k + 1 < columns ? pair[1] : 0) << 16;
-      }
+    const auto pairs = [=](int64_t m, int64_t k) {
+      uint16_t some[2 * LANES] = {};
+      const int64_t left = columns - 2 * k, count = left < 2 * LANES ? left : 2 * LANES;
+      if (count == 2 * LANES) return load_units(x + m * columns + 2 * k);
+      memcpy(some, x + m * columns + 2 * k, (size_t)count * 2);
+      return load_units(some);
+    };
+    interleave(units, rows, pairs, to);
   }
 };
 typedef Dotted Halves;
@@ -117,14 +108,14 @@ struct Chain : Way {
 EXPORT int32_t NAMED(product_float32)(const Matrix* matrix, const float* x, const float* residual, float* y,
                                           int64_t rows, int32_t threads) {
   const Timed timed(IN_PRODUCTS);
-  Product<Chain<Floats>> product = {matrix, x, residual, y, rows, 0, 0};
+  Product<Chain<Floats>> product = {matrix, x, residual, y, rows, 0, 0, 0};
   return product.compute(threads);
 }
 
 EXPORT int32_t NAMED(product_bfloat16)(const Matrix* matrix, const uint16_t* x, const uint16_t* residual, void* y,
                                            int64_t rows, int32_t threads) {
   const Timed timed(IN_PRODUCTS);
-  Product<Chain<Halves>> product = {matrix, x, residual, y, rows, 0, 0};
+  Product<Chain<Halves>> product = {matrix, x, residual, y, rows, 0, 0, 0};
   return product.compute(threads);
 }
 

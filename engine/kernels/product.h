@@ -15,21 +15,25 @@
 // hide the latency of the additions. The rows of a tile are packed beside each other, X[unit][row]: rows of x are a
 // power of two apart, and read in place they would push one another out of the first cache.
 #pragma once
-#include "isa.h"
+#include "numbers.h"
 #include "work.h"
-
-#include <string.h>
 
 // Every variant has names of its own: the linker would take one of several inline functions that are called the same.
 namespace {
 
 const int WIDTH = 2 * LANES;      // rows of W in a panel
-const int64_t BLOCK = 40 * HEIGHT;  // rows of x that are packed at once: bounds the scratch memory
+const int64_t BLOCK = 44 * HEIGHT;  // rows of x that are packed at once: bounds the scratch memory
+const int64_t PARTS = 8;          // that a thread's panels are divided into
 const int64_t NEAR = 512 << 10;   // bytes of packed x that should stay in the second cache beside a panel
 const int64_t SMALL = 1 << 18;    // multiply-adds below which waking other threads costs more than they save
 const int64_t SHORT = 1 << 14;    // numbers of x that one thread packs faster than several agree on it
 
 #define UNROLLED _Pragma("GCC unroll 16")
+
+// Parts of a thread's panels that it, or another, has begun: of this block of rows and of the next, by turns.
+struct alignas(64) Begun {
+  int64_t parts[2];
+};
 
 // -- one product --------------------------------------------------------------------------------------------------------
 
@@ -49,37 +53,17 @@ struct Product {
   const Number* residual;  // or null
   void* y;
   int64_t rows, units;
+  Begun* begun;  // scratch: of each thread
   char* packed;  // scratch: the rows of one block in tiles
 
   int64_t panel_bytes() const { return units * WIDTH * 4; }
 
-  static float widen(float v) { return v; }
-  static float widen(uint16_t v) { return to_float(v); }
-  static V widen(const float* p) { return load(p); }
-  static V widen(const uint16_t* p) { return load_bf16(p); }
-
   // Adds the residual and stores up to a vector of one row of y, rounded once.
   void emit(V v, int64_t row, int64_t column) const {
-    const int64_t place = row * matrix->outputs + column;
-    const int64_t left = matrix->outputs - column, count = left < LANES ? left : LANES;
-    float out[LANES];
-    if (residual && count == LANES) {
-      v = add(v, widen(residual + place));
-    } else if (residual) {
-      float more[LANES] = {};
-      for (int64_t i = 0; i < count; ++i) more[i] = widen(residual[place + i]);
-      v = add(v, load(more));
-    }
-    store(out, v);
-    if (matrix->wide || sizeof(Number) == 4) {
-      memcpy((float*)y + place, out, (size_t)count * 4);
-    } else {
-      uint16_t* to = (uint16_t*)y + place;
-      if (count == LANES)
-        for (int i = 0; i < LANES; ++i) to[i] = to_bf16(out[i]);
-      else
-        for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(out[i]);
-    }
+    const int64_t place = row * matrix->outputs + column, count = matrix->outputs - column;
+    if (residual) v = add(v, get(residual + place, count));
+    if (matrix->wide) put((float*)y + place, v, count);
+    else put((Number*)y + place, v, count);
   }
 
   // What follows the sums of one panel and one row. Not inlined: it would be compiled into every size of a tile.
@@ -106,23 +90,12 @@ struct Product {
       for (int p = 0; p < P; ++p) finish(out[m][p], panel + p, row + m);
   }
 
+  // `height` rows, up to M, by one panel.
+  template <int M = HEIGHT>
   void any(int height, const char* xs, int64_t panel, int64_t row, const char* ahead, int lines) const {
-    switch (height) {
-      case 1: return tile<1, 1>(xs, panel, row, ahead, lines);
-      case 2: return tile<2, 1>(xs, panel, row, ahead, lines);
-      case 3: return tile<3, 1>(xs, panel, row, ahead, lines);
-      case 4: return tile<4, 1>(xs, panel, row, ahead, lines);
-      case 5: return tile<5, 1>(xs, panel, row, ahead, lines);
-      case 6: return tile<6, 1>(xs, panel, row, ahead, lines);
-#if !defined(ISA_AVX2)
-      case 7: return tile<7, 1>(xs, panel, row, ahead, lines);
-      case 8: return tile<8, 1>(xs, panel, row, ahead, lines);
-      case 9: return tile<9, 1>(xs, panel, row, ahead, lines);
-      case 10: return tile<10, 1>(xs, panel, row, ahead, lines);
-      case 11: return tile<11, 1>(xs, panel, row, ahead, lines);
-      case 12: return tile<12, 1>(xs, panel, row, ahead, lines);
-#endif
-    }
+    if constexpr (M > 1)
+      if (height < M) return any<M - 1>(height, xs, panel, row, ahead, lines);
+    tile<M, 1>(xs, panel, row, ahead, lines);
   }
 
   // Few rows by panels [from, to): several panels side by side, the rest one by one. Nothing is fetched ahead: the
@@ -136,21 +109,15 @@ struct Product {
   // Tiles [first, last) of a block by panels [from, to). Tiles have equal heights: 16 rows are 8 and 8, not 12 and 4.
   void many(int64_t start, int64_t count, int64_t first, int64_t last, int64_t from, int64_t to) const {
     const int64_t tiles = (count + HEIGHT - 1) / HEIGHT, row_bytes = Kind::row_bytes(units);
-    int64_t at_once = NEAR / (row_bytes * HEIGHT);
-    if (at_once < 1) at_once = 1;
-    for (int64_t group = first; group < last; group += at_once) {
-      const int64_t stop = group + at_once < last ? group + at_once : last;
-      for (int64_t panel = from; panel < to; ++panel) {
-        const char* next = (const char*)matrix->panels + (panel + 1) * panel_bytes();
-        for (int64_t t = group; t < stop; ++t) {
-          const int64_t row = count * t / tiles;
-          // The next panel is fetched while this one is multiplied, a part of it in each of the first tiles: with all
-          // of it in the first one, memory would idle during the others.
-          const int64_t n = t - group;
-          const int lines = stop - group == 1 ? 2 : n < 2 ? 1 : 0;
-          any((int)(count * (t + 1) / tiles - row), packed + row * row_bytes, panel, start + row,
-              next + n * units * 64, lines);
-        }
+    for (int64_t panel = from; panel < to; ++panel) {
+      const char* next = (const char*)matrix->panels + (panel + 1) * panel_bytes();
+      for (int64_t t = first; t < last; ++t) {
+        // The next panel is fetched while this one is multiplied, a part of it in each of the first tiles: with all of
+        // it in the first one, memory would idle during the others.
+        const int64_t row = count * t / tiles, n = t - first;
+        const int lines = last - first == 1 ? 2 : n < 2 ? 1 : 0;
+        any((int)(count * (t + 1) / tiles - row), packed + row * row_bytes, panel, start + row, next + n * units * 64,
+            lines);
       }
     }
   }
@@ -164,25 +131,46 @@ struct Product {
     }
   }
 
+  // Every thread has a range of the panels, in parts: it computes those first, whose memory it may be nearest to, and then
+  // what others have not begun, so that a thread which something else keeps from its processor keeps nobody waiting.
   void share(int thread, int threads, bool is_packed) const {
-    const int64_t panels = matrix->num_panels;
-    for (int64_t start = 0; start < rows; start += BLOCK) {
-      const int64_t count = rows - start < BLOCK ? rows - start : BLOCK, tiles = (count + HEIGHT - 1) / HEIGHT;
+    const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t start = rows * block / blocks, count = rows * (block + 1) / blocks - start;
       if (!is_packed) {
         if (start) meet();
+        const int64_t tiles = (count + HEIGHT - 1) / HEIGHT;
         pack_tiles(start, count, tiles * thread / threads, tiles * (thread + 1) / threads);
+        begun[thread].parts[(block + 1) % 2] = 0;
         if (threads > 1) meet();
       }
-      // Threads that find no panel of their own share the rows of others'.
-      int64_t bands = threads / panels;
-      bands = bands < 1 ? 1 : bands > tiles ? tiles : bands;
-      const int64_t columns = threads / bands, place = thread % columns, band = thread / columns;
-      if (band >= bands) continue;
-      const int64_t from = panels * place / columns, to = panels * (place + 1) / columns;
-      if (rows == 1) few<1, 4>(from, to);
-      else if (rows == 2) few<2, 2>(from, to);
-      else if (rows == 3) few<3, HEIGHT >= 12 ? 2 : 1>(from, to);
-      else many(start, count, tiles * band / bands, tiles * (band + 1) / bands, from, to);
+      for (int i = 0; i < threads; ++i) {
+        const int whose = (thread + i) % threads;
+        compute_range(start, count, whose, threads, &begun[whose].parts[block % 2]);
+      }
+    }
+  }
+
+  void compute_range(int64_t start, int64_t count, int64_t whose, int threads, int64_t* parts_begun) const {
+    const int64_t step = rows == 1 ? 4 : rows <= 3 ? LANES / 8 : 1;  // panels side by side
+    const int64_t steps = (matrix->num_panels + step - 1) / step;
+    const int64_t from = steps * whose / threads, to = steps * (whose + 1) / threads;
+    const int64_t size = to - from < PARTS ? 1 : (to - from) / PARTS, parts = (to - from + size - 1) / size;
+    // Tiles whose rows stay in the second cache, all by one part; fewer where there are more threads than panels.
+    const int64_t tiles = (count + HEIGHT - 1) / HEIGHT;
+    int64_t at_once = NEAR / (Kind::row_bytes(units) * HEIGHT);
+    if (steps < threads && at_once > tiles * steps / threads) at_once = tiles * steps / threads;
+    const int64_t groups = at_once < 1 ? tiles : (tiles + at_once - 1) / at_once;
+    while (__atomic_load_n(parts_begun, __ATOMIC_RELAXED) < groups * parts) {
+      const int64_t part = __atomic_fetch_add(parts_begun, 1, __ATOMIC_RELAXED), group = part / parts;
+      if (group >= groups) return;
+      const int64_t begin = (from + part % parts * size) * step, most = to * step;
+      int64_t end = begin + size * step < most ? begin + size * step : most;
+      if (end > matrix->num_panels) end = matrix->num_panels;
+      if (rows == 1) few<1, 4>(begin, end);
+      else if (rows == 2) few<2, LANES / 8>(begin, end);
+      else if (rows == 3) few<3, LANES / 8>(begin, end);
+      else many(start, count, tiles * group / groups, tiles * (group + 1) / groups, begin, end);
     }
   }
 
@@ -193,9 +181,11 @@ struct Product {
   int32_t compute(int threads) {
     if (rows <= 0) return 0;
     units = Kind::units(matrix->columns);
-    packed = (char*)scratch((rows < BLOCK ? rows : BLOCK) * Kind::row_bytes(units));
-    if (!packed) return 1;
-    if (rows * matrix->columns * matrix->num_panels * WIDTH < SMALL) threads = 1;
+    if (threads < 1 || rows * matrix->columns * matrix->num_panels * WIDTH < SMALL) threads = 1;
+    begun = (Begun*)scratch(threads * sizeof(Begun) + (rows < BLOCK ? rows : BLOCK) * Kind::row_bytes(units));
+    if (!begun) return 1;
+    packed = (char*)(begun + threads);
+    memset(begun, 0, threads * sizeof(Begun));
     if (rows <= BLOCK && rows * matrix->columns <= SHORT) {
       pack_tiles(0, rows, 0, (rows + HEIGHT - 1) / HEIGHT);
       run(multiplies, this, threads);
@@ -205,6 +195,20 @@ struct Product {
     return 0;
   }
 };
+
+// The units of several rows of x beside each other: to[unit][row]. `read` gives LANES of a row from one on. Rows are read
+// a vector at a time and turned in the first cache: they are far apart, often by a power of two.
+template <class Read>
+void interleave(int64_t units, int64_t rows, Read read, void* to) {
+  uint32_t some[HEIGHT][LANES];
+  uint32_t* out = (uint32_t*)to;
+  for (int64_t start = 0; start < units; start += LANES) {
+    const int64_t count = units - start < LANES ? units - start : LANES;
+    for (int64_t m = 0; m < rows; ++m) store_units(some[m], read(m, start));
+    for (int64_t k = 0; k < count; ++k)
+      for (int64_t m = 0; m < rows; ++m) *out++ = some[m][k];
+  }
+}
 
 // -- panels ------------------------------------------------------------------------------------------------------------
 

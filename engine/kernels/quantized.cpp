@@ -40,9 +40,6 @@ float scale_of(float top, int steps) {
   return top < TINY ? 0.0f : top / (float)steps;
 }
 
-V widen(const float* p) { return load(p); }
-V widen(const uint16_t* p) { return load_bf16(p); }
-
 // Some numbers of a row of x as signed bytes, those that are not there as zeros.
 template <int SIZE>
 struct Bytes {
@@ -211,7 +208,7 @@ struct Quantized {
 template <class Number, class Width>
 int32_t multiply(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows, int32_t threads) {
   const Timed timed(IN_PRODUCTS);
-  Product<Quantized<Number, Width>> product = {matrix, (const Number*)x, (const Number*)residual, y, rows, 0, 0};
+  Product<Quantized<Number, Width>> product = {matrix, (const Number*)x, (const Number*)residual, y, rows, 0, 0, 0};
   return product.compute(threads);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ import pytest
 from server.__main__ import main
 from server.bench import invariance, kernels, snapshot
 from server.bench.client import Shot
+from server.bench.processes import tree
 from server.bench.session import flags
 from server.bench.steps import StepLog, decoding, phases, prefilling
 from server.commands import Parser, bench
-from tests.live import Server
+from tests.live import WAIT_S, Server, eventually
 from tests.server.test_bench_client import Other
 
 ROOT = Path(__file__).parent.parent.parent
@@ -261,6 +263,16 @@ def test_steps_and_memory_of_a_pequod_started_here(pequod):
 
 
 @pytest.mark.slow
+def test_who_ends_a_measurement_ends_its_server():
+    command = [sys.executable, "-m", "server", "bench", "latency", "--rounds", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+        eventually(lambda: len(tree(process.pid)) > 2)  # the server, and its engine
+        pids = tree(process.pid)
+        process.terminate()
+        assert process.wait(WAIT_S) == 130
+    eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids))
+
+
 def test_roofline_of_the_builtin_model(pequod):
     code, out, _ = pequod("roofline", *SMALL, "--prefill", "40", "--rows", "2", "--context", "20", "--json")
     assert code == 0
