@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,15 @@ from .scheduler import Scheduler
 from .types import EngineError, EngineInfo, StepStats, TokenDelta
 
 if TYPE_CHECKING:
+    from .grammar.grammars import Grammars
+    from .models import ModelSpec
     from .runner import Runner
 
 HEARTBEAT_S = 0.5
+
+# torch asks for the processor's large pages where a tensor has some: a start then enters 600 pages of weights for a
+# gigabyte and not 300,000, which took longer than packing it. Read when torch is imported.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class _Outbox:
@@ -51,6 +57,7 @@ class _Worker:
         self.share = 0.0
 
     async def main(self) -> int:
+        gc.disable()  # nothing of what is imported and loaded is garbage; looking for it took a tenth of the start
         # torch takes a second and more, and is needed whatever is to be loaded.
         self.imported = self.model_thread.submit(import_module, "engine.runner")
         load = await self.pipe.receive()
@@ -79,24 +86,39 @@ class _Worker:
     async def _engine(self, config: EngineConfig) -> None:
         from .grammar.grammars import Grammars
 
+        reader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        width = 0
+        read: Future[Grammars] | None = None
+
+        def described(spec: ModelSpec) -> None:
+            nonlocal width
+            width = spec.vocab_size
+
+        def progress(share: float) -> None:
+            nonlocal read
+            self.share = share
+            # Reading a vocabulary holds the interpreter. From here on loading needs it least: the last and largest
+            # weight is being packed, and then the first steps run.
+            if share >= 1 and read is None:
+                read = reader.submit(Grammars, config, width)
+
         def built() -> tuple[Runner, EngineInfo, EngineConfig]:
             self.imported.result()  # done, in this thread; a second try of an import that failed tells another error
             from .runner import build
 
-            return build(config, self._progress)
+            return build(config, progress, described)
 
         loop = asyncio.get_running_loop()
         runner, info, resolved = await loop.run_in_executor(self.model_thread, built)
-        grammars = await loop.run_in_executor(self.model_thread, Grammars, resolved, info.vocab_size)
+        grammars = await asyncio.wrap_future(read or reader.submit(Grammars, config, info.vocab_size))
+        reader.shutdown(wait=False)
         gc.collect()
         gc.freeze()  # what was loaded stays: later collections need not look at it
+        gc.enable()
         scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
         self.loop = EngineLoop(scheduler, runner, _Outbox(self.pipe), self.model_thread, grammars)
         self.pipe.send(channel.Ready(info))
         await self.loop.run()
-
-    def _progress(self, share: float) -> None:
-        self.share = share
 
     async def _beat(self) -> None:
         while True:

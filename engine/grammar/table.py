@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 LIST_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 PLACEHOLDER = "<|no text ends here|>"
 APART = "\U0010fffd\U000ffffd special "  # private use: a name, and never a text
+
+ESCAPED = re.compile(rb"\\(.)", re.DOTALL)  # in JSON
 
 
 class _Added(Struct):
@@ -46,7 +50,9 @@ class Table:
         self.end_id = ends[0]
         try:
             self.library = LLTokenizer(data.decode(), n_vocab=width, eos_token=self.end_id)
-        except ValueError:  # more tokens than logits
+        except ValueError as error:
+            if "vocab size" not in str(error):  # that there are more tokens than logits; else it would fail again
+                raise
             self.library = LLTokenizer(data.decode(), eos_token=self.end_id)
 
     @classmethod
@@ -113,17 +119,32 @@ def _named_apart(data: bytes) -> bytes:
     llguidance spells what a grammar forces by the tokenizer's own encoder. That would make such a token of a text that
     only looks like one, which the grammar then refuses.
     """
-    file = msgspec.json.decode(data)
-    added = [token for token in file.get("added_tokens") or () if _is_mark(token)]
-    names = {token["content"]: f"{APART}{token['id']}" for token in added}
+    file = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    added = msgspec.json.decode(file.get("added_tokens", b"null"), type=list[dict[str, Any]] | None) or []
+    names = {token["content"]: f"{APART}{token['id']}" for token in added if _is_mark(token)}
     for token in added:
-        token |= {"content": names[token["content"]], "special": True}
-    model = file["model"]
-    vocabulary = model.get("vocab") or {}
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {names.get(text, text): index for text, index in vocabulary.items()}
-    else:
-        model["vocab"] = [[names.get(entry[0], entry[0]), *entry[1:]] for entry in vocabulary]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
+        if token["content"] in names:
+            token |= {"content": names[token["content"]], "special": True}
+    file["added_tokens"] = msgspec.Raw(msgspec.json.encode(added))
+    model = msgspec.json.decode(file["model"], type=dict[str, msgspec.Raw])
+    # A vocabulary that names none of them stays as it is: to decode a large one takes a fifth of a second.
+    if _may_hold(bytes(model.get("vocab", b"")), names):
+        vocabulary = msgspec.json.decode(model["vocab"])
+        if isinstance(vocabulary, dict):
+            vocabulary = {names.get(text, text): index for text, index in vocabulary.items()}
+        else:
+            vocabulary = [[names.get(entry[0], entry[0]), *entry[1:]] for entry in vocabulary or ()]
+        model["vocab"] = msgspec.Raw(msgspec.json.encode(vocabulary))
+    unknown = msgspec.json.decode(model.get("unk_token", b"null"))
+    if isinstance(unknown, str) and unknown in names:
+        model["unk_token"] = msgspec.Raw(msgspec.json.encode(names[unknown]))
+    file["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(file)
+
+
+def _may_hold(data: bytes, texts: Collection[str]) -> bool:
+    """Whether one of these may be among the strings of some JSON: false where none stands there as it is usually
+    written, and no letter is written as \\u0041 and no slash as \\/."""
+    if any(msgspec.json.encode(text) in data for text in texts):
+        return True
+    return bool(texts) and any(found[1] in b"u/" for found in ESCAPED.finditer(data))

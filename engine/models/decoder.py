@@ -53,30 +53,36 @@ class Layer:
         out = cache.attend(self.index, q, k, v, meta, scale=self.spec.head_dim**-0.5, window=self.window)
         return out.flatten(1)
 
+    def parts(self) -> list[tuple[str, Linear, int, int]]:
+        """Checkpoint names of the linears, which rows of which they are; q, k and v share one matrix, gate and up
+        another."""
+        q, kv, inner = self.q_size, self.kv_size, self.spec.intermediate_size
+        prefix = f"layers.{self.index}."
+        return [
+            (f"{prefix}self_attn.q_proj", self.qkv, 0, q),
+            (f"{prefix}self_attn.k_proj", self.qkv, q, q + kv),
+            (f"{prefix}self_attn.v_proj", self.qkv, q + kv, q + 2 * kv),
+            (f"{prefix}self_attn.o_proj", self.output, 0, self.spec.hidden_size),
+            (f"{prefix}mlp.gate_proj", self.gate_up, 0, inner),
+            (f"{prefix}mlp.up_proj", self.gate_up, inner, 2 * inner),
+            (f"{prefix}mlp.down_proj", self.down, 0, self.spec.hidden_size),
+        ]
+
     def places(self) -> dict[str, Tensor]:
-        """Checkpoint name -> where it goes; q, k and v share one matrix, gate and up another."""
-        prefix, q, kv = f"layers.{self.index}.", self.q_size, self.kv_size
-        inner = self.spec.intermediate_size
+        """Checkpoint name -> where it goes."""
+        prefix = f"layers.{self.index}."
         found = {
             "input_layernorm.weight": self.attention_norm.weight,
             "post_attention_layernorm.weight": self.mlp_norm.weight,
         }
         if self.q_norm is not None and self.k_norm is not None:
             found |= {"self_attn.q_norm.weight": self.q_norm.weight, "self_attn.k_norm.weight": self.k_norm.weight}
-        parts: list[tuple[str, Linear, int, int]] = [
-            ("self_attn.q_proj", self.qkv, 0, q),
-            ("self_attn.k_proj", self.qkv, q, q + kv),
-            ("self_attn.v_proj", self.qkv, q + kv, q + 2 * kv),
-            ("self_attn.o_proj", self.output, 0, self.spec.hidden_size),
-            ("mlp.gate_proj", self.gate_up, 0, inner),
-            ("mlp.up_proj", self.gate_up, inner, 2 * inner),
-            ("mlp.down_proj", self.down, 0, self.spec.hidden_size),
-        ]
-        for name, linear, begin, end in parts:
+        found = {prefix + name: place for name, place in found.items()}
+        for name, linear, begin, end in self.parts():
             found[f"{name}.weight"] = linear.weight[begin:end]
             if linear.bias is not None:
                 found[f"{name}.bias"] = linear.bias[begin:end]
-        return {prefix + name: place for name, place in found.items()}
+        return found
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -147,7 +153,8 @@ class Decoder:
     def _fill(self, checkpoint: Checkpoint, prefix: str, progress: Callable[[int], None]) -> None:
         """Read the weights and pack them, layer by layer: while one is packed the next one is read.
 
-        What will be packed is read into one of two rooms: memory that is new to a process costs as much as a copy."""
+        What will be packed is taken from the file's own pages, or, where its parts lie apart there, put together in
+        one of two rooms: memory that is new to a process costs as much as a copy."""
         done = 0
 
         def tell(num_bytes: int) -> None:
@@ -162,7 +169,21 @@ class Decoder:
             layer = self.layers[index]
             if rooms:
                 layer.borrow(rooms[index % 2])
-            checkpoint.fill({prefix + name: place for name, place in layer.places().items()}, tell)
+            places = {prefix + name: place for name, place in layer.places().items()}
+            if rooms:
+                for linear in layer.linears:
+                    own = [name for name, part, *_ in layer.parts() if part is linear]
+                    take(linear, [f"{prefix}{name}.weight" for name in own], places)
+            checkpoint.fill(places, tell)
+
+        def take(linear: Linear, names: list[str], places: dict[str, Tensor]) -> None:
+            """Let a weight be the file's pages, if it can; then it has no place to fill."""
+            found = checkpoint.mapped(names, self.spec.dtype)
+            if found is not None:
+                linear.weight = found
+                tell(found.nbytes)
+                for name in names:
+                    del places[name]
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
             reading = reader.submit(read, 0)
@@ -175,6 +196,9 @@ class Decoder:
         ends = {prefix + name: place for name, place in self._ends().items()}
         if self.head is not self.embedding:
             ends["lm_head.weight"] = self.head.weight
+        if kernels is not None:
+            name = f"{prefix}embed_tokens.weight" if self.head is self.embedding else "lm_head.weight"
+            take(self.head, [name], ends)
         checkpoint.fill(ends, tell)
         ends.clear()
         self._pack_ends()

@@ -2,16 +2,21 @@
 
 The format is a length (8 bytes, little-endian), a JSON header of that length (name -> dtype, shape, place), and the
 tensors' bytes. They are read to where they are wanted, by way of a small buffer where the dtypes differ, some tensors
-at a time; so loading needs the model's own memory and that of the tensors which are being packed. Files of other
-formats are never opened: unpickling one runs whatever its author put into it.
+at a time; so loading needs the model's own memory and that of the tensors which are being packed. What can be packed as
+it lies in the file is mapped and not copied. Files of other formats are never opened: unpickling one runs whatever its
+author put into it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import json
+import mmap
 import struct
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 from math import prod
@@ -38,6 +43,8 @@ DTYPES = {
 PIECE_BYTES = 16 << 20  # read at once: long enough for full disk speed, small beside any model worth streaming
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 SAMPLE_BYTES = 4096  # of a tensor's start and end, for weights_hash
+POPULATE_READ = 22  # madvise of Linux 5.14: read a range now, and say so when that is impossible
+ALIGNED = 8  # bytes; what the format's own library makes sure of
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,32 @@ class Checkpoint:
                         read = _read_into if _is_as_stored(places[name], entry) else _convert_into
                         read(stream, entry, places[name].view(-1), progress)
 
+    def mapped(self, names: Sequence[str], dtype: torch.dtype) -> Tensor | None:
+        """The rows of these tensors as the file has them, to be read until the result is dropped and never written.
+
+        None where they do not lie one behind the other or are of another dtype: then they must be copied with `fill`.
+        All of it is read now, from the system's cache or the disk. Raises ModelError when that fails.
+        """
+        entries = [self.entries[name] for name in names]
+        first, size = entries[0], sum(entry.num_bytes for entry in entries)
+        place = first.offset
+        for entry in entries:
+            if (entry.file, entry.offset, entry.dtype, entry.shape[1:]) != (first.file, place, dtype, first.shape[1:]):
+                return None
+            place += entry.num_bytes
+        if first.offset % ALIGNED or not size or sys.platform != "linux":
+            return None
+        before = first.offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            with first.file.open("rb") as stream:
+                # A private copy that is never made: torch warns of memory that cannot be written.
+                pages = mmap.mmap(stream.fileno(), before + size, access=mmap.ACCESS_COPY, offset=first.offset - before)
+        except (OSError, ValueError):  # a file system without maps; shorter than when it was opened
+            return None
+        whole = torch.frombuffer(pages, dtype=torch.uint8)
+        _populate(whole, first)
+        return whole[before:].view(dtype).view(-1, *first.shape[1:])
+
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors are the same, byte for byte."""
         a, b = self.entries[one], self.entries[other]
@@ -173,6 +206,14 @@ def _read_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callabl
         piece = target[start : start + PIECE_BYTES]
         _read_all(stream, piece, entry)
         progress(len(piece))
+
+
+def _populate(pages: Tensor, entry: Entry) -> None:
+    """Have mapped bytes read: where a page cannot be, the first use of it would end the process."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if madvise(pages.data_ptr(), pages.nbytes, POPULATE_READ) and ctypes.get_errno() in (errno.EFAULT, errno.EIO):
+        raise ModelError(f"{entry.file} ended while it was read; download it again")
 
 
 def _convert_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callable[[int], None]) -> None:

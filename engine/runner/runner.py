@@ -25,6 +25,10 @@ from .sampler import Sampler
 
 T = TypeVar("T")
 
+# Of the warm-up's two steps on a CPU: there no step is compiled or chosen by its size, and no memory is given before it
+# is used, so that longer ones would tell nothing more. They took two seconds for 0.6 billion parameters.
+WARM_ROWS, WARM_TOKENS = 2, 16
+
 # Models below this size run on one thread: beside other work on two cores a decode step of a model of 0.3 M parameters
 # took 13 to 100 ms with two threads and 3 ms with one.
 TINY_BYTES = 64 << 20
@@ -154,14 +158,16 @@ class Runner:
         return Step(self, batch, prepared, outputs, seconds, spent_before)
 
     def warm_up(self) -> None:
-        """Run the two extremes of a step, a decode of all slots and one chunk as long as a step may be.
+        """Run both kinds of a step, a decode of all slots and a chunk as long as a step may be; on a CPU short ones.
 
-        The first request then meets warm code, and memory that is too small shows now. Only before the first batch:
-        it writes over blocks from the first on, and leaves nothing behind but their content.
+        The first request then meets warm code, and on a GPU memory that is too small shows now. Only before the first
+        batch: it writes over blocks from the first on, and leaves nothing behind but their content.
         """
         block_size, budget = self.config.block_size, self.config.max_batched_tokens or 1
         seqs = min(self.config.max_seqs or 1, self.num_blocks)
         chunk = min(budget, self.config.max_len or 1, self.num_blocks * block_size)
+        if self.device.type == "cpu":
+            seqs, chunk = min(seqs, WARM_ROWS), min(chunk, WARM_TOKENS)
         params = SamplingParams(max_tokens=1, top_p=0.9, logprobs=0)
         decode = [Row(-1 - index, 0, [0], [index], 1) for index in range(seqs)]
         prompt = [Row(-1, 0, [0] * chunk, list(range(-(-chunk // block_size))), 1)]
@@ -214,10 +220,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def build(
-    config: EngineConfig, progress: models.Progress = lambda share: None
+    config: EngineConfig,
+    progress: models.Progress = lambda share: None,
+    described: Callable[[models.ModelSpec], None] = lambda spec: None,
 ) -> tuple[Runner, EngineInfo, EngineConfig]:
     """Load everything that a config asks for: a runner ready for its first batch, what it is, and the config resolved.
 
+    `described` is told what the model is before its weights are read, for work that can be done beside them.
     Raises ModelError and ConfigError. The memory is measured and divided before the weights take their part of it.
     """
     began = time.monotonic()
@@ -226,6 +235,7 @@ def build(
     attention.check(config.attention)
     folder = hub.fetch(config.model, config.revision, weights=True)
     spec = models.describe(folder.path, config)
+    described(spec)
     backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
     if device.type == "cpu":

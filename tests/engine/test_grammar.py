@@ -30,7 +30,7 @@ from engine.batch import NOTHING_LEFT, Batch, Row, StepTokens
 from engine.grammar import GrammarError, limits, problem, source
 from engine.grammar import grammars as grammars_module
 from engine.grammar.grammars import REFUSED, Grammars, Matcher
-from engine.grammar.table import Table
+from engine.grammar.table import Table, _named_apart
 from server.tokenizer import Tokenizer
 from tests.live import WAIT_S
 from tests.toys import MADE, byte_level
@@ -599,3 +599,14 @@ def test_forced_text_may_look_like_special_tokens(data):
     assert matcher.consume_tokens(forced) and matcher.is_accepting(), matcher.get_error()
     named = LLMatcher(table.library, source("lark", 'start: <[151657]> "x" <[151645]>'), limits=limits(), log_level=0)
     assert named.consume_tokens([151_657, 87, 151_645]) and named.is_accepting(), "a grammar can still name them"
+
+
+def test_marks_get_other_names_however_a_vocabulary_spells_them():
+    added = [{"id": 1, "content": "<a/b>", "special": True}]
+    plain = {"added_tokens": added, "model": {"vocab": {"x": 0, "<a/b>": 1, "\\u": 2}, "unk_token": "<a/b>"}}
+    text = json.dumps(plain)
+    spellings = [text, text.replace("a/b", "a\\/b"), text.replace("<", "\\u003c")]
+    found = [json.loads(_named_apart(spelling.encode())) for spelling in spellings]
+    assert found[0] == found[1] == found[2]
+    name = found[0]["added_tokens"][0]["content"]
+    assert name != "<a/b>" and found[0]["model"] == {"vocab": {"x": 0, name: 1, "\\u": 2}, "unk_token": name}

@@ -234,3 +234,22 @@ def test_weights_missing_from_a_model_of_transformers(tmp_path):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     assert "cut short" in refused(folder)
+
+
+def test_tensors_side_by_side_are_mapped_as_one(folder):
+    names = ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+    expected = torch.cat([load_file(folder / "model.safetensors")[name] for name in names])
+    checkpoint = Checkpoint(folder)
+    mapped = checkpoint.mapped(names, torch.float32)
+    assert mapped is not None and torch.equal(mapped, expected)
+    assert checkpoint.mapped(names[::-1], torch.float32) is None  # not in this order
+    assert checkpoint.mapped(names, torch.bfloat16) is None  # to be converted
+
+
+def test_a_file_that_shrinks_while_it_is_mapped(folder):
+    """Were nobody to look, the first use of a page that is not there would end the process."""
+    name = "model.embed_tokens.weight"
+    checkpoint = Checkpoint(folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(checkpoint.entries[name].offset)
+    assert checkpoint.mapped([name], torch.float32) is None
