@@ -30,6 +30,11 @@ CONTEXT_CODE = "context_length_exceeded"
 
 # How pydantic begins a sentence about a value.
 PYDANTIC_SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should")
+# What it calls by Python's names.
+JSON_TYPES = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object"),
+    "list_type": "must be an array",
+}
 
 log = logging.getLogger("pequod.server")
 
@@ -186,7 +191,10 @@ def _path(item: ErrorDetails, document: Any) -> list[int | str]:
 
 
 def _has(here: Any, part: int | str) -> bool:
-    return part in here if isinstance(here, dict) else isinstance(here, list) and part in range(len(here))
+    if isinstance(here, dict):
+        return part in here
+    # What is no number would be compared with each one of a range.
+    return isinstance(here, list) and isinstance(part, int) and 0 <= part < len(here)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -209,6 +217,7 @@ def _sentence(item: ErrorDetails, param: str | None) -> ApiError:
         return invalid(f"Unsupported field: '{param}'; {item['msg']}.", param, "unsupported_parameter")
     text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     text = PYDANTIC_SUBJECT.sub("must", text).replace(" after validation", "").rstrip(".")
+    text = JSON_TYPES.get(kind, text)
     text = text.replace("must be False", "must be false").replace("must be True", "must be true")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     if param is None:

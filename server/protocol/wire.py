@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, LiteralString, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_LABEL = 512  # characters
+MANY_NAMES = 256  # of one object; none has so many fields
 
 
 class Wire(BaseModel):
@@ -28,6 +29,16 @@ class Wire(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, value: Any) -> Any:
+        """Of very many names that no field has the first is enough to refuse the object: each would be an error."""
+        if not isinstance(value, dict) or len(value) <= MANY_NAMES:
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in value if name not in known), None)
+        return {name: value[name] for name in (*known, unknown) if name in value}
 
 
 class _Label:

@@ -140,6 +140,29 @@ def test_of_very_many_errors_one_is_named():
     assert (error.param, "errors" in error.message) == (None, True)
 
 
+def test_very_many_unknown_names_are_one_error():
+    many = {str(i): 1 for i in range(1000)}
+    for body in ({**OK, **many}, {"messages": [{"role": "user", "content": "a", **many}]}):
+        with pytest.raises(ValidationError) as caught:
+            ChatRequest.model_validate(body)
+        assert [error["loc"][-1] for error in caught.value.errors()] == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "told"),
+    [
+        ({"messages": {}}, "messages", "an array"),
+        ({"messages": [1]}, "messages.0", "an object"),
+        ({"metadata": []}, "metadata", "an object"),
+        ({"stream": True, "stream_options": 1}, "stream_options", "an object"),
+    ],
+)
+def test_a_wrong_type_is_told_in_the_words_of_json(change, param, told):
+    with pytest.raises(ApiError) as caught:
+        parse(ChatRequest, json.dumps({"messages": [{"role": "user", "content": "a"}], **change}).encode())
+    assert caught.value.message == f"Invalid '{param}': must be {told}."
+
+
 def test_what_a_text_holds_is_not_counted():
     text = 'a: "b\\": [{"\\\\' * MAX_NODES
     assert parse(Ask, json.dumps({**OK, "anything": [text, "\\", '"', text]}).encode()).anything[0] == text
