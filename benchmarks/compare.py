@@ -208,8 +208,10 @@ def write(arguments: argparse.Namespace, everyone: Sequence[Contestant], limits:
         "ratios": {name: ratios(everyone, name) for name in arguments.cases if not CASES[name].once},
     }
     if rounds:
-        (arguments.out / "compare.json").write_text(json.dumps(rounded(result)) + "\n")
-        (arguments.out / "compare.md").write_text(markdown(result))
+        for name, text in (("json", json.dumps(rounded(result)) + "\n"), ("md", markdown(result))):
+            beside = arguments.out / f"compare.{name}.new"  # whatever ends this program, a whole result is left
+            beside.write_text(text)
+            beside.replace(arguments.out / f"compare.{name}")
     return result
 
 
@@ -383,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"compare.py: {error}")
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
-        say(f"compare.py: stopped; the cases measured until then are in {arguments.out}")
+        say(f"compare.py: stopped; cases that were measured are in {arguments.out}")
         return STOPPED
     print(markdown(result), end="")
     return 0

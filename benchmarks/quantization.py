@@ -41,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8 cache": {"dtype": "bfloat16", "kv_dtype": "int8"},
+    "int8, int8 cache": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
 }
 BASE = "bfloat16"  # what times are compared with
 TEXTS, TOKENS = 8, 250  # of a trained model
@@ -106,11 +108,16 @@ def trained(model: str, variants: dict[str, dict[str, Any]], threads: int | None
     reference = Engine(model, threads, REFERENCE)
     texts = write(reference, 0 if model == "builtin" else first_token(Path(model)))
     want = read(reference, texts)
-    found = {"float32": {**judged(want, want, texts), "weights_bytes": reference.info.weights_bytes}}
+    found = {"float32": {**judged(want, want, texts), **memory(reference)}}
     for name, settings in variants.items():
         engine = Engine(model, threads, settings)
-        found[name] = {**judged(read(engine, texts), want, texts), "weights_bytes": engine.info.weights_bytes}
+        found[name] = {**judged(read(engine, texts), want, texts), **memory(engine)}
     return found
+
+
+def memory(engine: Engine) -> dict[str, int]:
+    """Bytes of the weights, and of a token in the cache."""
+    return {"weights_bytes": engine.info.weights_bytes, "kv_bytes_per_token": engine.info.kv_bytes_per_token}
 
 
 def first_token(folder: Path) -> int:
@@ -123,12 +130,12 @@ def random(model: str, variants: dict[str, dict[str, Any]], threads: int | None,
     reference = Engine(model, threads, REFERENCE)
     texts = torch.randint(0, reference.info.vocab_size, (1, RANDOM_TOKENS), generator=torch.Generator().manual_seed(0))
     want = read(reference, texts)
-    found: dict[str, Any] = {"float32": {"error": 0.0, "weights_bytes": reference.info.weights_bytes}}
+    found: dict[str, Any] = {"float32": {"error": 0.0, **memory(reference)}}
     del reference
     engines = {name: Engine(model, threads, settings) for name, settings in variants.items()}
     for name, engine in engines.items():
         figures = judged(read(engine, texts), want, texts)
-        found[name] = {"error": figures["error"], "weights_bytes": engine.info.weights_bytes}
+        found[name] = {"error": figures["error"], **memory(engine)}
     del want
     now = time.thread_time if threads == 1 else time.perf_counter
     for step, (rows, new) in STEPS.items():
@@ -158,27 +165,29 @@ def turns(cases: dict[str, Callable[[], Any]], rounds: int, now: Callable[[], fl
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     lines = [
-        "| model | variant | weights | logit error | perplexity | same token | KL |",
-        "|---|---|---|---|---|---|---|",
+        "| model | variant | weights | cache of a token | logit error | perplexity | same token | KL |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for model, found in result["trained"].items():
         for name, each in found.items():
+            sizes = f"{each['weights_bytes'] / 1e6:.1f} MB | {each['kv_bytes_per_token'] / 1e3:.2f} kB"
             lines.append(
-                f"| {model} | {name} | {each['weights_bytes'] / 1e6:.1f} MB | {each['error']:.4f} "
+                f"| {model} | {name} | {sizes} | {each['error']:.4f} "
                 f"| {each['perplexity']:.4f} | {each['agreement']:.2%} | {each['divergence']:.5f} |"
             )
     if result["random"]:
         lines += [
             "",
-            f"| 0.6B shape, random | weights | logit error | {' | '.join(STEPS)} |",
-            "|---|---|---|---|---|---|",
+            f"| 0.6B shape, random | weights | cache of a token | logit error | {' | '.join(STEPS)} |",
+            "|---|---|---|---|---|---|---|",
         ]
     for name, each in result["random"].items():
         steps = [
             f"{step['seconds'] * 1e3:.1f} ms ({step[f'times_{BASE}'] or 0:.2f}x)"
             for step in each.get("steps", {}).values()
         ]
-        cells = [name, f"{each['weights_bytes'] / 1e6:.0f} MB", f"{each['error']:.4f}", *(steps or ["-"] * len(STEPS))]
+        sizes = f"{each['weights_bytes'] / 1e6:.0f} MB", f"{each['kv_bytes_per_token'] / 1e3:.1f} kB"
+        cells = [name, *sizes, f"{each['error']:.4f}", *(steps or ["-"] * len(STEPS))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 0.5
 
-# torch asks for the processor's large pages where a tensor has some: a start then enters 600 pages of weights for a
-# gigabyte and not 300,000, which took longer than packing it. Read when torch is imported.
+# torch asks for the processor's large pages where a tensor has some: a start then enters 500 pages for a
+# gigabyte of weights and not 260,000, which took longer than packing it. Read when torch is imported.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 

@@ -61,6 +61,10 @@ def _unknown(word: str) -> str:
     return f"unknown command {word[:64]}; " + (f"did you mean {close[0]}?" if close else "see `pequod --help`")
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and give its exit code: 0 done, 1 failed, 2 asked for something impossible, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
@@ -81,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         command = import_module(f".commands.{name}", __package__)
         if name == "bench":  # whoever ends a measurement ends the servers that it has started, as by Ctrl-C
-            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+            signal.signal(signal.SIGTERM, _interrupt)
         runs = execute_group if hasattr(command, "PARTS") else execute
         code = runs(name, COMMANDS[name], command, rest)
         sys.stdout.flush()

@@ -409,7 +409,7 @@ def test_a_run_that_is_stopped_keeps_its_cases_and_leaves_no_server(tmp_path, mo
     assert compare.main(argv) == compare.STOPPED
     assert stopped == ["a"]
     assert json.loads((out / "compare.json").read_text())["rounds"] == 2
-    assert "stopped; the cases measured until then are in" in capsys.readouterr().err
+    assert "stopped; cases that were measured are in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

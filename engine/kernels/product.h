@@ -23,7 +23,7 @@ namespace {
 
 const int WIDTH = 2 * LANES;      // rows of W in a panel
 const int64_t BLOCK = 44 * HEIGHT;  // rows of x that are packed at once: bounds the scratch memory
-const int64_t PARTS = 8;          // that a thread's panels are divided into
+const int64_t PARTS = 8;          // about so many that a thread's panels are divided into
 const int64_t NEAR = 512 << 10;   // bytes of packed x that should stay in the second cache beside a panel
 const int64_t SMALL = 1 << 18;    // multiply-adds below which waking other threads costs more than they save
 const int64_t SHORT = 1 << 14;    // numbers of x that one thread packs faster than several agree on it
@@ -152,23 +152,21 @@ struct Product {
   }
 
   void compute_range(int64_t start, int64_t count, int64_t whose, int threads, int64_t* parts_begun) const {
-    const int64_t step = rows == 1 ? 4 : rows <= 3 ? LANES / 8 : 1;  // panels side by side
-    const int64_t steps = (matrix->num_panels + step - 1) / step;
-    const int64_t from = steps * whose / threads, to = steps * (whose + 1) / threads;
-    const int64_t size = to - from < PARTS ? 1 : (to - from) / PARTS, parts = (to - from + size - 1) / size;
+    const int64_t panels = matrix->num_panels, from = panels * whose / threads, to = panels * (whose + 1) / threads;
+    const int64_t beside = rows == 1 ? 4 : rows == 2 ? 2 : rows == 3 ? LANES / 8 : 1;  // panels of a tile
+    const int64_t some = (to - from) / PARTS / beside * beside, size = some < beside ? beside : some;
+    const int64_t parts = (to - from + size - 1) / size;
     // Tiles whose rows stay in the second cache, all by one part; fewer where there are more threads than panels.
     const int64_t tiles = (count + HEIGHT - 1) / HEIGHT;
     int64_t at_once = NEAR / (Kind::row_bytes(units) * HEIGHT);
-    if (steps < threads && at_once > tiles * steps / threads) at_once = tiles * steps / threads;
+    if (panels < threads && at_once > tiles * panels / threads) at_once = tiles * panels / threads;
     const int64_t groups = at_once < 1 ? tiles : (tiles + at_once - 1) / at_once;
     while (__atomic_load_n(parts_begun, __ATOMIC_RELAXED) < groups * parts) {
       const int64_t part = __atomic_fetch_add(parts_begun, 1, __ATOMIC_RELAXED), group = part / parts;
       if (group >= groups) return;
-      const int64_t begin = (from + part % parts * size) * step, most = to * step;
-      int64_t end = begin + size * step < most ? begin + size * step : most;
-      if (end > matrix->num_panels) end = matrix->num_panels;
+      const int64_t begin = from + part % parts * size, end = begin + size < to ? begin + size : to;
       if (rows == 1) few<1, 4>(begin, end);
-      else if (rows == 2) few<2, LANES / 8>(begin, end);
+      else if (rows == 2) few<2, 2>(begin, end);
       else if (rows == 3) few<3, LANES / 8>(begin, end);
       else many(start, count, tiles * group / groups, tiles * (group + 1) / groups, begin, end);
     }

@@ -121,7 +121,8 @@ class Checkpoint:
     def mapped(self, names: Sequence[str], dtype: torch.dtype) -> Tensor | None:
         """The rows of these tensors as the file has them, to be read until the result is dropped and never written.
 
-        None where they do not lie one behind the other or are of another dtype: then they must be copied with `fill`.
+        None where they do not lie one behind the other, are of another dtype, or the system does not map files so that
+        an error can be told: then they must be copied with `fill`.
         All of it is read now, from the system's cache or the disk. Raises ModelError when that fails.
         """
         entries = [self.entries[name] for name in names]
@@ -141,7 +142,8 @@ class Checkpoint:
         except (OSError, ValueError):  # a file system without maps; shorter than when it was opened
             return None
         whole = torch.frombuffer(pages, dtype=torch.uint8)
-        _populate(whole, first)
+        if not _is_populated(whole, first):
+            return None
         return whole[before:].view(dtype).view(-1, *first.shape[1:])
 
     def equal(self, one: str, other: str) -> bool:
@@ -208,12 +210,15 @@ def _read_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callabl
         progress(len(piece))
 
 
-def _populate(pages: Tensor, entry: Entry) -> None:
-    """Have mapped bytes read: where a page cannot be, the first use of it would end the process."""
+def _is_populated(pages: Tensor, entry: Entry) -> bool:
+    """Have mapped bytes read, if the system can: the first use of a page that cannot be would end the process."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if madvise(pages.data_ptr(), pages.nbytes, POPULATE_READ) and ctypes.get_errno() in (errno.EFAULT, errno.EIO):
+    if not madvise(pages.data_ptr(), pages.nbytes, POPULATE_READ):
+        return True
+    if ctypes.get_errno() in (errno.EFAULT, errno.EIO):
         raise ModelError(f"{entry.file} ended while it was read; download it again")
+    return False
 
 
 def _convert_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callable[[int], None]) -> None:

@@ -25,8 +25,8 @@ from .sampler import Sampler
 
 T = TypeVar("T")
 
-# Of the warm-up's two steps on a CPU: there no step is compiled or chosen by its size, and no memory is given before it
-# is used, so that longer ones would tell nothing more. They took two seconds for 0.6 billion parameters.
+# Of the warm-up's two steps on a CPU: nothing is compiled for a step's size there, and the plan of the memory counts
+# what a full step takes. Full ones took two seconds for 0.6 billion parameters.
 WARM_ROWS, WARM_TOKENS = 2, 16
 
 # Models below this size run on one thread: beside other work on two cores a decode step of a model of 0.3 M parameters
@@ -246,6 +246,7 @@ def build(
         # With the length that was asked for, not the lowered one: rotary frequencies may depend on it, and what the
         # memory allows today must not change what the model says.
         wanted = replace(resolved, max_len=config.max_len)
+        limits = _guarded(lambda: roofline.measure(spec, device))  # while this process does nothing else
         model = _guarded(lambda: models.load(wanted, folder.path, device, progress))
         if device.type == "cuda":
             taken = _profile(model, resolved)
@@ -254,7 +255,6 @@ def build(
                 resolved = replace(plan.config, device=str(device), attention=backend.name)
         runner = Runner(model, replace(resolved, num_blocks=plan.num_blocks), plan.num_blocks)
         runner.warm_up()
-        limits = _guarded(lambda: roofline.measure(spec, device))
     except memory.Impossible as error:
         raise ConfigError(str(error)) from None  # its own class has no place on the wire
     except StepOutOfMemory as error:
