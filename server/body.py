@@ -22,8 +22,8 @@ M = TypeVar("M", bound=BaseModel)
 # would be an error of its own, for seconds in which no other request gets on.
 MAX_NODES = 1 << 16
 NODES = (b":", b"[", b"{")  # each begins one, outside of strings
-# Elements of all arrays, so also tokens of prompts that come as ids. OpenAI takes 300,000 tokens in one request, and
-# contexts that are served end at 262,144; half a million would hold the event loop for a tenth of a second.
+# Elements of all arrays, so also tokens of prompts that come as ids: OpenAI takes 300,000 in one request of embeddings,
+# and half a million would hold the event loop for a tenth of a second. A longer prompt can come as text.
 MAX_ELEMENTS = 320_000
 MAX_TEXTS = 4 * MAX_NODES  # names, their values, and the texts of arrays, none of which takes very many
 FEW_MARKS = 1 << 14  # a loop over them takes some milliseconds

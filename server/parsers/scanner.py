@@ -106,8 +106,11 @@ class Scanner:
                 letter = yield from self._marked(letter)
 
     def call(self, mark: str, letter: str) -> Script[str]:
-        """What comes behind a mark that begins a call, or from a bare letter on; says the calls."""
-        raise NotImplementedError
+        """What comes behind a mark that begins a call, or from a bare letter on; says the calls.
+
+        A format without calls says none, and what was read stays content.
+        """
+        return letter
         yield
 
     def reasoning(self, letter: str) -> Script[str]:
