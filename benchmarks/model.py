@@ -3,7 +3,8 @@
     python -m benchmarks.model /tmp/qwen3-0.6b-random
 
 Speed depends on the shape alone. A random model draws ids from the whole vocabulary, and a server sends a chunk only
-for visible text, so each id must have some: the tokenizer is whole words " w0", " w1", ….
+for visible text, so each id must have some: beside the 256 bytes they are whole words, " w258", " w259", …. It is a
+byte-level BPE, the kind that other servers' converters know.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SHAPE = {
     "vocab_size": 151936,
@@ -27,21 +30,33 @@ SHAPE = {
 }
 
 
+def words(size: int) -> Tokenizer:
+    """A tokenizer of so many ids; a word of its own is one token, everything else comes as bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    space = "\u0120"  # how byte-level vocabularies write it
+    vocab = {text: i for i, text in enumerate(["<|endoftext|>", *letters, f"{space}w"])}
+    vocab |= {f"{space}w{i}": i for i in range(len(vocab), size)}
+    # Words are found as wholes before any merge. The one merge is there for readers that want some.
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(space, "w")], ignore_merges=True))
+    split = pre_tokenizers.Split(" ", "merged_with_next")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
 def make(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
     """Write the folder unless it is there; gives it back."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     config = Qwen3Config(**SHAPE, dtype="bfloat16", eos_token_id=0, bos_token_id=None, pad_token_id=0)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f" w{i}": i for i in range(SHAPE["vocab_size"])}, unk_token=" w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
-    tokenizer.decoder = decoders.Fuse()  # without one, words come apart by a second space and are no prompt any more
+    tokenizer = words(SHAPE["vocab_size"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder
