@@ -63,6 +63,11 @@ static inline void store_halves(uint16_t* p, U u) {
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
 static inline void store_units(void* p, U u) { _mm256_storeu_si256((U*)p, u); }
+// The units of two vectors by turns: a0 b0 a1 b1 ….
+static inline void zip(U& a, U& b) {
+  const U even = _mm256_unpacklo_epi32(a, b), odd = _mm256_unpackhi_epi32(a, b);
+  a = _mm256_permute2x128_si256(even, odd, 0x20), b = _mm256_permute2x128_si256(even, odd, 0x31);
+}
 static inline float lowest_lane(V v) { return _mm256_cvtss_f32(v); }
 static inline U nearest_ints(V v) { return _mm256_cvtps_epi32(v); }  // ties to even; no number gives 0x80000000
 static inline V floats_of(U u) { return _mm256_cvtepi32_ps(u); }
@@ -170,6 +175,11 @@ template <int N> static inline U shifted_down(U u) { return _mm512_srli_epi32(u,
 // The lower halves of the units, side by side.
 static inline void store_halves(uint16_t* p, U u) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u)); }
 static inline void store_units(void* p, U u) { _mm512_storeu_si512(p, u); }
+static inline void zip(U& a, U& b) {
+  const U low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const U even = _mm512_permutex2var_epi32(a, low, b);
+  b = _mm512_permutex2var_epi32(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b), a = even;
+}
 static inline float lowest_lane(V v) { return _mm512_cvtss_f32(v); }
 static inline U nearest_ints(V v) { return _mm512_cvtps_epi32(v); }
 static inline V floats_of(U u) { return _mm512_cvtepi32_ps(u); }
@@ -224,6 +234,18 @@ static inline V dot(V sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a,
 #else
 #error "no instruction set was named"
 #endif
+
+// Rows become columns: LANES vectors of as many units. Half of the rows zipped with the other half, again and again.
+static inline void transpose(U (&rows)[LANES]) {
+  _Pragma("GCC unroll 4") for (int step = 1; step < LANES; step *= 2) {
+    U zipped[LANES];
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES / 2; ++i) {
+      zipped[2 * i] = rows[i], zipped[2 * i + 1] = rows[i + LANES / 2];
+      zip(zipped[2 * i], zipped[2 * i + 1]);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; ++i) rows[i] = zipped[i];
+  }
+}
 
 // The sum of the lanes, halves onto halves.
 static inline float total(V v) {

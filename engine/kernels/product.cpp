@@ -125,6 +125,8 @@ EXPORT int32_t NAMED(panel_width)() { return WIDTH; }
 
 namespace {
 
+const int64_t AHEAD = 512;  // bytes of a row
+
 struct Packing {
   const char* weight;  // [rows, columns] of numbers, gate before up
   uint32_t* panels;
@@ -132,24 +134,34 @@ struct Packing {
   int32_t gated;
 
   void share(int thread, int threads) const {
-    const int64_t row_bytes = columns * number_bytes, units = (row_bytes + 3) / 4, whole = row_bytes / 4;
+    const int64_t row_bytes = columns * number_bytes, units = (row_bytes + 3) / 4, whole = row_bytes / 4 / LANES * LANES;
     for (int64_t p = num_panels * thread / threads; p < num_panels * (thread + 1) / threads; ++p) {
       uint32_t* to = panels + p * units * WIDTH;
-      // Sixteen units of every row at a time: whole cache lines are read, and what is written stays in the first cache.
-      for (int64_t start = 0; start < units; start += 16) {
-        const int64_t end = start + 16 < units ? start + 16 : units;
-        for (int j = 0; j < WIDTH; ++j) {
-          const int64_t row = source(rows, gated, p, j);
-          const char* from = weight + row * row_bytes;
-          for (int64_t u = start; u < end; ++u) {
-            uint32_t unit = 0;
-            if (row >= 0 && u < whole) memcpy(&unit, from + 4 * u, 4);
-            else if (row >= 0) memcpy(&unit, from + 4 * u, 2);
-            to[u * WIDTH + j] = unit;
-          }
-        }
+      const char* from[WIDTH];  // null where there is no row
+      for (int j = 0; j < WIDTH; ++j) {
+        const int64_t row = source(rows, gated, p, j);
+        from[j] = row < 0 ? nullptr : weight + row * row_bytes;
       }
+      for (int64_t u = 0; u < whole; u += LANES)
+        for (int half = 0; half < WIDTH; half += LANES) turn(from + half, u, to + half);
+      for (int64_t u = whole; u < units; ++u)
+        for (int j = 0; j < WIDTH; ++j) {
+          uint32_t unit = 0;
+          if (from[j]) memcpy(&unit, from[j] + 4 * u, row_bytes - 4 * u < 4 ? 2 : 4);
+          to[u * WIDTH + j] = unit;
+        }
     }
+  }
+
+  // LANES units of as many rows. So many rows in turn are more than the processor fetches ahead by itself.
+  static void turn(const char* const* from, int64_t u, uint32_t* to) {
+    U units[LANES];
+    UNROLLED for (int j = 0; j < LANES; ++j) {
+      units[j] = from[j] ? load_units(from[j] + 4 * u) : all_units(0);
+      if (from[j]) __builtin_prefetch(from[j] + 4 * u + AHEAD);
+    }
+    transpose(units);
+    UNROLLED for (int k = 0; k < LANES; ++k) store_units(to + (u + k) * WIDTH, units[k]);
   }
 
   static void work(void* packing, int thread, int threads) { ((const Packing*)packing)->share(thread, threads); }
