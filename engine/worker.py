@@ -97,9 +97,8 @@ class _Worker:
         def progress(share: float) -> None:
             nonlocal read
             self.share = share
-            # Reading a vocabulary holds the interpreter. From here on loading needs it least: the last and largest
-            # weight is being packed, and then the first steps run.
-            if share >= 1 and read is None:
+            # Reading a vocabulary holds the interpreter, which loading needs least from here on: weights are packed.
+            if share and read is None:
                 read = reader.submit(Grammars, config, width)
 
         def built() -> tuple[Runner, EngineInfo, EngineConfig]:

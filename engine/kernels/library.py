@@ -43,6 +43,30 @@ class Matrix(ctypes.Structure):
     ]
 
 
+class Part(ctypes.Structure):
+    """Rows of a plain weight, as packing.h has them."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("rows", ctypes.c_int64)]
+
+
+class Weight(ctypes.Structure):
+    """A plain weight and where it is to be packed, as packing.h has it."""
+
+    _fields_ = [
+        ("parts", ctypes.c_void_p),
+        ("panels", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("number_bytes", ctypes.c_int64),
+        ("num_panels", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
+        ("from_file", ctypes.c_int32),
+    ]
+
+
 class Multiplied(ctypes.Structure):
     """A product and the weight that is its own, as layers.cpp has it."""
 
@@ -77,12 +101,11 @@ class Kernels:
         }
         for function in (*self.multiply.values(), *self.multiply_bits.values()):
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
-        self.pack = getattr(library, f"pack_{isa}")
-        self.pack.argtypes, self.pack.restype = [pointer, pointer, long, long, long, long, integer, integer], None
+        self.pack, self.quantize = (getattr(library, f"{name}_{isa}") for name in ("pack", "quantize"))
+        for function in (self.pack, self.quantize):
+            function.argtypes = [pointer, long, pointer, integer]
         self.lookup = getattr(library, f"lookup_{isa}")
         self.lookup.argtypes, self.lookup.restype = [pointer, long, pointer, long, pointer], long
-        self.quantize = getattr(library, f"quantize_{isa}")
-        self.quantize.argtypes = [pointer, pointer, pointer, long, long, long, long, integer, integer, integer]
         self.dequantized = getattr(library, f"dequantized_{isa}")
         self.dequantized.argtypes, self.dequantized.restype = [pointer, integer, long, pointer, long, pointer], long
         self.norm = {dtype: getattr(library, f"norm_{name}_{isa}") for dtype, name in DTYPES.items()}

@@ -1,4 +1,5 @@
 // y = x W^T for weights in float32 or bfloat16 that were packed once, see product.h.
+#include "packing.h"
 #include "product.h"
 
 namespace {
@@ -127,21 +128,15 @@ namespace {
 
 const int64_t AHEAD = 512;  // bytes of a row
 
-struct Packing {
-  const char* weight;  // [rows, columns] of numbers, gate before up
-  uint32_t* panels;
-  int64_t rows, columns, number_bytes, num_panels;
-  int32_t gated;
+struct Plain {
+  static int64_t room_bytes(const Weight&) { return 0; }
 
-  void share(int thread, int threads) const {
-    const int64_t row_bytes = columns * number_bytes, units = (row_bytes + 3) / 4, whole = row_bytes / 4 / LANES * LANES;
-    for (int64_t p = num_panels * thread / threads; p < num_panels * (thread + 1) / threads; ++p) {
-      uint32_t* to = panels + p * units * WIDTH;
+  static void pack(const Weight& weight, int64_t first, int64_t last, char*) {
+    const int64_t row_bytes = weight.row_bytes(), units = (row_bytes + 3) / 4, whole = row_bytes / 4 / LANES * LANES;
+    for (int64_t p = first; p < last; ++p) {
+      uint32_t* to = (uint32_t*)weight.panels + p * units * WIDTH;
       const char* from[WIDTH];  // null where there is no row
-      for (int j = 0; j < WIDTH; ++j) {
-        const int64_t row = source(rows, gated, p, j);
-        from[j] = row < 0 ? nullptr : weight + row * row_bytes;
-      }
+      for (int j = 0; j < WIDTH; ++j) from[j] = weight.row(p, j);
       for (int64_t u = 0; u < whole; u += LANES)
         for (int half = 0; half < WIDTH; half += LANES) turn(from + half, u, to + half);
       for (int64_t u = whole; u < units; ++u)
@@ -163,17 +158,15 @@ struct Packing {
     transpose(units);
     UNROLLED for (int k = 0; k < LANES; ++k) store_units(to + (u + k) * WIDTH, units[k]);
   }
-
-  static void work(void* packing, int thread, int threads) { ((const Packing*)packing)->share(thread, threads); }
 };
 
 }  // namespace
 
-// `number_bytes` is 4 or 2. `panels` has room for num_panels * units * WIDTH units.
-EXPORT void NAMED(pack)(const void* weight, void* panels, int64_t rows, int64_t columns, int64_t number_bytes,
-                            int64_t num_panels, int32_t gated, int32_t threads) {
-  Packing packing = {(const char*)weight, (uint32_t*)panels, rows, columns, number_bytes, num_panels, gated};
-  run(Packing::work, &packing, threads);
+// Weights of numbers of 4 or 2 bytes, whose `panels` have room for num_panels * units * WIDTH units. Adds to `done` the
+// bytes that are packed. Gives 0, 1 where memory is short, 2 where a file that a weight is a part of cannot be read.
+EXPORT int32_t NAMED(pack)(const Weight* weights, int64_t count, int64_t* done, int32_t threads) {
+  Packing<Plain> packing = {weights, count, done, nullptr, 0, 0, 0};
+  return packing.compute(threads);
 }
 
 // Rows of the weight that was packed, as they were: to[i] = W[ids[i]]. Gives the first id that is none, plus 1, or 0.

@@ -4,14 +4,63 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .library import Kernels, Matrix, Multiplied, address
+from .library import Kernels, Matrix, Multiplied, Part, Weight, address
 
 GROUP = 32  # columns that share a scale in 4 bits, as quantized.cpp has it
+
+
+class Packing:
+    """Weights that are packed together, in one call that needs nothing of Python meanwhile."""
+
+    def __init__(self, kernels: Kernels, *, from_file: bool) -> None:
+        """`from_file`: every weight is pages of a file, which are read when their turn has come, and given back."""
+        self._kernels, self._from_file = kernels, from_file
+        self._weights: dict[bool, list[Weight]] = {False: [], True: []}  # by whether they are quantized
+        self._kept: list[Any] = []
+        self._done = ctypes.c_int64()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of plain weights, packed so far."""
+        return self._done.value
+
+    def add(self, packed: Packed, parts: Sequence[Tensor], gated: bool) -> None:
+        """Let these rows, one part behind the other, become what `packed` multiplies by."""
+        if not all(part.is_contiguous() and part.dtype == packed.dtype for part in parts):
+            raise ValueError("parts of a weight of several dtypes, or with gaps")
+        places = (Part * len(parts))(*(Part(part.data_ptr(), len(part)) for part in parts))
+        weight = Weight(
+            ctypes.addressof(places),
+            packed.panels.data_ptr(),
+            None if packed.scales is None else packed.scales.data_ptr(),
+            len(parts),
+            sum(len(part) for part in parts),
+            packed.columns,
+            packed.dtype.itemsize,
+            len(packed.panels),
+            packed.bits or 0,
+            gated,
+            self._from_file,
+        )
+        self._weights[packed.bits is not None].append(weight)
+        self._kept.append((places, parts, packed))
+
+    def run(self) -> None:
+        """Pack all of them; OSError when a file cannot be read, MemoryError when memory is short."""
+        for weights, pack in zip(self._weights.values(), (self._kernels.pack, self._kernels.quantize), strict=True):
+            row = (Weight * len(weights))(*weights)
+            failed = pack(ctypes.addressof(row), len(weights), ctypes.addressof(self._done), torch.get_num_threads())
+            if failed == 1:
+                raise MemoryError("no memory to pack weights")
+            if failed:
+                raise OSError("pages of a file cannot be read")
+        self._kept.clear()
 
 
 class Packed:
@@ -21,23 +70,30 @@ class Packed:
     held here alone; the plain weight can go. Calls from several threads at once are fine.
     """
 
+    bits: int | None = None  # what the weight is rounded to; None: it stays as it is
+
     def __init__(
         self,
         kernels: Kernels,
-        weight: Tensor,  # [rows, columns] float32 or bfloat16
+        weight: Tensor | Sequence[Tensor],  # [rows, columns] float32 or bfloat16; or its rows in some parts
         bias: Tensor | None = None,  # [rows]
         *,
         gated: bool = False,
         wide: bool = False,  # results in float32 also where weights and activations are bfloat16
+        packing: Packing | None = None,  # packs later; of pages of a file. Else all is done now
     ) -> None:
-        rows, self.columns = weight.shape
-        self.dtype, self.outputs = weight.dtype, rows // 2 if gated else rows
-        self.result = torch.float32 if wide else weight.dtype
+        parts = [weight.contiguous()] if isinstance(weight, Tensor) else weight
+        rows, self.columns = sum(len(part) for part in parts), parts[0].shape[1]
+        self.dtype, self.outputs = parts[0].dtype, rows // 2 if gated else rows
+        self.result = torch.float32 if wide else self.dtype
         self._kernels, self._multiply = kernels, self._function(kernels)
         per_panel = kernels.width // 2 if gated else kernels.width
         num_panels = -(-self.outputs // per_panel)
-        weight = weight.contiguous()
-        self.panels, self.scales = self._pack(weight, num_panels, gated)
+        self.panels, self.scales = self._room(num_panels)
+        now = Packing(kernels, from_file=False) if packing is None else packing
+        now.add(self, parts, gated)
+        if packing is None:
+            now.run()
         self._bias = None if bias is None else self._panelled(bias.float(), num_panels, gated)
         self._matrix = Matrix(
             self.panels.data_ptr(),
@@ -89,13 +145,10 @@ class Packed:
         """The kernel that multiplies."""
         return kernels.multiply[self.dtype]
 
-    def _pack(self, weight: Tensor, num_panels: int, gated: bool) -> tuple[Tensor, Tensor | None]:
-        """The weight's panels and scales."""
-        kernels = self._kernels
-        panels = torch.empty(num_panels, -(-self.columns * weight.itemsize // 4), kernels.width, dtype=torch.int32)
-        sizes = *weight.shape, weight.itemsize, num_panels, gated, torch.get_num_threads()
-        kernels.pack(weight.data_ptr(), panels.data_ptr(), *sizes)
-        return panels, None
+    def _room(self, num_panels: int) -> tuple[Tensor, Tensor | None]:
+        """Where panels and scales will be."""
+        units = -(-self.columns * self.dtype.itemsize // 4)
+        return torch.empty(num_panels, units, self._kernels.width, dtype=torch.int32), None
 
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
         """Write rows; 0, or the place of a wrong id, from 1 on."""
@@ -135,28 +188,27 @@ class Quantized(Packed):
     def __init__(
         self,
         kernels: Kernels,
-        weight: Tensor,  # [rows, columns] float32 or bfloat16
+        weight: Tensor | Sequence[Tensor],  # [rows, columns] float32 or bfloat16; or its rows in some parts
         bias: Tensor | None = None,  # [rows]
         *,
         bits: int,
         gated: bool = False,
         wide: bool = False,
+        packing: Packing | None = None,
     ) -> None:
         self.bits = bits
-        super().__init__(kernels, weight, bias, gated=gated, wide=wide)
+        super().__init__(kernels, weight, bias, gated=gated, wide=wide, packing=packing)
 
     def _function(self, kernels: Kernels) -> Any:
+        assert self.bits is not None
         return kernels.multiply_bits[self.bits, self.dtype]
 
-    def _pack(self, weight: Tensor, num_panels: int, gated: bool) -> tuple[Tensor, Tensor | None]:
+    def _room(self, num_panels: int) -> tuple[Tensor, Tensor | None]:
+        assert self.bits is not None
         width = self._kernels.width
-        panels = torch.empty(num_panels, -(-self.columns * self.bits // 32), width, dtype=torch.int32)
         shape, dtype = scales_of(self.columns, self.bits)
-        scales = torch.empty(num_panels, *shape, width, dtype=dtype)
-        sizes = *weight.shape, weight.itemsize, num_panels, self.bits, gated, torch.get_num_threads()
-        if self._kernels.quantize(weight.data_ptr(), panels.data_ptr(), scales.data_ptr(), *sizes):
-            raise MemoryError("no memory to quantize a weight")
-        return panels, scales
+        panels = torch.empty(num_panels, -(-self.columns * self.bits // 32), width, dtype=torch.int32)
+        return panels, torch.empty(num_panels, *shape, width, dtype=dtype)
 
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
         where = ids.data_ptr(), len(ids), out.data_ptr()

@@ -12,6 +12,7 @@
 // large activations would be infinite on the way.
 #include <float.h>
 
+#include "packing.h"
 #include "product.h"
 
 namespace {
@@ -268,55 +269,64 @@ uint16_t to_four(const Number* row, int64_t columns, int64_t start, uint8_t* byt
   return scale;
 }
 
-struct Quantizing {
-  const void* weight;  // [rows, columns], gate before up
-  uint32_t* panels;
-  void* scales;
-  int64_t rows, columns, number_bytes, num_panels;
-  int32_t bits, gated;
-  char* room;  // `padded` bytes for each thread
-
-  int64_t padded() const { return (columns + Eight::SIZE - 1) / Eight::SIZE * Eight::SIZE; }
-
-  template <class Number>
-  void eight(const Number* row, int64_t panel, int j, uint8_t* bytes) const {
-    const int64_t units = (columns + 3) / 4;
-    ((float*)scales)[panel * WIDTH + j] = row ? to_eight(row, columns, bytes) : 0.0f;
-    if (!row) memset(bytes, Eight::ZERO, (size_t)(4 * units));
-    for (int64_t u = 0; u < units; ++u) memcpy(panels + (panel * units + u) * WIDTH + j, bytes + 4 * u, 4);
+struct Rounded {
+  static int64_t room_bytes(const Weight& weight) {
+    return (weight.columns + 8 * LANES - 1) / (8 * LANES) * 8 * LANES * LANES;
   }
 
-  template <class Number>
-  void four(const Number* row, int64_t panel, int j, uint8_t* bytes) const {
-    const int64_t units = (columns + 7) / 8, groups = (columns + Four::SIZE - 1) / Four::SIZE;
-    for (int64_t g = 0; g < groups; ++g) {
-      uint16_t& scale = ((uint16_t*)scales)[(panel * groups + g) * WIDTH + j];
-      scale = row ? to_four(row, columns, g * Four::SIZE, bytes + g * Four::SIZE) : 0;
-    }
-    if (!row) memset(bytes, Four::ZERO, (size_t)(8 * units));
-    for (int64_t u = 0; u < units; ++u) {
-      uint32_t first, second;
-      memcpy(&first, bytes + 8 * u, 4);
-      memcpy(&second, bytes + 8 * u + 4, 4);
-      panels[(panel * units + u) * WIDTH + j] = first | second << 4;
-    }
+  static void pack(const Weight& weight, int64_t first, int64_t last, char* room) {
+    if (weight.number_bytes == 4) panels_of<float>(weight, first, last, (uint8_t*)room);
+    else panels_of<uint16_t>(weight, first, last, (uint8_t*)room);
   }
 
+  // LANES rows are rounded beside each other, then turned.
   template <class Number>
-  void share_of(int thread, int threads) const {
-    uint8_t* bytes = (uint8_t*)room + thread * padded();
-    for (int64_t p = num_panels * thread / threads; p < num_panels * (thread + 1) / threads; ++p)
-      for (int j = 0; j < WIDTH; ++j) {
-        const int64_t place = source(rows, gated, p, j);
-        const Number* row = place < 0 ? nullptr : (const Number*)weight + place * columns;
-        if (bits == 8) eight(row, p, j, bytes);
-        else four(row, p, j, bytes);
+  static void panels_of(const Weight& weight, int64_t first, int64_t last, uint8_t* room) {
+    const int64_t size = room_bytes(weight) / LANES, per_unit = 32 / weight.bits;
+    const int64_t units = (weight.columns + per_unit - 1) / per_unit;
+    for (int64_t p = first; p < last; ++p)
+      for (int half = 0; half < WIDTH; half += LANES) {
+        for (int j = 0; j < LANES; ++j) {
+          const Number* row = (const Number*)weight.row(p, half + j);
+          if (!row) memset(room + j * size, weight.bits == 8 ? Eight::ZERO : Four::ZERO, (size_t)size);
+          if (weight.bits == 8) eight(weight, row, p, half + j, room + j * size);
+          else four(weight, row, p, half + j, room + j * size);
+        }
+        uint32_t* to = (uint32_t*)weight.panels + p * units * WIDTH + half;
+        for (int64_t u = 0; u < units; u += LANES) {
+          U square[LANES];
+          UNROLLED for (int j = 0; j < LANES; ++j) square[j] = unit_of(weight.bits, room + j * size, u);
+          transpose(square);
+          for (int64_t k = 0; k < LANES && u + k < units; ++k) store_units(to + (u + k) * WIDTH, square[k]);
+        }
       }
   }
-  static void share(void* work, int thread, int threads) {
-    const Quantizing& q = *(const Quantizing*)work;
-    if (q.number_bytes == 4) q.share_of<float>(thread, threads);
-    else q.share_of<uint16_t>(thread, threads);
+
+  // LANES units of a row from one on.
+  static U unit_of(int bits, const uint8_t* bytes, int64_t u) {
+    if (bits == 8) return load_units(bytes + 4 * u);
+    uint32_t units[LANES];
+    for (int k = 0; k < LANES; ++k) {
+      uint32_t low, high;
+      memcpy(&low, bytes + 8 * (u + k), 4);
+      memcpy(&high, bytes + 8 * (u + k) + 4, 4);
+      units[k] = low | high << 4;
+    }
+    return load_units(units);
+  }
+
+  template <class Number>
+  static void eight(const Weight& weight, const Number* row, int64_t panel, int j, uint8_t* bytes) {
+    ((float*)weight.scales)[panel * WIDTH + j] = row ? to_eight(row, weight.columns, bytes) : 0.0f;
+  }
+
+  template <class Number>
+  static void four(const Weight& weight, const Number* row, int64_t panel, int j, uint8_t* bytes) {
+    const int64_t groups = (weight.columns + Four::SIZE - 1) / Four::SIZE;
+    for (int64_t g = 0; g < groups; ++g) {
+      uint16_t& scale = ((uint16_t*)weight.scales)[(panel * groups + g) * WIDTH + j];
+      scale = row ? to_four(row, weight.columns, g * Four::SIZE, bytes + g * Four::SIZE) : 0;
+    }
   }
 };
 
@@ -347,15 +357,11 @@ void dequantize(const Matrix& matrix, int bits, int64_t id, Number* to) {
 
 }  // namespace
 
-// `bits` 8: scales are [num_panels, WIDTH] floats. 4: [num_panels, groups of 32 columns, WIDTH] bfloat16. Gives 1 where
-// memory is short, else 0.
-EXPORT int32_t NAMED(quantize)(const void* weight, void* panels, void* scales, int64_t rows, int64_t columns,
-                               int64_t number_bytes, int64_t num_panels, int32_t bits, int32_t gated, int32_t threads) {
-  Quantizing work = {weight, (uint32_t*)panels, scales, rows, columns, number_bytes, num_panels, bits, gated, nullptr};
-  work.room = (char*)scratch(work.padded() * threads);
-  if (!work.room) return 1;
-  run(Quantizing::share, &work, threads);
-  return 0;
+// The same as `pack` in product.cpp for weights in `bits` bits, 8 or 4. Of 8, scales are [num_panels, WIDTH] floats; of 4
+// [num_panels, groups of 32 columns, WIDTH] bfloat16.
+EXPORT int32_t NAMED(quantize)(const Weight* weights, int64_t count, int64_t* done, int32_t threads) {
+  Packing<Rounded> packing = {weights, count, done, nullptr, 0, 0, 0};
+  return packing.compute(threads);
 }
 
 // Rows of a quantized weight in numbers of 4 or 2 bytes. Gives the first id that is none, plus 1, or 0.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,13 +12,17 @@ from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
 from ..kernels.library import Choice, Kernels
+from ..kernels.product import Packing
 from ..types import ModelError
 from . import Outputs
-from .layers import Gated, Linear, RMSNorm
+from .layers import Gated, Linear, Mapped, RMSNorm
 from .rope import Rotary, rotate
 from .spec import BITS, DecoderSpec, ModelSpec
 from .stack import Stack
 from .weights import Checkpoint
+
+NOWHERE: Mapping[Linear, Mapped] = {}
+WATCH_S = 0.1  # between two looks at how far the packing is
 
 
 class Layer:
@@ -88,15 +93,10 @@ class Layer:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
-    def borrow(self, room: Tensor) -> None:
-        """Let the weights lie in this room until they are packed. room: as long as all of them."""
-        parts = room.split([linear.weight.numel() for linear in self.linears])
-        for linear, part in zip(self.linears, parts, strict=True):
-            linear.weight = part.view(linear.weight.shape)
-
-    def pack(self, kernels: Kernels | None, bits: int | None) -> None:
+    def pack(self, kernels: Kernels | None, bits: int | None, mapped: Mapping[Linear, Mapped] = NOWHERE) -> None:
+        """`mapped`: of those linears whose weights are not here."""
         for linear in self.linears:
-            linear.pack(kernels, bits=bits)
+            linear.pack(kernels, bits=bits, mapped=mapped.get(linear))
         for norm in (self.attention_norm, self.mlp_norm):
             norm.pack(kernels)
 
@@ -124,7 +124,7 @@ class Decoder:
     ) -> Decoder:
         """A model with the weights of a folder. Raises ModelError for a checkpoint that does not fit the spec.
 
-        No more is held at once than all weights, and one of them, or those of two layers, a second time.
+        No more is held at once than all weights, and one of them, or those of a layer, a second time.
         """
         checkpoint = Checkpoint(folder)
         prefix = "model." if "model.embed_tokens.weight" in checkpoint.entries else ""
@@ -147,61 +147,58 @@ class Decoder:
         model.weights_hash = checkpoint.weights_hash
         total = checkpoint.num_bytes_of(places) or 1
         places.clear()
-        model._fill(checkpoint, prefix, lambda num_bytes: progress(num_bytes / total))
+        model._fill(checkpoint, prefix, total, progress)
         return model
 
-    def _fill(self, checkpoint: Checkpoint, prefix: str, progress: Callable[[int], None]) -> None:
-        """Read the weights and pack them, layer by layer: while one is packed the next one is read.
+    def _fill(self, checkpoint: Checkpoint, prefix: str, total: int, progress: Callable[[float], None]) -> None:
+        """Read the weights, `total` bytes, and pack them.
 
-        What will be packed is taken from the file's own pages, or, where its parts lie apart there, put together in
-        one of two rooms: memory that is new to a process costs as much as a copy."""
+        What our kernels pack as the file has it, they take from the file's own pages, all of it in one call. The rest
+        is copied to its place, and packed layer by layer.
+        """
         done = 0
 
         def tell(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
-            progress(done)
+            if not mapped:  # else norms are read, and the work is still to come
+                progress(done / total)
 
-        kernels, size = self.product.kernels, sum(linear.weight.numel() for linear in self.layers[0].linears)
-        rooms = [torch.empty(size, dtype=self.spec.dtype) for _ in range(2)] if kernels is not None else []
+        kernels = self.product.kernels
+        packing = None if kernels is None else Packing(kernels, from_file=True)
+        mapped: dict[Linear, Mapped] = {}
 
-        def read(index: int) -> None:
-            layer = self.layers[index]
-            if rooms:
-                layer.borrow(rooms[index % 2])
-            places = {prefix + name: place for name, place in layer.places().items()}
-            if rooms:
-                for linear in layer.linears:
-                    own = [name for name, part, *_ in layer.parts() if part is linear]
-                    take(linear, [f"{prefix}{name}.weight" for name in own], places)
+        def read(places: dict[str, Tensor], linears: Mapping[Linear, list[str]]) -> None:
+            """Fill the places, but for weights of linears that can be mapped."""
+            for linear, names in linears.items():
+                parts = None if packing is None else checkpoint.mapped(names, self.spec.dtype)
+                if parts is not None:
+                    mapped[linear] = Mapped(parts, packing)
+                    for name in names:
+                        del places[name]
             checkpoint.fill(places, tell)
 
-        def take(linear: Linear, names: list[str], places: dict[str, Tensor]) -> None:
-            """Let a weight be the file's pages, if it can; then it has no place to fill."""
-            found = checkpoint.mapped(names, self.spec.dtype)
-            if found is not None:
-                linear.weight = found
-                tell(found.nbytes)
-                for name in names:
-                    del places[name]
-
-        with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
-            reading = reader.submit(read, 0)
-            for index, layer in enumerate(self.layers):
-                reading.result()
-                if index + 1 < len(self.layers):
-                    reading = reader.submit(read, index + 1)
-                self._pack_layer(layer)
-        rooms.clear()
+        for layer in self.layers:
+            weights: dict[Linear, list[str]] = {}
+            for name, linear, *_ in layer.parts():
+                weights.setdefault(linear, []).append(f"{prefix}{name}.weight")
+            read({prefix + name: place for name, place in layer.places().items()}, weights)
+            self._pack_layer(layer, mapped)
         ends = {prefix + name: place for name, place in self._ends().items()}
+        head = f"{prefix}embed_tokens.weight"
         if self.head is not self.embedding:
-            ends["lm_head.weight"] = self.head.weight
-        if kernels is not None:
-            name = f"{prefix}embed_tokens.weight" if self.head is self.embedding else "lm_head.weight"
-            take(self.head, [name], ends)
-        checkpoint.fill(ends, tell)
+            head, ends["lm_head.weight"] = "lm_head.weight", self.head.weight
+        read(ends, {self.head: [head]})
         ends.clear()
-        self._pack_ends()
+        self._pack_head(mapped.get(self.head))
+        if packing is not None and mapped:
+            with _watched(packing, lambda num_bytes: progress((done + num_bytes) / total)):
+                try:
+                    packing.run()
+                except OSError:
+                    raise ModelError("a weights file ended while it was read; download the model again") from None
+        progress(1.0)
+        self._finish()
 
     def _ends(self) -> dict[str, Tensor]:
         """Places before and behind the layers."""
@@ -214,21 +211,25 @@ class Decoder:
         return found
 
     def pack(self) -> None:
+        """Prepare weights that are all in their places."""
         for layer in self.layers:
             self._pack_layer(layer)
-        self._pack_ends()
+        self._pack_head()
+        self._finish()
 
-    def _pack_layer(self, layer: Layer) -> None:
-        layer.pack(self.product.kernels, BITS[self.spec.quantization][0])
+    def _pack_layer(self, layer: Layer, mapped: Mapping[Linear, Mapped] = NOWHERE) -> None:
+        layer.pack(self.product.kernels, BITS[self.spec.quantization][0], mapped)
 
-    def _pack_ends(self) -> None:
-        """What is before and behind the layers; then all of them can be called as one."""
-        kernels, head_bits = self.product.kernels, BITS[self.spec.quantization][1]
+    def _pack_head(self, mapped: Mapped | None = None) -> None:
         # Logits are wanted in float32. A head that is the embedding too is held once, in the form that both can use.
-        self.head.pack(kernels, wide=True, looked_up=self.head is self.embedding, bits=head_bits)
-        self.norm.pack(kernels)
+        bits, looked_up = BITS[self.spec.quantization][1], self.head is self.embedding
+        self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, bits=bits, mapped=mapped)
+        self.norm.pack(self.product.kernels)
+
+    def _finish(self) -> None:
+        """With everything packed, all layers can be called as one."""
         assert self.spec.decoder is not None
-        self.stack = Stack.of(kernels, self.spec.decoder, self.layers, self.rotary)
+        self.stack = Stack.of(self.product.kernels, self.spec.decoder, self.layers, self.rotary)
 
     @torch.inference_mode()
     def forward(
@@ -253,3 +254,22 @@ class Decoder:
         x = self.norm(x if len(logits_at) == len(x) else x[logits_at])
         logits = self.head(x)
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
+
+
+@contextmanager
+def _watched(packing: Packing, progress: Callable[[int], None]) -> Iterator[None]:
+    """Tell again and again how many bytes have been packed, now and until the end."""
+    over = threading.Event()
+
+    def watch() -> None:
+        progress(packing.num_bytes)
+        while not over.wait(WATCH_S):
+            progress(packing.num_bytes)
+
+    watcher = threading.Thread(target=watch, name="weights", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.library import Kernels, Multiplied
-from ..kernels.product import Packed, Quantized
+from ..kernels.product import Packed, Packing, Quantized
 
 # Rows that torch's form of a weight is made for: a decode step's, where the form matters most.
 PACK_ROWS = 16
@@ -24,6 +24,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Mapped(NamedTuple):
+    """Rows of a weight that are pages of files, one part behind the other, and what will pack them."""
+
+    parts: list[Tensor]
+    packing: Packing | None
+
+
 class Linear:
     """x @ weight.T + bias. After `pack` the weight may be kept in the form in which the CPU multiplies fastest."""
 
@@ -34,24 +41,34 @@ class Linear:
         self._reordered: Tensor | None = None  # torch's
 
     def pack(
-        self, kernels: Kernels | None, *, wide: bool = False, looked_up: bool = False, bits: int | None = None
+        self,
+        kernels: Kernels | None,
+        *,
+        wide: bool = False,
+        looked_up: bool = False,
+        bits: int | None = None,
+        mapped: Mapped | None = None,
     ) -> None:
         """Prepare for the calls to come; the plain weight is given up where another form takes its place.
 
         `wide`: results in float32 where our kernels compute. `looked_up`: `rows` will be asked for. `bits`: what the
-        weight is rounded to, by our kernels alone; None: it stays as it is.
+        weight is rounded to, by our kernels alone; None: it stays as it is. `mapped`: where the weight is instead of
+        here, for our kernels; then it is ready once its packing has run.
         """
         if kernels is not None:
-            self._give_up(kernels, bits, wide=wide)
+            self._give_up(kernels, bits, mapped, wide=wide)
         elif can_reorder(self.weight) and not looked_up:
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
             self.weight = self.weight.new_empty(0)
 
-    def _give_up(self, kernels: Kernels, bits: int | None, *, wide: bool, gated: bool = False) -> None:
+    def _give_up(
+        self, kernels: Kernels, bits: int | None, mapped: Mapped | None, *, wide: bool, gated: bool = False
+    ) -> None:
+        parts, packing = mapped or Mapped([self.weight], None)
         if bits is None:
-            self._packed = Packed(kernels, self.weight, self.bias, wide=wide, gated=gated)
+            self._packed = Packed(kernels, parts, self.bias, wide=wide, gated=gated, packing=packing)
         else:
-            self._packed = Quantized(kernels, self.weight, self.bias, bits=bits, wide=wide, gated=gated)
+            self._packed = Quantized(kernels, parts, self.bias, bits=bits, wide=wide, gated=gated, packing=packing)
         self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -84,12 +101,18 @@ class Gated(Linear):
         self._fused = False
 
     def pack(
-        self, kernels: Kernels | None, *, wide: bool = False, looked_up: bool = False, bits: int | None = None
+        self,
+        kernels: Kernels | None,
+        *,
+        wide: bool = False,
+        looked_up: bool = False,
+        bits: int | None = None,
+        mapped: Mapped | None = None,
     ) -> None:
         if kernels is None or self._activation is not F.silu:
-            return super().pack(kernels, wide=wide, looked_up=looked_up, bits=bits)
+            return super().pack(kernels, wide=wide, looked_up=looked_up, bits=bits, mapped=mapped)
         self._fused = True
-        self._give_up(kernels, bits, wide=wide, gated=True)
+        self._give_up(kernels, bits, mapped, wide=wide, gated=True)
 
     def multiplied(self) -> Multiplied | None:
         return super().multiplied() if self._fused else None

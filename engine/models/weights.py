@@ -10,7 +10,6 @@ author put into it.
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
 import json
 import mmap
@@ -43,7 +42,7 @@ DTYPES = {
 PIECE_BYTES = 16 << 20  # read at once: long enough for full disk speed, small beside any model worth streaming
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 SAMPLE_BYTES = 4096  # of a tensor's start and end, for weights_hash
-POPULATE_READ = 22  # madvise of Linux 5.14: read a range now, and say so when that is impossible
+POPULATE_READ = 22  # madvise of Linux 5.14: read pages now, and say so when that is impossible
 ALIGNED = 8  # bytes; what the format's own library makes sure of
 
 
@@ -64,6 +63,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.entries: dict[str, Entry] = {}
         self._headers: list[tuple[str, int, bytes]] = []  # file name, file size, header
+        self._maps: dict[Path, Tensor | None] = {}
         listed = _index(folder)
         for path in sorted({folder / file for file in listed.values()}) if listed else _files(folder):
             self._open(path)
@@ -118,33 +118,21 @@ class Checkpoint:
                         read = _read_into if _is_as_stored(places[name], entry) else _convert_into
                         read(stream, entry, places[name].view(-1), progress)
 
-    def mapped(self, names: Sequence[str], dtype: torch.dtype) -> Tensor | None:
-        """The rows of these tensors as the file has them, to be read until the result is dropped and never written.
+    def mapped(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor] | None:
+        """These tensors as pages of their files, which are read when they are used, and never written.
 
-        None where they do not lie one behind the other, are of another dtype, or the system does not map files so that
-        an error can be told: then they must be copied with `fill`.
-        All of it is read now, from the system's cache or the disk. Raises ModelError when that fails.
+        None where one of them is of another dtype, or the system does not map files so that an error can be told: then
+        they must be copied with `fill`. Whoever uses pages has them read by madvise first: the first use of one that
+        cannot be read would end the process.
         """
-        entries = [self.entries[name] for name in names]
-        first, size = entries[0], sum(entry.num_bytes for entry in entries)
-        place = first.offset
-        for entry in entries:
-            if (entry.file, entry.offset, entry.dtype, entry.shape[1:]) != (first.file, place, dtype, first.shape[1:]):
+        parts = []
+        for name in names:
+            entry = self.entries[name]
+            pages = self._pages(entry.file) if entry.dtype == dtype and entry.offset % ALIGNED == 0 else None
+            if pages is None or entry.offset + entry.num_bytes > len(pages):
                 return None
-            place += entry.num_bytes
-        if first.offset % ALIGNED or not size or sys.platform != "linux":
-            return None
-        before = first.offset % mmap.ALLOCATIONGRANULARITY
-        try:
-            with first.file.open("rb") as stream:
-                # A private copy that is never made: torch warns of memory that cannot be written.
-                pages = mmap.mmap(stream.fileno(), before + size, access=mmap.ACCESS_COPY, offset=first.offset - before)
-        except (OSError, ValueError):  # a file system without maps; shorter than when it was opened
-            return None
-        whole = torch.frombuffer(pages, dtype=torch.uint8)
-        if not _is_populated(whole, first):
-            return None
-        return whole[before:].view(dtype).view(-1, *first.shape[1:])
+            parts.append(pages[entry.offset : entry.offset + entry.num_bytes].view(dtype).view(entry.shape))
+        return parts
 
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors are the same, byte for byte."""
@@ -154,6 +142,12 @@ class Checkpoint:
         with a.file.open("rb", buffering=0) as left, b.file.open("rb", buffering=0) as right:
             pairs = zip(_pieces(left, a), _pieces(right, b), strict=True)
             return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for (_, x), (_, y) in pairs)
+
+    def _pages(self, file: Path) -> Tensor | None:
+        """A whole file as bytes, mapped once."""
+        if file not in self._maps:
+            self._maps[file] = _map(file)
+        return self._maps[file]
 
     def _open(self, path: Path) -> None:
         if not path.is_file():
@@ -210,15 +204,19 @@ def _read_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callabl
         progress(len(piece))
 
 
-def _is_populated(pages: Tensor, entry: Entry) -> bool:
-    """Have mapped bytes read, if the system can: the first use of a page that cannot be would end the process."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
+def _map(file: Path) -> Tensor | None:
+    """A file's bytes, none of them read; None where maps do not work, or nobody could tell that a page is missing."""
+    if sys.platform != "linux":
+        return None
+    try:
+        with file.open("rb") as stream:
+            # A private copy that is never made: torch warns of memory that cannot be written.
+            pages = torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    except (OSError, ValueError):  # a file system without maps; empty by now
+        return None
+    madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if not madvise(pages.data_ptr(), pages.nbytes, POPULATE_READ):
-        return True
-    if ctypes.get_errno() in (errno.EFAULT, errno.EIO):
-        raise ModelError(f"{entry.file} ended while it was read; download it again")
-    return False
+    return None if madvise(pages.data_ptr(), 1, POPULATE_READ) else pages
 
 
 def _convert_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callable[[int], None]) -> None:

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, ModelError, models
+from engine.kernels.library import choose
+from engine.kernels.product import Packing
 from engine.models import weights
 from engine.models.weights import Checkpoint
 from tests.models import make
@@ -41,6 +43,21 @@ def edit(folder: Path, **changes: object) -> None:
 def load(folder: Path, **settings):
     """With torch's products: the weights are then kept as they were read."""
     return models.load(EngineConfig(model=str(folder), **{"cpu_isa": "torch", **settings}), folder, CPU)
+
+
+def with_kernels() -> None:
+    if choose("auto", CPU, torch.float32).kernels is None:
+        pytest.skip("no CPU kernels here")
+
+
+def packed(folder: Path) -> list[torch.Tensor]:
+    """What our kernels hold of a folder's weights."""
+    with_kernels()
+    shares: list[float] = []
+    model = models.load(EngineConfig(model=str(folder)), folder, CPU, shares.append)
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    linears = [linear for layer in model.layers for linear in layer.linears]
+    return [linear._packed.panels for linear in [*linears, model.head]]
 
 
 def refused(folder: Path, **settings) -> str:
@@ -236,20 +253,46 @@ def test_weights_missing_from_a_model_of_transformers(tmp_path):
     assert "cut short" in refused(folder)
 
 
-def test_tensors_side_by_side_are_mapped_as_one(folder):
-    names = ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
-    expected = torch.cat([load_file(folder / "model.safetensors")[name] for name in names])
-    checkpoint = Checkpoint(folder)
+def test_tensors_are_mapped_as_the_file_has_them(folder):
+    names = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight"]
+    checkpoint, tensors = Checkpoint(folder), load_file(folder / "model.safetensors")
     mapped = checkpoint.mapped(names, torch.float32)
-    assert mapped is not None and torch.equal(mapped, expected)
-    assert checkpoint.mapped(names[::-1], torch.float32) is None  # not in this order
+    assert mapped is not None and all(map(torch.equal, mapped, (tensors[name] for name in names)))
     assert checkpoint.mapped(names, torch.bfloat16) is None  # to be converted
 
 
-def test_a_file_that_shrinks_while_it_is_mapped(folder):
-    """Were nobody to look, the first use of a page that is not there would end the process."""
+def test_tensors_that_cannot_be_mapped_are_copied(folder, source, monkeypatch):
+    """Before Linux 5.14 nobody could tell that a page is missing."""
+    want = packed(source)
+    monkeypatch.setattr(weights, "POPULATE_READ", 12345)
+    assert Checkpoint(folder).mapped(["model.embed_tokens.weight"], torch.float32) is None
+    assert all(map(torch.equal, packed(folder), want)) and len(want) > 5
+
+
+def test_parts_in_several_files_are_packed_as_one(folder, source):
+    shard(folder)
+    assert all(map(torch.equal, packed(folder), packed(source)))
+
+
+def test_a_file_that_shrinks_before_it_is_mapped(folder):
     name = "model.embed_tokens.weight"
     checkpoint = Checkpoint(folder)
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(checkpoint.entries[name].offset)
     assert checkpoint.mapped([name], torch.float32) is None
+
+
+def test_a_file_that_shrinks_while_it_is_mapped(folder, monkeypatch):
+    """Were nobody to look, the first use of a page that is not there would end the process."""
+    path = folder / "model.safetensors"
+    run = Packing.run
+
+    def late(self: Packing) -> None:
+        with path.open("r+b") as file:
+            file.truncate(4096)
+        run(self)
+
+    monkeypatch.setattr(Packing, "run", late)
+    with_kernels()
+    with pytest.raises(ModelError, match="ended while it was read"):
+        models.load(EngineConfig(model=""), folder, CPU)
