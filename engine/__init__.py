@@ -3,7 +3,7 @@
 This is the whole public surface. Importing it imports no torch.
 """
 
-from .client import Engine, EngineStatus, LocalEngine, ProcessEngine
+from .client import Engine, EngineStatus, LocalEngine, ProcessEngine, prepare
 from .config import EngineConfig
 from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
@@ -49,4 +49,5 @@ __all__ = [
     "TokenLogprob",
     "fetch",
     "grammar_problem",
+    "prepare",
 ]

@@ -297,25 +297,52 @@ class _LocalOutbox:
         await asyncio.sleep(0)
 
 
+class _Child:
+    """The engine's process, started; it waits to be told what to load."""
+
+    def __init__(self) -> None:
+        self.ours, theirs = socket.socketpair()
+        self._environment = dict(os.environ)
+        # The child must find this very package, from whichever directory the server was started.
+        path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "engine.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+
+    def news(self) -> dict[str, str]:
+        """What our environment has got since the child was started."""
+        return {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
+
+
+_early: list[_Child] = []  # at most one
+
+
+def prepare() -> None:
+    """Start the child of this process's first ProcessEngine now: it imports for a second, as its caller may have to.
+
+    Where no engine comes, it ends with this process.
+    """
+    with contextlib.suppress(OSError):  # it is tried again where there is somebody to tell
+        _early[:] = _early or [_Child()]
+
+
 class ProcessEngine(_Client):
     """The engine in a child process, restarted when it dies; every open request then goes on where it was."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self.config = check(config)
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: _Child | None = None
         self._channel: channel.Channel | None = None
-        self._spawned: socket.socket | None = None  # our end, of a child that nobody listens to yet
-
-    def spawn(self) -> None:
-        """Start the child now, before there is an event loop: it loads while the caller imports what it needs."""
-        with contextlib.suppress(OSError):  # it is tried again where there is somebody to tell
-            self._spawned = self._spawn()
 
     @property
     def pid(self) -> int | None:
         """The child's process id."""
-        return self._child.pid if self._child else None
+        return self._child.process.pid if self._child else None
 
     async def _run(self) -> None:
         """Supervise: one life of the child after the other."""
@@ -344,40 +371,17 @@ class ProcessEngine(_Client):
 
     async def _live(self) -> None:
         """One life of the child; returns when it has died, raises the EngineError with which it gave up."""
-        ours, self._spawned = self._spawned or self._spawn(), None
-        child = self._child
-        assert child is not None
+        child = self._child = _early.pop() if _early else _Child()
         self._channel = channel.Channel(channel.Upward)
         try:
-            await self._channel.open(ours)
-            self._channel.send(channel.Load(self.config))
+            await self._channel.open(child.ours)
+            self._channel.send(channel.Load(self.config, child.news()))
             while (message := await self._channel.receive()) is not None:
                 self._take(message)
         finally:
             self._channel.close()
-            child.kill()
-            child.wait()
-
-    async def close(self) -> None:
-        await super().close()
-        if self._spawned is not None and self._child is not None:
-            self._spawned.close()
-            self._child.kill()
-            self._child.wait()
-
-    def _spawn(self) -> socket.socket:
-        """A child process; gives our end of its socket."""
-        ours, theirs = socket.socketpair()
-        # The child must find this very package, from whichever directory the server was started.
-        path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
-        with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "engine.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        return ours
+            child.process.kill()
+            child.process.wait()
 
     def _take(self, message: object) -> None:
         self.status.heartbeat = time.monotonic()

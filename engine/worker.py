@@ -64,6 +64,7 @@ class _Worker:
         if load is None:
             return 0  # the server died before it said anything
         assert isinstance(load, channel.Load)
+        os.environ.update(load.environment)
         tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
         engine = asyncio.create_task(self._engine(load.config))
         try:

@@ -78,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"pequod: {_unknown(name)}", file=sys.stderr)
         return 2
+    if name == "serve" and not {"-h", "--help"} & {*rest}:
+        import_module("engine").prepare()  # before our own imports: either takes a second
     from .commands import execute, execute_group
 
     if isinstance(sys.stdout, io.TextIOWrapper):

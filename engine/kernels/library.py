@@ -46,7 +46,12 @@ class Matrix(ctypes.Structure):
 class Part(ctypes.Structure):
     """Rows of a plain weight, as packing.h has them."""
 
-    _fields_ = [("weight", ctypes.c_void_p), ("rows", ctypes.c_int64)]
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("file", ctypes.c_int32),
+    ]
 
 
 class Weight(ctypes.Structure):
@@ -63,7 +68,6 @@ class Weight(ctypes.Structure):
         ("num_panels", ctypes.c_int64),
         ("bits", ctypes.c_int32),
         ("gated", ctypes.c_int32),
-        ("from_file", ctypes.c_int32),
     ]
 
 

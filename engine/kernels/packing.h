@@ -1,23 +1,23 @@
 // What packs weights while a model is loaded: many of them in one call, so that nothing of Python is needed meanwhile.
 //
-// A weight may come in parts, rows of one behind those of the other. Where they are pages of a file, the pages are read
-// when their turn has come and given back once they are packed: no more of a file is held than what threads work on.
+// A weight may come in parts, rows of one behind those of the other, from memory or from files. Of a file no more is
+// held than what the threads work on: a piece is read to where it stays in the second cache until it is packed, which
+// takes less than to have the file's pages mapped.
 #pragma once
 #include <errno.h>
-#include <sys/mman.h>
+#include <unistd.h>
 
 #include "product.h"
 
 namespace {
 
-const int64_t CHUNK = 4 << 20;    // bytes of a plain weight that a thread takes at once
-const int64_t PAGE_BYTES = 4096;
-const int READ_NOW = 22;          // madvise's MADV_POPULATE_READ of Linux 5.14: it says so when that is impossible
+const int64_t CHUNK = 512 << 10;  // bytes of a plain weight that a thread takes at once
 
 // The Python classes of the same names have the same fields in the same order.
 struct Part {
-  const char* weight;  // [rows, columns]
-  int64_t rows;
+  const char* weight;  // [rows, columns]; or null, and they lie in a file
+  int64_t rows, offset;
+  int32_t file;
 };
 
 struct Weight {
@@ -25,45 +25,70 @@ struct Weight {
   void* panels;
   void* scales;  // of a quantized weight
   int64_t num_parts, rows, columns, number_bytes, num_panels;
-  int32_t bits;      // of a quantized weight
-  int32_t gated;     // gate before up
-  int32_t from_file;
+  int32_t bits;   // of a quantized weight
+  int32_t gated;  // gate before up
 
   int64_t row_bytes() const { return columns * number_bytes; }
-  // The row of the plain weight that is row `j` of a panel; null where it has none.
-  const char* row(int64_t panel, int j) const {
-    int64_t at = source(rows, gated, panel, j);
-    for (int64_t p = 0; at >= 0 && p < num_parts; at -= parts[p++].rows)
-      if (at < parts[p].rows) return parts[p].weight + at * row_bytes();
-    return nullptr;
-  }
+  int64_t per_panel() const { return gated ? LANES : WIDTH; }
+  int64_t half() const { return gated ? rows / 2 : rows; }
   int64_t chunk_panels() const {
     const int64_t panels = CHUNK / (row_bytes() * WIDTH + 1);
     return panels < 1 ? 1 : panels;
   }
   int64_t chunks() const { return (num_panels + chunk_panels() - 1) / chunk_panels(); }
+  bool in_memory() const { return parts[0].weight != nullptr; }
+};
 
-  // Advise the system of the pages of rows [from, to). 0, or what it says.
-  int advise(int64_t from, int64_t to, int advice) const {
-    for (int64_t p = 0, first = 0; p < num_parts; first += parts[p++].rows) {
-      const int64_t begin = from > first ? from - first : 0, end = to - first < parts[p].rows ? to - first : parts[p].rows;
-      if (begin >= end) continue;
-      const uintptr_t start = (uintptr_t)(parts[p].weight + begin * row_bytes()) / PAGE_BYTES * PAGE_BYTES;
-      const uintptr_t stop = (uintptr_t)(parts[p].weight + end * row_bytes());
-      if (madvise((void*)start, stop - start, advice)) return errno;
-    }
-    return 0;
+// Some panels' rows of a plain weight.
+struct Rows {
+  const Weight& weight;
+  const int64_t first, last;  // panels
+  char* room;                 // for what comes from files
+
+  static int64_t room_bytes(const Weight& weight) {
+    return weight.in_memory() ? 0 : weight.chunk_panels() * WIDTH * weight.row_bytes();
   }
-  int advise_panels(int64_t from, int64_t to, int advice) const {
-    if (!from_file) return 0;
-    const int64_t per_panel = gated ? LANES : WIDTH, half = gated ? rows / 2 : rows;
-    const int64_t first = from * per_panel, last = to * per_panel < half ? to * per_panel : half;
-    const int wrong = advise(first, last, advice);
-    return wrong || !gated ? wrong : advise(half + first, half + last, advice);
+
+  // Row `j` of a panel; null where it has none.
+  const char* row(int64_t panel, int j) const {
+    int64_t at = source(weight.rows, weight.gated, panel, j);
+    if (at < 0) return nullptr;
+    if (!weight.in_memory()) {
+      const bool up = weight.gated && at >= weight.half();
+      at -= first * weight.per_panel();
+      return room + (up ? at - weight.half() + (last - first) * weight.per_panel() : at) * weight.row_bytes();
+    }
+    const Part* part = weight.parts;
+    for (; at >= part->rows; ++part) at -= part->rows;
+    return part->weight + at * weight.row_bytes();
+  }
+
+  bool read() const {
+    if (weight.in_memory()) return true;
+    const int64_t from = first * weight.per_panel(), most = last * weight.per_panel();
+    const int64_t to = most < weight.half() ? most : weight.half();
+    if (!read(from, to, room)) return false;
+    return !weight.gated || read(weight.half() + from, weight.half() + to, room + (most - from) * weight.row_bytes());
+  }
+
+  bool read(int64_t from, int64_t to, char* place) const {
+    for (const Part* part = weight.parts; from < to; from -= part->rows, to -= part->rows, ++part) {
+      if (from >= part->rows) continue;
+      int64_t left = ((to < part->rows ? to : part->rows) - from) * weight.row_bytes();
+      int64_t at = part->offset + from * weight.row_bytes();
+      from = to < part->rows ? to : part->rows;
+      while (left > 0) {
+        const ssize_t count = pread(part->file, place, (size_t)left, at);
+        if (count < 0 && errno == EINTR) continue;
+        if (count <= 0) return false;
+        place += count, at += count, left -= count;
+      }
+    }
+    return true;
   }
 };
 
-// A Kind packs panels of a weight: `room_bytes(weight)` of scratch memory that it needs, `pack(weight, from, to, room)`.
+// A Kind packs: `room_bytes(weight)` of scratch memory that it needs beside the rows, `pack(rows, room)`.
 template <class Kind>
 struct Packing {
   const Weight* weights;
@@ -74,33 +99,36 @@ struct Packing {
   int64_t next;
   int32_t failed;
 
+  static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
   void share(int thread) {
     while (!__atomic_load_n(&failed, __ATOMIC_RELAXED)) {
       int64_t chunk = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED), i = 0;
       while (i < count && chunk >= weights[i].chunks()) chunk -= weights[i++].chunks();
       if (i == count) return;
       const Weight& weight = weights[i];
-      const int64_t from = chunk * weight.chunk_panels(), to = from + weight.chunk_panels();
-      const int64_t end = to < weight.num_panels ? to : weight.num_panels;
-      if (weight.advise_panels(from, end, READ_NOW)) {
+      const int64_t first = chunk * weight.chunk_panels(), last = first + weight.chunk_panels();
+      char* room = rooms + thread * room_bytes;
+      const Rows rows = {weight, first, last < weight.num_panels ? last : weight.num_panels, room};
+      if (!rows.read()) {
         __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
         return;
       }
-      Kind::pack(weight, from, end, rooms + thread * room_bytes);
-      weight.advise_panels(from, end, MADV_DONTNEED);
-      __atomic_fetch_add(done, weight.rows * weight.row_bytes() * (end - from) / weight.num_panels, __ATOMIC_RELAXED);
+      Kind::pack(rows, room + aligned(Rows::room_bytes(weight)));
+      const int64_t bytes = weight.rows * weight.row_bytes();
+      __atomic_fetch_add(done, bytes * (rows.last - first) / weight.num_panels, __ATOMIC_RELAXED);
     }
   }
   static void share(void* packing, int thread, int) { ((Packing*)packing)->share(thread); }
 
   // 0, 1 where memory is short, 2 where a file cannot be read.
   int32_t compute(int threads) {
-    room_bytes = 64;
+    room_bytes = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t wanted = Kind::room_bytes(weights[i]);
-      if (wanted > room_bytes) room_bytes = (wanted + 63) / 64 * 64;
+      const int64_t wanted = aligned(Rows::room_bytes(weights[i])) + aligned(Kind::room_bytes(weights[i]));
+      if (wanted > room_bytes) room_bytes = wanted;
     }
-    rooms = (char*)scratch(room_bytes * threads);
+    rooms = (char*)scratch(room_bytes * threads + 1);
     if (!rooms) return 1;
     run(share, this, threads);
     return failed ? 2 : 0;

@@ -131,12 +131,13 @@ const int64_t AHEAD = 512;  // bytes of a row
 struct Plain {
   static int64_t room_bytes(const Weight&) { return 0; }
 
-  static void pack(const Weight& weight, int64_t first, int64_t last, char*) {
+  static void pack(const Rows& rows, char*) {
+    const Weight& weight = rows.weight;
     const int64_t row_bytes = weight.row_bytes(), units = (row_bytes + 3) / 4, whole = row_bytes / 4 / LANES * LANES;
-    for (int64_t p = first; p < last; ++p) {
+    for (int64_t p = rows.first; p < rows.last; ++p) {
       uint32_t* to = (uint32_t*)weight.panels + p * units * WIDTH;
       const char* from[WIDTH];  // null where there is no row
-      for (int j = 0; j < WIDTH; ++j) from[j] = weight.row(p, j);
+      for (int j = 0; j < WIDTH; ++j) from[j] = rows.row(p, j);
       for (int64_t u = 0; u < whole; u += LANES)
         for (int half = 0; half < WIDTH; half += LANES) turn(from + half, u, to + half);
       for (int64_t u = whole; u < units; ++u)

@@ -5,24 +5,35 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .library import Kernels, Matrix, Multiplied, Part, Weight, address
 
+SLAB = 64 << 20  # bytes
+LINE = 64  # of a cache
 GROUP = 32  # columns that share a scale in 4 bits, as quantized.cpp has it
+
+
+class Stored(NamedTuple):
+    """Rows of a weight as they lie in an open file, one behind the other."""
+
+    file: int  # its descriptor
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Packing:
     """Weights that are packed together, in one call that needs nothing of Python meanwhile."""
 
-    def __init__(self, kernels: Kernels, *, from_file: bool) -> None:
-        """`from_file`: every weight is pages of a file, which are read when their turn has come, and given back."""
-        self._kernels, self._from_file = kernels, from_file
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
         self._weights: dict[bool, list[Weight]] = {False: [], True: []}  # by whether they are quantized
         self._kept: list[Any] = []
+        self._slab = torch.empty(0, dtype=torch.int32)
         self._done = ctypes.c_int64()
 
     @property
@@ -30,23 +41,37 @@ class Packing:
         """Of plain weights, packed so far."""
         return self._done.value
 
-    def add(self, packed: Packed, parts: Sequence[Tensor], gated: bool) -> None:
+    def room(self, *shape: int) -> Tensor:
+        """Memory for panels, int32, from slabs: in small pieces the system would not give it in large pages."""
+        size = -(-math.prod(shape) * 4 // LINE) * LINE // 4
+        if size > len(self._slab):
+            self._slab = torch.empty(max(size, SLAB // 4), dtype=torch.int32)
+        taken, self._slab = self._slab[: math.prod(shape)], self._slab[size:]
+        return taken.view(shape)
+
+    def add(self, packed: Packed, parts: Sequence[Tensor | Stored], gated: bool) -> None:
         """Let these rows, one part behind the other, become what `packed` multiplies by."""
-        if not all(part.is_contiguous() and part.dtype == packed.dtype for part in parts):
-            raise ValueError("parts of a weight of several dtypes, or with gaps")
-        places = (Part * len(parts))(*(Part(part.data_ptr(), len(part)) for part in parts))
+        places = (Part * len(parts))()
+        for place, part in zip(places, parts, strict=True):
+            if part.dtype != packed.dtype or part.shape[1:] != (packed.columns,):
+                raise ValueError(f"a part of {tuple(part.shape)} in {part.dtype} of a weight in {packed.dtype}")
+            place.rows = part.shape[0]
+            if isinstance(part, Stored):
+                place.file, place.offset = part.file, part.offset
+            else:
+                assert part.is_contiguous()
+                place.weight = part.data_ptr()
         weight = Weight(
             ctypes.addressof(places),
             packed.panels.data_ptr(),
             None if packed.scales is None else packed.scales.data_ptr(),
             len(parts),
-            sum(len(part) for part in parts),
+            sum(part.shape[0] for part in parts),
             packed.columns,
             packed.dtype.itemsize,
             len(packed.panels),
             packed.bits or 0,
             gated,
-            self._from_file,
         )
         self._weights[packed.bits is not None].append(weight)
         self._kept.append((places, parts, packed))
@@ -59,7 +84,7 @@ class Packing:
             if failed == 1:
                 raise MemoryError("no memory to pack weights")
             if failed:
-                raise OSError("pages of a file cannot be read")
+                raise OSError("a weight's file ends early, or cannot be read")
         self._kept.clear()
 
 
@@ -75,25 +100,26 @@ class Packed:
     def __init__(
         self,
         kernels: Kernels,
-        weight: Tensor | Sequence[Tensor],  # [rows, columns] float32 or bfloat16; or its rows in some parts
+        weight: Tensor | Sequence[Stored],  # [rows, columns] float32 or bfloat16, or parts of it
         bias: Tensor | None = None,  # [rows]
         *,
         gated: bool = False,
         wide: bool = False,  # results in float32 also where weights and activations are bfloat16
-        packing: Packing | None = None,  # packs later; of pages of a file. Else all is done now
+        packing: Packing | None = None,  # packs it when it runs; else that is done now
     ) -> None:
-        parts = [weight.contiguous()] if isinstance(weight, Tensor) else weight
-        rows, self.columns = sum(len(part) for part in parts), parts[0].shape[1]
+        parts: Sequence[Tensor | Stored] = [weight.contiguous()] if isinstance(weight, Tensor) else weight
+        rows, self.columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         self.dtype, self.outputs = parts[0].dtype, rows // 2 if gated else rows
         self.result = torch.float32 if wide else self.dtype
         self._kernels, self._multiply = kernels, self._function(kernels)
         per_panel = kernels.width // 2 if gated else kernels.width
         num_panels = -(-self.outputs // per_panel)
-        self.panels, self.scales = self._room(num_panels)
-        now = Packing(kernels, from_file=False) if packing is None else packing
-        now.add(self, parts, gated)
+        work = packing or Packing(kernels)
+        self.panels = work.room(num_panels, self._units(), kernels.width)
+        self.scales = self._room_of_scales(num_panels)
+        work.add(self, parts, gated)
         if packing is None:
-            now.run()
+            work.run()
         self._bias = None if bias is None else self._panelled(bias.float(), num_panels, gated)
         self._matrix = Matrix(
             self.panels.data_ptr(),
@@ -145,10 +171,12 @@ class Packed:
         """The kernel that multiplies."""
         return kernels.multiply[self.dtype]
 
-    def _room(self, num_panels: int) -> tuple[Tensor, Tensor | None]:
-        """Where panels and scales will be."""
-        units = -(-self.columns * self.dtype.itemsize // 4)
-        return torch.empty(num_panels, units, self._kernels.width, dtype=torch.int32), None
+    def _units(self) -> int:
+        """Of four bytes, in a row."""
+        return -(-self.columns * self.dtype.itemsize // 4)
+
+    def _room_of_scales(self, num_panels: int) -> Tensor | None:
+        return None
 
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
         """Write rows; 0, or the place of a wrong id, from 1 on."""
@@ -188,7 +216,7 @@ class Quantized(Packed):
     def __init__(
         self,
         kernels: Kernels,
-        weight: Tensor | Sequence[Tensor],  # [rows, columns] float32 or bfloat16; or its rows in some parts
+        weight: Tensor | Sequence[Stored],  # [rows, columns] float32 or bfloat16, or parts of it
         bias: Tensor | None = None,  # [rows]
         *,
         bits: int,
@@ -203,12 +231,14 @@ class Quantized(Packed):
         assert self.bits is not None
         return kernels.multiply_bits[self.bits, self.dtype]
 
-    def _room(self, num_panels: int) -> tuple[Tensor, Tensor | None]:
+    def _units(self) -> int:
         assert self.bits is not None
-        width = self._kernels.width
+        return -(-self.columns * self.bits // 32)
+
+    def _room_of_scales(self, num_panels: int) -> Tensor | None:
+        assert self.bits is not None
         shape, dtype = scales_of(self.columns, self.bits)
-        panels = torch.empty(num_panels, -(-self.columns * self.bits // 32), width, dtype=torch.int32)
-        return panels, torch.empty(num_panels, *shape, width, dtype=dtype)
+        return torch.empty(num_panels, *shape, self._kernels.width, dtype=dtype)
 
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
         where = ids.data_ptr(), len(ids), out.data_ptr()

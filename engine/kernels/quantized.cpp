@@ -274,20 +274,21 @@ struct Rounded {
     return (weight.columns + 8 * LANES - 1) / (8 * LANES) * 8 * LANES * LANES;
   }
 
-  static void pack(const Weight& weight, int64_t first, int64_t last, char* room) {
-    if (weight.number_bytes == 4) panels_of<float>(weight, first, last, (uint8_t*)room);
-    else panels_of<uint16_t>(weight, first, last, (uint8_t*)room);
+  static void pack(const Rows& rows, char* room) {
+    if (rows.weight.number_bytes == 4) panels_of<float>(rows, (uint8_t*)room);
+    else panels_of<uint16_t>(rows, (uint8_t*)room);
   }
 
   // LANES rows are rounded beside each other, then turned.
   template <class Number>
-  static void panels_of(const Weight& weight, int64_t first, int64_t last, uint8_t* room) {
+  static void panels_of(const Rows& rows, uint8_t* room) {
+    const Weight& weight = rows.weight;
     const int64_t size = room_bytes(weight) / LANES, per_unit = 32 / weight.bits;
     const int64_t units = (weight.columns + per_unit - 1) / per_unit;
-    for (int64_t p = first; p < last; ++p)
+    for (int64_t p = rows.first; p < rows.last; ++p)
       for (int half = 0; half < WIDTH; half += LANES) {
         for (int j = 0; j < LANES; ++j) {
-          const Number* row = (const Number*)weight.row(p, half + j);
+          const Number* row = (const Number*)rows.row(p, half + j);
           if (!row) memset(room + j * size, weight.bits == 8 ? Eight::ZERO : Four::ZERO, (size_t)size);
           if (weight.bits == 8) eight(weight, row, p, half + j, room + j * size);
           else four(weight, row, p, half + j, room + j * size);

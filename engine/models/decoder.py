@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -15,13 +15,13 @@ from ..kernels.library import Choice, Kernels
 from ..kernels.product import Packing
 from ..types import ModelError
 from . import Outputs
-from .layers import Gated, Linear, Mapped, RMSNorm
+from .layers import Gated, InFile, Linear, RMSNorm
 from .rope import Rotary, rotate
 from .spec import BITS, DecoderSpec, ModelSpec
 from .stack import Stack
 from .weights import Checkpoint
 
-NOWHERE: Mapping[Linear, Mapped] = {}
+NOWHERE: Mapping[Linear, InFile] = {}
 WATCH_S = 0.1  # between two looks at how far the packing is
 
 
@@ -93,10 +93,10 @@ class Layer:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
-    def pack(self, kernels: Kernels | None, bits: int | None, mapped: Mapping[Linear, Mapped] = NOWHERE) -> None:
-        """`mapped`: of those linears whose weights are not here."""
+    def pack(self, kernels: Kernels | None, bits: int | None, in_file: Mapping[Linear, InFile] = NOWHERE) -> None:
+        """`in_file`: of those linears whose weights are not here."""
         for linear in self.linears:
-            linear.pack(kernels, bits=bits, mapped=mapped.get(linear))
+            linear.pack(kernels, bits=bits, in_file=in_file.get(linear))
         for norm in (self.attention_norm, self.mlp_norm):
             norm.pack(kernels)
 
@@ -147,33 +147,34 @@ class Decoder:
         model.weights_hash = checkpoint.weights_hash
         total = checkpoint.num_bytes_of(places) or 1
         places.clear()
-        model._fill(checkpoint, prefix, total, progress)
+        with closing(checkpoint):
+            model._fill(checkpoint, prefix, total, progress)
         return model
 
     def _fill(self, checkpoint: Checkpoint, prefix: str, total: int, progress: Callable[[float], None]) -> None:
         """Read the weights, `total` bytes, and pack them.
 
-        What our kernels pack as the file has it, they take from the file's own pages, all of it in one call. The rest
-        is copied to its place, and packed layer by layer.
+        What our kernels can pack as the files have it, they read themselves, all of it in one call. The rest is copied
+        to its place, and packed layer by layer.
         """
         done = 0
 
         def tell(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
-            if not mapped:  # else norms are read, and the work is still to come
+            if not in_file:  # else norms are read, and the work is still to come
                 progress(done / total)
 
         kernels = self.product.kernels
-        packing = None if kernels is None else Packing(kernels, from_file=True)
-        mapped: dict[Linear, Mapped] = {}
+        packing = None if kernels is None else Packing(kernels)
+        in_file: dict[Linear, InFile] = {}
 
         def read(places: dict[str, Tensor], linears: Mapping[Linear, list[str]]) -> None:
-            """Fill the places, but for weights of linears that can be mapped."""
+            """Fill the places, but for weights of linears that can be packed from the files."""
             for linear, names in linears.items():
-                parts = None if packing is None else checkpoint.mapped(names, self.spec.dtype)
-                if parts is not None:
-                    mapped[linear] = Mapped(parts, packing)
+                parts = [] if packing is None else checkpoint.stored(names, self.spec.dtype)
+                if packing is not None and parts:
+                    in_file[linear] = InFile(parts, packing)
                     for name in names:
                         del places[name]
             checkpoint.fill(places, tell)
@@ -183,15 +184,15 @@ class Decoder:
             for name, linear, *_ in layer.parts():
                 weights.setdefault(linear, []).append(f"{prefix}{name}.weight")
             read({prefix + name: place for name, place in layer.places().items()}, weights)
-            self._pack_layer(layer, mapped)
+            self._pack_layer(layer, in_file)
         ends = {prefix + name: place for name, place in self._ends().items()}
         head = f"{prefix}embed_tokens.weight"
         if self.head is not self.embedding:
             head, ends["lm_head.weight"] = "lm_head.weight", self.head.weight
         read(ends, {self.head: [head]})
         ends.clear()
-        self._pack_head(mapped.get(self.head))
-        if packing is not None and mapped:
+        self._pack_head(in_file.get(self.head))
+        if packing is not None and in_file:
             with _watched(packing, lambda num_bytes: progress((done + num_bytes) / total)):
                 try:
                     packing.run()
@@ -217,13 +218,13 @@ class Decoder:
         self._pack_head()
         self._finish()
 
-    def _pack_layer(self, layer: Layer, mapped: Mapping[Linear, Mapped] = NOWHERE) -> None:
-        layer.pack(self.product.kernels, BITS[self.spec.quantization][0], mapped)
+    def _pack_layer(self, layer: Layer, in_file: Mapping[Linear, InFile] = NOWHERE) -> None:
+        layer.pack(self.product.kernels, BITS[self.spec.quantization][0], in_file)
 
-    def _pack_head(self, mapped: Mapped | None = None) -> None:
+    def _pack_head(self, in_file: InFile | None = None) -> None:
         # Logits are wanted in float32. A head that is the embedding too is held once, in the form that both can use.
         bits, looked_up = BITS[self.spec.quantization][1], self.head is self.embedding
-        self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, bits=bits, mapped=mapped)
+        self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, bits=bits, in_file=in_file)
         self.norm.pack(self.product.kernels)
 
     def _finish(self) -> None:

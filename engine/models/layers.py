@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.library import Kernels, Multiplied
-from ..kernels.product import Packed, Packing, Quantized
+from ..kernels.product import Packed, Packing, Quantized, Stored
 
 # Rows that torch's form of a weight is made for: a decode step's, where the form matters most.
 PACK_ROWS = 16
@@ -24,11 +24,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Mapped(NamedTuple):
-    """Rows of a weight that are pages of files, one part behind the other, and what will pack them."""
+class InFile(NamedTuple):
+    """A weight that still lies in files, part by part, and what will pack it."""
 
-    parts: list[Tensor]
-    packing: Packing | None
+    parts: list[Stored]
+    packing: Packing
 
 
 class Linear:
@@ -47,28 +47,28 @@ class Linear:
         wide: bool = False,
         looked_up: bool = False,
         bits: int | None = None,
-        mapped: Mapped | None = None,
+        in_file: InFile | None = None,
     ) -> None:
         """Prepare for the calls to come; the plain weight is given up where another form takes its place.
 
         `wide`: results in float32 where our kernels compute. `looked_up`: `rows` will be asked for. `bits`: what the
-        weight is rounded to, by our kernels alone; None: it stays as it is. `mapped`: where the weight is instead of
-        here, for our kernels; then it is ready once its packing has run.
+        weight is rounded to, by our kernels alone; None: it stays as it is. `in_file`: where the weight is instead
+        of here, for our kernels; then it is ready once its packing has run.
         """
         if kernels is not None:
-            self._give_up(kernels, bits, mapped, wide=wide)
+            self._give_up(kernels, bits, in_file, wide=wide)
         elif can_reorder(self.weight) and not looked_up:
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
             self.weight = self.weight.new_empty(0)
 
     def _give_up(
-        self, kernels: Kernels, bits: int | None, mapped: Mapped | None, *, wide: bool, gated: bool = False
+        self, kernels: Kernels, bits: int | None, in_file: InFile | None, *, wide: bool, gated: bool = False
     ) -> None:
-        parts, packing = mapped or Mapped([self.weight], None)
+        weight, packing = in_file or (self.weight, None)
         if bits is None:
-            self._packed = Packed(kernels, parts, self.bias, wide=wide, gated=gated, packing=packing)
+            self._packed = Packed(kernels, weight, self.bias, wide=wide, gated=gated, packing=packing)
         else:
-            self._packed = Quantized(kernels, parts, self.bias, bits=bits, wide=wide, gated=gated, packing=packing)
+            self._packed = Quantized(kernels, weight, self.bias, bits=bits, wide=wide, gated=gated, packing=packing)
         self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -107,12 +107,12 @@ class Gated(Linear):
         wide: bool = False,
         looked_up: bool = False,
         bits: int | None = None,
-        mapped: Mapped | None = None,
+        in_file: InFile | None = None,
     ) -> None:
         if kernels is None or self._activation is not F.silu:
-            return super().pack(kernels, wide=wide, looked_up=looked_up, bits=bits, mapped=mapped)
+            return super().pack(kernels, wide=wide, looked_up=looked_up, bits=bits, in_file=in_file)
         self._fused = True
-        self._give_up(kernels, bits, mapped, wide=wide, gated=True)
+        self._give_up(kernels, bits, in_file, wide=wide, gated=True)
 
     def multiplied(self) -> Multiplied | None:
         return super().multiplied() if self._fused else None

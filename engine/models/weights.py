@@ -2,19 +2,17 @@
 
 The format is a length (8 bytes, little-endian), a JSON header of that length (name -> dtype, shape, place), and the
 tensors' bytes. They are read to where they are wanted, by way of a small buffer where the dtypes differ, some tensors
-at a time; so loading needs the model's own memory and that of the tensors which are being packed. What can be packed as
-it lies in the file is mapped and not copied. Files of other formats are never opened: unpickling one runs whatever its
-author put into it.
+at a time; so loading needs the model's own memory and that of the tensors which are being packed. What our kernels can
+pack as it lies in a file they read themselves. Files of other formats are never opened: unpickling one runs whatever
+its author put into it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-import mmap
+import os
 import struct
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.product import Stored
 from ..types import ModelError
 
 DTYPES = {
@@ -42,8 +41,6 @@ DTYPES = {
 PIECE_BYTES = 16 << 20  # read at once: long enough for full disk speed, small beside any model worth streaming
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 SAMPLE_BYTES = 4096  # of a tensor's start and end, for weights_hash
-POPULATE_READ = 22  # madvise of Linux 5.14: read pages now, and say so when that is impossible
-ALIGNED = 8  # bytes; what the format's own library makes sure of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.entries: dict[str, Entry] = {}
         self._headers: list[tuple[str, int, bytes]] = []  # file name, file size, header
-        self._maps: dict[Path, Tensor | None] = {}
+        self._opened: dict[Path, int] = {}  # descriptors
         listed = _index(folder)
         for path in sorted({folder / file for file in listed.values()}) if listed else _files(folder):
             self._open(path)
@@ -118,21 +115,17 @@ class Checkpoint:
                         read = _read_into if _is_as_stored(places[name], entry) else _convert_into
                         read(stream, entry, places[name].view(-1), progress)
 
-    def mapped(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor] | None:
-        """These tensors as pages of their files, which are read when they are used, and never written.
+    def stored(self, names: Sequence[str], dtype: torch.dtype) -> list[Stored]:
+        """Where these tensors lie in their files, which stay open until `close`; nothing if one has another dtype."""
+        entries = [self.entries[name] for name in names]
+        if any(entry.dtype != dtype for entry in entries):
+            return []
+        return [Stored(self._descriptor(entry.file), entry.offset, entry.shape, dtype) for entry in entries]
 
-        None where one of them is of another dtype, or the system does not map files so that an error can be told: then
-        they must be copied with `fill`. Whoever uses pages has them read by madvise first: the first use of one that
-        cannot be read would end the process.
-        """
-        parts = []
-        for name in names:
-            entry = self.entries[name]
-            pages = self._pages(entry.file) if entry.dtype == dtype and entry.offset % ALIGNED == 0 else None
-            if pages is None or entry.offset + entry.num_bytes > len(pages):
-                return None
-            parts.append(pages[entry.offset : entry.offset + entry.num_bytes].view(dtype).view(entry.shape))
-        return parts
+    def close(self) -> None:
+        """End the use of what `stored` has told."""
+        while self._opened:
+            os.close(self._opened.popitem()[1])
 
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors are the same, byte for byte."""
@@ -143,11 +136,10 @@ class Checkpoint:
             pairs = zip(_pieces(left, a), _pieces(right, b), strict=True)
             return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for (_, x), (_, y) in pairs)
 
-    def _pages(self, file: Path) -> Tensor | None:
-        """A whole file as bytes, mapped once."""
-        if file not in self._maps:
-            self._maps[file] = _map(file)
-        return self._maps[file]
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._opened:
+            self._opened[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        return self._opened[file]
 
     def _open(self, path: Path) -> None:
         if not path.is_file():
@@ -202,21 +194,6 @@ def _read_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callabl
         piece = target[start : start + PIECE_BYTES]
         _read_all(stream, piece, entry)
         progress(len(piece))
-
-
-def _map(file: Path) -> Tensor | None:
-    """A file's bytes, none of them read; None where maps do not work, or nobody could tell that a page is missing."""
-    if sys.platform != "linux":
-        return None
-    try:
-        with file.open("rb") as stream:
-            # A private copy that is never made: torch warns of memory that cannot be written.
-            pages = torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    except (OSError, ValueError):  # a file system without maps; empty by now
-        return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return None if madvise(pages.data_ptr(), 1, POPULATE_READ) else pages
 
 
 def _convert_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callable[[int], None]) -> None:

@@ -46,7 +46,6 @@ def serve(settings: Settings, listener: socket.socket, began: float) -> int:
 
     raise_open_files()
     engine = ProcessEngine(settings.engine_config())
-    engine.spawn()  # its imports and ours take a second each
 
     gc.disable()  # nothing of what is imported is garbage; looking for it took a tenth of the time
     from .. import logs

@@ -3,10 +3,24 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from engine import EngineConfig, EngineDied, EngineRequest, LocalEngine, ModelError, ProcessEngine, SamplingParams
+from engine import (
+    EngineConfig,
+    EngineDied,
+    EngineRequest,
+    LocalEngine,
+    ModelError,
+    ProcessEngine,
+    SamplingParams,
+    client,
+    prepare,
+)
 
 CONFIG = EngineConfig(model="builtin", num_blocks=64, debug=True)
 PROMPT = (5, 6, 7)
@@ -64,20 +78,23 @@ def test_an_engine_closed_while_it_loads_wakes_who_waits_for_it():
             await engine.close()
             with pytest.raises(EngineDied):
                 await waiting
-            assert engine._child is None or engine._child.returncode is not None, "the child was not reaped"
+            assert engine._child is None or engine._child.process.returncode is not None, "the child was not reaped"
 
     run(main)
 
 
-def test_a_child_that_was_started_early_is_the_one_that_serves():
+def test_a_child_that_was_started_early_is_the_one_that_serves(monkeypatch):
     async def main() -> None:
+        prepare()
+        prepare()  # one is enough
+        (child,) = client._early
+        monkeypatch.setenv("PEQUOD_TEST_LATE", "set since")
+        assert child.news() == {"PEQUOD_TEST_LATE": "set since"}
         engine = ProcessEngine(CONFIG)
-        engine.spawn()
-        first = engine.pid
         await engine.start()
         try:
             await engine.ready()
-            assert engine.pid == first is not None
+            assert engine.pid == child.process.pid and not client._early
             assert (await read(engine, request(1, max_tokens=3)))[1] == "length"
         finally:
             await engine.close()
@@ -85,14 +102,35 @@ def test_a_child_that_was_started_early_is_the_one_that_serves():
     run(main)
 
 
-def test_a_child_that_was_started_early_for_nothing_is_reaped():
-    async def main() -> None:
-        engine = ProcessEngine(CONFIG)
-        engine.spawn()
-        await engine.close()
-        assert engine._child is not None and engine._child.returncode is not None
+def test_what_was_set_since_is_set_in_a_child_that_was_started_early():
+    """A settings file may say that nothing is to be fetched."""
+    online = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    code = """
+import asyncio, os, engine
+engine.prepare()
+os.environ["HF_HUB_OFFLINE"] = "1"
+async def main():
+    one = engine.ProcessEngine(engine.EngineConfig(model="nobody/nothing"))
+    await one.start()
+    try:
+        await one.ready()
+    except engine.EngineError as error:
+        print(error)
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=online, text=True, capture_output=True, timeout=60, check=True
+    )
+    assert "HF_HUB_OFFLINE is set" in done.stdout, done.stderr
 
-    run(main)
+
+def test_a_child_that_was_started_early_for_nothing_ends_with_its_parent():
+    code = "import engine; from engine import client; engine.prepare(); print(client._early[0].process.pid)"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=True)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{int(done.stdout)}").exists():
+        assert time.monotonic() < deadline, "the child lives on"
+        time.sleep(0.05)
 
 
 def test_a_folder_that_is_no_model_is_told_and_leaves_nothing_behind(tmp_path):

@@ -56,6 +56,10 @@ def packed(folder: Path) -> list[torch.Tensor]:
     shares: list[float] = []
     model = models.load(EngineConfig(model=str(folder)), folder, CPU, shares.append)
     assert shares == sorted(shares) and shares[-1] == 1.0
+    return panels(model)
+
+
+def panels(model: models.Model) -> list[torch.Tensor]:
     linears = [linear for layer in model.layers for linear in layer.linears]
     return [linear._packed.panels for linear in [*linears, model.head]]
 
@@ -253,20 +257,14 @@ def test_weights_missing_from_a_model_of_transformers(tmp_path):
     assert "cut short" in refused(folder)
 
 
-def test_tensors_are_mapped_as_the_file_has_them(folder):
-    names = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight"]
-    checkpoint, tensors = Checkpoint(folder), load_file(folder / "model.safetensors")
-    mapped = checkpoint.mapped(names, torch.float32)
-    assert mapped is not None and all(map(torch.equal, mapped, (tensors[name] for name in names)))
-    assert checkpoint.mapped(names, torch.bfloat16) is None  # to be converted
-
-
-def test_tensors_that_cannot_be_mapped_are_copied(folder, source, monkeypatch):
-    """Before Linux 5.14 nobody could tell that a page is missing."""
-    want = packed(source)
-    monkeypatch.setattr(weights, "POPULATE_READ", 12345)
-    assert Checkpoint(folder).mapped(["model.embed_tokens.weight"], torch.float32) is None
-    assert all(map(torch.equal, packed(folder), want)) and len(want) > 5
+def test_weights_are_packed_from_the_file_as_from_memory(folder):
+    tensors, from_file = load_file(folder / "model.safetensors"), packed(folder)
+    model = load(folder)
+    for name, place in model.places().items():
+        place.copy_(tensors[f"model.{name}"])
+    model.product = choose("auto", CPU, torch.float32)
+    model.pack()
+    assert all(map(torch.equal, from_file, panels(model))) and len(from_file) > 5
 
 
 def test_parts_in_several_files_are_packed_as_one(folder, source):
@@ -274,16 +272,7 @@ def test_parts_in_several_files_are_packed_as_one(folder, source):
     assert all(map(torch.equal, packed(folder), packed(source)))
 
 
-def test_a_file_that_shrinks_before_it_is_mapped(folder):
-    name = "model.embed_tokens.weight"
-    checkpoint = Checkpoint(folder)
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.truncate(checkpoint.entries[name].offset)
-    assert checkpoint.mapped([name], torch.float32) is None
-
-
-def test_a_file_that_shrinks_while_it_is_mapped(folder, monkeypatch):
-    """Were nobody to look, the first use of a page that is not there would end the process."""
+def test_a_file_that_shrinks_while_it_is_packed(folder, monkeypatch):
     path = folder / "model.safetensors"
     run = Packing.run
 
