@@ -47,7 +47,7 @@ struct Scale {
   static Scale of(const Number* x, int64_t size) {
     U most = all_units(0);  // as bits, which order numbers by size and put what is none above all
     for (int64_t i = 0; i < size; i += LANES)
-      most = larger_units(most, both(as_units(get(x + i, size - i)), all_units(0x7fffffff)));
+      most = greater_ints(most, both(as_units(get(x + i, size - i)), all_units(0x7fffffff)));
     int32_t lanes[LANES], bits = 0;
     store_units(lanes, most);
     for (int32_t lane : lanes) bits = lane > bits ? lane : bits;

@@ -61,7 +61,7 @@ struct Bytes {
     U total = all_units(0);
     for (int i = 0; i < SIZE / LANES; ++i) {
       const U ints = nearest_ints(mul(widen(x + i * LANES), inverse));
-      store_bytes(numbers + i * LANES, ints);
+      store_lowest_bytes(numbers + i * LANES, ints);
       total = plus(total, ints);
     }
     sum = total_int(total);
@@ -245,7 +245,7 @@ float to_eight(const Number* row, int64_t columns, uint8_t* bytes) {
   const float scale = scale_of(top, LARGEST);
   const V inverse = all(scale > 0 ? (float)LARGEST / top : 0.0f);
   for (int64_t k = 0; k < columns; k += LANES)
-    store_bytes(bytes + k, plus(nearest_ints(mul(read(row, columns, k), inverse)), all_units(Eight::ZERO)));
+    store_lowest_bytes(bytes + k, plus(nearest_ints(mul(read(row, columns, k), inverse)), all_units(Eight::ZERO)));
   return scale;
 }
 
@@ -262,8 +262,8 @@ uint16_t to_four(const Number* row, int64_t columns, int64_t start, uint8_t* byt
   const uint16_t scale = to_bf16(top > 0 ? -wanted : wanted);
   const V inverse = all(wanted > 0 ? 1.0f / to_float(scale) : 0.0f);
   for (int i = 0; i < Four::SIZE; i += LANES) {
-    const V steps = nearest(mul(load(numbers + i), inverse));
-    store_bytes(bytes + i, plus(nearest_ints(greatest(all(-8.0f), least(all(7.0f), steps))), all_units(Four::ZERO)));
+    const V steps = greatest(all(-8.0f), least(all(7.0f), nearest(mul(load(numbers + i), inverse))));
+    store_lowest_bytes(bytes + i, plus(nearest_ints(steps), all_units(Four::ZERO)));
   }
   return scale;
 }
