@@ -21,19 +21,6 @@ const int LARGEST = 127;         // of a quantized activation, and of a weight i
 
 // -- numbers to bytes ----------------------------------------------------------------------------------------------------
 
-float as_number(int32_t bits) {
-  union { int32_t i; float f; } u = {bits};
-  return u.f;
-}
-
-// The largest of `count` vectors of numbers without their signs; no number is more than infinity is more than any.
-template <class Read>
-float top_of(int64_t count, Read read) {
-  U most = all_units(0);
-  for (int64_t i = 0; i < count; ++i) most = greater_ints(most, both(as_units(read(i)), all_units(0x7fffffff)));
-  return as_number(largest_int(most));
-}
-
 // What one step stands for when `steps` of them make `top`. No number where top is none, or infinite.
 float scale_of(float top, int steps) {
   if (!(top <= FLT_MAX)) return as_number(0x7fc00000);
@@ -232,10 +219,7 @@ namespace {
 // Numbers of a row of the plain weight, zeros behind its end.
 template <class Number>
 V read(const Number* row, int64_t columns, int64_t k) {
-  if (columns - k >= LANES) return widen(row + k);
-  Number some[LANES] = {};
-  if (k < columns) memcpy(some, row + k, (size_t)(columns - k) * sizeof(Number));
-  return widen(some);
+  return k < columns ? get(row + k, columns - k) : zero();
 }
 
 // A row as bytes without a sign, and its scale.
