@@ -209,6 +209,14 @@ def _arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations
             f"max_model_len lowered from {asked.max_len} to {spec.max_len} tokens, which is what the model takes"
         )
 
+    # The cache and the activations are taken after the load, which holds plain weights beside rounded ones for a time.
+    plain = spec.loading_bytes
+    if plain and weights + plain > _usable(machine):
+        raise _Short(
+            f"weights of {_gb(weights)} and, while they are rounded, {_gb(plain)} of plain ones are more than the "
+            f"{_gb(_usable(machine))} of memory that can be had now",
+            weights + plain,
+        )
     if config.num_blocks is not None or config.kv_cache_memory is not None:
         budget = _usable(machine)
         num_blocks = config.num_blocks or (config.kv_cache_memory or 0) // block_bytes

@@ -23,7 +23,7 @@ LONGEST = [
     "server/test_call_grammar.py",
     "server/test_unicode.py",
     "engine/test_embeddings.py",
-    "engine/test_grammar.py",
+    "engine/test_grammar_answers.py",
     "server/test_hostile.py",
     "docker/test_docker.py",
     "test_wheel.py",

@@ -54,7 +54,6 @@ static inline V where_number(V a, V yes, V no) { return _mm256_blendv_ps(no, yes
 static inline U plus(U a, U b) { return _mm256_add_epi32(a, b); }
 static inline U both(U a, U b) { return _mm256_and_si256(a, b); }
 static inline U either(U a, U b) { return _mm256_or_si256(a, b); }
-static inline U larger_units(U a, U b) { return _mm256_max_epi32(a, b); }  // as signed numbers
 static inline U all_units(uint32_t x) { return _mm256_set1_epi32((int)x); }
 template <int N> static inline U shifted_down(U u) { return _mm256_srli_epi32(u, N); }
 // The lower halves of the units, side by side.
@@ -74,7 +73,7 @@ static inline V floats_of(U u) { return _mm256_cvtepi32_ps(u); }
 static inline U greater_ints(U a, U b) { return _mm256_max_epi32(a, b); }
 static inline U pairs_summed(U a, U b) { return _mm256_madd_epi16(a, b); }  // products of halves, two by two
 // The lowest bytes of the units, side by side.
-static inline void store_bytes(void* p, U u) {
+static inline void store_lowest_bytes(void* p, U u) {
   const __m128i lowest = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
   const __m128i a = _mm_shuffle_epi8(_mm256_castsi256_si128(u), lowest);
   const __m128i b = _mm_shuffle_epi8(_mm256_extracti128_si256(u, 1), lowest);
@@ -169,7 +168,6 @@ static inline V where_number(V a, V yes, V no) {
 static inline U plus(U a, U b) { return _mm512_add_epi32(a, b); }
 static inline U both(U a, U b) { return _mm512_and_si512(a, b); }
 static inline U either(U a, U b) { return _mm512_or_si512(a, b); }
-static inline U larger_units(U a, U b) { return _mm512_max_epi32(a, b); }  // as signed numbers
 static inline U all_units(uint32_t x) { return _mm512_set1_epi32((int)x); }
 template <int N> static inline U shifted_down(U u) { return _mm512_srli_epi32(u, N); }
 // The lower halves of the units, side by side.
@@ -184,7 +182,7 @@ static inline float lowest_lane(V v) { return _mm512_cvtss_f32(v); }
 static inline U nearest_ints(V v) { return _mm512_cvtps_epi32(v); }
 static inline V floats_of(U u) { return _mm512_cvtepi32_ps(u); }
 static inline U greater_ints(U a, U b) { return _mm512_max_epi32(a, b); }
-static inline void store_bytes(void* p, U u) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(u)); }
+static inline void store_lowest_bytes(void* p, U u) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(u)); }
 // To each sum the products of a unit's four bytes: without a sign in `a`, signed in `b`. Only where the processor has
 // VNNI. In assembly, because gcc 12 copies and spills every sum around the intrinsic.
 #define HAS_VNNI 1

@@ -45,14 +45,7 @@ struct Scale {
   float factor, inverse;
   template <class Number>
   static Scale of(const Number* x, int64_t size) {
-    U most = all_units(0);  // as bits, which order numbers by size and put what is none above all
-    for (int64_t i = 0; i < size; i += LANES)
-      most = larger_units(most, both(as_units(get(x + i, size - i)), all_units(0x7fffffff)));
-    int32_t lanes[LANES], bits = 0;
-    store_units(lanes, most);
-    for (int32_t lane : lanes) bits = lane > bits ? lane : bits;
-    float top;
-    memcpy(&top, &bits, sizeof(top));
+    const float top = top_of(up(size, LANES), [=](int64_t i) { return get(x + i * LANES, size - i * LANES); });
     if (!(top <= FLT_MAX)) return {NAN, 0.0f};
     if (top < 127 * FLT_MIN) return {0.0f, 0.0f};
     return {top / 127, 127 / top};

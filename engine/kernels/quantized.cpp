@@ -22,19 +22,6 @@ const int LARGEST = 127;         // of a quantized activation, and of a weight i
 
 // -- numbers to bytes ----------------------------------------------------------------------------------------------------
 
-float as_number(int32_t bits) {
-  union { int32_t i; float f; } u = {bits};
-  return u.f;
-}
-
-// The largest of `count` vectors of numbers without their signs; no number is more than infinity is more than any.
-template <class Read>
-float top_of(int64_t count, Read read) {
-  U most = all_units(0);
-  for (int64_t i = 0; i < count; ++i) most = greater_ints(most, both(as_units(read(i)), all_units(0x7fffffff)));
-  return as_number(largest_int(most));
-}
-
 // What one step stands for when `steps` of them make `top`. No number where top is none, or infinite.
 float scale_of(float top, int steps) {
   if (!(top <= FLT_MAX)) return as_number(0x7fc00000);
@@ -62,7 +49,7 @@ struct Bytes {
     U total = all_units(0);
     for (int i = 0; i < SIZE / LANES; ++i) {
       const U ints = nearest_ints(mul(widen(x + i * LANES), inverse));
-      store_bytes(numbers + i * LANES, ints);
+      store_lowest_bytes(numbers + i * LANES, ints);
       total = plus(total, ints);
     }
     sum = total_int(total);
@@ -233,10 +220,7 @@ namespace {
 // Numbers of a row of the plain weight, zeros behind its end.
 template <class Number>
 V read(const Number* row, int64_t columns, int64_t k) {
-  if (columns - k >= LANES) return widen(row + k);
-  Number some[LANES] = {};
-  if (k < columns) memcpy(some, row + k, (size_t)(columns - k) * sizeof(Number));
-  return widen(some);
+  return k < columns ? get(row + k, columns - k) : zero();
 }
 
 // A row as bytes without a sign, and its scale.
@@ -246,7 +230,7 @@ float to_eight(const Number* row, int64_t columns, uint8_t* bytes) {
   const float scale = scale_of(top, LARGEST);
   const V inverse = all(scale > 0 ? (float)LARGEST / top : 0.0f);
   for (int64_t k = 0; k < columns; k += LANES)
-    store_bytes(bytes + k, plus(nearest_ints(mul(read(row, columns, k), inverse)), all_units(Eight::ZERO)));
+    store_lowest_bytes(bytes + k, plus(nearest_ints(mul(read(row, columns, k), inverse)), all_units(Eight::ZERO)));
   return scale;
 }
 
@@ -263,8 +247,8 @@ uint16_t to_four(const Number* row, int64_t columns, int64_t start, uint8_t* byt
   const uint16_t scale = to_bf16(top > 0 ? -wanted : wanted);
   const V inverse = all(wanted > 0 ? 1.0f / to_float(scale) : 0.0f);
   for (int i = 0; i < Four::SIZE; i += LANES) {
-    const V steps = nearest(mul(load(numbers + i), inverse));
-    store_bytes(bytes + i, plus(nearest_ints(greatest(all(-8.0f), least(all(7.0f), steps))), all_units(Four::ZERO)));
+    const V steps = greatest(all(-8.0f), least(all(7.0f), nearest(mul(load(numbers + i), inverse))));
+    store_lowest_bytes(bytes + i, plus(nearest_ints(steps), all_units(Four::ZERO)));
   }
   return scale;
 }

@@ -121,6 +121,17 @@ class ModelSpec:
         return plain - sum(saved)
 
     @property
+    def loading_bytes(self) -> int:
+        """What the load takes beside rounded weights, at most: the head as it was read, or two layers.
+
+        What is in the checkpoint's dtype is rounded from the file's own pages, which make way for others.
+        """
+        if self.quantization == "none" or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
+            return 0
+        layer = sum(rows * columns for rows, columns in self.decoder.layer_shapes)
+        return max(self.vocab_size * self.decoder.hidden_size, 2 * layer) * self.dtype.itemsize
+
+    @property
     def cache_dtype(self) -> torch.dtype:
         return torch.int8 if self.int8_cache else self.dtype
 
@@ -166,11 +177,15 @@ def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype
     """The dtype that is asked for; "auto" is the checkpoint's, and float32 where it tells none."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    name = source.get("dtype") or source.get("torch_dtype") or "float32"
-    name = str(name).removeprefix("torch.")
+    name = stored_dtype(source)
     if name not in DTYPES:
         raise ModelError(f"config.json names the dtype {name!r}; choose one of {', '.join(DTYPES)} with --dtype")
     return DTYPES[name]
+
+
+def stored_dtype(source: Mapping[str, Any]) -> str:
+    """The name of the checkpoint's dtype, as config.json tells it."""
+    return str(source.get("dtype") or source.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def serve_len(max_len: int, config: EngineConfig) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from .common import Json
@@ -155,7 +155,17 @@ Message = Annotated[
 ]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 TemplateValue = Annotated[bool | int | float | Text, OneError("must be a string, a number, true, false or null")] | None
-TemplateKwargs = Annotated[dict[Name, TemplateValue], Field(max_length=MAX_TEMPLATE_KWARGS)]
+
+
+def _not_our_own(value: Json) -> Json:
+    if any(name in value for name in OWN_VARIABLES):
+        raise clash("must not set what the request itself tells the template")
+    return value
+
+
+TemplateKwargs = Annotated[
+    dict[Name, TemplateValue], Field(max_length=MAX_TEMPLATE_KWARGS), AfterValidator(_not_our_own)
+]
 
 
 class TemplateOptions(ToolsField):
@@ -170,13 +180,6 @@ class TemplateOptions(ToolsField):
 
     chat_template: Annotated[Any, refused(hint="The server has --chat-template.")] = None
     documents: Annotated[Any, refused([])] = None
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _not_our_own(cls, value: Json | None) -> Json | None:
-        if value and any(name in value for name in OWN_VARIABLES):
-            raise clash("must not set what the request itself tells the template")
-        return value
 
     @field_validator("continue_final_message")
     @classmethod

@@ -31,6 +31,11 @@ def form(value: Any) -> str:
     return "texts" if isinstance(first, str) else "id_lists" if isinstance(first, list) else "ids"
 
 
+def listed(value: Any) -> list[str] | list[list[int]]:
+    """The prompts of a value of any form, each by itself."""
+    return [value] if form(value) in ("text", "ids") else value
+
+
 class CompletionRequest(Structured):
     """POST /v1/completions."""
 
@@ -76,11 +81,7 @@ class CompletionRequest(Structured):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, each by itself."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+        return listed(self.prompt)
 
     @property
     def num_prompts(self) -> int:

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from .common import PromptTokensDetails
-from .completions import MAX_PROMPT_IDS, form
+from .completions import MAX_PROMPT_IDS, form, listed
 from .sampling import MAX_INT, MAX_TEXT, Count, TokenId
 from .wire import LABEL, MAX_LABEL, Wire, clash, refused
 
@@ -104,11 +104,7 @@ class EmbeddingRequest(Wire):
     @property
     def inputs(self) -> list[str] | list[list[int]]:
         """The inputs, each by itself."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if isinstance(self.input[0], int):
-            return [self.input]
-        return self.input
+        return listed(self.input)
 
     def cut(self, ids: list[int], longest: int) -> list[int]:
         """An input of at most the length asked for; `longest` is what the model takes."""

@@ -8,13 +8,13 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ..schemas import Grammar
-from .chat import OWN_VARIABLES, Labels, TemplateKwargs
+from .chat import Labels, TemplateKwargs
 from .common import Json
 from .conversation import Calling, Conversation, Effort, Tool, calling_of, check_choice, thinking_variables
 from .formats import (
     ANY_OBJECT,
     JsonObjectFormat,
-    Schema,
+    NamedSchema,
     StructuredOutputs,
     TextFormat,
     of_outputs,
@@ -93,18 +93,10 @@ FlatChoice = Annotated[
 # Text and reasoning
 
 
-class FlatSchemaFormat(Wire):
+class FlatSchemaFormat(NamedSchema):
     """JSON that follows a schema. Every answer that ends by itself follows it, with `strict` and without."""
 
     type: Literal["json_schema"]
-    name: Annotated[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")], LABEL]
-    """Accepted."""
-    description: Annotated[Text | None, LABEL] = None
-    """Accepted: the prompt does not tell of the schema."""
-    schema_: Annotated[Schema, Field(alias="schema")]
-    """The answer follows it."""
-    strict: Annotated[bool | None, LABEL] = None
-    """Accepted: every schema is held strictly."""
 
 
 class TextOptions(Wire):
@@ -271,13 +263,6 @@ class ResponsesRequest(Labels, Conversation):
         text = info.data.get("text")
         if value is not None and text is not None and not isinstance(text.format, TextFormat | None):
             raise clash("must be absent where text.format names a format")
-        return value
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _not_our_own(cls, value: Json | None) -> Json | None:
-        if value and any(name in value for name in OWN_VARIABLES):
-            raise clash("must not set what the request itself tells the template")
         return value
 
     # The conversation

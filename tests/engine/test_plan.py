@@ -104,6 +104,25 @@ def test_rounded_weights_leave_more_room(qwen3, on, quantization, of_the_bytes):
     assert found["num_blocks"] > plain["num_blocks"]
 
 
+def test_plain_weights_must_fit_beside_rounded_ones_where_they_are_converted(qwen3, on):
+    if not choose("auto", torch.device("cpu"), torch.float32).invariant:
+        pytest.skip("no kernels here")
+    small = {"model": qwen3, "num_blocks": 32, "max_seqs": 1, "max_batched_tokens": 16}
+    on(64 * GB)
+    held = ok(**small, quantization="int8", dtype="float32")
+    head = 4 * QWEN3["vocab_size"] * QWEN3["hidden_size"]
+    assert held["memory_bytes"] < held["weights_bytes"] + head, "so the load needs more than what comes after it"
+
+    on(64 * GB, (held["memory_bytes"] + 10**6) / 0.9)
+    ok(**small, quantization="int8", dtype="bfloat16")  # as the file has them
+    found = impossible(**small, quantization="int8", dtype="float32")
+    assert "while they are rounded, 0.6 GB of plain ones" in found["error"]
+    assert len(found["try"]) == 3 and found["try"][0].startswith("--dtype bfloat16")
+
+    on(64 * GB, (held["weights_bytes"] + head + 10**6) / 0.9)
+    assert ok(**small, quantization="int8", dtype="float32")["num_blocks"] == 32
+
+
 def test_what_is_too_large_may_fit_in_8_bits(qwen3, on):
     on(2.2 * GB)
     found = impossible(model=qwen3, max_len=1024)

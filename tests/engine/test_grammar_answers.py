@@ -1,0 +1,250 @@
+"""Answers that follow a grammar: alike in every batch, after a preemption, a handover and a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+
+import jsonschema
+import pytest
+from msgspec.structs import replace
+
+from engine import LocalEngine, ProcessEngine
+from engine.grammar import problem
+from tests.engine.grammars import (
+    CONFIG,
+    ENDS,
+    PERSON,
+    PROMPT,
+    SCHEMA,
+    TOKENS,
+    WORDS,
+    deltas,
+    output,
+    request,
+    run,
+    text,
+)
+from tests.live import WAIT_S
+
+
+def test_every_answer_that_stops_follows_its_grammar():
+    asked = [request(i, SCHEMA) for i in range(1, 9)]
+    asked += [request(i, WORDS) for i in range(11, 19)]
+    asked += [request(i, ("choice", '["yes", "no", "perhaps so"]')) for i in range(21, 29)]
+    asked += [request(i, ("lark", 'start: "(" start ")" | "x"')) for i in range(31, 39)]
+    seen = dict(zip((each.id for each in asked), run(*asked), strict=True))
+    for number, (ids, reason) in seen.items():
+        assert reason == "stop" or number > 30, (number, text(ids))
+        if number < 10:
+            jsonschema.validate(json.loads(text(ids)), PERSON)
+        elif number < 20:
+            assert re.fullmatch(WORDS[1], text(ids))
+        elif number < 30:
+            assert text(ids) in ("yes", "no", "perhaps so")
+        elif reason == "stop":
+            inner = text(ids)
+            assert inner == "(" * (len(inner) // 2) + "x" + ")" * (len(inner) // 2)
+    assert len({text(ids) for ids, _ in seen.values()}) > 15
+
+
+def test_dozens_of_schemas_from_outside(data):
+    closing = [i for i in range(TOKENS.get_vocab_size()) if set('"]}') & set(TOKENS.decode([i]))]
+    params = {"logit_bias": {i: 5.0 for i in closing}, "max_tokens": 300}
+    schemas = []
+    for file in sorted((data / "schemas").rglob("*.jsonl")):
+        lines = [json.loads(line)["schema"] for line in file.read_text().splitlines()[::9]]
+        schemas += [each for each in lines if problem("json_schema", json.dumps(each)) is None]
+    assert len(schemas) > 40
+    asked = [request(i, ("json_schema", json.dumps(each)), **params) for i, each in enumerate(schemas, 1)]
+    reasons = []
+    for schema, (ids, reason) in zip(schemas, run(*asked), strict=True):
+        reasons.append(reason)
+        assert reason in ("stop", "length")
+        if reason == "stop":
+            kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+            kind(schema).validate(json.loads(text(ids)))
+    assert reasons.count("stop") > 25
+
+
+def test_free_rows_draw_the_same_beside_grammar_rows_as_alone():
+    free = [request(i, None, max_tokens=30) for i in (1, 2, 3)]
+    mixed = run(free[0], request(11, SCHEMA), free[1], request(12, WORDS), free[2], request(13, SCHEMA))
+    assert run(*free) == [mixed[0], mixed[2], mixed[4]]
+    assert run(request(12, WORDS)) == [mixed[3]]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        SCHEMA, WORDS, ("json_schema", '{"const": {"a": 1}}'), ("choice", '["a whale in the sea"]'),
+        ("choice", '["yes", "no"]'), ("choice", '["yes", "yes please"]'), ("regex", "x?abcdefghij[kl]"),
+        ("regex", "yes( sir)?"), ("lark", 'start: "abc" TEXT?\nTEXT: /x{0,3}/'),
+    ],
+    ids=lambda grammar: grammar[1][:30],
+)  # fmt: skip
+def test_the_same_tokens_and_the_same_end_with_and_without_jumps(grammar):
+    """With log-probabilities every token is drawn."""
+    ways = [(number, most, told) for number in (1, 2, 3) for most in (120, 6, 5, 4, 1) for told in (None, 0)]
+    asked = [request(number, grammar, max_tokens=most, logprobs=told) for number, most, told in ways]
+    seen = run(*(replace(each, id=place) for place, each in enumerate(asked)))
+    assert seen[::2] == seen[1::2]
+
+
+def test_an_output_that_is_forced_from_its_beginning_has_no_end_token():
+    [(ids, reason)] = run(request(1, ("choice", '["a whale in the sea"]')))
+    assert (TOKENS.decode(ids, skip_special_tokens=False), reason) == ("a whale in the sea", "stop")
+
+
+def test_forced_tokens_come_with_the_drawn_one_and_are_counted():
+    async def main():
+        async with LocalEngine(CONFIG) as engine:
+            steps = []
+            engine.on_step.append(steps.append)
+            seen = await deltas(engine, request(1, SCHEMA))
+            count = sum(len(delta.token_ids) for delta in seen)
+            assert sum(step.forced_tokens for step in steps) == count - len(seen) > 5
+            assert text(list(seen[0].token_ids)).startswith('{"name":')
+            assert seen[-1].stats.output_tokens == count
+            assert all(step.seconds["masks"] >= 0 for step in steps if step.rows and step.rows[0][1] == 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("grammar", [SCHEMA, ("regex", "[a-z]{5}( [a-z]{5}){8}")])
+def test_a_preempted_answer_is_the_same(grammar):
+    asked = [request(i, grammar) for i in range(1, 7)]
+    roomy = run(*asked, config=replace(CONFIG, prefix_caching=False))
+    tight = replace(CONFIG, num_blocks=20, block_size=4, max_len=80, prefix_caching=False)
+
+    async def main():
+        async with LocalEngine(tight) as engine:
+            preempted = []
+            engine.on_step.append(lambda stats: preempted.append(stats.preempted))
+            seen = await asyncio.gather(*(output(engine, each) for each in asked))
+            return seen, sum(preempted)
+
+    seen, preempted = asyncio.run(main())
+    assert preempted > 0
+    assert seen == roomy
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 0}])
+def test_an_answer_handed_over_anywhere_goes_on_where_it_was(params):
+    async def main():
+        async with LocalEngine(CONFIG) as engine:
+            asked = request(1, SCHEMA, **params)
+            parts = [delta.token_ids for delta in await deltas(engine, asked)]
+            whole = [token for part in parts for token in part]
+            for cut in range(1, len(parts)):
+                told = tuple(token for part in parts[:cut] for token in part)
+                ids, reason = await output(engine, replace(asked, id=cut + 1, output_ids=told))
+                assert [*told, *ids] == whole
+                assert reason == "stop"
+            seen = await deltas(engine, replace(asked, id=99, output_ids=(PROMPT[0],) * 3))
+            assert (seen[-1].finish_reason, seen[-1].field) == ("error", "grammar")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_answer_has_no_more_tokens_than_asked_for(number):
+    [(whole, _)] = run(request(number, SCHEMA))
+    text_tokens = [token for token in whole if token not in ENDS]
+    for most in (1, 2, 5, 7, len(text_tokens) - 1):
+        assert run(request(number, SCHEMA, max_tokens=most)) == [(whole[:most], "length")]
+    assert run(request(number, SCHEMA, max_tokens=len(text_tokens))) == [(text_tokens, "stop")]
+
+
+def test_an_answer_that_is_whole_ends_whatever_else_was_asked():
+    choice = ("choice", '["yes"]')
+    for params in ({"min_tokens": 50}, {"stop_ids": ()}, {"min_tokens": 50, "stop_ids": ()}):
+        [(ids, reason)] = run(request(1, choice, **params))
+        assert (text(ids), reason) == ("yes", "stop")
+    [(ids, reason)] = run(request(1, ("choice", '[""]'), min_tokens=3))
+    assert (text(ids), reason) == ("", "stop")
+
+
+def test_a_prompt_can_be_scored_and_its_answer_follow_a_grammar():
+    async def main():
+        async with LocalEngine(CONFIG) as engine:
+            seen = await deltas(engine, request(1, SCHEMA, prompt_logprobs=0, logprobs=1))
+            assert len(seen[0].prompt_logprobs) == len(PROMPT) - 1
+            assert all(len(delta.logprobs) == len(delta.token_ids) for delta in seen)
+
+    asyncio.run(main())
+
+
+def test_what_the_filters_leave_over_must_be_something():
+    [(_, reason)] = run(request(1, SCHEMA, allowed_ids=(ENDS[0],)))
+    assert reason == "error"
+
+
+HOSTILE = [
+    ("regex", "("),
+    ("regex", "((a|b|ab){1,100}){1,100}"),
+    ("regex", "((a{1,1000}){1,1000}){1,1000}"),
+    ("regex", "(a|b)*a(a|b){300}"),
+    ("regex", "(.*x){60}"),
+    ("lark", 'start: e\ne: e e | "a" |\n'),
+    ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+    ("lark", "start: " + " ".join(f'("a" | "b"){{0,{i}}}' for i in range(1, 400))),
+    ("lark", "start: " + " ".join(f'("a" | "b"){{0,{i}}}' for i in range(1, 40))),
+    ("choice", json.dumps([f"value {i}" for i in range(4500)])),
+    ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(4000)]})),
+    ("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000),
+    ("json_schema", json.dumps({"type": "string", "minLength": 2_000_000, "maxLength": 4_000_000})),
+    ("json_schema", json.dumps({"type": "string", "allOf": [{"pattern": f".*{c}.*"} for c in "abcdefghijklmnop"]})),
+    ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}'),
+    ("json_schema", json.dumps({"type": "array", "items": {"type": "array", "minItems": 10**6}, "minItems": 10**6})),
+    ("json_schema", "\ud800"),
+    ("no such kind", "x"),
+]  # fmt: skip
+
+
+def test_hostile_grammars_hurt_nobody_else():
+    async def main():
+        async with LocalEngine(CONFIG) as engine:
+            alone = await output(engine, request(1000, None, max_tokens=100, stop_ids=()))
+            bystander = asyncio.create_task(output(engine, request(1000, None, max_tokens=100, stop_ids=())))
+            asked = [request(i, each, max_tokens=20) for i, each in enumerate(HOSTILE, 1)]
+            seen = await asyncio.gather(*(deltas(engine, each) for each in asked))
+            for each, answer in zip(HOSTILE, seen, strict=True):
+                last = answer[-1]
+                assert last.finish_reason in ("stop", "length", "error"), each[1][:60]
+                if last.finish_reason == "error":
+                    assert last.field == "grammar" and last.error and len(last.error) < 200
+            assert [delta[-1].finish_reason for delta in seen].count("error") >= 4
+            assert await bystander == alone
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
+
+
+def test_a_killed_engine_goes_on_with_the_grammar_where_it_was():
+    array = {"type": "array", "items": PERSON, "minItems": 8, "maxItems": 8}
+    asked = replace(request(1, ("json_schema", json.dumps(array)), max_tokens=300))
+    [(expected, _)] = run(asked)
+
+    async def main():
+        engine = ProcessEngine(CONFIG)
+        await engine.start()
+        try:
+            await engine.ready()
+            ids, reason, pid = [], None, engine.pid
+            async for delta in engine.generate(asked):
+                ids += delta.token_ids
+                reason = delta.finish_reason
+                if pid is not None and len(ids) > 40:
+                    os.kill(pid, signal.SIGKILL)
+                    pid = None
+            return ids, reason, engine.status.restarts
+        finally:
+            await engine.close()
+
+    ids, reason, restarts = asyncio.run(main())
+    assert (restarts, reason) == (1, "stop")
+    assert ids == expected
+    jsonschema.validate(json.loads(text(ids)), array)

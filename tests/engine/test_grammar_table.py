@@ -1,0 +1,74 @@
+"""The table of a tokenizer's bytes, from which grammars are made."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llguidance import LLMatcher
+
+from engine.grammar import GrammarError, limits, source
+from engine.grammar.table import Table, _named_apart
+from server.tokenizer import Tokenizer
+from tests.toys import MADE, byte_level
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "byte fallback, no strip"])
+def test_the_table_has_the_bytes_that_the_server_writes(kind, tmp_path):
+    MADE[kind]().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.takes_grammars
+    table = Table.of(tmp_path, tokenizer.vocab_size + 20)
+    assert table.library.vocab_size == tokenizer.vocab_size + 20
+    for token in range(tokenizer.vocab_size):
+        piece = tokenizer.decoder.piece(token, token)
+        if token in tokenizer.special_ids:
+            assert table.library.is_special_token(token)
+        elif piece != b"\xff":  # llguidance's mark of special tokens, and in no text
+            assert table.library.decode_bytes([token]) == piece, token
+
+
+@pytest.mark.parametrize("kind", ["word pieces", "metaspace"])
+def test_tokenizers_whose_tokens_are_not_bytes_take_no_grammars(kind, tmp_path):
+    MADE[kind]().save(str(tmp_path / "tokenizer.json"))
+    assert not Tokenizer(tmp_path).takes_grammars
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    with pytest.raises(GrammarError, match="has no tokenizer"):
+        Table.of(tmp_path, 100)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "no such"}}')
+    with pytest.raises(GrammarError, match="cannot be used"):
+        Table.of(tmp_path, 100)
+
+
+def test_tokens_that_only_other_files_call_special_have_no_text(tmp_path):
+    library = byte_level()
+    library.add_tokens(["[tool]"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    number = library.token_to_id("[tool]")
+    assert not Table.of(tmp_path, 400).library.is_special_token(number)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"additional_special_tokens": ["[tool]"]}))
+    assert Table.of(tmp_path, 400).library.is_special_token(number)
+
+
+def test_forced_text_may_look_like_special_tokens(data):
+    table = Table.of(data / "tokenizers/qwen3", 151_936)
+    text = "<think>\nhm</think>\n<tool_call>\n{}\n</tool_call><|im_end|>."
+    matcher = LLMatcher(table.library, source("choice", json.dumps([text])), limits=limits(), log_level=0)
+    forced = matcher.compute_ff_tokens()
+    assert max(forced) < 151_643, "it is spelt in letters"
+    assert matcher.consume_tokens(forced) and matcher.is_accepting(), matcher.get_error()
+    named = LLMatcher(table.library, source("lark", 'start: <[151657]> "x" <[151645]>'), limits=limits(), log_level=0)
+    assert named.consume_tokens([151_657, 87, 151_645]) and named.is_accepting(), "a grammar can still name them"
+
+
+def test_marks_get_other_names_however_a_vocabulary_spells_them():
+    added = [{"id": 1, "content": "<a/b>", "special": True}]
+    plain = {"added_tokens": added, "model": {"vocab": {"x": 0, "<a/b>": 1, "\\u": 2}, "unk_token": "<a/b>"}}
+    text = json.dumps(plain)
+    spellings = [text, text.replace("a/b", "a\\/b"), text.replace("<", "\\u003c")]
+    found = [json.loads(_named_apart(spelling.encode())) for spelling in spellings]
+    assert found[0] == found[1] == found[2]
+    name = found[0]["added_tokens"][0]["content"]
+    assert name != "<a/b>" and found[0]["model"] == {"vocab": {"x": 0, name: 1, "\\u": 2}, "unk_token": name}

@@ -1,0 +1,207 @@
+"""Responses that are stored: gone on with, got, listed, deleted, and seen by their key alone."""
+
+import asyncio
+
+import openai
+import pytest
+
+from server.routes import responses as routes
+from tests.fakes import FakeEngine, listening, serving
+from tests.server.responses_wire import CALL, WEATHER, make_folder, prompts
+from tests.server.wire import LIBRARY, RESPONSES, run, saying
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "fake")
+
+
+def test_a_conversation_goes_on_whole_but_without_its_instructions(folder):
+    told = prompts(
+        folder,
+        {"input": "the sea", "instructions": "Sing."},
+        {"input": "the ship"},
+        {"input": "the end", "instructions": "Talk."},
+    )
+    assert told == (
+        "system: Talk.\nuser: the sea\nassistant: the whale\nuser: the ship\n"
+        "assistant: the whale\nuser: the end\nassistant: "
+    )
+
+
+def test_calls_go_on_with_their_outputs(folder):
+    async def main():
+        engine = FakeEngine(saying(f"<think>hm</think>{CALL}", "It is windy."))
+        async with serving(folder, engine) as (_, app), listening(app) as url:
+            sdk = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+            first = await sdk.responses.create(model="fake", input="the weather?", tools=[WEATHER])
+            call = next(item for item in first.output if item.type == "function_call")
+            output = {"type": "function_call_output", "call_id": call.call_id, "output": "wind"}
+            last = await sdk.responses.create(
+                model="fake", input=[output], previous_response_id=first.id, tools=[WEATHER]
+            )
+            assert last.output_text == "It is windy."
+            told = LIBRARY.decode(engine.requests[-1].prompt_ids)
+            assert "<think>hm</think>[weather Nantucket]" in told
+            assert "tool: wind" in told
+            # The same by sending everything again, and by references.
+            again = [{"role": "user", "content": "the weather?"}, *first.output, output]
+            await sdk.responses.create(model="fake", input=again, tools=[WEATHER], store=False)
+            assert LIBRARY.decode(engine.requests[-1].prompt_ids) == told
+            named = [{"type": "item_reference", "id": item.id} for item in first.output]
+            await sdk.responses.create(model="fake", input=[again[0], *named, output], tools=[WEATHER])
+            assert LIBRARY.decode(engine.requests[-1].prompt_ids) == told
+
+    asyncio.run(main())
+
+
+def test_a_conversation_has_a_bound_also_where_it_is_only_referred_to(folder):
+    async def use(client):
+        made = (await client.post(RESPONSES, json={"input": "the sea " * 100})).json()
+        item = {"type": "item_reference", "id": routes.item_id("msg", made["id"], 0)}
+        for body in (
+            {"input": [item] * 4096, "previous_response_id": made["id"]},  # too many items
+            {"input": [item] * 4000},  # too much text
+            {"input": [item, {"type": "item_reference", "id": item["id"][:-1] + "f"}]},
+        ):
+            answer = await client.post(RESPONSES, json=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"].startswith("input")
+
+    run(folder, use, FakeEngine(saying("the whale")))
+
+
+def test_a_call_that_was_cut_off_is_not_gone_on_with(folder):
+    async def use(client):
+        first = (await client.post(RESPONSES, json={"input": "a", "tools": [WEATHER], "max_output_tokens": 40})).json()
+        assert first["output"][-1]["type"] == "function_call"
+        assert first["output"][-1]["status"] == "incomplete"
+        body = {"input": "b", "previous_response_id": first["id"]}
+        assert (await client.post(RESPONSES, json=body)).status_code == 200
+
+    run(folder, use, FakeEngine(saying(CALL)))
+
+
+def test_a_stored_response_is_got_and_deleted(folder):
+    async def use(client):
+        made = await client.post(RESPONSES, json={"input": "the sea"})
+        path = f"{RESPONSES}/{made.json()['id']}"
+        assert (await client.get(path)).json() == made.json()
+        assert (await client.get(path, params={"stream": "true"})).json()["error"]["param"] == "stream"
+        assert (await client.get(path, params={"colour": "red"})).json()["error"]["param"] == "colour"
+        gone = {"id": made.json()["id"], "object": "response", "deleted": True}
+        assert (await client.delete(path)).json() == gone
+        for answer in (await client.get(path), await client.delete(path), await client.post(f"{path}/cancel")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+        body = {"input": "a", "previous_response_id": made.json()["id"]}
+        error = (await client.post(RESPONSES, json=body)).json()["error"]
+        assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+
+    run(folder, use, FakeEngine(saying("the whale")))
+
+
+def test_what_is_not_to_be_stored_is_not(folder):
+    async def use(client):
+        made = (await client.post(RESPONSES, json={"input": "the sea", "store": False})).json()
+        assert made["store"] is False
+        assert (await client.get(f"{RESPONSES}/{made['id']}")).status_code == 404
+        body = {"input": "a", "previous_response_id": made["id"]}
+        assert (await client.post(RESPONSES, json=body)).json()["error"]["param"] == "previous_response_id"
+
+    run(folder, use, FakeEngine(saying("the whale")))
+
+
+def test_a_response_belongs_to_the_key_that_made_it(folder):
+    async def use(client):
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in ("a", "b"))
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True}, headers=mine)).json()
+        path = f"{RESPONSES}/{made['id']}"
+        for method, where in [
+            ("GET", path),
+            ("DELETE", path),
+            ("POST", f"{path}/cancel"),
+            ("GET", f"{path}/input_items"),
+        ]:
+            assert (await client.request(method, where, headers=other)).status_code == 404
+            assert (await client.request(method, where)).status_code == 401
+        item = {"type": "item_reference", "id": routes.item_id("msg", made["id"], 0)}
+        for body in ({"input": "a", "previous_response_id": made["id"]}, {"input": [item]}):
+            assert (await client.post(RESPONSES, json=body, headers=other)).status_code == 400
+        assert (await client.get(path, headers=mine)).status_code == 200
+        assert (await client.post(RESPONSES, json={"input": [item]}, headers=mine)).status_code == 200
+
+    run(folder, use, FakeEngine(saying("the whale")), api_key=["a", "b"])
+
+
+def test_input_items_come_in_pages(folder):
+    async def use(client):
+        first = (await client.post(RESPONSES, json={"input": "the sea"})).json()
+        body = {"input": [{"role": "user", "content": "b"}], "previous_response_id": first["id"]}
+        path = f"{RESPONSES}/{(await client.post(RESPONSES, json=body)).json()['id']}/input_items"
+
+        async def page(**params):
+            return (await client.get(path, params=params)).json()
+
+        def texts(page):
+            return [item["content"][0]["text"] for item in page["data"]]
+
+        assert texts(await page(order="asc")) == ["the sea", "the whale", "b"]
+        newest = await page(limit=2)
+        assert (texts(newest), newest["has_more"]) == (["b", "the whale"], True)
+        assert (newest["first_id"], newest["last_id"]) == tuple(item["id"] for item in newest["data"])
+        rest = await page(after=newest["last_id"])
+        assert (texts(rest), rest["has_more"]) == (["the sea"], False)
+        wrong = {"limit": 0, "order": "x", "after": "y"}
+        assert [(await page(**{name: value}))["error"]["param"] for name, value in wrong.items()] == [*wrong]
+
+    run(folder, use, FakeEngine(saying("the whale")))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", ""), ("GET", "/ID"), ("POST", "/ID/cancel"), ("DELETE", "/ID"), ("GET", "/ID/input_items")],
+)
+def test_unknown_parameters_of_the_query_are_refused(folder, method, path):
+    async def use(client):
+        id = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
+        url = RESPONSES + path.replace("ID", id)
+        body = None if path else {"input": "the sea"}
+        response = await client.request(method, url, params={"colour": "blue"}, json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("colour", "unknown_parameter")
+        assert (await client.get(f"{RESPONSES}/{id}")).status_code == 200, "nothing has been done"
+        keyless = await client.request(method, url, params={"colour": "blue"}, json=body, headers={"authorization": ""})
+        assert keyless.status_code == 401
+
+    async def with_key(client):
+        client.headers["authorization"] = "Bearer key-1"
+        await use(client)
+
+    run(folder, with_key, FakeEngine(saying("the whale")), api_key=["key-1"])
+
+
+def test_the_store_is_bounded(folder):
+    async def use(client):
+        made = [(await client.post(RESPONSES, json={"input": "the sea"})).json()["id"] for _ in range(4)]
+        found = [(await client.get(f"{RESPONSES}/{id}")).status_code for id in made]
+        assert found == [404, 404, 200, 200]
+
+    run(folder, use, FakeEngine(saying("the whale")), max_stored_responses=2)
+
+
+def test_a_file_keeps_responses_over_a_restart(folder, tmp_path):
+    path = tmp_path / "responses.db"
+    engine = FakeEngine(saying("the whale"))
+
+    async def make(client):
+        return (await client.post(RESPONSES, json={"input": "the sea"})).json()
+
+    async def go_on(client):
+        assert (await client.get(f"{RESPONSES}/{made['id']}")).json() == made
+        body = {"input": "more", "previous_response_id": made["id"]}
+        assert (await client.post(RESPONSES, json=body)).status_code == 200
+
+    made = run(folder, make, response_store=path)
+    run(folder, go_on, engine, response_store=path)
+    assert "the sea" in LIBRARY.decode(engine.requests[-1].prompt_ids)
