@@ -122,14 +122,14 @@ class ModelSpec:
 
     @property
     def loading_bytes(self) -> int:
-        """What the load takes beside rounded weights, at most: the head as it was read, or two layers.
+        """What the load takes beside rounded weights, at most: the head as it was read, or a layer.
 
-        What is in the checkpoint's dtype is rounded from the file's own pages, which make way for others.
+        What is in the checkpoint's dtype is rounded piece by piece as it is read.
         """
         if self.quantization == "none" or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
             return 0
         layer = sum(rows * columns for rows, columns in self.decoder.layer_shapes)
-        return max(self.vocab_size * self.decoder.hidden_size, 2 * layer) * self.dtype.itemsize
+        return max(self.vocab_size * self.decoder.hidden_size, layer) * self.dtype.itemsize
 
     @property
     def cache_dtype(self) -> torch.dtype:
