@@ -8,8 +8,7 @@
 // coarsen nothing beyond their own group. What is smaller than TINY all over a group counts as zero.
 //
 // Order. A group's sum of products is an integer, exact in any order. The groups' sums are added as floats from the
-// first to the last, each times both scales by one fused multiply-add: with the weight's scale only at the end, sums of
-// large activations would be infinite on the way.
+// first to the last, each times its scales by one fused multiply-add. In 8 bits the weight's scale comes at the end.
 #include <float.h>
 
 #include "packing.h"
@@ -103,6 +102,10 @@ struct Eight {
   static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
     Way::step<M, J>(sum, w, x);
   }
+  // A row of W has one scale, which comes to its sum at the end. Until then the sums would be too large for floats where
+  // x is very large: the scales of x are held so much smaller.
+  static const bool AT_END = true;
+  static constexpr float DOWN = 1.0f / (1 << 19);
   // The scales of a group of a panel's rows, of the first or the second half of them.
   static V scales(const Matrix& matrix, int64_t panel, int64_t, int64_t, int half) {
     return load((const float*)matrix.scales + panel * WIDTH + half * LANES);
@@ -113,6 +116,8 @@ struct Eight {
 struct Four {
   static const int SIZE = 32;
   static const int PER_UNIT = 8, ZERO = 8;
+  static const bool AT_END = false;
+  static constexpr float DOWN = 1.0f;
 
   template <int M, int J>
   static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
@@ -155,13 +160,24 @@ struct Sums {
         UNROLLED for (int j = 0; j < 2 * P; ++j) weights[j] = load_units(w + j / 2 * size + j % 2 * LANES * 4);
         Width::template step<M, 2 * P>(sum, weights, x);
       }
+      // Else the compiler holds copies of `out` on the stack and writes both, which takes as long again.
+      __asm__ volatile("" ::: "memory");
       const float* scale = (const float*)xs + M;
       UNROLLED for (int j = 0; j < 2 * P; ++j) {
-        const V of_w = Width::scales(matrix, panel + j / 2, groups, g, j % 2);
+        const V of_w = Width::AT_END ? zero() : Width::scales(matrix, panel + j / 2, groups, g, j % 2);
         UNROLLED for (int m = 0; m < M; ++m) {
           float* to = out[m][0] + j * LANES;
-          store(to, fma(floats_of(sum[m][j]), mul(all(scale[m]), of_w), load(to)));
+          const V both = Width::AT_END ? all(scale[m]) : mul(all(scale[m]), of_w);
+          store(to, fma(floats_of(sum[m][j]), both, load(to)));
         }
+      }
+    }
+    if (!Width::AT_END) return;
+    for (int j = 0; j < 2 * P; ++j) {
+      const V of_w = Width::scales(matrix, panel + j / 2, groups, 0, j % 2);
+      for (int m = 0; m < M; ++m) {
+        float* to = out[m][0] + j * LANES;
+        store(to, mul(mul(load(to), of_w), all(1 / Width::DOWN)));
       }
     }
   }
@@ -181,7 +197,7 @@ struct Quantized {
         Bytes<All::SIZE> bytes;
         bytes.take(x + m * columns + k, columns - k);
         ((int32_t*)to)[m] = bytes.scale > 0 ? -Width::ZERO * bytes.sum : 0;  // the weights' zero is not 0
-        ((float*)to)[rows + m] = bytes.scale;
+        ((float*)to)[rows + m] = bytes.scale * Width::DOWN;
         for (int f = 0; f < All::FOURS; ++f)
           Way::put(bytes.numbers + 4 * f, rows, m, to + 8 * rows + f * rows * Way::X_BYTES);
       }
