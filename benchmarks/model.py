@@ -3,8 +3,8 @@
     python -m benchmarks.model /tmp/qwen3-0.6b-random
 
 Speed depends on the shape alone. A random model draws ids from the whole vocabulary, and a server sends a chunk only
-for visible text, so each id must have some: beside the 256 bytes they are whole words, " w258", " w259", …. It is a
-byte-level BPE, the kind that other servers' converters know.
+for visible text, so nearly each id must have some: beside the 256 bytes they are whole words, " w258", " w259", ….
+The tokenizer is a byte-level BPE, the kind that other servers' converters know.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 This is the whole public surface. Importing it imports no torch.
 """
 
-from .client import Engine, EngineStatus, LocalEngine, ProcessEngine, prepare
+from .client import Engine, EngineStatus, LocalEngine, ProcessEngine, discard, prepare
 from .config import EngineConfig
 from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
@@ -47,6 +47,7 @@ __all__ = [
     "StepStats",
     "TokenDelta",
     "TokenLogprob",
+    "discard",
     "fetch",
     "grammar_problem",
     "prepare",

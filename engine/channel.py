@@ -22,7 +22,7 @@ MAX_FRAME = 1 << 30
 
 class Load(Struct, frozen=True, array_like=True, tag=True):
     config: EngineConfig
-    environment: dict[str, str]  # variables that were set after the engine's process was started
+    environment: dict[str, str | None]  # what has changed since the engine's process was started; None: unset
 
 
 class Add(Struct, frozen=True, array_like=True, tag=True):

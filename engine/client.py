@@ -313,9 +313,10 @@ class _Child:
                 env={**os.environ, "PYTHONPATH": path},
             )
 
-    def news(self) -> dict[str, str]:
-        """What our environment has got since the child was started."""
-        return {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
+    def news(self) -> dict[str, str | None]:
+        """What has changed in our environment since the child was started; None: it is gone."""
+        gone: dict[str, str | None] = dict.fromkeys(self._environment.keys() - os.environ.keys())
+        return gone | {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
 
 
 _early: list[_Child] = []  # at most one
@@ -324,10 +325,19 @@ _early: list[_Child] = []  # at most one
 def prepare() -> None:
     """Start the child of this process's first ProcessEngine now: it imports for a second, as its caller may have to.
 
-    Where no engine comes, it ends with this process.
+    Where no engine comes, `discard` ends it, or the end of this process.
     """
     with contextlib.suppress(OSError):  # it is tried again where there is somebody to tell
         _early[:] = _early or [_Child()]
+
+
+def discard() -> None:
+    """End a child that `prepare` has started and no engine has taken."""
+    while _early:
+        child = _early.pop()
+        child.ours.close()
+        child.process.kill()
+        child.process.wait()
 
 
 class ProcessEngine(_Client):

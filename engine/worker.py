@@ -64,9 +64,8 @@ class _Worker:
         if load is None:
             return 0  # the server died before it said anything
         assert isinstance(load, channel.Load)
-        os.environ.update(load.environment)
         tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
-        engine = asyncio.create_task(self._engine(load.config))
+        engine = asyncio.create_task(self._engine(load))
         try:
             await engine
         except EngineError as error:
@@ -84,9 +83,10 @@ class _Worker:
                 task.cancel()
         return 0
 
-    async def _engine(self, config: EngineConfig) -> None:
+    async def _engine(self, load: channel.Load) -> None:
         from .grammar.grammars import Grammars
 
+        config = load.config
         reader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         width = 0
         read: Future[Grammars] | None = None
@@ -98,12 +98,17 @@ class _Worker:
         def progress(share: float) -> None:
             nonlocal read
             self.share = share
-            # Reading a vocabulary holds the interpreter, which loading needs least from here on: weights are packed.
+            # Reading a vocabulary holds the interpreter, which loading needs least from here on: weights are read.
             if share and read is None:
                 read = reader.submit(Grammars, config, width)
 
         def built() -> tuple[Runner, EngineInfo, EngineConfig]:
             self.imported.result()  # done, in this thread; a second try of an import that failed tells another error
+            for name, value in load.environment.items():  # not beside the import: libraries read it there
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
             from .runner import build
 
             return build(config, progress, described)

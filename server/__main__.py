@@ -78,8 +78,17 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"pequod: {_unknown(name)}", file=sys.stderr)
         return 2
-    if name == "serve" and not {"-h", "--help"} & {*rest}:
-        import_module("engine").prepare()  # before our own imports: either takes a second
+    if name != "serve" or {"-h", "--help"} & {*rest}:
+        return _run(name, rest)
+    engine = import_module("engine")
+    engine.prepare()  # before our own imports: either takes a second
+    try:
+        return _run(name, rest)
+    finally:
+        engine.discard()
+
+
+def _run(name: str, rest: list[str]) -> int:
     from .commands import execute, execute_group
 
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -173,6 +173,7 @@ template <int N> static inline U shifted_down(U u) { return _mm512_srli_epi32(u,
 // The lower halves of the units, side by side.
 static inline void store_halves(uint16_t* p, U u) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u)); }
 static inline void store_units(void* p, U u) { _mm512_storeu_si512(p, u); }
+// The units of two vectors by turns: a0 b0 a1 b1 ….
 static inline void zip(U& a, U& b) {
   const U low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const U even = _mm512_permutex2var_epi32(a, low, b);

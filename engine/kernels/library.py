@@ -54,6 +54,12 @@ class Part(ctypes.Structure):
     ]
 
 
+class Progress(ctypes.Structure):
+    """How far a packing has come, and why it went no further, as packing.h has it."""
+
+    _fields_ = [("num_bytes", ctypes.c_int64), ("error", ctypes.c_int32), ("wrong", ctypes.c_int32)]
+
+
 class Weight(ctypes.Structure):
     """A plain weight and where it is to be packed, as packing.h has it."""
 

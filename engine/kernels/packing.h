@@ -11,7 +11,7 @@
 
 namespace {
 
-const int64_t CHUNK = 512 << 10;  // bytes of a plain weight that a thread takes at once
+const int64_t CHUNK = 512 << 10;  // bytes of a plain weight that a thread takes at once, or one panel
 
 // The Python classes of the same names have the same fields in the same order.
 struct Part {
@@ -20,8 +20,13 @@ struct Part {
   int32_t file;
 };
 
+struct Progress {
+  int64_t num_bytes;     // of plain weights that are packed
+  int32_t error, wrong;  // errno, 0 where a file ends early; the file that could not be read
+};
+
 struct Weight {
-  const Part* parts;
+  const Part* parts;  // all of them in memory, or all in files
   void* panels;
   void* scales;  // of a quantized weight
   int64_t num_parts, rows, columns, number_bytes, num_panels;
@@ -32,8 +37,8 @@ struct Weight {
   int64_t per_panel() const { return gated ? LANES : WIDTH; }
   int64_t half() const { return gated ? rows / 2 : rows; }
   int64_t chunk_panels() const {
-    const int64_t panels = CHUNK / (row_bytes() * WIDTH + 1);
-    return panels < 1 ? 1 : panels;
+    const int64_t bytes = row_bytes() * WIDTH;
+    return bytes > 0 && bytes < CHUNK ? CHUNK / bytes : 1;
   }
   int64_t chunks() const { return (num_panels + chunk_panels() - 1) / chunk_panels(); }
   bool in_memory() const { return parts[0].weight != nullptr; }
@@ -63,15 +68,16 @@ struct Rows {
     return part->weight + at * weight.row_bytes();
   }
 
-  bool read() const {
+  bool read(Progress* progress) const {
     if (weight.in_memory()) return true;
     const int64_t from = first * weight.per_panel(), most = last * weight.per_panel();
     const int64_t to = most < weight.half() ? most : weight.half();
-    if (!read(from, to, room)) return false;
-    return !weight.gated || read(weight.half() + from, weight.half() + to, room + (most - from) * weight.row_bytes());
+    if (!read(from, to, room, progress)) return false;
+    char* second = room + (most - from) * weight.row_bytes();
+    return !weight.gated || read(weight.half() + from, weight.half() + to, second, progress);
   }
 
-  bool read(int64_t from, int64_t to, char* place) const {
+  bool read(int64_t from, int64_t to, char* place, Progress* progress) const {
     for (const Part* part = weight.parts; from < to; from -= part->rows, to -= part->rows, ++part) {
       if (from >= part->rows) continue;
       int64_t left = ((to < part->rows ? to : part->rows) - from) * weight.row_bytes();
@@ -80,7 +86,10 @@ struct Rows {
       while (left > 0) {
         const ssize_t count = pread(part->file, place, (size_t)left, at);
         if (count < 0 && errno == EINTR) continue;
-        if (count <= 0) return false;
+        if (count <= 0) {
+          progress->error = count ? errno : 0, progress->wrong = part->file;
+          return false;
+        }
         place += count, at += count, left -= count;
       }
     }
@@ -93,7 +102,7 @@ template <class Kind>
 struct Packing {
   const Weight* weights;
   int64_t count;
-  int64_t* done;  // bytes of plain weights, for who shows how far it has come
+  Progress* progress;
   char* rooms;    // one for each thread
   int64_t room_bytes;
   int64_t next;
@@ -110,13 +119,14 @@ struct Packing {
       const int64_t first = chunk * weight.chunk_panels(), last = first + weight.chunk_panels();
       char* room = rooms + thread * room_bytes;
       const Rows rows = {weight, first, last < weight.num_panels ? last : weight.num_panels, room};
-      if (!rows.read()) {
-        __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+      Progress wrong = {};
+      if (!rows.read(&wrong)) {
+        if (!__atomic_exchange_n(&failed, 1, __ATOMIC_RELAXED)) progress->error = wrong.error, progress->wrong = wrong.wrong;
         return;
       }
       Kind::pack(rows, room + aligned(Rows::room_bytes(weight)));
       const int64_t bytes = weight.rows * weight.row_bytes();
-      __atomic_fetch_add(done, bytes * (rows.last - first) / weight.num_panels, __ATOMIC_RELAXED);
+      __atomic_fetch_add(&progress->num_bytes, bytes * (rows.last - first) / weight.num_panels, __ATOMIC_RELAXED);
     }
   }
   static void share(void* packing, int thread, int) { ((Packing*)packing)->share(thread); }

@@ -163,10 +163,10 @@ struct Plain {
 
 }  // namespace
 
-// Weights of numbers of 4 or 2 bytes, whose `panels` have room for num_panels * units * WIDTH units. Adds to `done` the
-// bytes that are packed. Gives 0, 1 where memory is short, 2 where a file that a weight is a part of cannot be read.
-EXPORT int32_t NAMED(pack)(const Weight* weights, int64_t count, int64_t* done, int32_t threads) {
-  Packing<Plain> packing = {weights, count, done, nullptr, 0, 0, 0};
+// Weights of numbers of 4 or 2 bytes, whose `panels` have room for num_panels * units * WIDTH units. Tells how far it
+// has come. Gives 0, 1 where memory is short, 2 where a file that a weight is a part of cannot be read.
+EXPORT int32_t NAMED(pack)(const Weight* weights, int64_t count, Progress* progress, int32_t threads) {
+  Packing<Plain> packing = {weights, count, progress, nullptr, 0, 0, 0};
   return packing.compute(threads);
 }
 

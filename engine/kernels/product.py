@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .library import Kernels, Matrix, Multiplied, Part, Weight, address
+from .library import Kernels, Matrix, Multiplied, Part, Progress, Weight, address
 
 SLAB = 64 << 20  # bytes
 LINE = 64  # of a cache
@@ -29,28 +30,31 @@ class Stored(NamedTuple):
 class Packing:
     """Weights that are packed together, in one call that needs nothing of Python meanwhile."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-        self._weights: dict[bool, list[Weight]] = {False: [], True: []}  # by whether they are quantized
+    def __init__(self, kernels: Kernels, slab: int = SLAB) -> None:
+        """`slab`: bytes, at least, of the pieces of memory that panels are put into side by side."""
+        self._kernels, self._slab_bytes = kernels, slab
+        # By whether they are quantized, and with the place in a file where each begins.
+        self._weights: dict[bool, list[tuple[tuple[int, int], Weight]]] = {False: [], True: []}
         self._kept: list[Any] = []
         self._slab = torch.empty(0, dtype=torch.int32)
-        self._done = ctypes.c_int64()
+        self._progress = Progress()
 
     @property
     def num_bytes(self) -> int:
         """Of plain weights, packed so far."""
-        return self._done.value
+        return int(self._progress.num_bytes)
 
     def room(self, *shape: int) -> Tensor:
         """Memory for panels, int32, from slabs: in small pieces the system would not give it in large pages."""
         size = -(-math.prod(shape) * 4 // LINE) * LINE // 4
         if size > len(self._slab):
-            self._slab = torch.empty(max(size, SLAB // 4), dtype=torch.int32)
+            self._slab = torch.empty(max(size, self._slab_bytes // 4), dtype=torch.int32)
         taken, self._slab = self._slab[: math.prod(shape)], self._slab[size:]
         return taken.view(shape)
 
     def add(self, packed: Packed, parts: Sequence[Tensor | Stored], gated: bool) -> None:
         """Let these rows, one part behind the other, become what `packed` multiplies by."""
+        assert len({isinstance(part, Stored) for part in parts}) == 1, "parts in memory and in files"
         places = (Part * len(parts))()
         for place, part in zip(places, parts, strict=True):
             if part.dtype != packed.dtype or part.shape[1:] != (packed.columns,):
@@ -73,18 +77,25 @@ class Packing:
             packed.bits or 0,
             gated,
         )
-        self._weights[packed.bits is not None].append(weight)
+        self._weights[packed.bits is not None].append(((places[0].file, places[0].offset), weight))
         self._kept.append((places, parts, packed))
 
     def run(self) -> None:
-        """Pack all of them; OSError when a file cannot be read, MemoryError when memory is short."""
+        """Pack all of them, files from front to back: disks like that.
+
+        MemoryError when memory is short, OSError when a file cannot be read; its `filename` is then the descriptor.
+        """
+        progress, threads = ctypes.addressof(self._progress), torch.get_num_threads()
         for weights, pack in zip(self._weights.values(), (self._kernels.pack, self._kernels.quantize), strict=True):
-            row = (Weight * len(weights))(*weights)
-            failed = pack(ctypes.addressof(row), len(weights), ctypes.addressof(self._done), torch.get_num_threads())
+            weights.sort(key=lambda entry: entry[0])
+            row = (Weight * len(weights))(*(weight for _, weight in weights))
+            weights.clear()
+            failed = pack(ctypes.addressof(row), len(row), progress, threads)
             if failed == 1:
                 raise MemoryError("no memory to pack weights")
             if failed:
-                raise OSError("a weight's file ends early, or cannot be read")
+                error = self._progress.error
+                raise OSError(error, os.strerror(error) if error else "it ends early", self._progress.wrong)
         self._kept.clear()
 
 
@@ -114,7 +125,7 @@ class Packed:
         self._kernels, self._multiply = kernels, self._function(kernels)
         per_panel = kernels.width // 2 if gated else kernels.width
         num_panels = -(-self.outputs // per_panel)
-        work = packing or Packing(kernels)
+        work = packing or Packing(kernels, slab=0)
         self.panels = work.room(num_panels, self._units(), kernels.width)
         self.scales = self._room_of_scales(num_panels)
         work.add(self, parts, gated)

@@ -221,7 +221,7 @@ int32_t multiply(const Matrix* matrix, const void* x, const void* residual, void
 #define PRODUCT(name, Number, Width)                                                                                   \
   EXPORT int32_t NAMED(name)(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows,         \
                              int32_t threads) {                                                                        \
-    return multiply<Number, Width>(matrix, x,       residual, y, rows, threads);                                        \
+    return multiply<Number, Width>(matrix, x, residual, y, rows, threads);                                        \
   }
 
 PRODUCT(product_int8_float32, float, Eight)
@@ -360,8 +360,8 @@ void dequantize(const Matrix& matrix, int bits, int64_t id, Number* to) {
 
 // The same as `pack` in product.cpp for weights in `bits` bits, 8 or 4. Of 8, scales are [num_panels, WIDTH] floats; of 4
 // [num_panels, groups of 32 columns, WIDTH] bfloat16.
-EXPORT int32_t NAMED(quantize)(const Weight* weights, int64_t count, int64_t* done, int32_t threads) {
-  Packing<Rounded> packing = {weights, count, done, nullptr, 0, 0, 0};
+EXPORT int32_t NAMED(quantize)(const Weight* weights, int64_t count, Progress* progress, int32_t threads) {
+  Packing<Rounded> packing = {weights, count, progress, nullptr, 0, 0, 0};
   return packing.compute(threads);
 }
 

@@ -196,8 +196,9 @@ class Decoder:
             with _watched(packing, lambda num_bytes: progress((done + num_bytes) / total)):
                 try:
                     packing.run()
-                except OSError:
-                    raise ModelError("a weights file ended while it was read; download the model again") from None
+                except OSError as error:
+                    file = checkpoint.file_of(error.filename)
+                    raise ModelError(f"{file} cannot be read: {error.strerror}; download it again") from None
         progress(1.0)
         self._finish()
 

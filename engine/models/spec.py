@@ -124,7 +124,7 @@ class ModelSpec:
     def loading_bytes(self) -> int:
         """What the load takes beside rounded weights, at most: the head as it was read, or a layer.
 
-        What is in the checkpoint's dtype is rounded piece by piece as it is read.
+        What is in the checkpoint's dtype, by its config.json, is rounded piece by piece as it is read.
         """
         if self.quantization == "none" or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
             return 0

@@ -69,10 +69,6 @@ class Checkpoint:
                 raise ModelError(f"{folder / file} does not hold the tensor {name} that its index promises")
 
     @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries.values())
-
-    @property
     def weights_hash(self) -> str:
         """SHA-256 over the files' names, sizes and headers and the first and last 4 KiB of every tensor.
 
@@ -122,6 +118,10 @@ class Checkpoint:
             return []
         return [Stored(self._descriptor(entry.file), entry.offset, entry.shape, dtype) for entry in entries]
 
+    def file_of(self, descriptor: int) -> Path:
+        """Which file it is that `stored` has told by its descriptor."""
+        return next(file for file, opened in self._opened.items() if opened == descriptor)
+
     def close(self) -> None:
         """End the use of what `stored` has told."""
         while self._opened:
@@ -138,7 +138,10 @@ class Checkpoint:
 
     def _descriptor(self, file: Path) -> int:
         if file not in self._opened:
-            self._opened[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._opened[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ModelError(f"{file} cannot be read: {error.strerror}") from None
         return self._opened[file]
 
     def _open(self, path: Path) -> None:

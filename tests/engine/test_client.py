@@ -19,8 +19,10 @@ from engine import (
     ProcessEngine,
     SamplingParams,
     client,
+    discard,
     prepare,
 )
+from server.__main__ import main as pequod
 
 CONFIG = EngineConfig(model="builtin", num_blocks=64, debug=True)
 PROMPT = (5, 6, 7)
@@ -84,12 +86,17 @@ def test_an_engine_closed_while_it_loads_wakes_who_waits_for_it():
 
 
 def test_a_child_that_was_started_early_is_the_one_that_serves(monkeypatch):
+    monkeypatch.setenv("PEQUOD_TEST_EARLY", "set before")
+
     async def main() -> None:
+        discard()
         prepare()
         prepare()  # one is enough
         (child,) = client._early
+        assert child.news() == {}
+        monkeypatch.delenv("PEQUOD_TEST_EARLY")
         monkeypatch.setenv("PEQUOD_TEST_LATE", "set since")
-        assert child.news() == {"PEQUOD_TEST_LATE": "set since"}
+        assert child.news() == {"PEQUOD_TEST_LATE": "set since", "PEQUOD_TEST_EARLY": None}
         engine = ProcessEngine(CONFIG)
         await engine.start()
         try:
@@ -124,11 +131,25 @@ asyncio.run(main())
     assert "HF_HUB_OFFLINE is set" in done.stdout, done.stderr
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process is there, and not only its name in a table of those that nobody has waited for."""
+    try:
+        os.kill(pid, 0)
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_command_that_fails_leaves_no_child(capsys):
+    assert pequod(["serve", "--no-such-flag"]) == 2
+    assert "unknown flag --no-such-flag" in capsys.readouterr().err and not client._early
+
+
 def test_a_child_that_was_started_early_for_nothing_ends_with_its_parent():
     code = "import engine; from engine import client; engine.prepare(); print(client._early[0].process.pid)"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=True)
     deadline = time.monotonic() + 30
-    while Path(f"/proc/{int(done.stdout)}").exists():
+    while is_alive(int(done.stdout)):
         assert time.monotonic() < deadline, "the child lives on"
         time.sleep(0.05)
 

@@ -72,3 +72,8 @@ def test_marks_get_other_names_however_a_vocabulary_spells_them():
     assert found[0] == found[1] == found[2]
     name = found[0]["added_tokens"][0]["content"]
     assert name != "<a/b>" and found[0]["model"] == {"vocab": {"x": 0, name: 1, "\\u": 2}, "unk_token": name}
+    # A token that ends as a mark does, behind a quote, is a text of its own.
+    plain["model"] = {"vocab": {"<a/b>": 0, '"<a/b>': 1}}
+    assert json.loads(_named_apart(json.dumps(plain).encode()))["model"]["vocab"] == {name: 0, '"<a/b>': 1}
+    plain["model"] = {"type": "of another kind"}
+    assert json.loads(_named_apart(json.dumps(plain).encode()))["model"]["type"] == "of another kind"

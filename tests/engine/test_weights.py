@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import struct
@@ -283,5 +284,7 @@ def test_a_file_that_shrinks_while_it_is_packed(folder, monkeypatch):
 
     monkeypatch.setattr(Packing, "run", late)
     with_kernels()
-    with pytest.raises(ModelError, match="ended while it was read"):
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: it ends early"):
         models.load(EngineConfig(model=""), folder, CPU)
+    assert len(os.listdir("/proc/self/fd")) == opened
