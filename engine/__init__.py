@@ -3,7 +3,7 @@
 This is the whole public surface. Importing it imports no torch.
 """
 
-from .client import Engine, EngineStatus, LocalEngine, ProcessEngine, discard, prepare
+from .client import Child, Engine, EngineStatus, LocalEngine, ProcessEngine
 from .config import EngineConfig
 from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
@@ -27,6 +27,7 @@ from .types import (
 
 __all__ = [
     "GRAMMARS_BUSY",
+    "Child",
     "ConfigError",
     "Engine",
     "EngineConfig",
@@ -47,8 +48,6 @@ __all__ = [
     "StepStats",
     "TokenDelta",
     "TokenLogprob",
-    "discard",
     "fetch",
     "grammar_problem",
-    "prepare",
 ]

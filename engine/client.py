@@ -297,10 +297,11 @@ class _LocalOutbox:
         await asyncio.sleep(0)
 
 
-class _Child:
-    """The engine's process, started; it waits to be told what to load."""
+class Child:
+    """The engine's process, started; it waits to be told what to load, and ends with its parent."""
 
     def __init__(self) -> None:
+        """Raises OSError when the system gives no process."""
         self.ours, theirs = socket.socketpair()
         self._environment = dict(os.environ)
         # The child must find this very package, from whichever directory the server was started.
@@ -318,35 +319,21 @@ class _Child:
         gone: dict[str, str | None] = dict.fromkeys(self._environment.keys() - os.environ.keys())
         return gone | {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
 
-
-_early: list[_Child] = []  # at most one
-
-
-def prepare() -> None:
-    """Start the child of this process's first ProcessEngine now: it imports for a second, as its caller may have to.
-
-    Where no engine comes, `discard` ends it, or the end of this process.
-    """
-    with contextlib.suppress(OSError):  # it is tried again where there is somebody to tell
-        _early[:] = _early or [_Child()]
-
-
-def discard() -> None:
-    """End a child that `prepare` has started and no engine has taken."""
-    while _early:
-        child = _early.pop()
-        child.ours.close()
-        child.process.kill()
-        child.process.wait()
+    def end(self) -> None:
+        """Also one that an engine has had, or that has ended."""
+        self.ours.close()
+        self.process.kill()
+        self.process.wait()
 
 
 class ProcessEngine(_Client):
     """The engine in a child process, restarted when it dies; every open request then goes on where it was."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, child: Child | None = None) -> None:
+        """`child`: one that was started early, for the first life; who started it ends it where no life comes."""
         super().__init__()
         self.config = check(config)
-        self._child: _Child | None = None
+        self._early, self._child = child, child
         self._channel: channel.Channel | None = None
 
     @property
@@ -381,7 +368,8 @@ class ProcessEngine(_Client):
 
     async def _live(self) -> None:
         """One life of the child; returns when it has died, raises the EngineError with which it gave up."""
-        child = self._child = _early.pop() if _early else _Child()
+        child, self._early = self._early or Child(), None
+        self._child = child
         self._channel = channel.Channel(channel.Upward)
         try:
             await self._channel.open(child.ours)

@@ -80,15 +80,18 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if name != "serve" or {"-h", "--help"} & {*rest}:
         return _run(name, rest)
-    engine = import_module("engine")
-    engine.prepare()  # before our own imports: either takes a second
     try:
+        child = import_module("engine").Child()  # before our own imports: either takes a second
+    except OSError:  # it is tried again where there is somebody to tell
         return _run(name, rest)
+    try:
+        return _run(name, rest, child=child)
     finally:
-        engine.discard()
+        child.end()
 
 
-def _run(name: str, rest: list[str]) -> int:
+def _run(name: str, rest: list[str], **given: object) -> int:
+    """Run a command; `given` goes to its `run` beside the arguments."""
     from .commands import execute, execute_group
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -97,8 +100,10 @@ def _run(name: str, rest: list[str]) -> int:
         command = import_module(f".commands.{name}", __package__)
         if name == "bench":  # whoever ends a measurement ends the servers that it has started, as by Ctrl-C
             signal.signal(signal.SIGTERM, _interrupt)
-        runs = execute_group if hasattr(command, "PARTS") else execute
-        code = runs(name, COMMANDS[name], command, rest)
+        if hasattr(command, "PARTS"):
+            code = execute_group(name, COMMANDS[name], command, rest)
+        else:
+            code = execute(name, COMMANDS[name], command, rest, **given)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

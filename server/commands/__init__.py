@@ -22,7 +22,7 @@ class Command(Protocol):
     """What a module in this package offers."""
 
     add_arguments: Callable[[Parser], None]
-    run: Callable[[argparse.Namespace], int]
+    run: Callable[..., int]  # of the argparse.Namespace
 
 
 class Group(Protocol):
@@ -152,14 +152,17 @@ def wants_colour(stream: Any) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def execute(name: str, summary: str, command: Command, argv: Sequence[str]) -> int:
-    """Parse and run one command; an error for a person is one sentence on stderr and an exit code."""
+def execute(name: str, summary: str, command: Command, argv: Sequence[str], **given: object) -> int:
+    """Parse and run one command, with what it is given beside its arguments.
+
+    An error for a person is one sentence on stderr and an exit code.
+    """
     parser = Parser(
         prog=f"pequod {name}", description=summary[:1].upper() + summary[1:] + ".", allow_abbrev=False, add_help=True
     )
     try:
         command.add_arguments(parser)
-        return command.run(parser.parse(argv))
+        return command.run(parser.parse(argv), **given)
     except (UsageError, SettingsError) as error:
         warn(str(error))
         return 2

@@ -19,6 +19,8 @@ from . import Parser, UsageError, add_settings, settings_from, warn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from engine import Child
+
     from ..settings import Settings
 
 BACKLOG = 2048  # connections held by the kernel until they are accepted
@@ -31,21 +33,24 @@ def add_arguments(parser: Parser) -> None:
     add_settings(parser, "model", "engine", "http", "limits", "logs")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes: 0 after the drain, 2 when the model or a setting is impossible, 1 when it died."""
+def run(arguments: argparse.Namespace, child: Child | None = None) -> int:
+    """Serve until a signal comes: 0 after the drain, 2 when the model or a setting is impossible, 1 when it died.
+
+    `child`: the engine's process, where it was started before this module was imported.
+    """
     began = time.monotonic()
     settings = settings_from(arguments).settings
     check_tls(settings)
     with listen(settings) as listener:
-        return serve(settings, listener, began)
+        return serve(settings, listener, began, child)
 
 
-def serve(settings: Settings, listener: socket.socket, began: float) -> int:
+def serve(settings: Settings, listener: socket.socket, began: float, child: Child | None = None) -> int:
     """Run the app on a listening socket."""
     from engine import ProcessEngine
 
     raise_open_files()
-    engine = ProcessEngine(settings.engine_config())
+    engine = ProcessEngine(settings.engine_config(), child)
 
     gc.disable()  # nothing of what is imported is garbage; looking for it took a tenth of the time
     from .. import logs

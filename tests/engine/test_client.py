@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine import (
+    Child,
     EngineConfig,
     EngineDied,
     EngineRequest,
@@ -18,9 +19,6 @@ from engine import (
     ModelError,
     ProcessEngine,
     SamplingParams,
-    client,
-    discard,
-    prepare,
 )
 from server.__main__ import main as pequod
 
@@ -89,19 +87,16 @@ def test_a_child_that_was_started_early_is_the_one_that_serves(monkeypatch):
     monkeypatch.setenv("PEQUOD_TEST_EARLY", "set before")
 
     async def main() -> None:
-        discard()
-        prepare()
-        prepare()  # one is enough
-        (child,) = client._early
+        child = Child()
         assert child.news() == {}
         monkeypatch.delenv("PEQUOD_TEST_EARLY")
         monkeypatch.setenv("PEQUOD_TEST_LATE", "set since")
         assert child.news() == {"PEQUOD_TEST_LATE": "set since", "PEQUOD_TEST_EARLY": None}
-        engine = ProcessEngine(CONFIG)
+        engine = ProcessEngine(CONFIG, child)
         await engine.start()
         try:
             await engine.ready()
-            assert engine.pid == child.process.pid and not client._early
+            assert engine.pid == child.process.pid
             assert (await read(engine, request(1, max_tokens=3)))[1] == "length"
         finally:
             await engine.close()
@@ -114,10 +109,10 @@ def test_what_was_set_since_is_set_in_a_child_that_was_started_early():
     online = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     code = """
 import asyncio, os, engine
-engine.prepare()
+child = engine.Child()
 os.environ["HF_HUB_OFFLINE"] = "1"
 async def main():
-    one = engine.ProcessEngine(engine.EngineConfig(model="nobody/nothing"))
+    one = engine.ProcessEngine(engine.EngineConfig(model="nobody/nothing"), child)
     await one.start()
     try:
         await one.ready()
@@ -140,13 +135,17 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_command_that_fails_leaves_no_child(capsys):
+def test_a_command_that_fails_leaves_no_child(capsys, monkeypatch):
+    started: list[Child] = []
+    monkeypatch.setattr("engine.Child", lambda: started.append(Child()) or started[0])
     assert pequod(["serve", "--no-such-flag"]) == 2
-    assert "unknown flag --no-such-flag" in capsys.readouterr().err and not client._early
+    assert "unknown flag --no-such-flag" in capsys.readouterr().err
+    assert [child.process.returncode for child in started] == [-signal.SIGKILL]
+    started[0].end()  # again
 
 
 def test_a_child_that_was_started_early_for_nothing_ends_with_its_parent():
-    code = "import engine; from engine import client; engine.prepare(); print(client._early[0].process.pid)"
+    code = "import engine; child = engine.Child(); print(child.process.pid)"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=True)
     deadline = time.monotonic() + 30
     while is_alive(int(done.stdout)):

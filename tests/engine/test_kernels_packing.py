@@ -42,7 +42,7 @@ def stored(weight: Tensor, files: list[int], cuts: list[int]) -> list[Stored]:
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("bits", "gated"), product([None, 8, 4], [False, True]))
+@pytest.mark.parametrize(("bits", "gated"), list(product([None, 8, 4], [False, True])))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_from_files_are_those_from_memory(variant, dtype, bits, gated, shape, files):  # noqa: F811, PLR0917
     packing, pairs, num_bytes = Packing(variant), [], 0
