@@ -21,7 +21,6 @@ from .spec import BITS, DecoderSpec, ModelSpec
 from .stack import Stack
 from .weights import Checkpoint
 
-NOWHERE: Mapping[Linear, InFile] = {}
 WATCH_S = 0.1  # between two looks at how far the packing is
 
 
@@ -93,10 +92,10 @@ class Layer:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
-    def pack(self, kernels: Kernels | None, bits: int | None, in_file: Mapping[Linear, InFile] = NOWHERE) -> None:
+    def pack(self, kernels: Kernels | None, bits: int | None, in_file: Mapping[Linear, InFile] | None = None) -> None:
         """`in_file`: of those linears whose weights are not here."""
         for linear in self.linears:
-            linear.pack(kernels, bits=bits, in_file=in_file.get(linear))
+            linear.pack(kernels, bits=bits, in_file=(in_file or {}).get(linear))
         for norm in (self.attention_norm, self.mlp_norm):
             norm.pack(kernels)
 
@@ -219,7 +218,7 @@ class Decoder:
         self._pack_head()
         self._finish()
 
-    def _pack_layer(self, layer: Layer, in_file: Mapping[Linear, InFile] = NOWHERE) -> None:
+    def _pack_layer(self, layer: Layer, in_file: Mapping[Linear, InFile] | None = None) -> None:
         layer.pack(self.product.kernels, BITS[self.spec.quantization][0], in_file)
 
     def _pack_head(self, in_file: InFile | None = None) -> None:
