@@ -23,12 +23,23 @@ namespace {
 
 const int WIDTH = 2 * LANES;      // rows of W in a panel
 const int64_t BLOCK = 44 * HEIGHT;  // rows of x that are packed at once: bounds the scratch memory
-const int64_t PARTS = 8;          // about so many that a thread's panels are divided into
+const int64_t PARTS = 24;         // about so many that a thread's panels are divided into
 const int64_t NEAR = 512 << 10;   // bytes of packed x that should stay in the second cache beside a panel
 const int64_t SMALL = 1 << 18;    // multiply-adds below which waking other threads costs more than they save
 const int64_t SHORT = 1 << 14;    // numbers of x that one thread packs faster than several agree on it
 
 #define UNROLLED _Pragma("GCC unroll 16")
+
+// Panels side by side of few rows. Each is a stream from memory: AMD's processors are a fifth faster with one for each
+// thread, Intel's without a dot product of bfloat16 a third with four.
+constexpr int beside(int64_t rows) {
+#if defined(HAS_DOT)
+  (void)rows;
+  return 1;
+#else
+  return rows == 1 ? 4 : rows == 2 ? 2 : rows == 3 ? LANES / 8 : 1;
+#endif
+}
 
 // Parts of a thread's panels that it, or another, has begun: of this block of rows and of the next, by turns.
 struct alignas(64) Begun {
@@ -98,10 +109,11 @@ struct Product {
     tile<M, 1>(xs, panel, row, ahead, lines);
   }
 
-  // Few rows by panels [from, to): several panels side by side, the rest one by one. Nothing is fetched ahead: the
-  // panels are so many streams in order, which the processor follows by itself, a third faster here at one row.
-  template <int M, int P>
+  // Few rows by panels [from, to), some of them side by side. Nothing is fetched ahead: the panels are streams in order,
+  // which the processor follows by itself, a third faster here at one row.
+  template <int M>
   void few(int64_t from, int64_t to) const {
+    const int P = beside(M);
     for (; from + P <= to; from += P) tile<M, P>(packed, from, 0, nullptr, 0);
     for (; from < to; ++from) tile<M, 1>(packed, from, 0, nullptr, 0);
   }
@@ -153,8 +165,7 @@ struct Product {
 
   void compute_range(int64_t start, int64_t count, int64_t whose, int threads, int64_t* parts_begun) const {
     const int64_t panels = matrix->num_panels, from = panels * whose / threads, to = panels * (whose + 1) / threads;
-    const int64_t beside = rows == 1 ? 4 : rows == 2 ? 2 : rows == 3 ? LANES / 8 : 1;  // panels of a tile
-    const int64_t some = (to - from) / PARTS / beside * beside, size = some < beside ? beside : some;
+    const int64_t least = beside(rows), some = (to - from) / PARTS / least * least, size = some < least ? least : some;
     const int64_t parts = (to - from + size - 1) / size;
     // Tiles whose rows stay in the second cache, all by one part; fewer where there are more threads than panels.
     const int64_t tiles = (count + HEIGHT - 1) / HEIGHT;
@@ -165,9 +176,9 @@ struct Product {
       const int64_t part = __atomic_fetch_add(parts_begun, 1, __ATOMIC_RELAXED), group = part / parts;
       if (group >= groups) return;
       const int64_t begin = from + part % parts * size, end = begin + size < to ? begin + size : to;
-      if (rows == 1) few<1, 4>(begin, end);
-      else if (rows == 2) few<2, 2>(begin, end);
-      else if (rows == 3) few<3, LANES / 8>(begin, end);
+      if (rows == 1) few<1>(begin, end);
+      else if (rows == 2) few<2>(begin, end);
+      else if (rows == 3) few<3>(begin, end);
       else many(start, count, tiles * group / groups, tiles * (group + 1) / groups, begin, end);
     }
   }
