@@ -100,19 +100,11 @@ class Gated(Linear):
         self._activation = ACTIVATIONS[activation]
         self._fused = False
 
-    def pack(
-        self,
-        kernels: Kernels | None,
-        *,
-        wide: bool = False,
-        looked_up: bool = False,
-        bits: int | None = None,
-        in_file: InFile | None = None,
+    def _give_up(
+        self, kernels: Kernels, bits: int | None, in_file: InFile | None, *, wide: bool, gated: bool = False
     ) -> None:
-        if kernels is None or self._activation is not F.silu:
-            return super().pack(kernels, wide=wide, looked_up=looked_up, bits=bits, in_file=in_file)
-        self._fused = True
-        self._give_up(kernels, bits, in_file, wide=wide, gated=True)
+        self._fused = gated or self._activation is F.silu
+        super()._give_up(kernels, bits, in_file, wide=wide, gated=self._fused)
 
     def multiplied(self) -> Multiplied | None:
         return super().multiplied() if self._fused else None
