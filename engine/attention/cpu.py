@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import build, library
-from ..kernels.library import DTYPES, ISAS, address, cache_dtypes
+from ..kernels.library import DTYPES, address, cache_dtypes
 from ..types import ConfigError
 from . import AttentionMeta, LayerKV, held
 
@@ -54,7 +54,7 @@ def variant(isa: str) -> tuple[ctypes.CDLL, str]:
         loaded, features = library.load(build.library())
     except (build.BuildError, OSError) as error:
         raise ConfigError(f"there are no CPU kernels: {error}") from None
-    have = [name for name, bit in ISAS.items() if features & bit]
+    have = library.best_first(features)
     if not have:
         raise ConfigError("this processor has no AVX2")
     if isa not in ("auto", *have):

@@ -22,6 +22,7 @@ from . import build
 # Best first, each with the bit that pequod_features() has for it.
 ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
 AMX, VNNI = 8, 16
+DOT_PAYS = 32  # the processor's dot product of bfloat16 is worth taking: measured, not read off
 CHOICES = ("auto", *ISAS, "torch")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 COUNTED = 3  # kinds of kernels whose time is counted apart: products, attention, others
@@ -181,7 +182,10 @@ def load(path: Path) -> tuple[ctypes.CDLL, int]:
     if runtime := _openmp():
         library.pequod_use_pool.argtypes = [ctypes.c_void_p] * len(POOL)
         library.pequod_use_pool(*(ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in POOL))
-    return library, library.pequod_features()
+    features = library.pequod_features()
+    if features & ISAS["avx512bf16"] and library.dot_pays_avx512bf16():
+        features |= DOT_PAYS
+    return library, features
 
 
 def _openmp() -> ctypes.CDLL | None:
@@ -201,8 +205,15 @@ def _openmp() -> ctypes.CDLL | None:
 
 def available() -> list[str]:
     """The variants that this processor can run, best first. Raises build.BuildError or OSError."""
-    features = load(build.library())[1]
-    return [isa for isa, bit in ISAS.items() if features & bit]
+    return best_first(load(build.library())[1])
+
+
+def best_first(features: int) -> list[str]:
+    """The variants for a processor of these features."""
+    order = list(ISAS)
+    if not features & DOT_PAYS:  # multiply-adds of numbers that are widened to floats are faster then
+        order[:2] = order[1::-1]
+    return [isa for isa in order if features & ISAS[isa]]
 
 
 def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: bool = False) -> Choice:
@@ -232,7 +243,7 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
         elif build.compiler() is None:
             fix = "install g++ and start again: they are then compiled, in seconds"
         return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
-    have = [isa for isa, bit in ISAS.items() if features & bit]
+    have = best_first(features)
     if asked == "auto" and features & AMX and dtype == torch.bfloat16:
         fix = f"--cpu-isa {have[0]} where equal bits matter more than speed" if have else ""
         return Choice(None, "torch computes the products with AMX, and results depend on the batch", fix)
@@ -264,7 +275,7 @@ def _for_quantized(asked: str, device: torch.device, dtype: torch.dtype) -> Choi
         library, features = load(build.library())
     except (build.BuildError, OSError) as error:
         raise ConfigError(f"{need}, and there are none: {error}") from None
-    have = [isa for isa, bit in ISAS.items() if features & bit and _quantizes(isa, features)]
+    have = [isa for isa in best_first(features) if _quantizes(isa, features)]
     if not have:
         raise ConfigError(f"{need}, and this processor has no AVX2")
     if asked not in ("auto", *have):

@@ -4,6 +4,8 @@
 
 namespace {
 
+#define UNROLLED_24 _Pragma("GCC unroll 24")
+
 // -- the three ways to multiply a unit -----------------------------------------------------------------------------------
 
 // Each number of x is spread over a vector once for all panels.
@@ -76,6 +78,21 @@ struct Dotted {
   }
 };
 typedef Dotted Halves;
+
+const int CHAINS = 24;  // enough to hide the latency of either
+
+// Nanoseconds of so many steps of CHAINS sums that stay in registers, each step one instruction for each of them.
+template <class Step>
+int64_t duration(Step step) {
+  V sum[CHAINS];
+  UNROLLED_24 for (int i = 0; i < CHAINS; ++i) sum[i] = zero();
+  const int64_t began = now();
+  // The empty assembly keeps the compiler from taking one sum for all, and from computing them at another time.
+  UNROLLED_24 for (int i = 0; i < CHAINS; ++i) __asm__ volatile("" : "+v"(sum[i]));
+  for (int n = 0; n < 100; ++n) UNROLLED_24 for (int i = 0; i < CHAINS; ++i) step(sum[i]);
+  UNROLLED_24 for (int i = 0; i < CHAINS; ++i) __asm__ volatile("" : "+v"(sum[i]));
+  return now() - began;
+}
 #else
 typedef Widened Halves;
 #endif
@@ -119,6 +136,22 @@ EXPORT int32_t NAMED(product_bfloat16)(const Matrix* matrix, const uint16_t* x, 
   Product<Chain<Halves>> product = {matrix, x, residual, y, rows, 0, 0, 0};
   return product.compute(threads);
 }
+
+#if defined(HAS_DOT)
+// Whether two bfloat16 at once are faster than two multiply-adds: on AMD's processors by nearly two times, while on
+// Intel's (Emerald Rapids) they take as long as four. The shortest of many short trials, so that the answer, and with it
+// the results' bits, is the same at each start.
+EXPORT int32_t NAMED(dot_pays)() {
+  int64_t dots = INT64_MAX, adds = INT64_MAX;
+  const U pair = all_units(0x3f803f80);  // ones
+  for (int trial = 0; trial < 50; ++trial) {
+    const int64_t one = duration([&](V& sum) { sum = dot(sum, pair, pair); });
+    const int64_t other = duration([&](V& sum) { sum = fma(upper(pair), upper(pair), sum); });
+    dots = one < dots ? one : dots, adds = other < adds ? other : adds;
+  }
+  return dots < 2 * adds;
+}
+#endif
 
 // -- packing ------------------------------------------------------------------------------------------------------------
 

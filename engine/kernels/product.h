@@ -205,17 +205,29 @@ struct Product {
   }
 };
 
-// The units of several rows of x beside each other: to[unit][row]. `read` gives LANES of a row from one on. Rows are read
-// a vector at a time and turned in the first cache: they are far apart, often by a power of two.
+// The units of several rows of x beside each other: to[unit][row]. `read` gives LANES of a row from one on. Squares of
+// units are turned in registers. Each unit's vector is stored whole and the next one overwrites what does not belong to
+// it, but where that would reach behind the end.
 template <class Read>
 void interleave(int64_t units, int64_t rows, Read read, void* to) {
-  uint32_t some[HEIGHT][LANES];
   uint32_t* out = (uint32_t*)to;
+  const uint32_t* end = out + units * rows;
   for (int64_t start = 0; start < units; start += LANES) {
     const int64_t count = units - start < LANES ? units - start : LANES;
-    for (int64_t m = 0; m < rows; ++m) store_units(some[m], read(m, start));
-    for (int64_t k = 0; k < count; ++k)
-      for (int64_t m = 0; m < rows; ++m) *out++ = some[m][k];
+    U some[LANES];
+    UNROLLED for (int m = 0; m < LANES; ++m) some[m] = m < rows ? read(m, start) : all_units(0);
+    transpose(some);
+    UNROLLED for (int k = 0; k < LANES; ++k) {
+      if (k >= count) break;
+      if (end - out >= LANES) {
+        store_units(out, some[k]);
+      } else {
+        uint32_t lanes[LANES];
+        store_units(lanes, some[k]);
+        memcpy(out, lanes, (size_t)rows * 4);
+      }
+      out += rows;
+    }
   }
 }
 

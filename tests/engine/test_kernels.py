@@ -265,7 +265,8 @@ def processor(monkeypatch):
     """Pretend that the processor has these features."""
 
     def pretend(*names: str) -> None:
-        features = sum({**ISAS, "amx": library.AMX, "vnni": library.VNNI}[name] for name in names)
+        bits = {**ISAS, "amx": library.AMX, "vnni": library.VNNI, "fast dot": library.DOT_PAYS}
+        features = sum(bits[name] for name in names)
         real = library.load
         monkeypatch.setattr(library, "load", lambda path: (real(path)[0], features))
 
@@ -286,6 +287,22 @@ def test_the_best_variant_is_chosen(processor):
 
 
 @needs_library
+def test_a_dot_product_that_is_slower_than_multiply_adds_is_not_taken(processor):
+    processor("avx2", "avx512", "avx512bf16", "vnni")
+    assert library.available() == ["avx512", "avx512bf16", "avx2"]
+    assert choose("auto", CPU, torch.bfloat16).name == "avx512"
+    assert choose("auto", CPU, torch.bfloat16, quantized=True).name == "avx512"
+    assert choose("avx512bf16", CPU, torch.bfloat16).name == "avx512bf16", "who asks for it gets it"
+
+
+@needs_library
+def test_a_dot_product_that_pays_is_taken(processor):
+    processor("avx2", "avx512", "avx512bf16", "fast dot")
+    assert library.available() == ["avx512bf16", "avx512", "avx2"]
+    assert choose("auto", CPU, torch.bfloat16).name == "avx512bf16"
+
+
+@needs_library
 def test_what_the_processor_lacks_is_refused(processor):
     processor("avx2")
     with pytest.raises(ConfigError, match="this processor cannot run avx512; it can run avx2, torch"):
@@ -296,7 +313,7 @@ def test_what_the_processor_lacks_is_refused(processor):
 
 @needs_library
 def test_amx_is_left_to_torch_and_told(processor):
-    processor("avx2", "avx512", "avx512bf16", "amx")
+    processor("avx2", "avx512", "avx512bf16", "fast dot", "amx")
     choice = choose("auto", CPU, torch.bfloat16)
     assert (choice.name, choice.invariant) == ("torch", False)
     assert "AMX" in choice.note and "avx512bf16" in choice.fix

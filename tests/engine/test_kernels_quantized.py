@@ -273,7 +273,7 @@ def test_avx512_counts_with_vnni_alone(processor):
 
 @needs_library
 def test_amx_is_no_reason_for_torch(processor):
-    processor("avx2", "avx512", "avx512bf16", "amx", "vnni")
+    processor("avx2", "avx512", "avx512bf16", "fast dot", "amx", "vnni")
     choice = choose("auto", CPU, torch.bfloat16, quantized=True)
     assert (choice.name, choice.invariant, choice.note) == ("avx512bf16", True, "")
 
