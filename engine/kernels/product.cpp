@@ -17,6 +17,21 @@ inline __attribute__((always_inline)) void multiply(V (&sum)[M][J], const float*
   }
 }
 
+// Read LANES units of a row of x, or as many as it has: of floats, and of pairs.
+auto floats(const float* x, int64_t columns) {
+  return [=](int64_t m, int64_t k) { return as_units(get(x + m * columns + k, columns - k)); };
+}
+
+auto pairs(const uint16_t* x, int64_t columns) {
+  return [=](int64_t m, int64_t k) {
+    const int64_t left = columns - 2 * k;
+    if (left >= 2 * LANES) return load_units(x + m * columns + 2 * k);
+    uint16_t some[2 * LANES] = {};
+    memcpy(some, x + m * columns + 2 * k, (size_t)left * 2);
+    return load_units(some);
+  };
+}
+
 struct Floats {
   typedef float Number;
   static const int PER_UNIT = 1, X_BYTES = 4;
@@ -28,7 +43,7 @@ struct Floats {
   }
   static void pack_x(const float* x, int64_t columns, int64_t units, int64_t rows, char* to) {
     if (rows == 1) memcpy(to, x, (size_t)columns * 4);
-    else interleave(units, rows, [=](int64_t m, int64_t k) { return as_units(get(x + m * columns + k, columns - k)); }, to);
+    else interleave<1>(units, rows, floats(x, columns), [](U unit, int) { return unit; }, to);
   }
 };
 
@@ -47,7 +62,8 @@ struct Widened {
     multiply(sum, (const float*)x + M, weights);
   }
   static void pack_x(const uint16_t* x, int64_t columns, int64_t units, int64_t rows, char* to) {
-    interleave(2 * units, rows, [=](int64_t m, int64_t k) { return as_units(get(x + m * columns + k, columns - k)); }, to);
+    const auto widened = [](U unit, int half) { return as_units(half ? upper(unit) : lower(unit)); };
+    interleave<2>(units, rows, pairs(x, columns), widened, to);
   }
 };
 
@@ -67,14 +83,7 @@ struct Dotted {
     }
   }
   static void pack_x(const uint16_t* x, int64_t columns, int64_t units, int64_t rows, char* to) {
-    const auto pairs = [=](int64_t m, int64_t k) {
-      uint16_t some[2 * LANES] = {};
-      const int64_t left = columns - 2 * k, count = left < 2 * LANES ? left : 2 * LANES;
-      if (count == 2 * LANES) return load_units(x + m * columns + 2 * k);
-      memcpy(some, x + m * columns + 2 * k, (size_t)count * 2);
-      return load_units(some);
-    };
-    interleave(units, rows, pairs, to);
+    interleave<1>(units, rows, pairs(x, columns), [](U unit, int) { return unit; }, to);
   }
 };
 typedef Dotted Halves;

@@ -77,18 +77,21 @@ struct Product {
     else put((Number*)y + place, v, count);
   }
 
-  // What follows the sums of one panel and one row. Not inlined: it would be compiled into every size of a tile.
-  __attribute__((noinline)) void finish(const float* sums, int64_t panel, int64_t row) const {
-    V a = load(sums), b = load(sums + LANES);
-    if (matrix->bias) {
-      a = add(a, load(matrix->bias + panel * WIDTH));
-      b = add(b, load(matrix->bias + panel * WIDTH + LANES));
-    }
-    if (matrix->gated) {
-      emit(mul(silu(a), b), row, panel * LANES);
-    } else {
-      emit(a, row, panel * WIDTH);
-      if (panel * WIDTH + LANES < matrix->outputs) emit(b, row, panel * WIDTH + LANES);
+  // What follows the sums of one panel and some rows, which are `apart`. Not inlined: it would be compiled into every
+  // size of a tile.
+  __attribute__((noinline)) void finish(const float* sums, int64_t apart, int64_t height, int64_t panel, int64_t row) const {
+    for (int64_t end = row + height; row < end; ++row, sums += apart) {
+      V a = load(sums), b = load(sums + LANES);
+      if (matrix->bias) {
+        a = add(a, load(matrix->bias + panel * WIDTH));
+        b = add(b, load(matrix->bias + panel * WIDTH + LANES));
+      }
+      if (matrix->gated) {
+        emit(mul(silu(a), b), row, panel * LANES);
+      } else {
+        emit(a, row, panel * WIDTH);
+        if (panel * WIDTH + LANES < matrix->outputs) emit(b, row, panel * WIDTH + LANES);
+      }
     }
   }
 
@@ -96,9 +99,11 @@ struct Product {
   template <int M, int P>
   __attribute__((noinline)) void tile(const char* xs, int64_t panel, int64_t row, const char* ahead, int lines) const {
     float out[M][P][WIDTH];
+    // Rows of y are far apart: their lines are asked for before the sums begin.
+    const int64_t column = panel * (matrix->gated ? LANES : WIDTH), size = matrix->wide ? 4 : sizeof(Number);
+    for (int m = 0; m < M; ++m) __builtin_prefetch((char*)y + ((row + m) * matrix->outputs + column) * size, 1, 2);
     Kind::template sums<M, P>(*matrix, units, panel, xs, ahead, lines, out);
-    for (int m = 0; m < M; ++m)
-      for (int p = 0; p < P; ++p) finish(out[m][p], panel + p, row + m);
+    for (int p = 0; p < P; ++p) finish(out[0][p], P * WIDTH, M, panel + p, row);
   }
 
   // `height` rows, up to M, by one panel.
@@ -205,13 +210,13 @@ struct Product {
   }
 };
 
-// The units of several rows of x beside each other: to[unit][row]. `read` gives LANES of a row from one on. Squares of
-// units are turned in registers. Each unit's vector is stored whole and the next one overwrites what does not belong to
-// it, but where that would reach behind the end.
-template <class Read>
-void interleave(int64_t units, int64_t rows, Read read, void* to) {
+// The units of several rows of x beside each other: to[unit][row], or to[unit][EACH][row] where `spread` makes several
+// vectors of a unit's. `read` gives LANES units of a row from one on. Squares of units are turned in registers. Vectors
+// are stored whole: what does not belong to one is overwritten by the next one, but at the end.
+template <int EACH, class Read, class Spread>
+void interleave(int64_t units, int64_t rows, Read read, Spread spread, void* to) {
   uint32_t* out = (uint32_t*)to;
-  const uint32_t* end = out + units * rows;
+  const uint32_t* end = out + units * EACH * rows;
   for (int64_t start = 0; start < units; start += LANES) {
     const int64_t count = units - start < LANES ? units - start : LANES;
     U some[LANES];
@@ -219,14 +224,16 @@ void interleave(int64_t units, int64_t rows, Read read, void* to) {
     transpose(some);
     UNROLLED for (int k = 0; k < LANES; ++k) {
       if (k >= count) break;
-      if (end - out >= LANES) {
-        store_units(out, some[k]);
-      } else {
-        uint32_t lanes[LANES];
-        store_units(lanes, some[k]);
-        memcpy(out, lanes, (size_t)rows * 4);
+      for (int i = 0; i < EACH; ++i, out += rows) {
+        const U vector = spread(some[k], i);
+        if (end - out >= LANES) {
+          store_units(out, vector);
+        } else {
+          uint32_t lanes[LANES];
+          store_units(lanes, vector);
+          memcpy(out, lanes, (size_t)rows * 4);
+        }
       }
-      out += rows;
     }
   }
 }

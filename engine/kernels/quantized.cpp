@@ -95,7 +95,7 @@ struct Way {
 // -- weights of 8 and of 4 bits ------------------------------------------------------------------------------------------
 
 struct Eight {
-  static const int SIZE = 64;  // numbers of a group of x
+  static const int SIZE = 128;  // numbers of a group of x: with 64, what follows each group took a tenth of the time
   static const int PER_UNIT = 4, ZERO = 128;
 
   template <int M, int J>
