@@ -26,6 +26,9 @@ from torch.nn import functional as F
 
 from . import hub, memory, models
 from .config import EngineConfig, check
+from .kernels.library import Kernels
+from .models.layers import Linear
+from .models.spec import BITS
 from .types import EngineError, Roofline
 
 Pick = Callable[[list[float]], float]
@@ -39,10 +42,12 @@ CUDA_TIMES = 4  # larger on a GPU, whose caches are as large as 50 MB, and where
 SHAPES, PRODUCTS = ((512, 1024, 3072),), 3
 
 
-def measure(spec: models.ModelSpec, device: torch.device, quick: bool = True) -> Roofline | None:
+def measure(
+    spec: models.ModelSpec, device: torch.device, kernels: Kernels | None = None, *, quick: bool = True
+) -> Roofline | None:
     """The limits of a model on a device, with the threads that torch is set to; None where its shape does not tell.
 
-    Quick: some 20 ms, for the start of an engine.
+    `kernels`: what computes its products, where that is not torch. Quick: some 20 ms, for the start of an engine.
     """
     asked = shape(spec)
     if asked is None:
@@ -51,8 +56,10 @@ def measure(spec: models.ModelSpec, device: torch.device, quick: bool = True) ->
     shapes, times = ((QUICK_SHAPE,), QUICK_PRODUCTS) if quick else (SHAPES, PRODUCTS)
     # Weights of any dtype can be multiplied in float32, so a slow product in a narrow one is no limit of the machine.
     dtypes = {spec.dtype, torch.float32} if device.type == "cpu" else {spec.dtype}
-    products = max(matrix_rate(device, dtype, each, times) for dtype in dtypes for each in shapes)
-    return replace(asked, bytes_per_s=reads, flops_per_s=products)
+    rates = [matrix_rate(device, dtype, each, times) for dtype in dtypes for each in shapes]
+    if kernels is not None:
+        rates += [packed_rate(kernels, spec, each, times) for each in shapes]
+    return replace(asked, bytes_per_s=reads, flops_per_s=max(rates))
 
 
 def shape(spec: models.ModelSpec) -> Roofline | None:
@@ -108,6 +115,16 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, shape: tuple[int, int,
     return 2 * rows * inputs * outputs / _seconds(lambda: F.linear(x, weight), times, device, min)
 
 
+def packed_rate(kernels: Kernels, spec: models.ModelSpec, shape: tuple[int, int, int], times: int) -> float:
+    """The same of our own kernels' product, of weights that are rounded as the model's are."""
+    rows, inputs, outputs = shape
+    linear = Linear(outputs, inputs, False, spec.dtype, torch.device("cpu"))
+    linear.weight.fill_(1)
+    linear.pack(kernels, bits=BITS[spec.quantization][0])
+    x = torch.ones(rows, inputs, dtype=spec.dtype)
+    return 2 * rows * inputs * outputs / _seconds(lambda: linear(x), times, x.device, min)
+
+
 def _seconds(work: Callable[[], Any], times: int, device: torch.device, pick: Pick) -> float:
     """The picked time of some work, after a first one that does not count."""
     taken = []
@@ -129,12 +146,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not end up inside of the JSON
             config = msgspec.json.decode(given.json, type=EngineConfig)
-            spec, device = _prepare(config)
+            spec, device, kernels = _prepare(config)
     except (msgspec.DecodeError, EngineError) as error:
         print(json.dumps({"error": str(error)}))
         return 2
     while True:
-        found = measure(spec, device, quick=False)
+        found = measure(spec, device, kernels, quick=False)
         if found is None:
             print(json.dumps({"error": f"what a step of {spec.architecture} reads depends on its tokens"}))
             return 2
@@ -144,14 +161,15 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
 
 
-def _prepare(config: EngineConfig) -> tuple[models.ModelSpec, torch.device]:
+def _prepare(config: EngineConfig) -> tuple[models.ModelSpec, torch.device, Kernels | None]:
     from .runner import pick_device  # which itself measures a machine with this module
 
     check(config)
     device = pick_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    return models.describe(hub.fetch(config.model, config.revision, weights=False).path, config), device
+    spec = models.describe(hub.fetch(config.model, config.revision, weights=False).path, config)
+    return spec, device, models.product(config, spec, device).kernels
 
 
 if __name__ == "__main__":

@@ -246,7 +246,8 @@ def build(
         # With the length that was asked for, not the lowered one: rotary frequencies may depend on it, and what the
         # memory allows today must not change what the model says.
         wanted = replace(resolved, max_len=config.max_len)
-        limits = _guarded(lambda: roofline.measure(spec, device))  # while this process does nothing else
+        kernels = models.product(config, spec, device).kernels
+        limits = _guarded(lambda: roofline.measure(spec, device, kernels))  # while this process does nothing else
         model = _guarded(lambda: models.load(wanted, folder.path, device, progress))
         if device.type == "cuda":
             taken = _profile(model, resolved)

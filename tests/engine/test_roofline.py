@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 
-from engine import Roofline, hub, models, roofline
+from engine import ConfigError, Roofline, hub, models, roofline
 from engine.config import EngineConfig
+from engine.kernels.library import choose
 from engine.models.spec import read_spec
 
+CPU = torch.device("cpu")
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 100,
@@ -48,7 +50,7 @@ def test_a_table_of_embeddings_is_not_read_when_the_head_is_another():
 
 def test_what_a_model_with_experts_reads_is_not_known():
     assert roofline.shape(spec_of(num_experts=8)) is None
-    assert roofline.measure(spec_of(num_experts=8), torch.device("cpu")) is None
+    assert roofline.measure(spec_of(num_experts=8), CPU) is None
 
 
 def test_the_slower_of_reading_and_computing_decides():
@@ -63,10 +65,22 @@ def test_the_slower_of_reading_and_computing_decides():
 
 
 def test_both_rates_are_measured():
-    found = roofline.measure(spec_of(), torch.device("cpu"))
+    found = roofline.measure(spec_of(), CPU)
     assert found.bytes_per_s > 1e6
     assert found.flops_per_s > 1e6
     assert found.weights_bytes == roofline.shape(spec_of()).weights_bytes
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_the_rate_of_our_own_products_counts_where_they_compute(quantization, monkeypatch):
+    try:
+        kernels = choose("avx2", CPU, torch.bfloat16, quantized=quantization != "none").kernels
+    except ConfigError as error:
+        pytest.skip(str(error))
+    spec = read_spec(SHAPE, EngineConfig(model="x", quantization=quantization))
+    monkeypatch.setattr(roofline, "matrix_rate", lambda *_: 1.0)
+    assert roofline.measure(spec, CPU).flops_per_s == 1.0
+    assert roofline.measure(spec, CPU, kernels).flops_per_s > 1e6
 
 
 def test_the_program_measures_again_for_each_line(monkeypatch, capsys):
