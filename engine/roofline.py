@@ -56,10 +56,11 @@ def measure(
     shapes, times = ((QUICK_SHAPE,), QUICK_PRODUCTS) if quick else (SHAPES, PRODUCTS)
     # Weights of any dtype can be multiplied in float32, so a slow product in a narrow one is no limit of the machine.
     dtypes = {spec.dtype, torch.float32} if device.type == "cpu" else {spec.dtype}
-    rates = [matrix_rate(device, dtype, each, times) for dtype in dtypes for each in shapes]
-    if kernels is not None:
-        rates += [packed_rate(kernels, spec, each, times) for each in shapes]
-    return replace(asked, bytes_per_s=reads, flops_per_s=max(rates))
+    plain = max(matrix_rate(device, dtype, each, times) for dtype in dtypes for each in shapes)
+    ours = max((packed_rate(kernels, spec, each, times) for each in shapes), default=0.0) if kernels else 0.0
+    # Attention has no product of its own to measure; without quantization it multiplies as the layers do.
+    pairs = max(plain, ours) if spec.quantization == "none" else plain
+    return replace(asked, bytes_per_s=reads, flops_per_s=max(plain, ours), pair_flops_per_s=pairs)
 
 
 def shape(spec: models.ModelSpec) -> Roofline | None:
@@ -76,6 +77,7 @@ def shape(spec: models.ModelSpec) -> Roofline | None:
     return Roofline(
         bytes_per_s=1.0,
         flops_per_s=1.0,
+        pair_flops_per_s=1.0,
         weights_bytes=spec.weights_bytes - looked_up,
         kv_bytes_per_token=spec.kv_bytes_per_token,
         flops_per_token=2 * (read - table),

@@ -107,13 +107,14 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Roofline(Struct, frozen=True, array_like=True, kw_only=True):
-    """What bounds a step of a model on a machine: two rates that were measured, and what the model's shape asks for.
+    """What bounds a step of a model on a machine: rates that were measured, and what the model's shape asks for.
 
     A step reads all weights once, and the keys and values that each row sees; windows are not looked at.
     """
 
     bytes_per_s: float  # read from the device's memory
-    flops_per_s: float  # of matrix products
+    flops_per_s: float  # of products with the weights
+    pair_flops_per_s: float  # of attention's, which are never of weights that were rounded to integers
     weights_bytes: int  # that every step reads: all but a table of which it looks rows up
     kv_bytes_per_token: int
     flops_per_token: int  # of each computed token, in the layers' products
@@ -128,9 +129,13 @@ class Roofline(Struct, frozen=True, array_like=True, kw_only=True):
         """Operations of a step; a multiplication and its addition are two."""
         return tokens * self.flops_per_token + pairs * self.flops_per_pair + logits * self.flops_per_logit
 
+    def multiply_seconds(self, tokens: int, pairs: int, logits: int) -> float:
+        """The least time for a step's operations."""
+        return self.flops(tokens, 0, logits) / self.flops_per_s + pairs * self.flops_per_pair / self.pair_flops_per_s
+
     def seconds(self, tokens: int, context: int, pairs: int, logits: int) -> float:
         """The least time of a step: reading and computing go on beside each other, and the slower one decides."""
-        return max(self.bytes(context) / self.bytes_per_s, self.flops(tokens, pairs, logits) / self.flops_per_s)
+        return max(self.bytes(context) / self.bytes_per_s, self.multiply_seconds(tokens, pairs, logits))
 
 
 class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):

@@ -19,7 +19,7 @@ import torch
 from ..types import ConfigError
 from . import build
 
-# Best first, each with the bit that pequod_features() has for it.
+# The most capable first, each with the bit that pequod_features() has for it; `best_first` tells which to take.
 ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
 AMX, VNNI = 8, 16
 DOT_PAYS = 32  # the processor's dot product of bfloat16 is worth taking: measured, not read off

@@ -14,6 +14,7 @@ static uint64_t enabled_state() {  // what the operating system saves of the reg
 }
 
 // Bits: 1 AVX2 with FMA, 2 AVX-512 F, BW, DQ and VL, 4 AVX512-BF16, 8 AMX for bfloat16, 16 AVX-512 VNNI.
+// The next one, 32, is set by whoever loads this (library.py).
 EXPORT int32_t pequod_features() {
   uint32_t a, b, c, d, found = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;

@@ -98,7 +98,7 @@ int64_t duration(Step step) {
   const int64_t began = now();
   // The empty assembly keeps the compiler from taking one sum for all, and from computing them at another time.
   UNROLLED_24 for (int i = 0; i < CHAINS; ++i) __asm__ volatile("" : "+v"(sum[i]));
-  for (int n = 0; n < 100; ++n) UNROLLED_24 for (int i = 0; i < CHAINS; ++i) step(sum[i]);
+  for (int n = 0; n < 1000; ++n) UNROLLED_24 for (int i = 0; i < CHAINS; ++i) step(sum[i]);
   UNROLLED_24 for (int i = 0; i < CHAINS; ++i) __asm__ volatile("" : "+v"(sum[i]));
   return now() - began;
 }
@@ -148,12 +148,12 @@ EXPORT int32_t NAMED(product_bfloat16)(const Matrix* matrix, const uint16_t* x, 
 
 #if defined(HAS_DOT)
 // Whether two bfloat16 at once are faster than two multiply-adds: on AMD's processors by nearly two times, while on
-// Intel's (Emerald Rapids) they take as long as four. The shortest of many short trials, so that the answer, and with it
-// the results' bits, is the same at each start.
+// Intel's (Emerald Rapids) they take as long as four. The shortest of many short trials, so that whatever else the
+// processor does changes the answer, and with it the results' bits, at no start.
 EXPORT int32_t NAMED(dot_pays)() {
   int64_t dots = INT64_MAX, adds = INT64_MAX;
   const U pair = all_units(0x3f803f80);  // ones
-  for (int trial = 0; trial < 50; ++trial) {
+  for (int trial = 0; trial < 20; ++trial) {
     const int64_t one = duration([&](V& sum) { sum = dot(sum, pair, pair); });
     const int64_t other = duration([&](V& sum) { sum = fma(upper(pair), upper(pair), sum); });
     dots = one < dots ? one : dots, adds = other < adds ? other : adds;

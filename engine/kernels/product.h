@@ -31,7 +31,7 @@ const int64_t SHORT = 1 << 14;    // numbers of x that one thread packs faster t
 #define UNROLLED _Pragma("GCC unroll 16")
 
 // Panels side by side of few rows. Each is a stream from memory: AMD's processors are a fifth faster with one for each
-// thread, Intel's without a dot product of bfloat16 a third with four.
+// thread; Intel's, which do not take the dot product of bfloat16, a third with four.
 constexpr int beside(int64_t rows) {
 #if defined(HAS_DOT)
   (void)rows;
@@ -99,7 +99,7 @@ struct Product {
   template <int M, int P>
   __attribute__((noinline)) void tile(const char* xs, int64_t panel, int64_t row, const char* ahead, int lines) const {
     float out[M][P][WIDTH];
-    // Rows of y are far apart: their lines are asked for before the sums begin.
+    // Rows of y are far apart: the first line of each is asked for before the sums begin.
     const int64_t column = panel * (matrix->gated ? LANES : WIDTH), size = matrix->wide ? 4 : sizeof(Number);
     for (int m = 0; m < M; ++m) __builtin_prefetch((char*)y + ((row + m) * matrix->outputs + column) * size, 1, 2);
     Kind::template sums<M, P>(*matrix, units, panel, xs, ahead, lines, out);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ..commands import Parser, UsageError, settings_from, warn
@@ -18,6 +19,7 @@ from .steps import Step, decoding, least, prefilling
 if TYPE_CHECKING:
     from engine import Roofline
 
+RATES = ("bytes_per_s", "flops_per_s", "pair_flops_per_s")
 DECODED = 32  # tokens of each answer whose steps are timed
 CACHED_BYTES = 64 << 20  # smaller weights may stay in a processor's cache
 
@@ -67,10 +69,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             **session.about(),
             "dtype": limits.dtype,
             "workload": {"context": arguments.context, "rounds": arguments.rounds},
-            "machine_limits": {
-                "bytes_per_s": [each.bytes_per_s for each in limits.seen],
-                "flops_per_s": [each.flops_per_s for each in limits.seen],
-            },
+            "machine_limits": {rate: [getattr(each, rate) for each in limits.seen] for rate in RATES},
             "weights_bytes": limits.seen[0].weights_bytes,
             "phases": [phase for phase in phases if phase is not None],
         }
@@ -115,7 +114,9 @@ def figures(steps: Sequence[Step], limits: Sequence[Roofline], total: bool) -> d
     columns = [
         (
             float(rate.bytes(step.context)),
-            float(rate.flops(step.prompt_tokens + step.decode_tokens, step.pairs, step.logits)),
+            float(rate.flops(tokens := step.prompt_tokens + step.decode_tokens, step.pairs, step.logits)),
+            rate.bytes(step.context) / rate.bytes_per_s,
+            rate.multiply_seconds(tokens, step.pairs, step.logits),
             least(rate, step),
             step.total,
             step.seconds.get("forward", 0.0),
@@ -123,8 +124,8 @@ def figures(steps: Sequence[Step], limits: Sequence[Roofline], total: bool) -> d
         for step in steps
     ]
     values = [sum(column) if total else median(column) or 0.0 for column in zip(*columns, strict=True)]
-    found = dict(zip(("bytes", "flops", "limit_s", "seconds", "forward_s"), values, strict=True))
-    found["read_s"], found["multiply_s"] = found["bytes"] / rate.bytes_per_s, found["flops"] / rate.flops_per_s
+    names = ("bytes", "flops", "read_s", "multiply_s", "limit_s", "seconds", "forward_s")
+    found = dict(zip(names, values, strict=True))
     return {
         **found,
         "share": found["limit_s"] / found["seconds"],
@@ -137,8 +138,7 @@ def _mean(limits: Sequence[Roofline]) -> Roofline:
 
     return replace(
         limits[0],
-        bytes_per_s=sum(each.bytes_per_s for each in limits) / len(limits),
-        flops_per_s=sum(each.flops_per_s for each in limits) / len(limits),
+        **{rate: fmean(getattr(each, rate) for each in limits) for rate in RATES},
     )
 
 

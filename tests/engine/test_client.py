@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from engine import (
     Child,
@@ -19,8 +20,10 @@ from engine import (
     ModelError,
     ProcessEngine,
     SamplingParams,
+    channel,
 )
 from server.__main__ import main as pequod
+from tests.fakes import INFO
 
 CONFIG = EngineConfig(model="builtin", num_blocks=64, debug=True)
 PROMPT = (5, 6, 7)
@@ -211,6 +214,16 @@ def test_a_request_that_ran_at_two_deaths_fails_and_the_others_go_on():
             assert engine.status.restarts == 2
         finally:
             await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(("product", "kept"), [("avx512", "avx512"), ("avx512bf16", "avx512bf16"), ("torch", "auto")])
+def test_a_restart_computes_with_what_was_measured_to_be_faster_at_first(product, kept):
+    async def main() -> None:
+        engine = ProcessEngine(CONFIG)
+        engine._take(channel.Ready(replace(INFO, product=product)))
+        assert engine.config.cpu_isa == kept
 
     run(main)
 

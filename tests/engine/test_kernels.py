@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,6 +301,27 @@ def test_a_dot_product_that_pays_is_taken(processor):
     processor("avx2", "avx512", "avx512bf16", "fast dot")
     assert library.available() == ["avx512bf16", "avx512", "avx2"]
     assert choose("auto", CPU, torch.bfloat16).name == "avx512bf16"
+
+
+@pytest.mark.parametrize(("has", "pays"), [(True, True), (True, False), (False, None)])
+def test_whether_the_dot_product_pays_is_asked_where_there_is_one(monkeypatch, has, pays):
+    def asked() -> bool:
+        assert has, "no such instruction here"
+        return pays
+
+    features = ISAS["avx512"] | (ISAS["avx512bf16"] if has else 0)
+    fake = SimpleNamespace(pequod_features=lambda: features, dot_pays_avx512bf16=asked)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: fake)
+    monkeypatch.setattr(library, "_openmp", lambda: None)
+    assert library.load.__wrapped__(Path("library.so")) == (fake, features | (library.DOT_PAYS if pays else 0))
+
+
+@needs_library
+def test_a_processor_answers_the_same_each_time():
+    loaded, features = library.load(build.library())
+    if not features & ISAS["avx512bf16"]:
+        pytest.skip("this processor has no avx512bf16")
+    assert {bool(loaded.dot_pays_avx512bf16()) for _ in range(20)} == {bool(features & library.DOT_PAYS)}
 
 
 @needs_library

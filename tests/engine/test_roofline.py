@@ -10,6 +10,7 @@ import torch
 from engine import ConfigError, Roofline, hub, models, roofline
 from engine.config import EngineConfig
 from engine.kernels.library import choose
+from engine.models.layers import Linear
 from engine.models.spec import read_spec
 
 CPU = torch.device("cpu")
@@ -55,13 +56,14 @@ def test_what_a_model_with_experts_reads_is_not_known():
 
 def test_the_slower_of_reading_and_computing_decides():
     limit = Roofline(
-        bytes_per_s=10.0, flops_per_s=100.0, weights_bytes=50, kv_bytes_per_token=5, flops_per_token=40,
-        flops_per_pair=2, flops_per_logit=10,
+        bytes_per_s=10.0, flops_per_s=100.0, pair_flops_per_s=20.0, weights_bytes=50, kv_bytes_per_token=5,
+        flops_per_token=40, flops_per_pair=2, flops_per_logit=10,
     )  # fmt: skip
     assert limit.bytes(context=10) == 100
     assert limit.flops(tokens=3, pairs=10, logits=1) == 150
-    assert limit.seconds(1, 10, 10, 1) == 10.0  # 100 bytes; 70 operations are done in 0.7 s
-    assert limit.seconds(100, 10, 10, 1) == pytest.approx(40.3)
+    assert limit.seconds(1, 10, 10, 1) == 10.0  # 100 bytes; 50 operations are done in 0.5 s, the pairs' 20 in 1 s
+    assert limit.multiply_seconds(1, 10, 1) == 1.5
+    assert limit.seconds(100, 10, 10, 1) == pytest.approx(41.1)
 
 
 def test_both_rates_are_measured():
@@ -78,9 +80,14 @@ def test_the_rate_of_our_own_products_counts_where_they_compute(quantization, mo
     except ConfigError as error:
         pytest.skip(str(error))
     spec = read_spec(SHAPE, EngineConfig(model="x", quantization=quantization))
+    packed, pack = [], Linear.pack
+    monkeypatch.setattr(Linear, "pack", lambda *given, bits: (packed.append(bits), pack(*given, bits=bits)))
     monkeypatch.setattr(roofline, "matrix_rate", lambda *_: 1.0)
     assert roofline.measure(spec, CPU).flops_per_s == 1.0
-    assert roofline.measure(spec, CPU, kernels).flops_per_s > 1e6
+    found = roofline.measure(spec, CPU, kernels)
+    assert found.flops_per_s > 1e6
+    assert found.pair_flops_per_s == (found.flops_per_s if quantization == "none" else 1.0)
+    assert packed == [{"none": None, "int8": 8, "int4": 4}[quantization]]
 
 
 def test_the_program_measures_again_for_each_line(monkeypatch, capsys):

@@ -386,8 +386,8 @@ def test_promtool_reads_the_page():
 def test_the_share_of_the_limit_is_told_by_phase():
     bench = Bench()
     limit = Roofline(
-        bytes_per_s=1000.0, flops_per_s=1e9, weights_bytes=100, kv_bytes_per_token=10, flops_per_token=1,
-        flops_per_pair=1, flops_per_logit=1,
+        bytes_per_s=1000.0, flops_per_s=1e9, pair_flops_per_s=1e9, weights_bytes=100, kv_bytes_per_token=10,
+        flops_per_token=1, flops_per_pair=1, flops_per_logit=1,
     )  # fmt: skip
     bench.engine.info = replace(INFO, roofline=limit)
 
