@@ -399,7 +399,8 @@ class ProcessEngine(_Client):
                 # A restart serves the very files of the first start, wherever a branch of the hub has gone since.
                 self.config = replace(self.config, revision=message.info.revision or self.config.revision)
                 if message.info.product.startswith("avx512"):
-                    # Which of the two is faster was measured: another answer would change bits of what is half told.
+                    # Whether avx512bf16 or avx512 is faster was measured: another answer would change the bits of what
+                    # is half told.
                     self.config = replace(self.config, cpu_isa=message.info.product)
                 self.status.phase, self.status.share = "ready", 1.0
                 self._settled.set()

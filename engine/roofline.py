@@ -164,13 +164,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prepare(config: EngineConfig) -> tuple[models.ModelSpec, torch.device, Kernels | None]:
-    from .runner import pick_device  # which itself measures a machine with this module
+    from .runner import pick_device, set_threads  # which itself measures a machine with this module
 
     check(config)
     device = pick_device(config.device)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     spec = models.describe(hub.fetch(config.model, config.revision, weights=False).path, config)
+    if device.type == "cpu":
+        set_threads(config, spec)
     return spec, device, models.product(config, spec, device).kernels
 
 

@@ -15,7 +15,7 @@ from .library import Kernels, Matrix, Multiplied, Part, Progress, Weight, addres
 
 SLAB = 64 << 20  # bytes
 LINE = 64  # of a cache
-GROUP = 32  # columns that share a scale in 4 bits, as quantized.cpp has it
+GROUP = 32  # columns of a weight in 4 bits that share a scale: Four::SIZE in quantized.cpp
 
 
 class Stored(NamedTuple):

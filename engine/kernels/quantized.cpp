@@ -114,7 +114,7 @@ struct Eight {
 
 // The lower halves of a unit's bytes are its first four numbers.
 struct Four {
-  static const int SIZE = 32;
+  static const int SIZE = 32;  // numbers of a group, of x and of the weight
   static const int PER_UNIT = 8, ZERO = 8;
   static const bool AT_END = false;
   static constexpr float DOWN = 1.0f;

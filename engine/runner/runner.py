@@ -239,7 +239,7 @@ def build(
     backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
     if device.type == "cpu":
-        _set_threads(config, spec)
+        set_threads(config, spec)
     try:
         plan = memory.arrange(spec, config, machine)
         resolved = replace(plan.config, device=str(device), attention=backend.name)
@@ -293,7 +293,7 @@ def build(
     return runner, info, runner.config
 
 
-def _set_threads(config: EngineConfig, spec: models.ModelSpec) -> None:
+def set_threads(config: EngineConfig, spec: models.ModelSpec) -> None:
     """torch's threads on a CPU; for a tiny model one: its products take less time than to wake a second thread, and
     where the cores are busy every one of them would wait for the slowest thread."""
     if config.threads is not None:

@@ -94,7 +94,10 @@ def test_the_program_measures_again_for_each_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     monkeypatch.setattr(roofline, "BYTES", 1 << 20)
     monkeypatch.setattr(roofline, "SHAPES", ((8, 16, 16),))
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     assert roofline.main(["--json", '{"model": "builtin"}']) == 0
+    assert threads == [1], "a tiny model is computed by one thread, so its limit is that of one"
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 2
     spec = models.describe(hub.fetch("builtin", None, weights=False).path, EngineConfig(model="builtin"))
