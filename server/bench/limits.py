@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from ..commands import Failure, child_environment
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from engine import Roofline
 
     from ..settings import Settings
+
+
+RATES = ("bytes_per_s", "flops_per_s", "pair_flops_per_s")
+
+
+def middle(seen: Sequence[Roofline]) -> Roofline:
+    """The limits of the medians of all rates: a machine that others share gives one from moment to moment."""
+    from msgspec.structs import replace
+
+    return replace(seen[0], **{rate: median(getattr(each, rate) for each in seen) for rate in RATES})
 
 
 class Probe:
@@ -74,10 +85,17 @@ async def _line(process: asyncio.subprocess.Process) -> tuple[Roofline, str]:
     return Roofline(**fields), told["dtype"]
 
 
+@contextlib.asynccontextmanager
+async def probe_where_known(settings: Settings) -> AsyncIterator[Probe | None]:
+    """The same, or None where the model's limits are not known."""
+    async with contextlib.AsyncExitStack() as stack:
+        found = None
+        with contextlib.suppress(Failure):
+            found = await stack.enter_async_context(probe(settings))
+        yield found
+
+
 async def known(settings: Settings) -> Roofline | None:
     """The limits, measured once; None where the model's are not known."""
-    try:
-        async with probe(settings) as found:
-            return found.seen[0]
-    except Failure:
-        return None
+    async with probe_where_known(settings) as found:
+        return found.seen[0] if found is not None else None

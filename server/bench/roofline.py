@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ..commands import Parser, UsageError, settings_from, warn
 from . import options
 from .figures import median
-from .limits import Probe, probe
+from .limits import RATES, Probe, middle, probe
 from .session import Session, opened
 from .show import check, give, number, table
 from .steps import Step, decoding, least, prefilling
@@ -19,7 +18,6 @@ from .steps import Step, decoding, least, prefilling
 if TYPE_CHECKING:
     from engine import Roofline
 
-RATES = ("bytes_per_s", "flops_per_s", "pair_flops_per_s")
 DECODED = 32  # tokens of each answer whose steps are timed
 CACHED_BYTES = 64 << 20  # smaller weights may stay in a processor's cache
 
@@ -110,7 +108,7 @@ def figures(steps: Sequence[Step], limits: Sequence[Roofline], total: bool) -> d
     """Bytes, operations, and seconds at best and measured: of all steps together, or of the median step."""
     if not steps:
         return None
-    rate = _mean(limits)
+    rate = middle(limits)
     columns = [
         (
             float(rate.bytes(step.context)),
@@ -131,15 +129,6 @@ def figures(steps: Sequence[Step], limits: Sequence[Roofline], total: bool) -> d
         "share": found["limit_s"] / found["seconds"],
         "forward_share": found["limit_s"] / found["forward_s"],
     }
-
-
-def _mean(limits: Sequence[Roofline]) -> Roofline:
-    from msgspec.structs import replace
-
-    return replace(
-        limits[0],
-        **{rate: fmean(getattr(each, rate) for each in limits) for rate in RATES},
-    )
 
 
 def _middle(name: str, found: Sequence[dict[str, float] | None]) -> dict[str, Any] | None:

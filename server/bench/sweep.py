@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +62,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The result as JSON has it."""
-    limit = None if arguments.url is not None else await limits.known(settings_from(arguments).settings)
-    async with opened(arguments) as session:
-        sweep = Sweep(session, arguments, limit)
+    async with contextlib.AsyncExitStack() as stack:
+        probe = None
+        if arguments.url is None:
+            probe = await stack.enter_async_context(limits.probe_where_known(settings_from(arguments).settings))
+        session = await stack.enter_async_context(opened(arguments))
+        sweep = Sweep(session, arguments, probe)
         session.check_length(arguments.input_len + arguments.output_len)
         by_load = [await sweep.together(count) for count in arguments.concurrency or ()]
         by_rate = [await sweep.at_rate(rate) for rate in arguments.rate or ()]
         by_context = [await sweep.at_context(length) for length in arguments.context or () if sweep.fits(length)]
+        limit = limits.middle(probe.seen) if probe is not None else None
+        if limit is not None:
+            add_limits(limit, by_load, by_context, arguments)
         result = {
             "bench": "sweep",
             **session.about(),
@@ -90,10 +97,11 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 class Sweep:
     """The points of a sweep, one after another on one server."""
 
-    def __init__(self, session: Session, arguments: argparse.Namespace, limit: Roofline | None) -> None:
+    def __init__(self, session: Session, arguments: argparse.Namespace, probe: limits.Probe | None) -> None:
+        """`probe` measures the machine after each point."""
         self.session = session
         self.arguments = arguments
-        self.limit = limit
+        self.probe = probe
         self.shots: list[Shot] = []
 
     def fits(self, context: int) -> bool:
@@ -108,12 +116,7 @@ class Sweep:
         """So many requests at once."""
         given = self.arguments.input_len, self.arguments.output_len
         point = await self._point(str(count), lambda: [self.session.prompts.ask(*given) for _ in range(count)])
-        if self.limit is not None:
-            seen = given[0] + given[1] // 2  # tokens that a row sees in the middle of its answer
-            step = self.limit.seconds(count, count * seen, count * seen, count)
-            first = self.limit.seconds(count * given[0], count * given[0], count * given[0] * given[0] // 2, count)
-            point["limit_itl_s"] = step
-            point["limit_tok_s"] = count * given[1] / (first + (given[1] - 1) * step)
+        point["count"] = count
         return point
 
     async def at_rate(self, rate: float) -> dict[str, Any]:
@@ -130,19 +133,37 @@ class Sweep:
         """One request, after so many tokens."""
         point = await self._point(str(length), lambda: [self.session.prompts.ask(length, OUTPUT_AT_CONTEXT)])
         point["context"] = length
-        if self.limit is not None:
-            seen = length + OUTPUT_AT_CONTEXT // 2
-            point["limit_itl_s"] = self.limit.seconds(1, seen, seen, 1)
-            point["limit_ttft_s"] = self.limit.seconds(length, length, length * length // 2, 1)
         return point
 
     async def _point(self, load: str, asks: Any) -> dict[str, Any]:
         runs = await rounds(self.session, self.arguments, asks, None)
+        if self.probe is not None:
+            await self.probe.measure()
         self.shots += [shot for each in runs for shot in each.shots]
         figures = spread([summarize(each) for each in runs])
         names = ("output_tok_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "itl_max_s", "e2e_p50_s")
         point: dict[str, Any] = {name: figures[name]["median"] if name in figures else None for name in names}
         return {"load": load, **point, "figures": figures}
+
+
+def add_limits(
+    limit: Roofline,
+    by_load: Sequence[dict[str, Any]],
+    by_context: Sequence[dict[str, Any]],
+    arguments: argparse.Namespace,
+) -> None:
+    """Add to the points what they could be at best."""
+    given, wanted = arguments.input_len, arguments.output_len
+    for point in by_load:
+        count, seen = point["count"], given + wanted // 2  # tokens that a row sees in the middle of its answer
+        step = limit.seconds(count, count * seen, count * seen, count)
+        first = limit.seconds(count * given, count * given, count * given * given // 2, count)
+        point["limit_itl_s"] = step
+        point["limit_tok_s"] = count * wanted / (first + (wanted - 1) * step)
+    for point in by_context:
+        length, seen = point["context"], point["context"] + OUTPUT_AT_CONTEXT // 2
+        point["limit_itl_s"] = limit.seconds(1, seen, seen, 1)
+        point["limit_ttft_s"] = limit.seconds(length, length, length * length // 2, 1)
 
 
 def shown(result: dict[str, Any]) -> str:

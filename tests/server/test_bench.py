@@ -195,6 +195,19 @@ def test_rates_and_lengths_against_a_live_pequod(pequod, server, tmp_path):
     assert result["limit"] is None  # whose machine that is, nobody knows
 
 
+def test_a_sweep_of_its_own_server_stands_beside_the_limit(pequod):
+    lengths = ["--input-len", "8", "--output-len", "4", "--rounds", "1", "--warmup", "0"]
+    code, out, _ = pequod("sweep", "builtin", *lengths, "--concurrency", "1,4", "--context", "16,64", "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert result["limit"]["bytes_per_s"] > 1e6
+    one, four = (point["limit_itl_s"] for point in result["concurrency"])
+    near, far = (point["limit_itl_s"] for point in result["context"])
+    assert 0 < one < four and 0 < near < far
+    assert all(point["limit_tok_s"] > 0 for point in result["concurrency"])
+    assert all(point["limit_ttft_s"] > 0 for point in result["context"])
+
+
 def test_too_long_a_request_is_said_at_once(pequod, server):
     code, _, err = pequod("throughput", "--url", server.url, "--input-len", "2000", "--output-len", "100")
     assert code == 2
