@@ -147,7 +147,7 @@ def shown(result: dict[str, Any]) -> str:
         f"{result['server']['name']}, {result['server']['model']} in {result['dtype']}; measured"
         f" {len(reads)} times in between, this machine",
         f"  reads      {_range(reads, 'B/s')}",
-        f"  multiplies {_range(products, 'FLOP/s')}",
+        f"  multiplies {_range(products, 'FLOP/s')}; in attention {_range(rates['pair_flops_per_s'], 'FLOP/s')}",
         "",
     ]
     head = ["phase", "bytes", "operations", "bound by", "at best", "forward", "whole step", "share", "of forward"]

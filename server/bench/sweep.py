@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..commands import Parser, settings_from, warn
+from ..commands import Failure, Parser, settings_from, warn
 from . import limits, options, plots
 from .client import Ask, Shot
 from .figures import notes, spread, summarize
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CONCURRENCY = [1, 2, 4, 8, 16]
 OUTPUT_AT_CONTEXT = 32  # tokens that are timed at each context
+SETTLE_S = 0.5  # threads may spin for some 0.2 s after their last work, which a measurement of the machine would feel
 
 
 def add_arguments(parser: Parser) -> None:
@@ -72,7 +73,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         by_load = [await sweep.together(count) for count in arguments.concurrency or ()]
         by_rate = [await sweep.at_rate(rate) for rate in arguments.rate or ()]
         by_context = [await sweep.at_context(length) for length in arguments.context or () if sweep.fits(length)]
-        limit = limits.middle(probe.seen) if probe is not None else None
+        limit = limits.middle(sweep.limits) if sweep.limits else None
         if limit is not None:
             add_limits(limit, by_load, by_context, arguments)
         result = {
@@ -84,6 +85,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 "rounds": arguments.rounds,
             },
             "limit": None if limit is None else {name: getattr(limit, name) for name in limit.__struct_fields__},
+            "machine_limits": {rate: [getattr(each, rate) for each in sweep.limits] for rate in limits.RATES},
             "concurrency": by_load,
             "rate": by_rate,
             "context": by_context,
@@ -102,6 +104,7 @@ class Sweep:
         self.session = session
         self.arguments = arguments
         self.probe = probe
+        self.limits = list(probe.seen) if probe is not None else []
         self.shots: list[Shot] = []
 
     def fits(self, context: int) -> bool:
@@ -137,13 +140,22 @@ class Sweep:
 
     async def _point(self, load: str, asks: Any) -> dict[str, Any]:
         runs = await rounds(self.session, self.arguments, asks, None)
-        if self.probe is not None:
-            await self.probe.measure()
+        await self._measure_machine()
         self.shots += [shot for each in runs for shot in each.shots]
         figures = spread([summarize(each) for each in runs])
         names = ("output_tok_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "itl_max_s", "e2e_p50_s")
         point: dict[str, Any] = {name: figures[name]["median"] if name in figures else None for name in names}
         return {"load": load, **point, "figures": figures}
+
+    async def _measure_machine(self) -> None:
+        if self.probe is None:
+            return
+        await asyncio.sleep(SETTLE_S)
+        try:
+            self.limits.append(await self.probe.measure())
+        except Failure as error:
+            warn(str(error))
+            self.probe = None
 
 
 def add_limits(

@@ -13,10 +13,11 @@ import pytest
 from server.__main__ import main
 from server.bench import invariance, kernels, snapshot
 from server.bench.client import Shot
+from server.bench.limits import Probe
 from server.bench.processes import tree
 from server.bench.session import flags
 from server.bench.steps import StepLog, decoding, phases, prefilling
-from server.commands import Parser, bench
+from server.commands import Failure, Parser, bench
 from tests.live import WAIT_S, Server, eventually
 from tests.server.test_bench_client import Other
 
@@ -200,12 +201,26 @@ def test_a_sweep_of_its_own_server_stands_beside_the_limit(pequod):
     code, out, _ = pequod("sweep", "builtin", *lengths, "--concurrency", "1,4", "--context", "16,64", "--json")
     assert code == 0
     result = json.loads(out)
-    assert result["limit"]["bytes_per_s"] > 1e6
+    for rate, seen in result["machine_limits"].items():
+        assert len(seen) == 5, "once before, and once after each point"
+        assert result["limit"][rate] == sorted(seen)[2] > 1e6
     one, four = (point["limit_itl_s"] for point in result["concurrency"])
     near, far = (point["limit_itl_s"] for point in result["context"])
     assert 0 < one < four and 0 < near < far
     assert all(point["limit_tok_s"] > 0 for point in result["concurrency"])
     assert all(point["limit_ttft_s"] > 0 for point in result["context"])
+
+
+def test_a_machine_that_cannot_be_measured_any_more_costs_no_figures(pequod, monkeypatch):
+    async def dies(_: Probe) -> None:
+        raise Failure("the machine's limits could not be measured")
+
+    monkeypatch.setattr(Probe, "measure", dies)
+    code, out, err = pequod("sweep", "builtin", *SMALL, "--output-len", "4", "--concurrency", "1,2", "--json")
+    assert code == 0 and "could not be measured" in err
+    result = json.loads(out)
+    assert [point["load"] for point in result["concurrency"]] == ["1", "2"]
+    assert len(result["machine_limits"]["bytes_per_s"]) == 1, "the one that was measured before"
 
 
 def test_too_long_a_request_is_said_at_once(pequod, server):
