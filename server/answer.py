@@ -25,12 +25,12 @@ from .conversation import Shape, check_takes_grammars, hidden_ids, shape
 from .conversation import parser as message_parser
 from .errors import CONTEXT_CODE, ApiError, deadline, from_exception, invalid
 from .generation import Choice, Due, Generation, Gone, Scores
+from .grammar.schemas import Grammar
 from .limits import Caller
 from .prompts import TextTooLong
 from .protocol.common import Head, Json, Output, Prompt, TokenText, Writer
 from .protocol.conversation import Conversation
 from .protocol.sampling import Drawing
-from .schemas import Grammar
 from .state import Pequod
 from .templates import TemplateError
 from .text import TextStream

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .errors import invalid
+from .grammar.schemas import MAX_SOURCE, Grammar, refusal
 from .parsers import Formats, MessageParser, ends_reasoning, markers, message_parser, reasoning_opened
 from .parsers.forced import call_grammar
 from .protocol.common import Json, Prompt
 from .protocol.conversation import Calling, Conversation, Tool
 from .protocol.sampling import Drawing
-from .schemas import MAX_SOURCE, Grammar, refusal
 from .state import Pequod
 
 ANY_ARGUMENTS: Json = {"type": "object"}

@@ -16,10 +16,10 @@ from starlette.types import Receive
 from engine import GRAMMARS_BUSY, EngineRequest, RequestStats, TokenDelta, TokenLogprob
 
 from .errors import ApiError, deadline, from_exception, invalid, unavailable
+from .grammar.schemas import refusal
 from .metrics import Track
 from .parsers import Call, Content, MessageParser, Part, Plain
 from .protocol.common import Json, Output, usage
-from .schemas import refusal
 from .state import Pequod
 from .text import TextStream
 

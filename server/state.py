@@ -20,12 +20,12 @@ from engine import ConfigError, Engine, EngineDied, EngineError, EngineInfo, Mod
 from .background import Background
 from .defaults import read_defaults
 from .errors import not_found, place, shown
+from .grammar.schemas import Gate
 from .limits import Limits
 from .metrics import Metrics
 from .parsers import Formats, detect
 from .prompts import Prompts
 from .protocol.responses_answer import interrupted
-from .schemas import Gate
 from .settings import Settings
 from .store import Store
 from .templates import TemplateError

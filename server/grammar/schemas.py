@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from engine import grammar_problem
 
-from .errors import ApiError, invalid, shown
+from ..errors import ApiError, invalid, shown
 from .patterns import MAX_SHORTEST, is_too_long, shortest
 
 MAX_DEPTH = 64  # schemas within schemas
