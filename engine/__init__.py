@@ -5,9 +5,12 @@ This is the whole public surface. Importing it imports no torch.
 
 from .client import Child, Engine, EngineStatus, LocalEngine, ProcessEngine
 from .config import EngineConfig
+from .fair import FairLock
 from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
+from .grammar import trial as grammar_trial
 from .hub import Folder, fetch
+from .process import begin_child, spawn
 from .types import (
     ConfigError,
     EngineDied,
@@ -36,6 +39,7 @@ __all__ = [
     "EngineInfo",
     "EngineRequest",
     "EngineStatus",
+    "FairLock",
     "Folder",
     "LocalEngine",
     "ModelError",
@@ -48,6 +52,9 @@ __all__ = [
     "StepStats",
     "TokenDelta",
     "TokenLogprob",
+    "begin_child",
     "fetch",
     "grammar_problem",
+    "grammar_trial",
+    "spawn",
 ]

@@ -24,7 +24,7 @@ from starlette.types import Scope
 
 from engine import EngineDied, EngineError, RequestError
 
-SHOWN = 64  # characters of a client's own text that a message may repeat
+from .shown import shown
 
 CONTEXT_CODE = "context_length_exceeded"
 
@@ -147,11 +147,6 @@ def from_engine(error: EngineError) -> ApiError:
     if isinstance(error, EngineDied):
         return unavailable("The engine stopped while it worked on this request.", "engine_died", 5)
     return unavailable("The model could not be loaded.", "model_not_loaded", 30)
-
-
-def shown(text: str) -> str:
-    """A client's own word, shortened to what may be repeated."""
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def from_validation(error: ValidationError | RequestValidationError, document: Any = None) -> ApiError:

@@ -19,7 +19,7 @@ from engine import ConfigError, Engine, EngineDied, EngineError, EngineInfo, Mod
 
 from .background import Background
 from .defaults import read_defaults
-from .errors import not_found, place, shown
+from .errors import not_found, place
 from .grammar.schemas import Gate
 from .limits import Limits
 from .metrics import Metrics
@@ -27,6 +27,7 @@ from .parsers import Formats, detect
 from .prompts import Prompts
 from .protocol.responses_answer import interrupted
 from .settings import Settings
+from .shown import shown
 from .store import Store
 from .templates import TemplateError
 from .tokenizer import Tokenizer

@@ -11,13 +11,14 @@ from ..answer import answer
 from ..background import Job
 from ..body import body, described, streamed
 from ..conversation import encode
-from ..errors import OPENAI_ERRORS, invalid, not_found, shown
+from ..errors import OPENAI_ERRORS, invalid, not_found
 from ..limits import Caller, UserDep
 from ..protocol.common import Head, Json, Prompt, TokenText
 from ..protocol.responses import ResponsesRequest
 from ..protocol.responses_answer import ResponsesWriter, item_id, response_of
 from ..protocol.responses_items import MAX_ITEMS
 from ..protocol.responses_object import InputItems, ResponseAnswer, ResponseDeleted, ResponseEvent
+from ..shown import shown
 from ..state import AppDep, Pequod
 from ..store import Record, packed, unpacked
 
