@@ -144,11 +144,15 @@ class EngineLoop:
             if self.grammars is None:
                 raise GrammarError("this engine takes no grammars")
             matcher = await self.grammars.compile(request)
+            begins = matcher.begin(self.scheduler.room(request) - 1)
         except (GrammarError, GrammarsBusy) as error:
             field = "grammar" if isinstance(error, GrammarError) else None
             delta: TokenDelta | None = TokenDelta(id=request.id, finish_reason="error", error=str(error), field=field)
+        except Exception as error:  # a bug: the request must not wait for ever
+            message = f"the grammar cannot be compiled: {type(error).__name__}"
+            delta = TokenDelta(id=request.id, finish_reason="error", error=message)
         else:
-            delta = self.scheduler.add(request, matcher.begin(self.scheduler.room(request) - 1))
+            delta = self.scheduler.add(request, begins)
             if delta is None:
                 self.grammars.add(request.id, matcher)
         del self._compiling[request.id]

@@ -33,8 +33,8 @@ def begin_child(*ignored: signal.Signals) -> tuple[int, list[str]]:
     """What a process that `spawn` has started does first; returns its socket's descriptor and its arguments.
 
     From now on the system kills this process when its parent has died, whatever it is doing then. `ignored` are signals
-    that a terminal sends to the parent's children too: the parent alone decides when they end. Only Linux kills orphans;
-    elsewhere a child ends when it finds its socket closed.
+    that a terminal sends to the parent's children too: the parent alone decides when they end. Only Linux kills
+    orphans; elsewhere a child ends when it finds its socket closed.
     """
     fd, parent_pid, *arguments = sys.argv[1:]
     for each in ignored:

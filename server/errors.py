@@ -125,6 +125,11 @@ def too_large(message: str) -> ApiError:
     return ApiError(413, message, code="body_too_large")
 
 
+def over_share(message: str, retry_after: int) -> ApiError:
+    """429: the caller has its share of the server, and the rest is kept for others."""
+    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
+
+
 def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
     """503: this server cannot take the request now, whoever asks."""
     return ApiError(503, message, type="server_error", code=code, retry_after=retry_after)
@@ -297,6 +302,7 @@ OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {
         401: "No valid API key",
         404: "No such model",
         413: "The body is too large",
+        429: "The caller has its share of the server; Retry-After tells when to try again",
         503: "Loading, draining or full; Retry-After tells when to try again",
         504: "The time limit has passed",
     }.items()

@@ -17,10 +17,11 @@ from fastapi import Depends, Request
 
 from engine import ConfigError, Engine, EngineDied, EngineError, EngineInfo, ModelError
 
+from .auth import Keys
 from .background import Background
 from .defaults import read_defaults
 from .errors import not_found, place
-from .grammar.schemas import Gate
+from .grammar.gate import Gate
 from .limits import Limits
 from .metrics import Metrics
 from .parsers import Formats, detect
@@ -76,6 +77,7 @@ class Pequod:
         self.settings = settings
         self.engine = engine
         self.version = version
+        self.keys = Keys(settings)
         self.limits = Limits(settings)
         self.grammars = Gate()
         self.background = Background()
@@ -83,6 +85,7 @@ class Pequod:
             settings.response_store, settings.max_stored_responses, settings.max_stored_bytes, interrupted
         )
         self.metrics = Metrics(settings, engine, self.limits)
+        self.description = b""  # of the API as JSON, once somebody has asked for it
         self.is_loaded = False  # generation has worked at some time: engine, tokenizer and prompts are there
         self.tokenizer: Tokenizer | None = None
         self.prompts: Prompts | None = None
@@ -122,6 +125,7 @@ class Pequod:
             self.prompts.max_len = info.max_len
             self.formats = self._formats(self.prompts.template_source)
             self.limits.max_seqs = info.max_seqs
+            self.grammars.checker.width = info.vocab_size
             self.metrics.bind(info)
             self.is_loaded = True
         self._settled.set()
@@ -298,6 +302,7 @@ class Pequod:
     async def close(self) -> None:
         """Stop background work, the engine and all threads."""
         await self.background.close()
+        await self.grammars.close()
         await self.engine.close()
         await asyncio.to_thread(self.store.close)
         if self.prompts is not None:

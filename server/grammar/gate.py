@@ -111,8 +111,8 @@ class Gate:
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest, the oldest use first
         self._checking: dict[bytes, tuple[asyncio.Task[Verdict], list[None]]] = {}  # with one entry for each waiter
 
-    async def check(self, grammar: Grammar, caller: str) -> float:
-        """Return the seconds of CPU time that compiling the grammar takes.
+    async def check(self, grammar: Grammar, caller: str) -> Grammar:
+        """Return the grammar with the CPU time that compiling it takes.
 
         Raises 400 when it cannot be used, and 503 when too many are checked.
         """
@@ -125,7 +125,7 @@ class Gate:
             raise unavailable("Grammars cannot be checked at the moment.", "grammars_unavailable", RETRY_S) from None
         if verdict.problem is not None:
             raise refusal(grammar.field, verdict.problem)
-        return verdict.seconds
+        return grammar._replace(compile_s=verdict.seconds)
 
     async def _verdict(self, grammar: Grammar, caller: str) -> Verdict:
         digest = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode("utf-8", "surrogatepass")).digest()

@@ -39,6 +39,7 @@ class Grammar(NamedTuple):
     text: str
     field: str
     is_raw: bool = False  # it binds all of the text, with the marks of reasoning and calls; else only the answer itself
+    compile_s: float = 0.0  # CPU time that compiling it takes, once it has been checked
 
     @property
     def pair(self) -> tuple[str, str]:

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from ..answer import answer
+from ..auth import UserDep
 from ..background import Job
 from ..body import body, described, streamed
 from ..conversation import encode
 from ..errors import OPENAI_ERRORS, invalid, not_found
-from ..limits import Caller, UserDep
+from ..limits import Caller
 from ..protocol.common import Head, Json, Prompt, TokenText
 from ..protocol.responses import ResponsesRequest
 from ..protocol.responses_answer import ResponsesWriter, item_id, response_of

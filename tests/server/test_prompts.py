@@ -128,12 +128,11 @@ def test_what_can_never_fit_is_not_tokenized(made: Make, monkeypatch: pytest.Mon
     prompts = Prompts(tokenizer, max_len=20_000, chat_template="{{ messages[0].content }}")
     limit = 20_000 * tokenizer.longest
     assert prompts.max_characters == limit
-    assert len(asyncio.run(prompts.encode("." * limit))) >= 20_000
+    assert len(asyncio.run(prompts.encode("." * limit, fits=False))) >= 20_000
 
     monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: pytest.fail("tokenized"))
-    with pytest.raises(TextTooLong, match=f"{limit + 1} characters.*at most {limit}") as caught:
+    with pytest.raises(TextTooLong, match=f"{limit + 1} characters.*at most {limit}"):
         asyncio.run(prompts.encode("." * (limit + 1)))
-    assert (caught.value.characters, caught.value.limit) == (limit + 1, limit)
     with pytest.raises(TextTooLong):
         asyncio.run(prompts.chat([{"role": "user", "content": "." * (limit + 1)}]))
 

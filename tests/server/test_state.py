@@ -11,8 +11,9 @@ import pytest
 from fastapi.responses import StreamingResponse
 
 from engine import ConfigError, EngineDied, ModelError
+from server.auth import UserDep
 from server.defaults import read_defaults
-from server.limits import Caller, UserDep
+from server.limits import Caller
 from server.state import AppDep
 from tests.fakes import FakeEngine, listening, model_folder, serving
 from tests.live import WAIT_S
