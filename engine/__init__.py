@@ -3,7 +3,7 @@
 This is the whole public surface. Importing it imports no torch.
 """
 
-from .client import Child, Engine, EngineStatus, LocalEngine, ProcessEngine
+from .client import Engine, EngineStatus, LocalEngine
 from .config import EngineConfig
 from .fair import FairLock
 from .grammar import GRAMMARS_BUSY
@@ -11,6 +11,7 @@ from .grammar import problem as grammar_problem
 from .grammar import trial as grammar_trial
 from .hub import Folder, fetch
 from .process import begin_child, spawn
+from .supervisor import Child, ProcessEngine
 from .types import (
     ConfigError,
     EngineDied,

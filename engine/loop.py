@@ -60,6 +60,11 @@ class EngineLoop:
         self._mail = asyncio.Event()
         self._compiling: dict[int, asyncio.Task[None]] = {}  # by request id; not yet known to the scheduler
         self._publish_s = 0.0
+        self._waits_since: float | None = None  # time.monotonic(); for a step to be collected; None: nothing to compute
+
+    def stalled_s(self) -> float:
+        """Seconds that there has been work and no step was collected."""
+        return 0.0 if self._waits_since is None else time.monotonic() - self._waits_since
 
     async def run(self) -> None:
         """Step for ever; ends by cancellation or with the exception that a step raised."""
@@ -74,6 +79,7 @@ class EngineLoop:
 
     async def _step(self) -> None:
         began = time.perf_counter()
+        self._waits_since = self._waits_since or time.monotonic()
         batch = self.scheduler.schedule()
         if batch is None:
             await self._idle()
@@ -88,6 +94,7 @@ class EngineLoop:
             tokens, deltas = None, self.scheduler.abandon(batch)
             told = Batch(batch.step, [])  # nothing of it counts
         self._publish(told, tokens, deltas, scheduled - began)
+        self._waits_since = None  # a slow server is no stall
         await self.outbox.drained()
 
     async def _tokens(self, batch: Batch) -> StepTokens:
@@ -122,6 +129,7 @@ class EngineLoop:
 
     async def _idle(self) -> None:
         """Wait for mail; never spin. Nothing runs, so the books must add up now."""
+        self._waits_since = None
         pool = self.scheduler.pool
         if self.scheduler.is_idle and pool.num_held:
             raise AssertionError(f"{pool.num_held} blocks are held and nobody runs")

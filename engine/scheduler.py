@@ -27,6 +27,9 @@ from .types import EngineRequest, Pooling, StepStats, TokenDelta, TokenLogprob
 # Logits of every position of a chunk are wide: 64 rows of a vocabulary of 152,000 are 39 MB in float32.
 SCORED_TOKENS = 64
 POOLINGS = ("last", "mean")
+# Steps that must fit into memory, after one that did not, before larger ones are tried again: each failure costs
+# somebody a request. After each further failure twice as many; after MOST_GOOD_STEPS the failures are forgotten.
+GOOD_STEPS, MOST_GOOD_STEPS = 64, 1 << 14
 # Blocks kept free when a request is admitted, so that those that run can grow before anyone must be preempted.
 WATERMARK = 0.03
 
@@ -73,6 +76,8 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._cohort: set[int] = set()  # under the policy `static`: who belongs to the batch that runs
+        self._good_steps = 0  # since the last one that ran out of memory, or since the limits were last raised
+        self._patience = GOOD_STEPS // 2  # good steps after which they are raised, or the patience is forgotten
         self._told = (0, 0, 0, 0)  # preempted, queries, hits, forced when stats were last given
 
     # -- requests come and go -------------------------------------------------------------------------------
@@ -417,6 +422,7 @@ class Scheduler:
         """Take in what a step computed; gives new tokens and terminal deltas, in order of arrival."""
         deltas = []
         now = self.clock()
+        self._recover()
         for index, row in enumerate(batch.rows):
             seq = self.by_id[row.seq_id]
             seq.num_computed += seq.num_inflight
@@ -453,7 +459,9 @@ class Scheduler:
         return deltas
 
     def abandon(self, batch: Batch) -> list[TokenDelta]:
-        """A step ran out of memory: nothing of it counts, its largest request fails, and steps get smaller."""
+        """A step ran out of memory: it does not count, its largest request fails, and steps are smaller for a while."""
+        self._patience = min(MOST_GOOD_STEPS, self._patience * 2)
+        self._good_steps = 0
         if self.budget <= self.max_seqs:  # fewer tokens did not help: fewer rows
             self.max_seqs = max(1, min(self.max_seqs, len(batch.rows)) - 1)
         largest = max(batch.rows, key=lambda row: (len(row.token_ids), self.by_id[row.seq_id].arrival))
@@ -467,6 +475,24 @@ class Scheduler:
             elif row is largest:
                 deltas.append(self._end(seq, "error", error="the step that this request was in ran out of memory"))
         return deltas
+
+    @property
+    def _is_reduced(self) -> bool:
+        """Whether steps are smaller than the configuration says."""
+        assert self.config.max_seqs and self.config.max_batched_tokens
+        return self.budget < self.config.max_batched_tokens or self.max_seqs < self.config.max_seqs
+
+    def _recover(self) -> None:
+        """A step has fitted into memory: what an earlier one that did not has cost is given back little by little."""
+        self._good_steps += 1
+        if not self._is_reduced:
+            if self._good_steps == MOST_GOOD_STEPS:
+                self._patience = GOOD_STEPS // 2
+        elif self._good_steps >= self._patience:
+            assert self.config.max_seqs and self.config.max_batched_tokens
+            self._good_steps = 0
+            self.max_seqs = min(self.config.max_seqs, self.max_seqs + max(1, self.max_seqs // 2))
+            self.budget = min(self.config.max_batched_tokens, max(2 * self.budget, self.max_seqs))
 
     def _extend(self, seq: Sequence, drawn: list[int], is_whole: bool) -> str | None:
         """Append what was drawn and what the grammar forces behind it, up to the sequence's end; gives its reason.
