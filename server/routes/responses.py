@@ -11,7 +11,7 @@ from ..answer import answer
 from ..background import Job
 from ..body import body, described, streamed
 from ..conversation import encode
-from ..errors import OPENAI_ERRORS, invalid, not_found, shown
+from ..errors import OPENAI_ERRORS, ApiError, invalid, not_found, shown
 from ..limits import Caller, UserDep
 from ..protocol.common import Head, Json, Prompt, TokenText
 from ..protocol.responses import ResponsesRequest
@@ -97,9 +97,10 @@ async def cancel(response_id: str, app: AppDep, caller: UserDep) -> Response:
 @router.delete("/v1/responses/{response_id}", responses=STORED)
 async def delete(response_id: str, app: AppDep, caller: UserDep) -> ResponseDeleted:
     """Forget a response; work that goes on for it is stopped. Responses that went on from it stay whole."""
-    await found(app, caller, response_id)
-    await app.background.cancel(response_id)
-    await app.store.delete(response_id)
+    if await app.store.get(response_id, caller.key) is not None:
+        await app.background.cancel(response_id)
+    if not await app.store.delete(response_id, caller.key):
+        raise no_response(response_id)
     return ResponseDeleted(id=response_id, object="response", deleted=True)
 
 
@@ -148,9 +149,11 @@ class Keeper:
 
     def keep(self, response: Json) -> None:
         if self.asked.is_stored:
+            is_replacement = bool(self._items)
             self._items = self._items or packed(named(self.asked, response["id"]))
             is_open = response["status"] in OPEN
-            self.app.store.put(Record(response["id"], self.owner, is_open, packed(response), self._items))
+            record = Record(response["id"], self.owner, is_open, packed(response), self._items)
+            self.app.store.put(record, is_replacement)
 
 
 def named(asked: ResponsesRequest, response_id: str) -> list[Json]:
@@ -164,9 +167,13 @@ async def found(app: Pequod, caller: Caller, response_id: str) -> Record:
     """A caller's own stored response; raises 404."""
     record = await app.store.get(response_id, caller.key)
     if record is None:
-        message = f"There is no stored response '{shown(response_id)}'."
-        raise not_found(message, "response_id", "response_not_found")
+        raise no_response(response_id)
     return record
+
+
+def no_response(response_id: str) -> ApiError:
+    """404: no response of this id, or not the caller's."""
+    return not_found(f"There is no stored response '{shown(response_id)}'.", "response_id", "response_not_found")
 
 
 def told(record: Record) -> Response:

@@ -6,8 +6,9 @@ import openai
 import pytest
 
 from server.routes import responses as routes
-from tests.fakes import FakeEngine, listening, serving
+from tests.fakes import FakeEngine, listening, serving, until
 from tests.server.responses_wire import CALL, WEATHER, make_folder, prompts
+from tests.server.stores import Faulty, written
 from tests.server.wire import LIBRARY, RESPONSES, run, saying
 
 
@@ -188,6 +189,67 @@ def test_the_store_is_bounded(folder):
         assert found == [404, 404, 200, 200]
 
     run(folder, use, FakeEngine(saying("the whale")), max_stored_responses=2)
+
+
+def test_one_key_cannot_drive_out_the_responses_of_another(folder):
+    async def use(client):
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in ("a", "b"))
+
+        async def make(headers):
+            return (await client.post(RESPONSES, json={"input": "the sea"}, headers=headers)).json()["id"]
+
+        kept = await make(mine)
+        made = [await make(other) for _ in range(6)]
+        statuses = [(await client.get(f"{RESPONSES}/{id}", headers=other)).status_code for id in made]
+        assert statuses == [404] * 4 + [200] * 2
+        assert (await client.get(f"{RESPONSES}/{kept}", headers=mine)).status_code == 200
+
+    run(folder, use, FakeEngine(saying("the whale")), api_key=["a", "b"], max_stored_responses=3)
+
+
+def test_a_deletion_that_a_full_disk_refuses_is_a_503_until_it_is_done(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("server.store.FIRST_DELAY_S", 0.01)
+    path = tmp_path / "responses.db"
+
+    async def use(client):
+        store = client._transport.app.state.pequod.store
+        disk = Faulty(store)
+        made = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
+        await written(store)
+        disk.is_full = True
+        for _ in range(2):
+            answer = await client.delete(f"{RESPONSES}/{made}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_failed")
+            assert "retry-after" in answer.headers
+            assert (await client.get(f"{RESPONSES}/{made}")).status_code == 404
+        disk.is_full = False
+        await until(lambda: store._num_pending() == (0, 0))
+        assert (await client.delete(f"{RESPONSES}/{made}")).status_code == 404
+        return made
+
+    made = run(folder, use, FakeEngine(saying("the whale")), response_store=path)
+    assert run(folder, lambda client: client.get(f"{RESPONSES}/{made}"), response_store=path).status_code == 404
+
+
+def test_a_background_response_leaves_no_earlier_version(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("server.store.FIRST_DELAY_S", 1000)
+    path = tmp_path / "responses.db"
+    engine = FakeEngine(saying("the whale"))
+
+    async def use(client):
+        store = client._transport.app.state.pequod.store
+        engine.hold()
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()["id"]
+        await written(store)
+        Faulty(store).is_full = True
+        engine.let_go()
+        await until(lambda: made in store._changes and not store._changes[made].record.is_open)
+        for _ in range(2):  # they drive it out of memory
+            assert (await client.post(RESPONSES, json={"input": "a"})).status_code == 200
+        assert (await client.get(f"{RESPONSES}/{made}")).status_code == 404
+        assert store._num_pending() == (2, 1)
+
+    run(folder, use, engine, response_store=path, max_stored_responses=2)
 
 
 def test_a_file_keeps_responses_over_a_restart(folder, tmp_path):
