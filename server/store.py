@@ -453,6 +453,14 @@ def packed(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
-def unpacked(data: bytes) -> Any:
+def unpacked(data: bytes | msgspec.Raw) -> Any:
     """The value of a record's JSON."""
     return msgspec.json.decode(data)
+
+
+def elements(data: bytes) -> list[msgspec.Raw]:
+    """The elements of a record's JSON array, not decoded.
+
+    Decoding them one by one lets other threads run in between; msgspec holds the interpreter's lock during a call.
+    """
+    return msgspec.json.decode(data, type=list[msgspec.Raw])
