@@ -300,10 +300,18 @@ class Settings(BaseSettings):
         "limits", None, "keep stored responses in this SQLite file (default: in memory)", "FILE"
     )
     max_stored_responses: int = setting(
-        "limits", 10_000, "stored responses, above it the longest unused go", "N", ge=1, le=2**31 - 1
+        "limits",
+        10_000,
+        "stored responses; above it the key with the most of them loses its longest unused",
+        "N",
+        ge=1,
+        le=2**31 - 1,
     )
     max_stored_bytes: Annotated[Bytes, Field(ge=1024, le=2**50)] = setting(
-        "limits", 64 << 20, "most bytes of all stored responses, such as 64MiB", "SIZE"
+        "limits",
+        64 << 20,
+        "bytes of stored responses, such as 64MiB; above it the key with the most loses its longest unused",
+        "SIZE",
     )
     ignore_fields: Names = setting("limits", [], "unknown request fields to drop instead of refusing: a,b", "FIELD")
 
