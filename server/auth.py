@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ class Keys:
         self._keys = {hash_key(key): key.encode() for key in settings.keys}
         self._weights = {hash_key(key): weight for key, weight in settings.keys.items()}
         self._metrics_key = settings.metrics_key.get_secret_value().encode() if settings.metrics_key else None
+        self._secret = secrets.token_bytes(16)
         self.are_metrics_open = settings.public_metrics or not (self._keys or self._metrics_key)
 
     def identify(self, scope: Scope) -> Caller:
@@ -65,6 +67,12 @@ class Keys:
                 if hmac.compare_digest(sent, key):
                     found = digest
         return found
+
+    def payer(self, caller: Caller) -> str:
+        """Whose share what a caller stores counts against: "" for its key, else a name that hides its address."""
+        if caller.key:
+            return ""
+        return hashlib.blake2b(caller.flow.encode(), key=self._secret, digest_size=8).hexdigest()
 
     def salt_for(self, caller: Caller, user_salt: str | None = None) -> str:
         """The cache_salt of a caller's requests: with several keys, none finds another's prefixes in the cache."""

@@ -53,6 +53,11 @@ class Record(NamedTuple):
     is_open: bool  # its work goes on
     answer: bytes  # the response as JSON
     items: bytes  # the conversation before it as JSON
+    payer: str = ""  # whose share it counts against: the owner, unless all owners are the same for want of keys
+
+    @property
+    def share(self) -> str:
+        return self.payer or self.owner
 
     @property
     def num_bytes(self) -> int:
@@ -181,7 +186,7 @@ class Store:
                 evicted = next(iter(self._unwritten[owner].values()))
                 self._forget(evicted.id)
                 if evicted.is_replacement:
-                    self._changes[evicted.id] = Change(evicted.id, owner)
+                    self._changes[evicted.id] = Change(evicted.id, evicted.owner)
             self._flush_soon()
 
     async def get(self, id: str, owner: str) -> Record | None:
@@ -192,7 +197,7 @@ class Store:
                 if change.record is None or change.owner != owner:
                     return None
                 change.used = self._tick()
-                self._unwritten[owner].move_to_end(id)
+                self._unwritten[change.record.share].move_to_end(id)
                 return change.record
         return await self._run(lambda: self._read(id, owner))
 
@@ -270,17 +275,19 @@ class Store:
         """Add a record that is not written."""
         assert change.record is not None
         self._changes[change.id] = change
-        self._unwritten.setdefault(change.owner, OrderedDict())[change.id] = change
-        self._waiting.add(change.owner, 1, change.record.num_bytes)
+        share = change.record.share
+        self._unwritten.setdefault(share, OrderedDict())[change.id] = change
+        self._waiting.add(share, 1, change.record.num_bytes)
 
     def _forget(self, id: str) -> Change | None:
         """Drop the change of a record and return it, if there is one."""
         change = self._changes.pop(id, None)
         if change is not None and change.record is not None:
-            self._waiting.add(change.owner, -1, -change.record.num_bytes)
-            del self._unwritten[change.owner][id]
-            if not self._unwritten[change.owner]:
-                del self._unwritten[change.owner]
+            share = change.record.share
+            self._waiting.add(share, -1, -change.record.num_bytes)
+            del self._unwritten[share][id]
+            if not self._unwritten[share]:
+                del self._unwritten[share]
         return change
 
     def _flush_soon(self) -> None:
@@ -395,20 +402,21 @@ class Store:
         self._moved.append((owner, count, num_bytes))
 
     def _insert(self, record: Record, used: int) -> None:
-        row = (record.id, record.owner, record.is_open, record.answer, record.items, record.num_bytes, used)
-        self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        self._move(record.owner, 1, record.num_bytes)
+        size, share = record.num_bytes, record.share
+        row = (record.id, record.owner, record.is_open, record.answer, record.items, size, used, share)
+        self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        self._move(share, 1, size)
         self._trim()
 
     def _remove(self, id: str) -> None:
-        rows = self._db.execute("DELETE FROM responses WHERE id = ? RETURNING owner, size", (id,)).fetchall()
+        rows = self._db.execute("DELETE FROM responses WHERE id = ? RETURNING share, size", (id,)).fetchall()
         for owner, size in rows:
             self._move(owner, -1, -size)
 
     def _trim(self) -> None:
         """Keep within the bounds."""
         while (owner := self._stored.victim()) is not None:
-            oldest = self._db.execute("SELECT id FROM responses WHERE owner = ? ORDER BY used LIMIT 1", (owner,))
+            oldest = self._db.execute("SELECT id FROM responses WHERE share = ? ORDER BY used LIMIT 1", (owner,))
             self._remove(oldest.fetchone()[0])
 
     def _has(self, id: str, owner: str) -> bool:
@@ -416,7 +424,7 @@ class Store:
         return self._db.execute(query, (id, owner)).fetchone() is not None
 
     def _read(self, id: str, owner: str) -> Record | None:
-        query = "SELECT id, owner, is_open, answer, items FROM responses WHERE id = ? AND owner = ?"
+        query = "SELECT id, owner, is_open, answer, items, share FROM responses WHERE id = ? AND owner = ?"
         row = self._db.execute(query, (id, owner)).fetchone()
         if row is None:
             return None
@@ -424,7 +432,7 @@ class Store:
             used = self._tick()
         with contextlib.suppress(sqlite3.Error), self._db:  # a full disk can still be read
             self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (used, id))
-        return Record(row[0], row[1], bool(row[2]), row[3], row[4])
+        return Record(row[0], row[1], bool(row[2]), row[3], row[4], "" if row[5] == row[1] else row[5])
 
     # At the start
 
@@ -440,7 +448,7 @@ class Store:
                 )
 
     def _load_shares(self) -> None:
-        query = "SELECT owner, count(*), sum(size), max(used) FROM responses GROUP BY owner ORDER BY max(used)"
+        query = "SELECT share, count(*), sum(size), max(used) FROM responses GROUP BY share ORDER BY max(used)"
         for owner, count, num_bytes, used in self._db.execute(query).fetchall():
             self._stored.add(owner, count, num_bytes)
             self._clock = used

@@ -59,7 +59,8 @@ def migrate(db: sqlite3.Connection) -> None:
     if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
         db.execute(
             "CREATE TABLE responses (id TEXT PRIMARY KEY, owner TEXT NOT NULL, is_open INTEGER NOT NULL, "
-            "answer BLOB NOT NULL, items BLOB NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL)"
+            "answer BLOB NOT NULL, items BLOB NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL, "
+            "share TEXT NOT NULL)"
         )
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     elif kind != APPLICATION_ID:
@@ -68,9 +69,11 @@ def migrate(db: sqlite3.Connection) -> None:
         return
     elif version == 1:
         db.execute("DROP INDEX by_use")
+        db.execute("ALTER TABLE responses ADD COLUMN share TEXT NOT NULL DEFAULT ''")
+        db.execute("UPDATE responses SET share = owner")
     else:
         raise sqlite3.DatabaseError(f"its format has version {version}, and this server reads 1 to {VERSION}")
-    db.execute("CREATE INDEX by_owner ON responses (owner, used, size)")
+    db.execute("CREATE INDEX by_share ON responses (share, used, size)")
     db.execute(f"PRAGMA user_version = {VERSION}")
 
 

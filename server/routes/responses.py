@@ -63,7 +63,7 @@ async def create(
 ) -> Response:
     """The answer to a text or to a conversation, which goes on from a stored one where that is asked for."""
     await resolve(app, caller, asked)
-    keeper = Keeper(app, caller.key, asked)
+    keeper = Keeper(app, caller, asked)
     made = await answer(app, caller, request, asked, encode=encode, write=keeper.writer, prefix="resp_")
     if not asked.background:
         return made
@@ -127,9 +127,10 @@ async def input_items(
 class Keeper:
     """Has one request's response kept in the store, with the conversation that led to it, unless store is false."""
 
-    def __init__(self, app: Pequod, owner: str, asked: ResponsesRequest) -> None:
+    def __init__(self, app: Pequod, caller: Caller, asked: ResponsesRequest) -> None:
         self.app = app
-        self.owner = owner
+        self.owner = caller.key
+        self.payer = app.keys.payer(caller)
         self.asked = asked
         self._items = b""  # the conversation; made once, it can be long
 
@@ -143,7 +144,7 @@ class Keeper:
             is_replacement = bool(self._items)
             self._items = self._items or packed(named(self.asked, response["id"]))
             is_open = response["status"] in OPEN
-            record = Record(response["id"], self.owner, is_open, packed(response), self._items)
+            record = Record(response["id"], self.owner, is_open, packed(response), self._items, self.payer)
             self.app.store.put(record, is_replacement)
 
 

@@ -304,6 +304,21 @@ def slow_victim(owners, max_count, max_bytes):
     return None
 
 
+def test_without_keys_shares_are_those_of_the_addresses_that_pay(make):
+    """Everybody may see all of the records then, and nobody can drive out those of others."""
+    store = make(3)
+
+    async def work():
+        store.put(record("mine")._replace(payer="x"))
+        for i in range(5):
+            store.put(record(f"many{i}")._replace(payer="y"))
+            await written(store)
+        assert await names(store, "mine", *(f"many{i}" for i in range(5))) == ["mine", "many3", "many4"]
+        assert await store.get("mine", "a") == record("mine")._replace(payer="x")
+
+    use(store, work)
+
+
 def test_the_victim_is_the_first_owner_of_the_largest_share():
     rng = random.Random(0)
     shares, owners = Shares(20, 2000), {}
