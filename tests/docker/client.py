@@ -116,7 +116,10 @@ def drain(*health: str) -> dict[str, Any]:
                 break
             if line.startswith(b"data: "):
                 chunks += 1
-                finished += [c["finish_reason"] for c in json.loads(line[6:])["choices"] if c["finish_reason"]]
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ConnectionError(event["error"]["message"])
+                finished += [c["finish_reason"] for c in event["choices"] if c["finish_reason"]]
                 if chunks == 1:
                     print("running", flush=True)
         else:
