@@ -5,7 +5,7 @@ CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install dev serve test quick lint oracle clients sim path wheel-test asan test-gpu clean
+.PHONY: help install dev serve test quick lint oracle clients sim path wheel-test image-test asan test-gpu clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -69,6 +69,10 @@ path:
 ## make wheel-test   build the wheel, install it into a fresh environment, start it from another directory
 wheel-test: dev
 	@$(BIN)/python -m tests.wheel
+
+## make image-test   build the container image, run it and check it, with docker, podman or buildah; ARGS="--help"
+image-test:
+	@$(PYTHON) -m tests.docker.image $(ARGS)
 
 ## make asan         the CPU kernels' tests with a library built under AddressSanitizer
 asan: dev
