@@ -41,6 +41,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         except OSError as error:
             raise ConfigError(f"--step-log {settings.step_log} cannot be written: {error.strerror}") from None
         engine.on_step.append(step_log.write)
+        state.metrics.step_log = step_log
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from engine import Engine, EngineInfo, RequestStats, StepStats
 
-from .logs import request_line
+from .logs import StepLog, dropped_lines, request_line
 from .phases import KERNELS, PHASES
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Metrics:
         self.model = settings.names[0]
         self.clock = clock
         self.last_step: StepStats | None = None
+        self.step_log: StepLog | None = None
         self._life = 0  # of the engine, that last_step belongs to
         self._shares: dict[str, _Share] = {}  # of the roofline, by phase
         self.own = CollectorRegistry()
@@ -253,6 +254,12 @@ class Metrics:
         yield CounterMetricFamily(
             "pequod:streams_resumed", "Answers that went on in a new engine.", status.streams_resumed
         )
+        dropped = CounterMetricFamily(
+            "pequod:log_lines_dropped", "Log lines dropped because nobody read them in time.", labels=["log"]
+        )
+        dropped.add_metric(["server"], dropped_lines())
+        dropped.add_metric(["steps"], self.step_log.dropped if self.step_log else 0)
+        yield dropped
         free, cached, held, unaccounted = self._blocks()
         blocks = GaugeMetricFamily("pequod:kv_blocks", "Blocks of the KV cache by state.", labels=["state"])
         for state, number in (("free", free), ("cached", cached), ("held", held)):

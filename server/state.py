@@ -254,11 +254,8 @@ class Pequod:
         return "full" if self.limits.is_full else "ready"
 
     def is_alive(self) -> bool:
-        """Whether a restart of the whole process would help nobody: what /live tells."""
-        if self.failed is not None:
-            return False
-        watched = self.engine.status.phase == "ready"  # a dead child is already being replaced
-        return not (watched and self._silence(time.monotonic()) > self.settings.stall_seconds)
+        """Whether this process may go on: what /live reports. An engine that hangs is replaced without its end."""
+        return self.failed is None
 
     def _silence(self, now: float) -> float:
         """Seconds since the engine's process was heard. An engine in this very process lives as long as we answer."""

@@ -34,7 +34,7 @@ def healthy(good: str, bad: str) -> dict[int | str, dict[str, Any]]:
 
 @router.get("/live", dependencies=PUBLIC, responses=healthy("The process works", "Only a new process can help"))
 async def live(app: AppDep) -> Response:
-    """200 unless only a new process can help: the engine has failed for good or has fallen silent."""
+    """200 unless only a new process can help: the engine has failed for good."""
     return JSONResponse(app.health().body(), 200 if app.is_alive() else 503)
 
 
