@@ -230,6 +230,54 @@ def test_a_body_that_trickles_is_cut_off(tmp_path, monkeypatch):
     asyncio.run(run())
 
 
+def test_a_body_that_keeps_coming_may_take_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("server.door.PROGRESS_S", 0.2)
+    monkeypatch.setattr("server.door.PROGRESS_BYTES", 10)
+
+    async def run():
+        async with serving(model_folder(tmp_path / "m")) as (_, app):
+            add_probes(app)
+            async with listening(app) as url:
+                host, port = url.removeprefix("http://").split(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300\r\n\r\n")
+                for _ in range(10):  # a second in all, five times the stretch
+                    writer.write(b"x" * 30)
+                    await asyncio.sleep(0.1)
+                answer = await asyncio.wait_for(reader.readuntil(b"}"), WAIT_S)
+                assert b"200 OK" in answer and b'{"bytes":300}' in answer
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_idle_uploads_of_one_client_keep_nobody_else_out(tmp_path, monkeypatch):
+    """As many as would hold all bytes that bodies may have, each without its last byte."""
+    monkeypatch.setattr("server.door.PROGRESS_S", 1.0)
+
+    async def run():
+        async with serving(model_folder(tmp_path / "m"), max_body_bytes=100_000) as (_, app):
+            add_probes(app)
+            limits = app.state.pequod.limits
+            async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+                host, port = url.removeprefix("http://").split(":")
+                idle = []
+                for _ in range(32):
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    head = b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+                    writer.write(head + b"x" * 99_999)
+                    idle.append(writer)
+                await until(lambda: limits.rejections["share"] >= 6)
+                assert 24 * 100_000 < limits.open_bytes < 26 * 100_000
+                monkeypatch.setattr("server.auth.address_of", lambda scope: "elsewhere")
+                assert (await client.post("/probe", content=b"x" * 50_000)).json() == {"bytes": 50_000}
+                await until(lambda: limits.open_bytes == 0, 30)  # they made no progress
+                for writer in idle:
+                    writer.close()
+
+    asyncio.run(run())
+
+
 def test_tickets_come_back_after_a_bug_and_after_a_hang_up(tmp_path):
     async def run():
         async with serving(model_folder(tmp_path / "m")) as (client, app):
