@@ -109,7 +109,7 @@ class WebUI:
         shutil.copytree(BUILTIN, model)
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LONG_CONTEXT}))
-        flags = ("--served-model-name", LONG_MODEL, "--tool-call-parser", "hermes", "--reasoning-parser", "think")
+        flags = ("--served-model-name", LONG_MODEL, "--reasoning-parser", "think")
         return Server(str(model), *flags, "--api-key", self._place.key, python=self._place.python)
 
     def _program(self, stack: contextlib.ExitStack) -> str:
