@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+WEBUI := .venv-webui
 BIN := $(VENV)/bin
 ARGS ?=
 
@@ -52,9 +53,15 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(CLIENTS)/bin/uv pip install -q --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
 	touch $@
 
+# Without torch, which Open WebUI needs for models of its own alone. It wants a Python below 3.13: where it cannot be
+# installed its column is left out.
+$(WEBUI)/.installed: tests/clients/open_webui.txt | $(CLIENTS)/.installed
+	-test -x $(WEBUI)/bin/python || $(PYTHON) -m venv --without-pip $(WEBUI)
+	-printf torch | $(CLIENTS)/bin/uv pip install -q --python $(WEBUI)/bin/python --excludes - -r $< && touch $@
+
 ## make clients      clients that people use, each against a live server; ARGS="--json FILE" keeps every result
-clients: install $(CLIENTS)/.installed
-	@$(CLIENTS)/bin/python -m tests.clients --python $(BIN)/python $(ARGS)
+clients: install $(CLIENTS)/.installed $(WEBUI)/.installed
+	@$(CLIENTS)/bin/python -m tests.clients --python $(BIN)/python --webui $(WEBUI)/bin/open-webui $(ARGS)
 
 ## make sim          the scheduler alone, 200,000 steps
 sim: install
@@ -88,4 +95,4 @@ test-gpu: dev
 
 clean:
 	rm -f engine/kernels/*.so engine/kernels/.lock
-	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(WEBUI) build dist .pytest_cache .mypy_cache .ruff_cache
