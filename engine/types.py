@@ -80,6 +80,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int | None = None  # of a prompt's token among all tokens at its position, 1 for the most likely
 
 
 class RequestStats(Struct, frozen=True, array_like=True, kw_only=True):

@@ -31,7 +31,7 @@ from .limits import Caller, Ticket
 from .prompts import TextTooLong
 from .protocol.common import Head, Json, Output, Prompt, TokenText, Writer
 from .protocol.conversation import Conversation
-from .protocol.sampling import Drawing
+from .protocol.sampling import UNLIMITED, Drawing
 from .state import Pequod
 from .templates import TemplateError
 from .text import TextStream
@@ -41,6 +41,7 @@ DEADLINE_HEADER = "X-Deadline-Ms"
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 # Log-probabilities of prompts in one answer: 10 MB of JSON, written in a quarter of a second (off the event loop).
 MAX_SCORES = 1 << 17
+ALL_TOKENS = -1  # as a number of alternatives
 NEVER = -100  # a logit_bias that forbids
 
 Body = TypeVar("Body", bound=Drawing)
@@ -116,7 +117,7 @@ async def prepare(
     prompts = await encoded(encode(app, caller, body), body.prompt_field)
     shaped = await shape(app, caller, body, grammar, prompts[0]) if isinstance(body, Conversation) else None
     max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
-    check_scores(body, prompts)
+    check_scores(body, prompts, info.vocab_size)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     bad_words = await spelt(app, caller, info, body)
     return Prepared(prompts, shaped, shaped.grammar if shaped else grammar, max_tokens, bad_words)
@@ -188,27 +189,26 @@ def text_error(error: TemplateError | TextTooLong, param: str) -> ApiError:
 
 
 def room(info: EngineInfo, body: Drawing, ids: Sequence[int], default: int | None) -> int:
-    """The most tokens that this prompt's answer may have; raises 400 when prompt and answer cannot fit."""
+    """The most tokens that this prompt's completion may have; raises 400 when the prompt leaves no place for any."""
     left = info.max_len - len(ids)
-    told = (
-        f"The prompt has {len(ids)} tokens, and the context holds {info.max_len} of prompt and answer (--max-model-len)"
-    )
     if left < 1:
-        raise invalid(f"{told}: there is no room for an answer.", body.prompt_field, CONTEXT_CODE)
-    field, asked = body.limit
-    if asked is not None and asked > left and not body.is_limit_cut:
-        raise invalid(f"{told}: {asked} more tokens do not fit, at most {left} do.", field, CONTEXT_CODE)
-    most = min(left, default or left) if asked is None else min(asked, left)
+        message = f"The prompt has {len(ids)} tokens, and the context holds {info.max_len} of prompt and completion"
+        raise invalid(f"{message} together (--max-model-len).", body.prompt_field, CONTEXT_CODE)
+    limit = body.limit[1]
+    if limit is None:
+        limit = default
+    most = left if limit is None or limit == UNLIMITED else min(limit, left)
     if (body.min_tokens or 0) > most:
-        raise invalid(f"Invalid 'min_tokens': the answer has at most {most} tokens.", "min_tokens")
+        raise invalid(f"Invalid 'min_tokens': the completion has at most {most} tokens.", "min_tokens")
     return most
 
 
-def check_scores(body: Drawing, prompts: list[Prompt]) -> None:
+def check_scores(body: Drawing, prompts: list[Prompt], vocab_size: int) -> None:
     """Raise 400 when the prompts' own log-probabilities are more than one answer may hold."""
     if body.scoring is None:
         return
     field, count = body.scoring
+    count = vocab_size if count == ALL_TOKENS else count
     tokens = sum(len(prompt.ids) for prompt in prompts) * body.num_choices
     if tokens * (count + 1) > MAX_SCORES:
         told = f"Invalid '{field}': {tokens} prompt tokens with {count + 1} log-probabilities each"
@@ -245,7 +245,8 @@ def engine_requests(
     bad_words: tuple[tuple[int, ...], ...],
 ) -> list[EngineRequest]:
     """One request per choice, prompt by prompt."""
-    assert app.tokenizer is not None
+    info = app.engine.info
+    assert app.tokenizer is not None and info is not None
     salt = app.keys.salt_for(caller, body.cache_salt)
     requests = []
     for prompt, most in zip(prompts, max_tokens, strict=True):
@@ -260,6 +261,7 @@ def engine_requests(
                 grammar=grammar,
                 bad_words=bad_words,
                 scores=i == 0,
+                vocab_size=info.vocab_size,
             )
             requests.append(
                 EngineRequest(

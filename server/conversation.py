@@ -31,21 +31,9 @@ async def encode(app: Pequod, caller: Caller, asked: Conversation, *, fits: bool
         raise invalid(
             "Invalid 'tools': the model's chat template knows no tools. The server has --tool-call-parser.", "tools"
         )
-    check_effort(app, asked)
     tools = as_tools(calling.in_prompt if calling else ())
     ids = await app.prompts.chat(asked.turns, tools, caller=caller.flow, fits=fits, **asked.render_options)
     return [Prompt(tuple(ids))]
-
-
-def check_effort(app: Pequod, asked: Conversation) -> None:
-    """Raise 400 where the effort that is asked for would change nothing."""
-    assert app.prompts is not None
-    if asked.effort is None or asked.effort[1] == "medium":
-        return
-    field, effort = asked.effort
-    variable = "enable_thinking" if effort == "none" else "reasoning_effort"
-    if variable not in app.prompts.template_source and (effort != "none" or app.formats.reasoning is not None):
-        raise invalid(f"Invalid '{field}': the model's chat template does not know {variable}.", field)
 
 
 def as_tools(tools: Iterable[Tool]) -> list[Json] | None:

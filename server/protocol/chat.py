@@ -8,9 +8,9 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 from pydantic_core.core_schema import ValidationInfo
 
 from .common import Json
-from .conversation import Conversation, Effort, thinking_variables
+from .conversation import Conversation, Effort, by_effort, is_thinking, thinking_variables
 from .formats import Structured
-from .sampling import MAX_INT, MAX_LOGPROBS, Count, Text
+from .sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Text
 from .tools import ToolChoiceFields, ToolsField
 from .wire import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
 
@@ -43,6 +43,8 @@ class TextPart(Wire):
     """Part of the prompt; the template puts the parts together."""
     prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
     """Accepted: equal beginnings of prompts are found without it."""
+    cache_control: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
+    """Accepted: equal beginnings of prompts are found without it."""
 
     file: Annotated[Any, refused(hint=ONLY_TEXT)] = None
     image_url: Annotated[Any, refused(hint=ONLY_TEXT)] = None
@@ -52,7 +54,7 @@ class TextPart(Wire):
 
 Parts = Annotated[
     list[Annotated[TextPart, RefusedKinds("type", ("file", "image_url", "input_audio", "refusal"))]],
-    Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
+    Field(max_length=MAX_PARTS, fail_fast=True),
 ]
 Content = Text | Parts
 
@@ -91,7 +93,7 @@ class CalledFunction(Wire):
 class ToolCall(Wire):
     """One call that the model made."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     id: Name
     """Told to the template, few of which write it."""
     function: CalledFunction
@@ -103,6 +105,26 @@ class ToolCall(Wire):
 ToolCalls = Annotated[
     list[Annotated[ToolCall, RefusedKinds("type", ("custom",))]], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)
 ]
+
+
+class ReasoningDetail(Wire):
+    """A piece of reasoning in OpenRouter's form."""
+
+    type: Literal["reasoning.text", "reasoning.summary", "reasoning.encrypted"]
+    text: Text | None = None
+    """What the model thought; told to the template."""
+    summary: Text | None = None
+    """The same in short."""
+    data: Annotated[Text | None, LABEL] = None
+    """Accepted: what is encrypted is nobody's to read here."""
+    id: Annotated[Name | None, LABEL] = None
+    """Accepted: names the piece."""
+    format: Annotated[Name | None, LABEL] = None
+    """Accepted: says which provider wrote it."""
+    index: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, LABEL] = None
+    """Accepted: the order of the pieces is that of the list."""
+    signature: Annotated[Text | None, LABEL] = None
+    """Accepted: pieces are not signed here."""
 
 
 class AssistantMessage(Wire):
@@ -117,6 +139,8 @@ class AssistantMessage(Wire):
     """What the model thought; told to the template, which may leave it out of the prompt."""
     reasoning: Text | None = None
     """The same under the name that other servers have for it; told to the template."""
+    reasoning_details: Annotated[list[ReasoningDetail], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    """The same in OpenRouter's form; told to the template where neither of the other two is there."""
     tool_calls: ToolCalls | None = None
     """The calls that the model made; part of the prompt."""
     refusal: Annotated[Any, refused()] = None
@@ -216,8 +240,30 @@ class Labels(Wire):
     """Accepted: equal beginnings of prompts are found without it."""
     safety_identifier: Annotated[Name | None, LABEL] = None
     """Accepted for accounting elsewhere."""
-    service_tier: Annotated[Literal["auto", "default"] | None, LABEL] = None
-    """There is one tier; the answer says default."""
+    service_tier: Annotated[Literal["auto", "default", "flex", "priority", "scale"] | None, LABEL] = None
+    """There is one tier; the response says default."""
+
+
+class ThinkingSwitch(Wire):
+    """Whether the model is to think, as agents that know Anthropic's models say it."""
+
+    type: Literal["enabled", "disabled"]
+    """Told to the template as enable_thinking."""
+    budget_tokens: Count | None = None
+    """The reasoning ends after this many tokens at the latest."""
+
+
+class ReasoningSettings(Wire):
+    """How the model is to think, in OpenRouter's form."""
+
+    effort: Effort | None = None
+    """As reasoning_effort."""
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    """The reasoning ends after this many tokens at the latest."""
+    enabled: bool | None = None
+    """Told to the template as enable_thinking."""
+    exclude: bool | None = None
+    """true: the response is without its reasoning, which is thought and counted nevertheless."""
 
 
 class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Conversation):
@@ -245,23 +291,34 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
     messages: Messages
     """The conversation; contents are texts or parts of type text."""
 
-    max_completion_tokens: Count | None = None
-    """The most tokens of an answer; absent: as many as fit."""
+    max_completion_tokens: Limit | None = None
+    """The most tokens of a completion; absent, -1 or more than fit: as many as fit."""
     logprobs: bool | None = None
     """The answer has the log-probability of each token, in the model's own distribution."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Beside it those of this many most likely tokens."""
 
     reasoning_effort: Effort | None = None
-    """How much the model is to think, where its template knows that; none: not at all (enable_thinking false)."""
+    """How much the model is to think: told to the template. Where that can only turn thinking on or off, none turns it
+    off and every other effort on; where it cannot do that either, the effort changes nothing."""
+    enable_thinking: bool | None = None
+    """Whether the model is to think, where its template knows that; the same as in chat_template_kwargs."""
+    thinking: ThinkingSwitch | None = None
+    """The same in the form of some agents."""
+    reasoning: ReasoningSettings | None = None
+    """The same in OpenRouter's form."""
     include_reasoning: bool | None = None
     """false: the answer is without its reasoning, which is thought and counted nevertheless."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
     must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
 
-    store: Annotated[Literal[False] | None, LABEL] = None
-    """Nothing is stored."""
+    store: Annotated[bool | None, LABEL] = None
+    """Accepted: nothing is stored."""
+    prediction: Annotated[Any, LABEL] = None
+    """Accepted: it could make the response faster, and changes none of its tokens."""
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL] = None
+    """Accepted: models here are not told how much to say."""
 
     add_special_tokens: Annotated[Any, refused(False)] = None
     audio: Annotated[Any, refused()] = None
@@ -270,13 +327,11 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
     functions: Annotated[Any, refused([])] = None
     modalities: Annotated[Any, refused(["text"])] = None
     moderation: Annotated[Any, refused()] = None
-    prediction: Annotated[Any, refused()] = None
     prompt_cache_options: Annotated[Any, refused({})] = None
     prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
     mm_processor_kwargs: Annotated[Any, refused({})] = None
     media_io_kwargs: Annotated[Any, refused({})] = None
     return_prompt_text: Annotated[Any, refused(False, hint="POST /apply-template tells it.")] = None
-    verbosity: Annotated[Any, refused("medium")] = None
     web_search_options: Annotated[Any, refused()] = None
 
     @field_validator("max_completion_tokens")
@@ -304,19 +359,36 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
 
     @property
     def render_options(self) -> RenderOptions:
-        return {
-            **super().render_options,
-            "template_kwargs": thinking_variables(self.reasoning_effort, self.chat_template_kwargs),
-        }
+        told = thinking_variables(self.thinks, self.effort, self.chat_template_kwargs)
+        return {**super().render_options, "template_kwargs": told}
 
     @property
-    def effort(self) -> tuple[str, Effort] | None:
-        return None if self.reasoning_effort is None else ("reasoning_effort", self.reasoning_effort)
+    def effort(self) -> Effort | None:
+        """How much the model is to think."""
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+
+    @property
+    def thinks(self) -> bool | None:
+        switched = self.thinking.type == "enabled" if self.thinking else None
+        enabled = self.reasoning.enabled if self.reasoning else None
+        own = self.chat_template_kwargs
+        return is_thinking(own, self.enable_thinking, switched, enabled, by_effort(self.effort))
 
     @property
     def thinking_budget(self) -> tuple[str, int] | None:
-        most = self.thinking_token_budget
-        return None if most is None else ("thinking_token_budget", most)
+        if self.thinking_token_budget is not None:
+            return "thinking_token_budget", self.thinking_token_budget
+        if self.reasoning and self.reasoning.max_tokens is not None:
+            return "reasoning.max_tokens", self.reasoning.max_tokens
+        if self.thinking and self.thinking.budget_tokens is not None:
+            return "thinking.budget_tokens", self.thinking.budget_tokens
+        return None
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether the response has the text of the reasoning."""
+        is_excluded = self.reasoning is not None and self.reasoning.exclude is True
+        return self.include_reasoning is not False and not is_excluded
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -331,4 +403,13 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
 
 def as_dicts(messages: list[Message]) -> list[Json]:
     """Messages as chat templates read them."""
-    return [message.model_dump(exclude_none=True) for message in messages]
+    return [_as_dict(message) for message in messages]
+
+
+def _as_dict(message: Message) -> Json:
+    told = message.model_dump(exclude_none=True)
+    details = told.pop("reasoning_details", ())
+    if details and not ("reasoning" in told or "reasoning_content" in told):
+        texts = (detail.get("text") or detail.get("summary") for detail in details)
+        told["reasoning_content"] = "\n".join(text for text in texts if text)
+    return told

@@ -66,8 +66,8 @@ class ChatWriter(Writer):
     def _message(self, parts: Iterable[Part]) -> Json:
         content, reasoning, calls = join(parts)
         message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-        if reasoning and self.request.include_reasoning is not False:
-            message["reasoning_content"] = reasoning
+        if reasoning and self.request.tells_reasoning:
+            message |= told_reasoning(reasoning)
         if calls:
             message["tool_calls"] = [
                 {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -80,8 +80,10 @@ class ChatWriter(Writer):
         for kind, run in itertools.groupby(parts, _kind):
             if kind == "tool_calls":
                 yield {"tool_calls": [call_delta(part) for part in run if isinstance(part, Call | Arguments)]}
-            elif kind == "content" or self.request.include_reasoning is not False:
-                yield {kind: "".join(part.text for part in run if isinstance(part, Content | Reasoning))}
+            elif kind == "content":
+                yield {"content": "".join(part.text for part in run if isinstance(part, Content))}
+            elif self.request.tells_reasoning:
+                yield told_reasoning("".join(part.text for part in run if isinstance(part, Reasoning)))
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         head = self.head
@@ -99,7 +101,7 @@ class ChatWriter(Writer):
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
         chunk = self._object("chat.completion.chunk", choices)
-        if usage is not None or self.request.include_usage:
+        if self.request.include_usage:
             chunk["usage"] = usage
         return chunk
 
@@ -125,7 +127,12 @@ def _kind(part: Part) -> str:
     """The field of a message that a part belongs to."""
     if isinstance(part, Content):
         return "content"
-    return "reasoning_content" if isinstance(part, Reasoning) else "tool_calls"
+    return "reasoning" if isinstance(part, Reasoning) else "tool_calls"
+
+
+def told_reasoning(text: str) -> Json:
+    """Reasoning under both names that clients read it by."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def call_delta(part: Call | Arguments) -> Json:
@@ -172,6 +179,7 @@ class AnswerMessage(Wire):
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same
     tool_calls: list[AnswerCall] | None = None
 
 
@@ -224,6 +232,7 @@ class Delta(Wire):
     content: str | None = None
     refusal: None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same
     tool_calls: list[DeltaCall] | None = None
 
 

@@ -100,15 +100,16 @@ class Writer(ABC):
     def scores(self, prompt: Prompt, entries: Sequence[TokenLogprob] | None, count: int | None) -> list[Any] | None:
         """A prompt's log-probabilities in vLLM's form; null for the first token, which nothing predicts.
 
-        `count` most likely ones per token, None: nobody asked. A rank is told where the entries show it.
+        `count` most likely ones per token, -1: all of them; None: the request does not want any.
         """
         if entries is None or count is None:
             return None
+        if count < 0:  # all of them
+            count = max((len(entry.top_ids) for entry in entries), default=0)
         told: list[Any] = [None]
         for token_id, entry in zip(prompt.ids[1:], entries, strict=True):
             ids = entry.top_ids
-            rank = ids.index(token_id) + 1 if token_id in ids else None
-            places = {token_id: (entry.logprob, rank)}
+            places = {token_id: (entry.logprob, entry.rank)}
             for place, (other, logprob) in enumerate(zip(ids[:count], entry.top_logprobs, strict=False), 1):
                 places.setdefault(other, (logprob, place))
             told.append(

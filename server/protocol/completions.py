@@ -11,7 +11,7 @@ from engine import TokenLogprob
 
 from .common import Head, Json, Output, Prompt, PromptLogprobs, TokenText, Usage, Writer, number
 from .formats import Structured
-from .sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
+from .sampling import MAX_INT, MAX_LOGPROBS, UNLIMITED, Text, TokenId
 from .wire import Wire, refused
 
 MAX_PROMPTS = 256  # of one request: as many as wait in the default queue
@@ -65,8 +65,9 @@ class CompletionRequest(Structured):
 
     """A text, token ids, or a list of either; each is answered n times."""
 
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    """The most tokens of an answer; absent: 16. 0 goes with echo: the prompt is scored and nothing is added."""
+    max_tokens: Annotated[int, Field(ge=UNLIMITED, le=MAX_INT)] | None = None
+    """The most tokens of a completion; absent: 16; more than fit, and -1: as many as fit. 0 goes with echo: the prompt is
+    scored and nothing is added."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The answer has the log-probability of each token, and of this many most likely ones in its place."""
     echo: bool | None = None
@@ -75,7 +76,7 @@ class CompletionRequest(Structured):
     """false: a prompt that is a text does not get the tokens that the tokenizer puts around one."""
 
     prompt_embeds: Annotated[Any, refused()] = None
-    suffix: Annotated[Any, refused()] = None
+    suffix: Annotated[Any, refused("")] = None
     thinking_token_budget: Annotated[Any, refused(-1)] = None
 
     @property
@@ -94,7 +95,7 @@ class CompletionRequest(Structured):
     @property
     def scoring(self) -> tuple[str, int] | None:
         own = super().scoring
-        if not self.echo or self.logprobs is None or (own is not None and own[1] >= self.logprobs):
+        if not self.echo or self.logprobs is None or (own is not None and not 0 <= own[1] < self.logprobs):
             return own
         return "logprobs", self.logprobs
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..prompts import RenderOptions
 
 
+SWITCHES = ("enable_thinking", "thinking")  # what templates call the variable that turns thinking on or off
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -89,8 +90,8 @@ class Conversation(Drawing):
         return None
 
     @property
-    def effort(self) -> tuple[str, Effort] | None:
-        """The field that says how much the model is to think, and its value; medium is what models do anyway."""
+    def thinks(self) -> bool | None:
+        """Whether the model is to think before it answers; None: as its template has it."""
         return None
 
     @property
@@ -99,9 +100,27 @@ class Conversation(Drawing):
         return None
 
 
-def thinking_variables(effort: Effort | None, own: Json | None) -> Json | None:
-    """What the template is told about thinking: by the effort, but first of all by the request's own variables."""
-    if effort is None:
-        return own
-    told: Json = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-    return told | (own or {})
+def thinking_variables(thinks: bool | None, effort: str | None, own: Json | None) -> Json | None:
+    """What the template is told about thinking, under the names that templates have for it.
+
+    `own`, the variables of the request itself, count before all others.
+    """
+    told: Json = {}
+    if thinks is not None:
+        told |= dict.fromkeys(SWITCHES, thinks)
+    if effort is not None and effort != "none":
+        told["reasoning_effort"] = effort
+    return (told | (own or {})) or None
+
+
+def is_thinking(own: Json | None, *others: bool | None) -> bool | None:
+    """Whether the model is to think: as the request's own variables say, or the first of the others that says it."""
+    for name in SWITCHES:
+        if isinstance(value := (own or {}).get(name), bool):
+            return value
+    return next((value for value in others if value is not None), None)
+
+
+def by_effort(effort: str | None) -> bool | None:
+    """Whether a model that can only be told to think or not to think does so at this effort."""
+    return None if effort is None else effort != "none"

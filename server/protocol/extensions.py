@@ -94,12 +94,15 @@ class LlamaCppFields(Wire):
     reasoning_control: Annotated[Any, refused(False)] = None
     reasoning_format: Annotated[Any, refused("auto")] = None
     repeat_last_n: Annotated[Any, refused(-1, hint="repetition_penalty looks at the whole prompt and output.")] = None
-    repeat_penalty: Annotated[Any, refused(1, 1.0, hint="Send repetition_penalty.")] = None
     response_fields: Annotated[Any, refused([])] = None
     return_progress: Annotated[Any, refused(False)] = None
     return_tokens: Annotated[Any, refused(False, hint="Ask for return_token_ids.")] = None
     samplers: Annotated[Any, refused()] = None
     sse_ping_interval: Annotated[Any, refused()] = None
+    ttl: Annotated[Annotated[int, Field(ge=-1)] | None, LABEL] = None
+    """Accepted: the model stays loaded in any case."""
+    draft_model: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
+    """Accepted: it would change the speed and no token."""
     t_max_predict_ms: Annotated[Any, refused(-1, hint="Send the header X-Deadline-Ms.")] = None
     tfs_z: Annotated[Any, refused(1, 1.0)] = None
     timings_per_token: Annotated[Any, refused(False)] = None

@@ -311,11 +311,6 @@ class MessagesRequest(MessagesPrompt, Conversation):
         return "max_tokens", self.max_tokens
 
     @property
-    def is_limit_cut(self) -> bool:
-        # The field is required, and coding agents send what Anthropic's models can hold, whatever the model is.
-        return True
-
-    @property
     def only_scores(self) -> bool:
         return self.max_tokens == 0
 

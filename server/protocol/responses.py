@@ -10,7 +10,17 @@ from pydantic_core.core_schema import ValidationInfo
 from ..grammar.schemas import Grammar
 from .chat import Labels, TemplateKwargs
 from .common import Json
-from .conversation import Calling, Conversation, Effort, Tool, calling_of, check_choice, thinking_variables
+from .conversation import (
+    Calling,
+    Conversation,
+    Effort,
+    Tool,
+    by_effort,
+    calling_of,
+    check_choice,
+    is_thinking,
+    thinking_variables,
+)
 from .formats import (
     ANY_OBJECT,
     JsonObjectFormat,
@@ -313,14 +323,16 @@ class ResponsesRequest(Labels, Conversation):
         return told + as_turns(self.items)
 
     @property
-    def effort(self) -> tuple[str, Effort] | None:
-        effort = self.reasoning.effort if self.reasoning else None
-        return None if effort is None else ("reasoning.effort", effort)
+    def thinks(self) -> bool | None:
+        return is_thinking(self.chat_template_kwargs, by_effort(self._effort))
 
     @property
     def render_options(self) -> RenderOptions:
-        effort = self.reasoning.effort if self.reasoning else None
-        return {"template_kwargs": thinking_variables(effort, self.chat_template_kwargs)}
+        return {"template_kwargs": thinking_variables(self.thinks, self._effort, self.chat_template_kwargs)}
+
+    @property
+    def _effort(self) -> Effort | None:
+        return self.reasoning.effort if self.reasoning else None
 
     @property
     def thinking_budget(self) -> tuple[str, int] | None:

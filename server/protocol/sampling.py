@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from engine import SamplingParams
@@ -22,6 +22,7 @@ MAX_STOP_TEXT = 1024  # characters; as much may be held back at the end of a str
 MAX_STOP_IDS = 256
 MAX_BIASES = 1024
 MIN_PENALTY = 1e-9  # logits are divided by it, and must stay finite in float32
+LEAST_TOP_P = 1e-12  # what 0 means: no second token is needed for it
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_ALLOWED = 4096  # 16 rows of it are as much work in a step as one row of logits
 MAX_BAD_WORDS = 128  # each is compared with the end of the output before each draw
@@ -41,6 +42,28 @@ Text = Annotated[str, Field(max_length=MAX_TEXT)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_TEXT)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD, pattern=r"\S")]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+UNLIMITED = -1  # of an output, where clients send a number in any case: as many tokens as fit
+
+
+def _some(value: int) -> int:
+    if value == 0:
+        raise clash("must be at least 1, or -1 for as many as fit")
+    return value
+
+
+Limit = Annotated[int, Field(ge=UNLIMITED, le=MAX_INT), AfterValidator(_some)]
+
+
+def _not_empty(value: Any) -> Any:
+    """Stop texts without the empty ones, which some clients send for none."""
+    if isinstance(value, list):
+        return [text for text in value if text != ""]
+    return None if value == "" else value
+
+
+Stop = Annotated[
+    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None, BeforeValidator(_not_empty)
+]
 
 
 class StreamOptions(Wire):
@@ -49,7 +72,7 @@ class StreamOptions(Wire):
     include_usage: bool | None = None
     """A last chunk tells the token counts of the whole answer; the others say `usage: null`."""
     continuous_usage_stats: bool | None = None
-    """Every chunk with text tells the token counts so far."""
+    """Every chunk with text has the token counts so far; only beside include_usage."""
     include_obfuscation: Annotated[bool | None, LABEL] = None
     """Accepted: no chunk is padded either way."""
 
@@ -62,8 +85,8 @@ class Drawing(Wire):
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 always takes the most likely token; 1 draws from the model's own distribution."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Draw among the most likely tokens that together have at least this probability."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Sample among the most likely tokens that together have at least this probability; 0: the most likely one."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     """Draw among this many most likely tokens; -1 and 0: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -74,6 +97,8 @@ class Drawing(Wire):
     """Taken from a token's logit for each time that it is in the output."""
     repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    repeat_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
+    """repetition_penalty, under llama.cpp's name."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     """The same seed and request draw the same tokens; with n, each choice draws with one of its own."""
     logit_bias: (
@@ -103,6 +128,14 @@ class Drawing(Wire):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL)] | None = None
     """Cached prefixes are shared only among requests with the same salt."""
 
+    @field_validator("repeat_penalty")
+    @classmethod
+    def _one_penalty(cls, value: float | None, info: ValidationInfo) -> float | None:
+        other = info.data.get("repetition_penalty")
+        if value is not None and other is not None and value != other:
+            raise clash("must be the same as repetition_penalty where both are given")
+        return value
+
     @property
     def prompt_field(self) -> str:
         """The field that the prompts come from."""
@@ -120,12 +153,7 @@ class Drawing(Wire):
     @property
     @abstractmethod
     def limit(self) -> tuple[str, int | None]:
-        """The field that bounds the answer, and its value."""
-
-    @property
-    def is_limit_cut(self) -> bool:
-        """Whether a limit beyond the context means as much as fits; it is a 400 otherwise."""
-        return False
+        """The field that bounds the output, and its value; -1: as many tokens as fit. More than fit mean the same."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -172,6 +200,7 @@ class Drawing(Wire):
         grammar: Grammar | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
         scores: bool = False,
+        vocab_size: int = 0,
     ) -> SamplingParams:
         """How the engine is to draw; where the request is silent, the model's `defaults` speak, then OpenAI's.
 
@@ -181,6 +210,8 @@ class Drawing(Wire):
 
         def chosen(name: str, default: float) -> float:
             own = getattr(self, name)
+            if own is None and name == "repetition_penalty":
+                own = self.repeat_penalty
             return own if own is not None else defaults.get(name, default)
 
         ends = (() if self.ignore_eos else eos_ids) + tuple(self.stop_token_ids or ())
@@ -189,7 +220,7 @@ class Drawing(Wire):
             seed=seed,
             temperature=float(chosen("temperature", 1.0)),
             top_k=max(0, int(chosen("top_k", 0))),
-            top_p=float(chosen("top_p", 1.0)),
+            top_p=max(float(chosen("top_p", 1.0)), LEAST_TOP_P),
             min_p=float(chosen("min_p", 0.0)),
             repetition_penalty=float(chosen("repetition_penalty", 1.0)),
             presence_penalty=self.presence_penalty or 0.0,
@@ -199,10 +230,16 @@ class Drawing(Wire):
             stop_ids=tuple(dict.fromkeys(ends)),
             logprobs=self.num_logprobs,
             grammar=grammar.pair if grammar else None,
-            prompt_logprobs=self.scoring[1] if scores and self.scoring is not None else None,
+            prompt_logprobs=self._scored(vocab_size) if scores else None,
             allowed_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             bad_words=bad_words,
         )
+
+    def _scored(self, vocab_size: int) -> int | None:
+        """Alternatives of each prompt token whose log-probabilities are wanted; None: not even its own."""
+        if self.scoring is None:
+            return None
+        return vocab_size if self.scoring[1] < 0 else self.scoring[1]
 
 
 class Sampling(Drawing, VllmFields, LlamaCppFields):
@@ -210,12 +247,13 @@ class Sampling(Drawing, VllmFields, LlamaCppFields):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to each prompt."""
-    max_tokens: Count | None = None
-    """The most tokens of an answer."""
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    max_tokens: Limit | None = None
+    """The most tokens of a completion; more than fit, and -1, mean as many as fit."""
+    stop: Stop = None
     """Texts that end the answer, and are not part of it."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The answer has the log-probability of each prompt token, and of this many most likely ones in its place."""
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
+    """The response has the log-probability of each prompt token, and of this many most likely ones at its position; -1:
+    of all tokens, as far as one response holds them."""
 
     return_token_ids: bool | None = None
     """The answer has prompt_token_ids and, per choice, token_ids."""
@@ -226,13 +264,21 @@ class Sampling(Drawing, VllmFields, LlamaCppFields):
     user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
     """Accepted for accounting elsewhere."""
 
-    best_of: Annotated[Any, refused(1, hint="Ask for n answers with logprobs and choose.")] = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Accepted where it equals n; to choose among more completions, ask for them with logprobs."""
 
     @field_validator("stream_options")
     @classmethod
     def _options_of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
             raise clash("must be absent unless stream is true")
+        return value
+
+    @field_validator("best_of")
+    @classmethod
+    def _as_many_as_n(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value != (info.data.get("n") or 1):
+            raise clash("must equal n; to choose among more completions, ask for them with logprobs")
         return value
 
     @property
@@ -257,4 +303,4 @@ class Sampling(Drawing, VllmFields, LlamaCppFields):
 
     @property
     def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
