@@ -5,6 +5,7 @@ This is the whole public surface. Importing it imports no torch.
 
 from .client import Child, Engine, EngineStatus, LocalEngine, ProcessEngine
 from .config import EngineConfig
+from .files import LIST_BYTES, read_file, read_json, read_text
 from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
 from .hub import Folder, fetch
@@ -27,6 +28,7 @@ from .types import (
 
 __all__ = [
     "GRAMMARS_BUSY",
+    "LIST_BYTES",
     "Child",
     "ConfigError",
     "Engine",
@@ -50,4 +52,7 @@ __all__ = [
     "TokenLogprob",
     "fetch",
     "grammar_problem",
+    "read_file",
+    "read_json",
+    "read_text",
 ]
