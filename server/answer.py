@@ -30,9 +30,9 @@ from .prompts import TextTooLong
 from .protocol.common import Head, Json, Output, Prompt, TokenText, Writer
 from .protocol.conversation import Conversation
 from .protocol.sampling import Drawing
+from .rendering import TemplateError
 from .schemas import Grammar
 from .state import Pequod
-from .templates import TemplateError
 from .text import TextStream
 
 WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading

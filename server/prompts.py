@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from .templates import MAX_CHARACTERS, ChatTemplates, Message
+from engine import ConfigError, ModelError, read_text
+
+from .rendering import MAX_CHARACTERS, Message, Renderer, TemplateError
 from .text import text_offsets
 from .tokenizer import Tokenizer
 
@@ -49,9 +52,24 @@ class Prompts:
         self.tokenizer = tokenizer
         self.max_len = max_len
         templates = tokenizer.templates if chat_template is None else {"default": chat_template}
-        self._templates = ChatTemplates(templates, tokenizer.special_tokens)
+        self._templates = Renderer(templates, tokenizer.special_tokens)
         # One thread: a burst of long prompts must not take the cores from the engine, and the order of arrival stays.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, tokenizer: Tokenizer, chat_template: Path | None) -> Prompts:
+        """Prompts with the template of a file where one is given, compiled; raises ConfigError when it is unusable."""
+        if chat_template is None:
+            return cls(tokenizer)
+        try:
+            text = read_text(chat_template)
+            if text is None:
+                raise ConfigError(f"--chat-template {chat_template}: there is no such file")
+            prompts = cls(tokenizer, chat_template=text)
+            prompts.check_template()
+        except (ModelError, TemplateError) as error:
+            raise ConfigError(f"--chat-template {chat_template} cannot be used: {error}") from None
+        return prompts
 
     @property
     def has_template(self) -> bool:
@@ -141,15 +159,30 @@ class Prompts:
     def check_template(self) -> None:
         """Compile the chat template, if there is one; raises TemplateError when it is broken."""
         if self._templates:
-            self._templates.get()
+            self._templates.check()
+
+    def start(self) -> None:
+        """Start the process of the chat templates, so that the first chat need not wait for it."""
+        self._templates.start()
 
     def close(self) -> None:
-        """Stop the thread; work that has not begun is cancelled."""
+        """Stop the thread and the process; work that has not begun is cancelled."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._templates.close()
 
     def _check(self, text: str) -> None:
         if len(text) > self.max_characters:
             raise TextTooLong(len(text), self.max_characters)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _guarded, work)
+
+
+def _guarded(work: Callable[[], T]) -> T:
+    """Call `work`, with a RuntimeError for a panic in the tokenizer's library, which is not even an Exception."""
+    try:
+        return work()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"the tokenizer failed: {error}") from error

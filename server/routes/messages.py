@@ -14,8 +14,8 @@ from ..limits import UserDep, user
 from ..prompts import TextTooLong
 from ..protocol.messages import CountTokensRequest, MessagesRequest
 from ..protocol.messages_answer import MessagesAnswer, MessagesError, MessagesEvent, MessagesWriter, TokenCount
+from ..rendering import TemplateError
 from ..state import AppDep
-from ..templates import TemplateError
 
 router = APIRouter(tags=["generation"])
 
