@@ -311,7 +311,8 @@ class Child:
                 [sys.executable, "-m", "engine.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
+                # Nor may it import from that directory, which can be the folder of a model that a stranger made.
+                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
             )
 
     def news(self) -> dict[str, str | None]:
