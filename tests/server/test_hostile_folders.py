@@ -8,7 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +288,9 @@ class Loader:
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
 
+    def close(self) -> None:
+        self.process.communicate(timeout=60)
+
     def __call__(self, folder: Path) -> tuple[list[str], int]:
         """The errors of loading a folder, and the largest memory that it took, in bytes."""
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -298,8 +301,10 @@ class Loader:
 
 
 @pytest.fixture(scope="module")
-def load() -> Loader:
-    return Loader()
+def load() -> Iterator[Loader]:
+    loader = Loader()
+    yield loader
+    loader.close()
 
 
 @pytest.fixture

@@ -153,6 +153,17 @@ def test_tokens_that_only_the_config_lists(folder: Folder) -> None:
     assert tokenizer.vocab_size == free + 2
 
 
+def test_very_many_new_tokens_are_added_at_once(folder: Folder) -> None:
+    library = byte_level()
+    free = library.get_vocab_size()
+    listed = {str(free + i): {"content": f"<{i}>", "special": i % 2 == 0} for i in range(60_000)}
+    listed |= {"100": {"content": "<taken>"}, str(free + 60_001): {"content": "<after a gap>"}}
+    tokenizer = Tokenizer(folder(library, tokenizer_config={"added_tokens_decoder": listed}))
+    assert tokenizer.encode("<0><1><59999>") == [free, free + 1, free + 59_999]
+    assert tokenizer.decode([free, free + 1]) == "<1>"
+    assert tokenizer.vocab_size == free + 60_000
+
+
 def test_config_decides_on_bos_and_eos(folder: Folder) -> None:
     config = {"bos_token": "<s>", "eos_token": "</s>"}
     library = byte_fallback()
