@@ -16,19 +16,8 @@ HEAVY = {"torch", "transformers"}
 # Runs in a child process of its own, for tokenizers that only transformers can read.
 CONVERTER = ROOT / "server/convert_tokenizer.py"
 NO_TORCH = [
-    "types",
-    "config",
-    "batch",
-    "sequence",
-    "blocks",
-    "scheduler",
-    "loop",
-    "client",
-    "channel",
-    "sim",
-    "hub",
-    "files",
-]
+    "types", "config", "batch", "sequence", "blocks", "scheduler", "loop", "client", "channel", "sim", "hub", "files",
+]  # fmt: skip
 
 
 def imports(path: pathlib.Path) -> set[tuple[str, tuple[str, ...]]]:
