@@ -3,7 +3,7 @@
 ARG DEVICE=cpu
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
-FROM ${PYTHON_IMAGE} AS builder
+FROM ${PYTHON_IMAGE} AS dependencies
 ARG DEVICE
 # The package index to take torch from, for a build of torch other than the one that pip's own index has.
 ARG TORCH_INDEX=""
@@ -23,32 +23,31 @@ RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))
 RUN if [ "$DEVICE" = cuda ]; then \
         python -c "import sys, torch; sys.exit(0 if torch.version.cuda else 'torch has no CUDA; leave TORCH_INDEX out')"; \
     fi
-# The compiler of the CPU kernels stays in this stage.
+# The compiler of the CPU kernels stays in this stage. Pequod is installed into a folder of its own and not among its
+# dependencies, so that a new version of it is a layer of megabytes on top of an unchanged one of gigabytes.
+FROM dependencies AS builder
+ARG PIP_INDEX_URL
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY README.md LICENSE ./
 COPY engine engine
 COPY server server
-RUN pip install --no-deps .
+RUN pip install --no-deps --prefix /opt/install .
+# pip hides what the build hook prints, so an image without its kernels would otherwise go unnoticed.
+RUN cd /opt/install/lib/python*/site-packages \
+    && python -c "from engine.kernels import build; print(build.supported() or build.library(beside=True))"
 
 FROM ${PYTHON_IMAGE} AS runtime-cpu
+RUN groupadd --gid 10001 pequod \
+    && useradd --uid 10001 --gid 10001 --home-dir /cache --no-create-home --shell /usr/sbin/nologin pequod \
+    && install --directory --owner=pequod --group=pequod /cache
 
 # torch brings the CUDA libraries along; the driver comes from the host, through the NVIDIA container toolkit.
 FROM runtime-cpu AS runtime-cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-FROM runtime-${DEVICE}
-ARG DEVICE
-ARG VERSION=0.1.0
-ARG REVISION=""
-LABEL org.opencontainers.image.title="pequod" \
-      org.opencontainers.image.description="An OpenAI-compatible LLM inference server ($DEVICE)" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="$VERSION" \
-      org.opencontainers.image.revision="$REVISION"
-RUN groupadd --gid 10001 pequod \
-    && useradd --uid 10001 --gid 10001 --home-dir /cache --no-create-home --shell /usr/sbin/nologin pequod \
-    && install --directory --owner=pequod --group=pequod /cache
-COPY --from=builder /opt/pequod /opt/pequod
+FROM runtime-${DEVICE:-cpu}
+COPY --from=dependencies /opt/pequod /opt/pequod
+COPY --from=builder /opt/install /opt/pequod
 COPY docker/health.py /opt/pequod/health.py
 # The address is set here and not in CMD, so that `docker run IMAGE serve MODEL` is reachable, too.
 ENV PATH=/opt/pequod/bin:$PATH \
@@ -67,3 +66,12 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 CMD ["python", "/opt/pequod/health.py", "/live"]
 ENTRYPOINT ["pequod"]
 CMD ["serve"]
+# Last, so that another revision leaves the layers alone.
+ARG DEVICE
+ARG VERSION=0.1.0
+ARG REVISION=""
+LABEL org.opencontainers.image.title="pequod" \
+      org.opencontainers.image.description="An OpenAI-compatible LLM inference server ($DEVICE)" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"

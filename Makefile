@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+WEBUI := .venv-webui
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install dev serve test quick lint oracle clients sim path wheel-test asan test-gpu clean
+.PHONY: help install dev serve test quick lint oracle clients sim path wheel-test image-test asan test-gpu clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -52,9 +53,15 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(CLIENTS)/bin/uv pip install -q --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
 	touch $@
 
+# Without torch, which Open WebUI needs for models of its own alone. It wants a Python below 3.13: where it cannot be
+# installed its column is left out.
+$(WEBUI)/.installed: tests/clients/open_webui.txt | $(CLIENTS)/.installed
+	-test -x $(WEBUI)/bin/python || $(PYTHON) -m venv --without-pip $(WEBUI)
+	-printf torch | $(CLIENTS)/bin/uv pip install -q --python $(WEBUI)/bin/python --excludes - -r $< && touch $@
+
 ## make clients      clients that people use, each against a live server; ARGS="--json FILE" keeps every result
-clients: install $(CLIENTS)/.installed
-	@$(CLIENTS)/bin/python -m tests.clients --python $(BIN)/python $(ARGS)
+clients: install $(CLIENTS)/.installed $(WEBUI)/.installed
+	@$(CLIENTS)/bin/python -m tests.clients --python $(BIN)/python --webui $(WEBUI)/bin/open-webui $(ARGS)
 
 ## make sim          the scheduler alone, 200,000 steps
 sim: install
@@ -70,6 +77,10 @@ path:
 wheel-test: dev
 	@$(BIN)/python -m tests.wheel
 
+## make image-test   build the container image, run it and check it, with docker, podman or buildah; ARGS="--help"
+image-test:
+	@$(PYTHON) -m tests.docker.image $(ARGS)
+
 ## make asan         the CPU kernels' tests with a library built under AddressSanitizer
 asan: dev
 	PEQUOD_KERNEL_FLAGS="-fsanitize=address -fno-omit-frame-pointer -g1" ASAN_OPTIONS=detect_leaks=0 \
@@ -84,4 +95,4 @@ test-gpu: dev
 
 clean:
 	rm -f engine/kernels/*.so engine/kernels/.lock
-	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(WEBUI) build dist .pytest_cache .mypy_cache .ruff_cache

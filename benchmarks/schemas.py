@@ -24,7 +24,7 @@ from typing import Any
 import jsonschema
 
 from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams, StepStats, fetch
-from server.schemas import wrong
+from server.grammar.schemas import wrong
 from server.text import TextStream
 from server.tokenizer import Tokenizer
 

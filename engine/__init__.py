@@ -3,12 +3,16 @@
 This is the whole public surface. Importing it imports no torch.
 """
 
-from .client import Child, Engine, EngineStatus, LocalEngine, ProcessEngine
+from .client import Engine, EngineStatus, LocalEngine
 from .config import EngineConfig
+from .fair import FairLock
 from .files import LIST_BYTES, read_file, read_json, read_text
 from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
+from .grammar import trial as grammar_trial
 from .hub import Folder, fetch
+from .process import begin_child, spawn
+from .supervisor import Child, ProcessEngine
 from .types import (
     ConfigError,
     EngineDied,
@@ -38,6 +42,7 @@ __all__ = [
     "EngineInfo",
     "EngineRequest",
     "EngineStatus",
+    "FairLock",
     "Folder",
     "LocalEngine",
     "ModelError",
@@ -50,9 +55,12 @@ __all__ = [
     "StepStats",
     "TokenDelta",
     "TokenLogprob",
+    "begin_child",
     "fetch",
     "grammar_problem",
+    "grammar_trial",
     "read_file",
     "read_json",
     "read_text",
+    "spawn",
 ]

@@ -42,6 +42,7 @@ class Alive(Struct, frozen=True, array_like=True, tag=True):
 
     phase: str
     share: float = 0.0
+    stalled_s: float = 0.0  # that there has been work and no step was collected
 
 
 class Started(Struct, frozen=True, array_like=True, tag=True):

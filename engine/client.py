@@ -1,17 +1,13 @@
-"""The two ways to hold an engine: ProcessEngine (a supervised child process) and LocalEngine (this process).
+"""Engine: tokens in, tokens out. What all engines have in common, and LocalEngine, which runs in this process.
 
-Both run the same EngineLoop and give the same interface: `start`, `ready`, `generate`, `abort`, `close`.
+ProcessEngine, in a child process, is in supervisor.py. Both run the same EngineLoop behind the same interface: `start`,
+`ready`, `generate`, `abort`, `close`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import pathlib
-import socket
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
@@ -21,15 +17,11 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from . import channel, types
+from . import types
 from .config import EngineConfig, check
 from .loop import EngineLoop
 from .scheduler import Scheduler
 from .types import EngineDied, EngineError, EngineInfo, EngineRequest, RequestStats, StepStats, TokenDelta
-
-MAX_RESTARTS = 3  # in a row that do not become ready
-BACKOFF_S = 0.5  # before the first restart; doubled for each further one in a row
-MAX_DEATHS = 2  # a request that was running at this many deaths of the engine is not handed over again
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +34,7 @@ class EngineStatus:
     last_step: float = 0.0  # when a step was last collected
     running: int = 0
     waiting: int = 0
+    stalled_s: float = 0.0  # that work has been there and no step was collected, as of the heartbeat
     restarts: int = 0
     streams_resumed: int = 0
     error: EngineError | None = None
@@ -71,7 +64,7 @@ class Engine(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class Open:
     """A request under way: what was asked, what has come, and what its reader has not yet taken."""
 
     request: EngineRequest
@@ -79,8 +72,8 @@ class _Open:
     unread: list[TokenDelta] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: float = field(default_factory=time.monotonic)
-    started: bool = False  # in this life of the engine
-    deaths: int = 0
+    is_sent: bool = False  # to the engine, in this life of it
+    was_running: bool = False  # at a death of the engine
     begun: RequestStats | None = None  # as told with the first token, in whichever life
     error: EngineError | None = None
 
@@ -104,16 +97,29 @@ class _Open:
         )
 
 
-class _Client(ABC):
+class Client(ABC):
     """What both engines share: open requests, their mailboxes, the status, and the task behind them."""
 
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
         self.status = EngineStatus()
         self.on_step: list[Callable[[StepStats], None]] = []
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, Open] = {}
         self._settled = asyncio.Event()  # ready or failed
         self._task: asyncio.Task[None] | None = None
+
+    def _send(self, entry: Open) -> None:
+        """Give the engine a request that it does not have."""
+        entry.is_sent = True
+        self._send_add(entry.request)
+
+    def _came(self, entry: Open, tokens: int) -> None:
+        """A request that goes on has more tokens."""
+        del entry, tokens  # only an engine that may be replaced keeps count
+
+    def _ended(self, entry: Open) -> None:
+        """A request is not open any more."""
+        del entry
 
     @abstractmethod
     def _send_add(self, request: EngineRequest) -> None: ...
@@ -146,10 +152,10 @@ class _Client(ABC):
             raise self.status.error
         if request.id in self._open:
             raise types.RequestError(f"request id {request.id} is in use")
-        entry = self._open[request.id] = _Open(request)
+        entry = self._open[request.id] = Open(request)
         try:
             if self.status.phase == "ready":
-                self._send_add(request)
+                self._send(entry)
             while True:
                 await entry.news.wait()
                 if entry.error is not None and not entry.unread:
@@ -166,8 +172,9 @@ class _Client(ABC):
         entry = self._open.pop(request_id, None)
         if entry is None:
             return
-        if self.status.phase == "ready":
+        if self.status.phase == "ready" and entry.is_sent:
             self._send_abort(request_id)
+        self._ended(entry)
         entry.unread.append(TokenDelta(id=request_id, finish_reason="abort"))  # for a reader that did not ask for it
         entry.news.set()
 
@@ -179,10 +186,13 @@ class _Client(ABC):
             if entry is None:  # aborted meanwhile
                 continue
             entry.output_ids += delta.token_ids
-            if delta.finish_reason:
-                del self._open[delta.id]
             entry.unread.append(_whole(delta, entry))
             entry.news.set()
+            if delta.finish_reason:
+                del self._open[delta.id]
+                self._ended(entry)
+            else:
+                self._came(entry, len(delta.token_ids))
         if stats is not None:
             self.status.last_step = now if stats.rows else self.status.last_step
             self.status.running, self.status.waiting = stats.running, stats.waiting
@@ -201,7 +211,7 @@ class _Client(ABC):
         self._settled.set()
 
 
-def _whole(delta: TokenDelta, entry: _Open) -> TokenDelta:
+def _whole(delta: TokenDelta, entry: Open) -> TokenDelta:
     """A delta with figures of the whole request, also when the engine saw only its second life."""
     if delta.stats is None:
         return delta
@@ -219,7 +229,7 @@ def _whole(delta: TokenDelta, entry: _Open) -> TokenDelta:
     return replace(delta, stats=stats)
 
 
-class LocalEngine(_Client):
+class LocalEngine(Client):
     """The engine on the caller's event loop, for tests and offline use. Use as `async with LocalEngine(config)`."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -258,7 +268,7 @@ class LocalEngine(_Client):
             self.status.phase, self.status.share = "ready", 1.0
             self._settled.set()
             for entry in list(self._open.values()):
-                self._loop.add(entry.request)
+                self._send(entry)
             await self._loop.run()
         except EngineError as error:
             self._fail(error)
@@ -295,153 +305,3 @@ class _LocalOutbox:
     async def drained(self) -> None:
         # Readers share this event loop: let them run once per step, or a burst of steps would starve them.
         await asyncio.sleep(0)
-
-
-class Child:
-    """The engine's process, started; it waits to be told what to load, and ends with its parent."""
-
-    def __init__(self) -> None:
-        """Raises OSError when the system gives no process."""
-        self.ours, theirs = socket.socketpair()
-        self._environment = dict(os.environ)
-        # The child must find this very package, from whichever directory the server was started.
-        path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                # Nor may it import from that directory, which can be the folder of a model that a stranger made.
-                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-            )
-
-    def news(self) -> dict[str, str | None]:
-        """What has changed in our environment since the child was started; None: it is gone."""
-        gone: dict[str, str | None] = dict.fromkeys(self._environment.keys() - os.environ.keys())
-        return gone | {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
-
-    def end(self) -> None:
-        """Also one that an engine has had, or that has ended."""
-        self.ours.close()
-        self.process.kill()
-        self.process.wait()
-
-
-class ProcessEngine(_Client):
-    """The engine in a child process, restarted when it dies; every open request then goes on where it was."""
-
-    def __init__(self, config: EngineConfig, child: Child | None = None) -> None:
-        """`child`: one that was started early, for the first life; who started it ends it where no life comes."""
-        super().__init__()
-        self.config = check(config)
-        self._early, self._child = child, child
-        self._channel: channel.Channel | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """The child's process id."""
-        return self._child.process.pid if self._child else None
-
-    async def _run(self) -> None:
-        """Supervise: one life of the child after the other."""
-        failures = 0
-        while True:
-            reason: EngineError | None = None
-            try:
-                await self._live()
-            except (EngineError, OSError) as error:
-                if self.info is None and isinstance(error, EngineError):
-                    self._fail(error)  # nothing was ever served: the setting or the model is wrong
-                    return
-                reason = EngineDied(f"the engine could not be started again: {error}")
-            except Exception as error:
-                self._fail(EngineDied(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
-                raise
-            # An engine that was ready is worth another try whatever killed it: a request that kills is failed itself.
-            failures = 0 if self.status.phase == "ready" else failures + 1
-            if failures > MAX_RESTARTS:
-                self._fail(reason or EngineDied(f"the engine died {failures} times in a row before it was ready"))
-                return
-            self.status.phase = "restarting"
-            self._bury()
-            await asyncio.sleep(BACKOFF_S * 2 ** max(0, failures - 1))
-            self.status.restarts += 1
-
-    async def _live(self) -> None:
-        """One life of the child; returns when it has died, raises the EngineError with which it gave up."""
-        child, self._early = self._early or Child(), None
-        self._child = child
-        self._channel = channel.Channel(channel.Upward)
-        try:
-            await self._channel.open(child.ours)
-            self._channel.send(channel.Load(self.config, child.news()))
-            while (message := await self._channel.receive()) is not None:
-                self._take(message)
-        finally:
-            self._channel.close()
-            child.process.kill()
-            child.process.wait()
-
-    def _take(self, message: object) -> None:
-        self.status.heartbeat = time.monotonic()
-        match message:
-            case channel.Tokens():
-                self._receive(channel.unpack(message), message.stats)
-            case channel.Started():
-                for request_id in message.ids:
-                    if request_id in self._open:
-                        self._open[request_id].started = True
-            case channel.Alive():
-                if self.status.phase != "ready":  # a restart stays one until requests are taken again
-                    self.status.phase = "restarting" if self.info else message.phase
-                    self.status.share = message.share
-            case channel.Ready():
-                self.info = message.info
-                # A restart serves the very files of the first start, wherever a branch of the hub has gone since.
-                self.config = replace(self.config, revision=message.info.revision or self.config.revision)
-                if message.info.product.startswith("avx512"):
-                    # Whether avx512bf16 or avx512 is faster was measured: another answer would change the bits of what
-                    # is half told.
-                    self.config = replace(self.config, cpu_isa=message.info.product)
-                self.status.phase, self.status.share = "ready", 1.0
-                self._settled.set()
-                self._hand_over()
-            case channel.Failed():
-                error = getattr(types, message.kind)(message.message)
-                raise error
-
-    def _hand_over(self) -> None:
-        """Give the new engine every open request, each with the tokens that its reader already has."""
-        for entry in list(self._open.values()):
-            params = entry.request.params
-            if entry.output_ids:  # the prompt's scores came with the first token
-                params = replace(params, prompt_logprobs=None)
-            output_ids = (*entry.request.output_ids, *entry.output_ids)
-            try:
-                self._send_add(replace(entry.request, output_ids=output_ids, params=params))
-            except Exception as error:  # values that do not encode
-                del self._open[entry.request.id]
-                entry.error = types.RequestError(f"the request cannot be sent: {error}")
-                entry.news.set()
-                continue
-            if entry.deaths or entry.output_ids:
-                self.status.streams_resumed += 1
-
-    def _bury(self) -> None:
-        """The child is dead: note who ran, and fail who ran at two deaths, for it may be the cause."""
-        self.status.running = self.status.waiting = 0
-        for entry in list(self._open.values()):
-            entry.deaths += entry.started
-            entry.started = False
-            if entry.deaths >= MAX_DEATHS:
-                del self._open[entry.request.id]
-                entry.error = EngineDied(f"the engine died {entry.deaths} times while this request was running")
-                entry.news.set()
-
-    def _send_add(self, request: EngineRequest) -> None:
-        assert self._channel is not None
-        self._channel.send(channel.Add(request))
-
-    def _send_abort(self, request_id: int) -> None:
-        assert self._channel is not None
-        self._channel.send(channel.Abort(request_id))

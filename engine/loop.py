@@ -60,6 +60,11 @@ class EngineLoop:
         self._mail = asyncio.Event()
         self._compiling: dict[int, asyncio.Task[None]] = {}  # by request id; not yet known to the scheduler
         self._publish_s = 0.0
+        self._waits_since: float | None = None  # time.monotonic(); for a step to be collected; None: nothing to compute
+
+    def stalled_s(self) -> float:
+        """Seconds that there has been work and no step was collected."""
+        return 0.0 if self._waits_since is None else time.monotonic() - self._waits_since
 
     async def run(self) -> None:
         """Step for ever; ends by cancellation or with the exception that a step raised."""
@@ -74,6 +79,7 @@ class EngineLoop:
 
     async def _step(self) -> None:
         began = time.perf_counter()
+        self._waits_since = self._waits_since or time.monotonic()
         batch = self.scheduler.schedule()
         if batch is None:
             await self._idle()
@@ -88,6 +94,7 @@ class EngineLoop:
             tokens, deltas = None, self.scheduler.abandon(batch)
             told = Batch(batch.step, [])  # nothing of it counts
         self._publish(told, tokens, deltas, scheduled - began)
+        self._waits_since = None  # a slow server is no stall
         await self.outbox.drained()
 
     async def _tokens(self, batch: Batch) -> StepTokens:
@@ -122,6 +129,7 @@ class EngineLoop:
 
     async def _idle(self) -> None:
         """Wait for mail; never spin. Nothing runs, so the books must add up now."""
+        self._waits_since = None
         pool = self.scheduler.pool
         if self.scheduler.is_idle and pool.num_held:
             raise AssertionError(f"{pool.num_held} blocks are held and nobody runs")
@@ -144,11 +152,15 @@ class EngineLoop:
             if self.grammars is None:
                 raise GrammarError("this engine takes no grammars")
             matcher = await self.grammars.compile(request)
+            begins = matcher.begin(self.scheduler.room(request) - 1)
         except (GrammarError, GrammarsBusy) as error:
             field = "grammar" if isinstance(error, GrammarError) else None
             delta: TokenDelta | None = TokenDelta(id=request.id, finish_reason="error", error=str(error), field=field)
+        except Exception as error:  # a bug: the request must not wait for ever
+            message = f"the grammar cannot be compiled: {type(error).__name__}"
+            delta = TokenDelta(id=request.id, finish_reason="error", error=message)
         else:
-            delta = self.scheduler.add(request, matcher.begin(self.scheduler.room(request) - 1))
+            delta = self.scheduler.add(request, begins)
             if delta is None:
                 self.grammars.add(request.id, matcher)
         del self._compiling[request.id]

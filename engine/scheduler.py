@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
 
 from msgspec.structs import replace
 
@@ -19,22 +21,26 @@ from .batch import NOTHING_LEFT, Batch, Entered, Row, StepTokens
 from .blocks import BlockPool, root_hash
 from .config import EngineConfig
 from .sequence import Sequence, Status
+from .service import OUTPUT_COST, Service
 from .types import EngineRequest, Pooling, StepStats, TokenDelta, TokenLogprob
 
 # Logits of every position of a chunk are wide: 64 rows of a vocabulary of 152,000 are 39 MB in float32.
 SCORED_TOKENS = 64
 POOLINGS = ("last", "mean")
+# Steps that must fit into memory, after one that did not, before larger ones are tried again: each failure costs
+# somebody a request. After each further failure twice as many; after MOST_GOOD_STEPS the failures are forgotten.
+GOOD_STEPS, MOST_GOOD_STEPS = 64, 1 << 14
 # Blocks kept free when a request is admitted, so that those that run can grow before anyone must be preempted.
 WATERMARK = 0.03
 
 
-def order(policy: str) -> Callable[[Sequence], tuple]:
-    """Who is served first in a step, who waits first, and, reversed, who is preempted first."""
+def order(policy: str, served: Callable[[Sequence], float]) -> Callable[[Sequence], tuple]:
+    """Who is served first in a step and, reversed, who is preempted first; `served`: what its flow has had."""
     if policy == "priority":
-        return lambda seq: (seq.request.priority, seq.is_prompt, seq.arrival)
+        return lambda seq: (seq.request.priority, seq.is_prompt, served(seq), seq.arrival)
     if policy == "prefill-first":
-        return lambda seq: (not seq.is_prompt, seq.arrival)
-    return lambda seq: (seq.is_prompt, seq.arrival)
+        return lambda seq: (not seq.is_prompt, served(seq), seq.arrival)
+    return lambda seq: (seq.is_prompt, served(seq), seq.arrival)
 
 
 class Scheduler:
@@ -56,19 +62,22 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.vocab_size = vocab_size
         self.clock = clock
-        self.waiting: list[Sequence] = []  # sorted by `order`
+        self.service = Service()
+        self.waiting: list[Sequence] = []  # sorted by `_line`; who of them starts next, `_in_turn` says
         self.running: list[Sequence] = []  # in order of arrival
         self.by_id: dict[int, Sequence] = {}
         self.num_preempted = 0  # in all
         self.num_forced = 0  # tokens that nobody drew
         self.prefix_queries = 0  # tokens, in all
         self.prefix_hits = 0
-        self._order = order(config.policy)
+        self._order = order(config.policy, self._served)
         self._filling: dict[bytes, int] = {}  # hash of a block that a running sequence is about to fill -> its id
         self._left: list[int] = []  # what the runner must forget
         self._arrivals = 0
         self._steps = 0
         self._cohort: set[int] = set()  # under the policy `static`: who belongs to the batch that runs
+        self._good_steps = 0  # since the last one that ran out of memory, or since the limits were last raised
+        self._patience = GOOD_STEPS // 2  # good steps after which they are raised, or the patience is forgotten
         self._told = (0, 0, 0, 0)  # preempted, queries, hits, forced when stats were last given
 
     # -- requests come and go -------------------------------------------------------------------------------
@@ -94,7 +103,8 @@ class Scheduler:
             self.num_forced += len(forced)
         self._arrivals += 1
         self.by_id[seq.id] = seq
-        insort(self.waiting, seq, key=self._order)
+        self.service.enter(request.flow)
+        insort(self.waiting, seq, key=self._line)
         return None
 
     def abort(self, request_id: int) -> TokenDelta | None:
@@ -155,6 +165,7 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The rows of the next step, or None when there is nothing to compute."""
         chosen: dict[Sequence, int] = {}
+        self._make_way()
         preempted = self.num_preempted
         share = self._share()
         budget = self._serve_running(chosen, share)
@@ -169,14 +180,66 @@ class Scheduler:
             return self.budget
         return self.config.long_prefill_tokens or max(1, self.budget // 2)
 
+    def _make_way(self) -> None:
+        """Preempt sequences of flows that run several, where another flow runs none and finds no place or no blocks.
+
+        So nobody waits for the end of somebody else's long outputs. What is preempted loses little: its full blocks
+        stay in the prefix cache until others need them.
+        """
+        starved = self._starved()
+        while starved is not None and not self._has_place(starved):
+            counts = Counter(seq.request.flow for seq in self.running)
+            crowd = [seq for seq in self.running if counts[seq.request.flow] > 1 and self._yields_to(seq, starved)]
+            if not crowd:
+                return
+            victim = max(crowd, key=self._order)
+            self._preempt(victim)
+            victim.gave_way = True
+
+    def _starved(self) -> Sequence | None:
+        """The sequence that waits and is next among flows that run nothing, where others run."""
+        if self.service.num_flows < 2 or not self.waiting or not self.running:
+            return None
+        flows = {seq.request.flow for seq in self.running}
+        return next((seq for seq in self._in_turn() if seq.request.flow not in flows), None)
+
+    def _yields_to(self, seq: Sequence, other: Sequence) -> bool:
+        return self.config.policy != "static" and self._line(seq)[0] >= self._line(other)[0]
+
+    def _has_place(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence could start now, as far as places and blocks go."""
+        if len(self.running) >= self.max_seqs:
+            return False
+        hits = self._match(seq)
+        return hits is None or self._fits(seq, hits, self._promised())
+
+    def _promised(self) -> int:
+        """Blocks that running sequences will take for tokens that they have already."""
+        return sum(max(0, seq.blocks_for(len(seq.tokens))) for seq in self.running)
+
+    def _fits(self, seq: Sequence, hits: list[int], promised: int) -> bool:
+        """Whether there are blocks for all tokens of a waiting sequence of which `hits` are cached."""
+        need = seq.blocks_for(len(seq.tokens)) - len(hits)
+        watermark = math.ceil(WATERMARK * self.pool.total) if self.running else 0
+        idle_hits = sum(not self.pool.is_held(block) for block in hits)
+        return self.pool.num_available - idle_hits - promised >= need + watermark
+
+    def _reserve(self) -> int:
+        """Tokens of a step that prompts leave to a flow that runs nothing yet and has waited for its turn."""
+        starved = self._starved()
+        return 0 if starved is None else min(self._most(starved), self.budget // 2)
+
     def _serve_running(self, chosen: dict[Sequence, int], share: int) -> int:
-        """Give every running sequence its tokens, in order; gives the budget that is left."""
+        """Give every running sequence its tokens, in order; returns the budget that is left."""
         budget = self.budget
+        reserve = self._reserve()
         queue = sorted(self.running, key=self._order)
         # Every running sequence moves in every step, unless prompts are to come first at any price.
         keeps = 0 if self.config.policy == "prefill-first" else 1
         for index, seq in enumerate(queue):
             count = min(self._most(seq), share, budget - keeps * (len(queue) - index - 1))
+            if count > 1:
+                count = max(1, min(count, budget - reserve - keeps * (len(queue) - index - 1)))
             if seq.status is not Status.RUNNING or count <= 0:
                 continue
             preempted = self.num_preempted
@@ -212,14 +275,53 @@ class Scheduler:
         seq.new_to_runner = True
         seq.preemptions += 1
         self.num_preempted += 1
-        insort(self.waiting, seq, key=self._order)
+        insort(self.waiting, seq, key=self._line)
+
+    def _line(self, seq: Sequence) -> tuple[int, int]:
+        """A sequence's place among all that wait."""
+        return (seq.request.priority if self.config.policy == "priority" else 0), seq.arrival
+
+    def _served(self, seq: Sequence) -> float:
+        """What a sequence's flow has been served, where that makes a difference."""
+        return self.service.of(seq.request.flow) if self.service.num_flows > 1 else 0.0
+
+    def _in_turn(self) -> Iterator[Sequence]:
+        """Waiting sequences in the order in which they may start.
+
+        What was preempted for want of blocks comes first, then flows that run nothing, then the flow that has been
+        served least. The sequences of a flow are in line.
+        """
+        if self.service.num_flows <= 1:
+            yield from list(self.waiting)
+            return
+
+        def claim(flow: str) -> tuple[int, bool, bool, float, int, str]:
+            seq = lines[flow][0]
+            priority, arrival = self._line(seq)
+            comes_first = seq.preemptions > 0 and not seq.gave_way
+            return priority, not comes_first, flow in runs, self.service.of(flow), arrival, flow
+
+        runs = {seq.request.flow for seq in self.running}
+        lines: dict[str, deque[Sequence]] = {}
+        for seq in self.waiting:
+            lines.setdefault(seq.request.flow, deque()).append(seq)
+        claims = [claim(flow) for flow in lines]
+        heapify(claims)
+        while claims:
+            flow = heappop(claims)[-1]
+            yield lines[flow].popleft()
+            runs.add(flow)
+            if lines[flow]:  # the flow has been charged for the one that has started
+                heappush(claims, claim(flow))
 
     def _admit(self, chosen: dict[Sequence, int], budget: int, share: int) -> int:
         """Let waiting sequences start, in order, while there are tokens, places and blocks."""
+        if budget <= 0 or len(self.running) >= self.max_seqs:
+            return budget
         if self.config.policy == "static" and not self._cohort:
             self._cohort = {seq.id for seq in self.waiting[: self.max_seqs]}
-        promised = sum(max(0, seq.blocks_for(len(seq.tokens))) for seq in self.running)
-        for seq in list(self.waiting):
+        promised = self._promised()
+        for seq in self._in_turn():
             if budget <= 0 or len(self.running) >= self.max_seqs:
                 break
             if self._cohort and seq.id not in self._cohort:
@@ -227,10 +329,7 @@ class Scheduler:
             hits = self._match(seq)
             if hits is None:  # a running sequence is filling the block that this one needs next
                 continue
-            need = seq.blocks_for(len(seq.tokens)) - len(hits)
-            watermark = math.ceil(WATERMARK * self.pool.total) if self.running else 0
-            idle_hits = sum(not self.pool.is_held(block) for block in hits)
-            if self.pool.num_available - idle_hits - promised < need + watermark:
+            if not self._fits(seq, hits, promised):
                 break
             for block in hits:
                 self.pool.share(block)
@@ -263,11 +362,13 @@ class Scheduler:
         self.waiting.remove(seq)
         insort(self.running, seq, key=lambda other: other.arrival)
         seq.status = Status.RUNNING
+        seq.gave_way = False
         if self.config.prefix_caching:
             for index in range(len(seq.block_ids), len(seq.tokens) // seq.block_size):
                 self._filling.setdefault(seq.block_hash(index), seq.id)
         if not seq.looked_up:
             seq.looked_up = True
+            self.service.charge(seq.request.flow, seq.remaining, seq.request.weight)
             seq.scheduled = self.clock()
             seq.cached_tokens = min(seq.num_computed, seq.prompt_len)
             if self.config.prefix_caching:
@@ -321,6 +422,7 @@ class Scheduler:
         """Take in what a step computed; gives new tokens and terminal deltas, in order of arrival."""
         deltas = []
         now = self.clock()
+        self._recover()
         for index, row in enumerate(batch.rows):
             seq = self.by_id[row.seq_id]
             seq.num_computed += seq.num_inflight
@@ -357,7 +459,9 @@ class Scheduler:
         return deltas
 
     def abandon(self, batch: Batch) -> list[TokenDelta]:
-        """A step ran out of memory: nothing of it counts, its largest request fails, and steps get smaller."""
+        """A step ran out of memory: it does not count, its largest request fails, and steps are smaller for a while."""
+        self._patience = min(MOST_GOOD_STEPS, self._patience * 2)
+        self._good_steps = 0
         if self.budget <= self.max_seqs:  # fewer tokens did not help: fewer rows
             self.max_seqs = max(1, min(self.max_seqs, len(batch.rows)) - 1)
         largest = max(batch.rows, key=lambda row: (len(row.token_ids), self.by_id[row.seq_id].arrival))
@@ -372,12 +476,31 @@ class Scheduler:
                 deltas.append(self._end(seq, "error", error="the step that this request was in ran out of memory"))
         return deltas
 
+    @property
+    def _is_reduced(self) -> bool:
+        """Whether steps are smaller than the configuration says."""
+        assert self.config.max_seqs and self.config.max_batched_tokens
+        return self.budget < self.config.max_batched_tokens or self.max_seqs < self.config.max_seqs
+
+    def _recover(self) -> None:
+        """A step has fitted into memory: what an earlier one that did not has cost is given back little by little."""
+        self._good_steps += 1
+        if not self._is_reduced:
+            if self._good_steps == MOST_GOOD_STEPS:
+                self._patience = GOOD_STEPS // 2
+        elif self._good_steps >= self._patience:
+            assert self.config.max_seqs and self.config.max_batched_tokens
+            self._good_steps = 0
+            self.max_seqs = min(self.config.max_seqs, self.max_seqs + max(1, self.max_seqs // 2))
+            self.budget = min(self.config.max_batched_tokens, max(2 * self.budget, self.max_seqs))
+
     def _extend(self, seq: Sequence, drawn: list[int], is_whole: bool) -> str | None:
         """Append what was drawn and what the grammar forces behind it, up to the sequence's end; gives its reason.
 
         `is_whole`: behind all of them the output must end.
         """
         self.num_forced += max(0, len(drawn) - 1)
+        self.service.charge(seq.request.flow, OUTPUT_COST * len(drawn), seq.request.weight)
         for place, token in enumerate(drawn, 1):
             seq.tokens.append(token)
             seq.num_untold += 1
@@ -425,6 +548,7 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status = Status.ENDED
         del self.by_id[seq.id]
+        self.service.leave(seq.request.flow)
         self._cohort.discard(seq.id)
         delta = delta or TokenDelta(id=seq.id)
         return replace(delta, finish_reason=reason, error=error, field=field, stats=seq.stats())
@@ -486,3 +610,4 @@ class Scheduler:
         )
         owners = set(self._filling.values())
         assert owners <= {seq.id for seq in self.running}, "a block is being filled by nobody"
+        assert self.service.num_flows == len({seq.request.flow for seq in self.by_id.values()}), "a flow is not counted"

@@ -45,6 +45,7 @@ class Sequence:
     first_token: float = 0.0
     last_token: float = 0.0
     preemptions: int = 0
+    gave_way: bool = False  # when it was last preempted: to another flow, and not for want of blocks
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.output_ids]

@@ -69,6 +69,9 @@ class EngineRequest(Struct, frozen=True, array_like=True, kw_only=True):
     output_ids: tuple[int, ...] = ()
     priority: int = 0  # lower is served first, under the policy `priority`
     cache_salt: str = ""  # requests share cached prefixes only within one salt
+    flow: str = ""  # whose request it is: what waits is served fairly among flows, by the tokens that each has had
+    weight: float = 1.0  # of the flow: one of weight 2 gets twice the tokens of one of weight 1
+    compile_s: float = 0.0  # CPU time that compiling the grammar takes, as far as is known
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):

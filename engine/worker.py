@@ -1,4 +1,4 @@
-"""The engine's process: `python -m engine.worker FD`, started by ProcessEngine and by nobody else.
+"""The engine's process: `python -m engine.worker FD PARENT`, started by ProcessEngine and by nobody else.
 
 It reads from its first line whether the server still lives, also while it loads: end of file means that the server
 died, and then this process must not outlive it.
@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 from . import channel, types
 from .config import EngineConfig
 from .loop import EngineLoop
+from .process import begin_child
 from .scheduler import Scheduler
 from .types import EngineError, EngineInfo, StepStats, TokenDelta
 
@@ -127,7 +127,8 @@ class _Worker:
 
     async def _beat(self) -> None:
         while True:
-            self.pipe.send(channel.Alive("ready" if self.loop else "loading", self.share))
+            stalled_s = self.loop.stalled_s() if self.loop else 0.0
+            self.pipe.send(channel.Alive("ready" if self.loop else "loading", self.share, stalled_s))
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _listen(self) -> None:
@@ -149,13 +150,11 @@ class _Worker:
 
 
 def main() -> None:
-    # Ctrl-C and a supervisor's SIGTERM reach the whole group; the server alone decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    fd, _ = begin_child(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     async def run() -> int:
         pipe = channel.Channel(channel.Downward)
-        await pipe.open(socket.socket(fileno=int(sys.argv[1])))
+        await pipe.open(socket.socket(fileno=fd))
         return await _Worker(pipe).main()
 
     code = asyncio.run(run())

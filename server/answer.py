@@ -11,7 +11,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -21,17 +21,18 @@ from starlette.types import Receive, Scope, Send
 from engine import EngineInfo, EngineRequest
 
 from . import sse
+from .connected import while_connected
 from .conversation import Shape, check_takes_grammars, hidden_ids, shape
 from .conversation import parser as message_parser
 from .errors import CONTEXT_CODE, ApiError, deadline, from_exception, invalid
 from .generation import Choice, Due, Generation, Gone, Scores
-from .limits import Caller
+from .grammar.schemas import Grammar
+from .limits import Caller, Ticket
 from .prompts import TextTooLong
 from .protocol.common import Head, Json, Output, Prompt, TokenText, Writer
 from .protocol.conversation import Conversation
 from .protocol.sampling import Drawing
 from .rendering import TemplateError
-from .schemas import Grammar
 from .state import Pequod
 from .text import TextStream
 
@@ -43,7 +44,7 @@ MAX_SCORES = 1 << 17
 NEVER = -100  # a logit_bias that forbids
 
 Body = TypeVar("Body", bound=Drawing)
-Encode = Callable[[Pequod, Body], Awaitable[list[Prompt]]]
+Encode = Callable[[Pequod, Caller, Body], Awaitable[list[Prompt]]]
 MakeWriter = Callable[[Body, Head, list[Prompt], TokenText], Writer]
 
 
@@ -70,16 +71,14 @@ async def answer(
     info = app.engine.info
     assert info is not None and app.tokenizer is not None
     check_fields(app, info, body)
-    grammar = await checked_grammar(app, body)
-    # The ticket is the caller's: it ends with the HTTP request, however that ends.
+    # The ticket is the caller's: it ends with the HTTP request, however that ends. Nothing slow comes before it.
     ticket = app.limits.admit(caller, body.num_prompts * body.num_choices)
-    prompts = await encoded(encode(app, body), body.prompt_field, due)
-    shaped = await shape(app, body, grammar, prompts[0]) if isinstance(body, Conversation) else None
-    grammar = shaped.grammar if shaped else grammar
-    max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
-    check_scores(body, prompts)
-    ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
-    bad_words = await spelt(app, info, body)
+    preparing = prepare(app, caller, body, encode=encode, ticket=ticket, default_max_tokens=default_max_tokens)
+    try:
+        async with asyncio.timeout(due and due.left_s):
+            prompts, shaped, grammar, max_tokens, bad_words = await while_connected(request, preparing)
+    except TimeoutError:
+        raise deadline() from None
     head = Head(f"{prefix}{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint, request.state.request_id)
     requests = engine_requests(app, caller, body, prompts, max_tokens, grammar=grammar, bad_words=bad_words)
     track = app.metrics.track(
@@ -89,6 +88,38 @@ async def answer(
     choices = make_choices(app, body, requests, grammar, shaped)
     generation = Generation(app, choices, body.num_choices, track, due)
     return Answer(generation, write(body, head, prompts, app.tokenizer.token_text), body)
+
+
+class Prepared(NamedTuple):
+    """What must be known of a request before the engine gets it."""
+
+    prompts: list[Prompt]
+    shape: Shape | None  # of a conversation
+    grammar: Grammar | None  # of the whole text
+    max_tokens: list[int]  # of each prompt's completions
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+async def prepare(
+    app: Pequod,
+    caller: Caller,
+    body: Body,
+    *,
+    encode: Encode[Body],
+    ticket: Ticket,
+    default_max_tokens: int | None,
+) -> Prepared:
+    """Check the grammar and encode the prompts; raises the 400, 429 or 503 that ends the request here."""
+    info = app.engine.info
+    assert info is not None
+    grammar = await checked_grammar(app, caller, body)
+    prompts = await encoded(encode(app, caller, body), body.prompt_field)
+    shaped = await shape(app, caller, body, grammar, prompts[0]) if isinstance(body, Conversation) else None
+    max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
+    check_scores(body, prompts)
+    ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
+    bad_words = await spelt(app, caller, info, body)
+    return Prepared(prompts, shaped, shaped.grammar if shaped else grammar, max_tokens, bad_words)
 
 
 # Checks before the first byte
@@ -131,22 +162,19 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
         raise invalid(f"Invalid '{param}': token ids must be in 0..{info.vocab_size - 1}.", param)
 
 
-async def checked_grammar(app: Pequod, body: Drawing) -> Grammar | None:
+async def checked_grammar(app: Pequod, caller: Caller, body: Drawing) -> Grammar | None:
     """The grammar that a request brings, if it does; raises 400 when it cannot be used."""
     grammar = body.answer_grammar
-    if grammar is not None:
-        check_takes_grammars(app, body, grammar.field)
-        await app.grammars.check(grammar)
-    return grammar
+    if grammar is None:
+        return None
+    check_takes_grammars(app, body, grammar.field)
+    return await app.grammars.check(grammar, caller.flow)
 
 
-async def encoded(encoding: Awaitable[list[Prompt]], param: str, due: Due | None) -> list[Prompt]:
+async def encoded(encoding: Awaitable[list[Prompt]], param: str) -> list[Prompt]:
     """The prompts of the field `param`; what the tokenizer or the template refuses becomes a 400."""
     try:
-        async with asyncio.timeout(due and due.left_s):
-            prompts = await encoding
-    except TimeoutError:
-        raise deadline() from None
+        prompts = await encoding
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, param) from None
     if not all(prompt.ids for prompt in prompts):
@@ -187,13 +215,14 @@ def check_scores(body: Drawing, prompts: list[Prompt]) -> None:
         raise invalid(f"{told} are more than the {MAX_SCORES} that one answer holds.", field)
 
 
-async def spelt(app: Pequod, info: EngineInfo, body: Drawing) -> tuple[tuple[int, ...], ...]:
+async def spelt(app: Pequod, caller: Caller, info: EngineInfo, body: Drawing) -> tuple[tuple[int, ...], ...]:
     """The request's bad words as tokens; raises 400 when they and the other fields leave nothing to draw."""
     words: list[tuple[int, ...]] = []
     if body.bad_words:
         assert app.prompts is not None
         known = range(info.vocab_size)  # the model draws no others
-        words = [word for word in await app.prompts.spellings(body.bad_words) if all(id in known for id in word)]
+        spellings = await app.prompts.spellings(body.bad_words, caller=caller.flow)
+        words = [word for word in spellings if all(id in known for id in word)]
     if body.allowed_token_ids is not None:
         ends = body.stop_token_ids or () if body.min_tokens else ()
         never = [id for id, bias in (body.logit_bias or {}).items() if bias <= NEVER]
@@ -217,7 +246,7 @@ def engine_requests(
 ) -> list[EngineRequest]:
     """One request per choice, prompt by prompt."""
     assert app.tokenizer is not None
-    salt = app.limits.salt_for(caller, body.cache_salt)
+    salt = app.keys.salt_for(caller, body.cache_salt)
     requests = []
     for prompt, most in zip(prompts, max_tokens, strict=True):
         seed = app.new_seed() if body.seed is None else body.seed % 2**64
@@ -239,6 +268,9 @@ def engine_requests(
                     params=params,
                     priority=body.priority or 0,
                     cache_salt=salt,
+                    flow=caller.flow,
+                    weight=caller.weight,
+                    compile_s=grammar.compile_s if grammar else 0.0,
                 )
             )
     return requests

@@ -17,8 +17,8 @@ from engine import ConfigError, Engine
 
 from . import errors
 from .__main__ import version
+from .auth import roles
 from .door import Door
-from .limits import roles
 from .logs import StepLog
 from .routes import ROUTERS
 from .settings import Settings
@@ -41,6 +41,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         except OSError as error:
             raise ConfigError(f"--step-log {settings.step_log} cannot be written: {error.strerror}") from None
         engine.on_step.append(step_log.write)
+        state.metrics.step_log = step_log
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -134,8 +135,10 @@ def tell_text_lengths(schema: Any, most: int) -> None:
 
 def tell_keys(app: FastAPI, schema: dict[str, Any]) -> None:
     """Say in the description which operations ask for a key on this very server."""
-    settings: Settings = app.state.pequod.settings
-    asked = {role for role, keys in (("user", settings.keys), ("metrics_reader", settings.metrics_key)) if keys}
+    state: Pequod = app.state.pequod
+    asked = {"user"} if state.settings.keys else set()
+    if not state.keys.are_metrics_open:
+        asked.add("metrics_reader")
     schema["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},

@@ -55,7 +55,7 @@ def curl(settings: Settings, where: tuple[str, int] | Path, has_template: bool) 
     words += [f"{base}/v1/{path}", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     line = " ".join(shlex.quote(word) for word in words)
     # The shell puts the key in, so that it stays off the screen and out of the scroll-back.
-    key = "$PEQUOD_API_KEY" if len(settings.keys) == 1 else "${PEQUOD_API_KEY%%,*}"  # of several the first
+    key = "$PEQUOD_API_KEY" if len(settings.api_key) <= 1 else "${PEQUOD_API_KEY%%,*}"  # of several the first
     return line + (f' -H "Authorization: Bearer {key}"' if settings.keys else "")
 
 
@@ -145,7 +145,7 @@ def announce(
     stream = stream or sys.stdout
     lines = facts(info, settings, where, seconds)
     command = curl(settings, where, has_template)
-    heading = "Try it, with the key in PEQUOD_API_KEY:" if settings.keys else "Try it:"
+    heading = "Try it, with a key in PEQUOD_API_KEY:" if settings.keys else "Try it:"
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         _print_rich(lines, heading, command, stream)
         return

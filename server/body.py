@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.routing import BaseRoute
 
+from .auth import UserDep
 from .errors import ENVELOPE, ApiError, from_validation, invalid
-from .limits import UserDep
 from .protocol.wire import Wire
 
 M = TypeVar("M", bound=BaseModel)

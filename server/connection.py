@@ -9,7 +9,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .door import MAX_HEAD, head_too_large
-from .errors import ApiError
+from .errors import ApiError, unavailable
 
 # From the connection, or the first byte of a further request, until its head is complete. Whoever sends a byte now
 # and then would otherwise hold a descriptor for good.
@@ -17,6 +17,7 @@ HEAD_S = 30.0
 # From an answer that does not wait for its request's body until that body's end, or the client's: so long and so many
 # bytes are read and dropped.
 REST_S = 10.0
+RETRY_CONNECTIONS_S = 5
 REST_BYTES = 64 << 20
 
 
@@ -31,10 +32,17 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = 0  # of names and values, also of the trailers of a chunked body
         self._rest_bytes: int | None = None  # of a request that is answered already; None: there is none
         self.is_parting = False  # all is said, and whatever still comes is dropped
+        self.most_connections, self.limit_concurrency = self.limit_concurrency, None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.most_connections is not None and len(self.connections) > self.most_connections:
+            self.is_parting = True
+            message = "The server has as many connections as it can."
+            self._answer(unavailable(message, "connections", RETRY_CONNECTIONS_S))
+            transport.close()  # at once: its descriptor is one of the last
+            return
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -135,10 +143,16 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        body = error.body()
-        head = f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        self._answer(error)
         self.part()
+
+    def _answer(self, error: ApiError) -> None:
+        """Write an error by hand, where there is no request that it could be the response to."""
+        body = error.body()
+        lines = [f"HTTP/1.1 {error.status} Refused", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        if error.retry_after is not None:
+            lines.append(f"Retry-After: {error.retry_after}")
+        self.transport.write("\r\n".join([*lines, "Connection: close", "", ""]).encode() + body)
 
     def _set_timer(self, seconds: float, late: Callable[[], None]) -> None:
         self._stop_timer()

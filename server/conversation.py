@@ -9,20 +9,22 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .errors import invalid
+from .grammar.gate import refusal
+from .grammar.schemas import MAX_SOURCE, Grammar
+from .limits import Caller
 from .parsers import Formats, MessageParser, ends_reasoning, markers, message_parser, reasoning_opened
 from .parsers.forced import call_grammar
 from .protocol.common import Json, Prompt
 from .protocol.conversation import Calling, Conversation, Tool
 from .protocol.sampling import Drawing
-from .schemas import MAX_SOURCE, Grammar, refusal
 from .state import Pequod
 
 ANY_ARGUMENTS: Json = {"type": "object"}
 TAIL = 32  # tokens at a prompt's end, in which a block of reasoning can have been opened
 
 
-async def encode(app: Pequod, asked: Conversation) -> list[Prompt]:
-    """The conversation as the model's chat template writes it."""
+async def encode(app: Pequod, caller: Caller, asked: Conversation, *, fits: bool = True) -> list[Prompt]:
+    """The conversation as the model's chat template writes it; `fits`: it must fit the context."""
     assert app.prompts is not None
     calling = asked.calling
     if calling is not None and app.formats.tools is None:
@@ -31,7 +33,8 @@ async def encode(app: Pequod, asked: Conversation) -> list[Prompt]:
         )
     check_effort(app, asked)
     tools = as_tools(calling.in_prompt if calling else ())
-    return [Prompt(tuple(await app.prompts.chat(asked.turns, tools, **asked.render_options)))]
+    ids = await app.prompts.chat(asked.turns, tools, caller=caller.flow, fits=fits, **asked.render_options)
+    return [Prompt(tuple(ids))]
 
 
 def check_effort(app: Pequod, asked: Conversation) -> None:
@@ -58,7 +61,7 @@ class Shape(NamedTuple):
     is_opened: bool  # the prompt ends inside of a block of reasoning
 
 
-async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, prompt: Prompt) -> Shape:
+async def shape(app: Pequod, caller: Caller, asked: Conversation, grammar: Grammar | None, prompt: Prompt) -> Shape:
     """How the answer to a prompt looks, where `grammar` is what the request says of it; raises 400.
 
     Calls that must be made, or whose functions are strict, and an end to the reasoning are grammars too: one of the
@@ -81,7 +84,7 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     field = "tools" if is_shaped else grammar.field if grammar is not None else budget[0] if budget else ""
     # A budget alone leaves the answer free.
     check_takes_grammars(app, asked, field, is_free=not is_shaped and grammar is None)
-    tools = await checked_tools(app, calling) if calling else {}
+    tools = await checked_tools(app, caller, calling) if calling else {}
     forced = await asyncio.to_thread(
         call_grammar,
         formats,
@@ -96,8 +99,7 @@ async def shape(app: Pequod, asked: Conversation, grammar: Grammar | None, promp
     if len(forced.text) > MAX_SOURCE:
         what = "the grammar of all functions and formats together"
         raise refusal(field, f"{what} has {len(forced.text)} characters, and at most {MAX_SOURCE} can be used")
-    whole = Grammar(forced.kind, forced.text, field)
-    await app.grammars.check(whole)
+    whole = await app.grammars.check(Grammar(forced.kind, forced.text, field), caller.flow)
     return Shape(forced.formats, whole, opened)
 
 
@@ -123,7 +125,7 @@ def thinking_budget(app: Pequod, asked: Conversation, prompt: Prompt, *, is_form
     return budget
 
 
-async def checked_tools(app: Pequod, calling: Calling) -> dict[str, Json]:
+async def checked_tools(app: Pequod, caller: Caller, calling: Calling) -> dict[str, Json]:
     """Names and schemas of the tools, those that must be followed checked; the others' arguments are any object."""
     schemas = {}
     for tool in calling.tools:
@@ -135,7 +137,7 @@ async def checked_tools(app: Pequod, calling: Calling) -> dict[str, Json]:
                     tool.field, "the arguments of a function are an object, and 'type' at '/type' says otherwise"
                 )
             schemas[tool.name] = {**tool.parameters, "type": "object"}
-            await app.grammars.check(Grammar("json_schema", json.dumps(schemas[tool.name]), tool.field))
+            await app.grammars.check(Grammar("json_schema", json.dumps(schemas[tool.name]), tool.field), caller.flow)
     return schemas
 
 

@@ -6,6 +6,7 @@ A plain ASGI layer: it hands messages on as they come, so that a stream passes t
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 import secrets
 import time
@@ -15,14 +16,15 @@ from contextlib import suppress
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .auth import address_of
 from .errors import ApiError, from_exception, is_anthropic
 from .limits import Caller
 from .state import Pequod
 
 LABEL = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
-# A body may take this long and a second more for each so many bytes: slow lines pass, a trickle does not.
-BODY_S = 30.0
-BODY_BYTES_PER_S = 16 << 10
+# Of a body at least this much must come in each stretch of this length: slow lines pass, a trickle does not.
+PROGRESS_S = 10.0
+PROGRESS_BYTES = 64 << 10
 MAX_HEAD = 64 << 10  # bytes of all headers; the parser itself has no limit
 GONE = 499  # what is counted for a client that left before its answer began
 
@@ -36,12 +38,19 @@ class Door:
         self.app = app
         self.state = state
         self.hosts = None if state.settings.hosts is None else {host.lower() for host in state.settings.hosts}
+        self.takes_any_host = state.settings.takes_any_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await _Visit(self, scope, receive, send).run()
         else:
             await self.app(scope, receive, send)
+
+    def answers_under(self, host: str | None) -> bool:
+        """Whether requests that name this host are served; None: they name none."""
+        if self.hosts is not None:
+            return host in self.hosts
+        return self.takes_any_host or host is None or is_own_name(host)
 
     def check(self, method: str, headers: Headers) -> None:
         """Refuse a request by its head alone."""
@@ -50,7 +59,7 @@ class Door:
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) > 1:
             raise ApiError(400, "The request has more than one Host.", code="invalid_host")
-        if self.hosts is not None and (not hosts or bare_host(hosts[0]) not in self.hosts):
+        if not self.answers_under(bare_host(hosts[0]) if hosts else None):
             raise ApiError(400, "This server does not answer under that Host (--allowed-hosts).", code="invalid_host")
         # A page of another origin can post forms and plain text to any address without asking; JSON it cannot.
         kind = (header(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
@@ -89,6 +98,7 @@ class _Visit:
         self.began = time.monotonic()
         self.num_bytes = 0
         self.is_whole = False  # all of the body was read
+        self.stretch = (self.began, 0)  # when the stretch in which there must be progress began, and the bytes then
 
     async def run(self) -> None:
         try:
@@ -104,10 +114,9 @@ class _Visit:
                 with suppress(OSError):
                     await answer.response(self.scope)(self.scope, self.receive, self._send)
         finally:
-            self.limits.open_bytes -= self.num_bytes
-            caller = self.scope["state"].get("caller")
-            if isinstance(caller, Caller):
-                caller.leave()
+            caller = self._caller()
+            self.limits.bytes.give_back(caller.flow, self.num_bytes)
+            caller.leave()
             handler = getattr(self.scope.get("route"), "path", "unmatched")
             seconds = time.monotonic() - self.began
             self.door.state.metrics.http(self.method, handler, self.status or GONE, seconds)
@@ -115,20 +124,32 @@ class _Visit:
     async def _receive(self) -> Message:
         if self.is_whole:
             return await self.receive()
-        left = self.began + BODY_S + self.num_bytes / BODY_BYTES_PER_S - time.monotonic()
-        try:
-            async with asyncio.timeout(left):
-                message = await self.receive()
-        except TimeoutError:
-            raise ApiError(408, "The body did not arrive in time.", code="body_timeout") from None
+        message = await self._receive_in_time()
         if message["type"] == "http.request":
             size = len(message.get("body", b""))
-            self.limits.count_bytes(size, self.num_bytes)
+            self.limits.count_bytes(self._caller(), size, self.num_bytes)
             self.num_bytes += size
             self.is_whole = not message.get("more_body", False)
         else:
             self.is_whole = True
         return message
+
+    async def _receive_in_time(self) -> Message:
+        """More of the body; raises 408 when too little of it has come for a while."""
+        while True:
+            since, then = self.stretch
+            try:
+                async with asyncio.timeout(since + PROGRESS_S - time.monotonic()):
+                    return await self.receive()
+            except TimeoutError:
+                if self.num_bytes - then < PROGRESS_BYTES:
+                    raise ApiError(408, "The body did not arrive in time.", code="body_timeout") from None
+                self.stretch = time.monotonic(), self.num_bytes
+
+    def _caller(self) -> Caller:
+        """Who sends the request: known once the route's role has been checked, and before a body is read."""
+        caller = self.scope["state"].get("caller")
+        return caller if isinstance(caller, Caller) else Caller(flow=address_of(self.scope))
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -147,6 +168,15 @@ class _Visit:
 def head_too_large() -> ApiError:
     """431: more bytes of headers than MAX_HEAD."""
     return ApiError(431, f"The headers have more than {MAX_HEAD} bytes.", code="headers_too_large")
+
+
+def is_own_name(host: str) -> bool:
+    """Whether no stranger's page can have this name: it is an IP address, or has no dot as names on the internet do."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return "." not in host.removesuffix(".")
+    return True
 
 
 def header(headers: Headers, name: bytes) -> bytes | None:

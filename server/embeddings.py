@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
@@ -10,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 from engine import EngineInfo, EngineRequest, Pooling, SamplingParams, TokenDelta
 
 from .answer import check_priority, check_token_ids, encoded, patiently, time_limit
-from .errors import CONTEXT_CODE, invalid
+from .connected import while_connected
+from .errors import CONTEXT_CODE, deadline, invalid
 from .generation import Generation, Reader, unfinished
 from .limits import INPUTS_DEPTH, Caller
 from .protocol.common import Output, Prompt
@@ -29,7 +32,11 @@ async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRe
     check_priority(app, body.priority)
     check_vector(info, body)
     ticket = app.limits.admit_inputs(caller, len(body.inputs))
-    prompts = await encoded(encode(app, info, body), "input", due)
+    try:
+        async with asyncio.timeout(due and due.left_s):
+            prompts = await while_connected(request, encoded(encode(app, caller, info, body), "input"))
+    except TimeoutError:
+        raise deadline() from None
     check_lengths(info, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     track = app.metrics.track(request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
@@ -49,13 +56,14 @@ def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:
         raise invalid(f"Invalid 'dimensions': {told}.", "dimensions")
 
 
-async def encode(app: Pequod, info: EngineInfo, body: EmbeddingRequest) -> list[Prompt]:
+async def encode(app: Pequod, caller: Caller, info: EngineInfo, body: EmbeddingRequest) -> list[Prompt]:
     """The inputs as token ids."""
     assert app.prompts is not None
     prompts = []
     for given in body.inputs:
         if isinstance(given, str):
-            ids = await app.prompts.encode(given, body.add_special_tokens is not False)
+            special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
+            ids = await app.prompts.encode(given, special, caller=caller.flow, fits=fits)
         else:
             check_token_ids(info, given, "input")
             ids = given
@@ -75,10 +83,16 @@ def engine_requests(app: Pequod, caller: Caller, body: EmbeddingRequest, prompts
     """One request per input."""
     pooling = Pooling(kind=body.pooling or "last", dimensions=body.dimensions)
     params = SamplingParams(max_tokens=0, pooling=pooling)
-    salt = app.limits.salt_for(caller, body.cache_salt)
+    salt = app.keys.salt_for(caller, body.cache_salt)
     return [
         EngineRequest(
-            id=app.new_id(), prompt_ids=prompt.ids, params=params, priority=body.priority or 0, cache_salt=salt
+            id=app.new_id(),
+            prompt_ids=prompt.ids,
+            params=params,
+            priority=body.priority or 0,
+            cache_salt=salt,
+            flow=caller.flow,
+            weight=caller.weight,
         )
         for prompt in prompts
     ]

@@ -24,7 +24,7 @@ from starlette.types import Scope
 
 from engine import EngineDied, EngineError, RequestError
 
-SHOWN = 64  # characters of a client's own text that a message may repeat
+from .shown import shown
 
 CONTEXT_CODE = "context_length_exceeded"
 
@@ -125,6 +125,11 @@ def too_large(message: str) -> ApiError:
     return ApiError(413, message, code="body_too_large")
 
 
+def over_share(message: str, retry_after: int) -> ApiError:
+    """429: the caller has its share of the server, and the rest is kept for others."""
+    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
+
+
 def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
     """503: this server cannot take the request now, whoever asks."""
     return ApiError(503, message, type="server_error", code=code, retry_after=retry_after)
@@ -147,11 +152,6 @@ def from_engine(error: EngineError) -> ApiError:
     if isinstance(error, EngineDied):
         return unavailable("The engine stopped while it worked on this request.", "engine_died", 5)
     return unavailable("The model could not be loaded.", "model_not_loaded", 30)
-
-
-def shown(text: str) -> str:
-    """A client's own word, shortened to what may be repeated."""
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def from_validation(error: ValidationError | RequestValidationError, document: Any = None) -> ApiError:
@@ -302,6 +302,7 @@ OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {
         401: "No valid API key",
         404: "No such model",
         413: "The body is too large",
+        429: "The caller has its share of the server; Retry-After tells when to try again",
         503: "Loading, draining or full; Retry-After tells when to try again",
         504: "The time limit has passed",
     }.items()

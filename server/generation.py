@@ -16,10 +16,10 @@ from starlette.types import Receive
 from engine import GRAMMARS_BUSY, EngineRequest, RequestStats, TokenDelta, TokenLogprob
 
 from .errors import ApiError, deadline, from_exception, invalid, unavailable
+from .grammar.gate import busy, refusal
 from .metrics import Track
 from .parsers import Call, Content, MessageParser, Part, Plain
 from .protocol.common import Json, Output, usage
-from .schemas import refusal
 from .state import Pequod
 from .text import TextStream
 
@@ -203,7 +203,7 @@ def check_json(text: str) -> None:
 def unfinished(delta: TokenDelta) -> ApiError:
     """503 where the engine had too much to do, 500 for what else it gave up."""
     if delta.error == GRAMMARS_BUSY:
-        return unavailable("Too many grammars are being compiled.", "grammars_busy", RETRY_DRAINING_S)
+        return busy()
     return ApiError(
         500,
         f"The engine could not finish this request: {delta.error or delta.finish_reason}.",

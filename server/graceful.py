@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from .banner import announce, loading
 from .connection import Connection
 from .settings import Settings
 
+ACCEPTS_PER_TURN = 16
 KEEP_ALIVE_S = 30
 CLOSE_S = 5  # for connections that linger after the drain has ended every stream
 MARGIN_S = 10  # over --drain-seconds, for streams to end themselves; then they are left
@@ -40,7 +42,10 @@ class GracefulServer(uvicorn.Server):
     0 after a drain, 2 when the model or a setting turned out to be impossible, 1 when the engine died for good.
     """
 
-    def __init__(self, app: FastAPI, engine: Engine, settings: Settings, began: float) -> None:
+    def __init__(
+        self, app: FastAPI, engine: Engine, settings: Settings, began: float, *, most_connections: int | None = None
+    ) -> None:
+        """`began`: when the process was started, time.monotonic(). `most_connections`: at a time; None: no bound."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -56,12 +61,13 @@ class GracefulServer(uvicorn.Server):
                 ssl_keyfile=settings.ssl_keyfile,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=CLOSE_S,
+                limit_concurrency=most_connections,  # Connection takes it for connections alone
             )
         )
         self.state = app.state.pequod
         self.engine = engine
         self.settings = settings
-        self.began = began  # of the process, time.monotonic()
+        self.began = began
         self.failure: tuple[str, int] | None = None  # sentence and exit code
         self.signals = 0
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -69,7 +75,14 @@ class GracefulServer(uvicorn.Server):
 
     def serve_on(self, listener: socket.socket) -> tuple[str, int] | None:
         """Serve until a signal or a failure; gives the failure's sentence and exit code."""
-        self.run(sockets=[listener])
+        # The event loop accepts one connection of a socket in each of its turns, which are long when much is streamed.
+        # Under the same socket's further descriptors it accepts as many more.
+        doubles = [listener.dup() for _ in range(ACCEPTS_PER_TURN - 1)]
+        try:
+            self.run(sockets=[listener, *doubles])
+        finally:
+            for double in doubles:
+                double.close()
         return self.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -78,6 +91,9 @@ class GracefulServer(uvicorn.Server):
         assert sockets
         self.tasks.append(asyncio.create_task(self._watch(address(sockets[0])), name="watch"))
         self.loop = asyncio.get_running_loop()
+        # A terminal that is closed drains the server like SIGTERM, unless `nohup` has it ignored.
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self.handle_hang_up)
         if self.signals:  # it came before there was a loop to drain on
             self._drain()
 
@@ -113,6 +129,11 @@ class GracefulServer(uvicorn.Server):
             os._exit(128 + sig)
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self._drain)
+
+    def handle_hang_up(self, sig: int, frame: FrameType | None) -> None:
+        """The first one drains. Shell and system may each send one, so that a further one does not end the process."""
+        if not self.signals:
+            self.handle_exit(sig, frame)
 
     def _drain(self) -> None:
         if not any(task.get_name() == "drain" for task in self.tasks):

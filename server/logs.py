@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .lines import LineWriter
+
 if TYPE_CHECKING:
     from engine import StepStats
 
@@ -56,13 +58,38 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def configure(form: str, level: str) -> None:
-    """Send all log lines of this process to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+class LineHandler(logging.Handler):
+    """Hands formatted records to a LineWriter."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self.writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.writer.write(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        self.writer.close()
+        super().close()
+
+
+def configure(form: str, level: str) -> LineWriter:
+    """Send all log lines of this process to stderr, from a thread of their own."""
+    writer = LineWriter(sys.stderr)
+    handler = LineHandler(writer)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     for name in QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, getattr(logging, level.upper())))
+    return writer
+
+
+def dropped_lines() -> int:
+    """Log lines that nobody took in time, since the process was started."""
+    return sum(each.writer.dropped for each in logging.getLogger().handlers if isinstance(each, LineHandler))
 
 
 def request_line(**figures: Any) -> None:
@@ -75,20 +102,28 @@ class StepLog:
     """Appends every engine step to a file, one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
-        # Line by line, so that the file tells of the last step also when the process is killed.
+        """Raises OSError where the file cannot be written."""
+        # Line by line, so that the file has the last step also when the process is killed.
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._writer = LineWriter(self._file)
         self._is_broken = False
 
     def write(self, stats: StepStats) -> None:
         """Append a step; when that fails, as on a full disk, the log ends and the server goes on."""
         if self._is_broken or not stats.rows:  # without rows: only the books changed
             return
-        try:
-            self._file.write(json.dumps({name: getattr(stats, name) for name in stats.__struct_fields__}) + "\n")
-        except OSError as error:
+        if self._writer.error is not None:
             self._is_broken = True
-            logging.getLogger("pequod.server").error("the step log ends here: %s", error.strerror)
+            logging.getLogger("pequod.server").error("the step log ends here: %s", self._writer.error.strerror)
+            return
+        self._writer.write(json.dumps({name: getattr(stats, name) for name in stats.__struct_fields__}))
+
+    @property
+    def dropped(self) -> int:
+        """Steps that could not be written in time."""
+        return self._writer.dropped
 
     def close(self) -> None:
+        self._writer.close()
         with contextlib.suppress(OSError):
             self._file.close()

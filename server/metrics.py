@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from engine import Engine, EngineInfo, RequestStats, StepStats
 
-from .logs import request_line
+from .logs import StepLog, dropped_lines, request_line
 from .phases import KERNELS, PHASES
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "ca
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction with each further one: some fifty steps count
 MOST_GAPS = 4096  # per choice, for the median that the log tells
+
+# Pages of metrics that are written anew: a router that scrapes every 50 ms gets a new one each time.
+RENDERS_PER_S, RENDER_BURST = 20, 20
 
 TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -65,10 +68,13 @@ class Metrics:
         self.model = settings.names[0]
         self.clock = clock
         self.last_step: StepStats | None = None
+        self.step_log: StepLog | None = None
         self._life = 0  # of the engine, that last_step belongs to
         self._shares: dict[str, _Share] = {}  # of the roofline, by phase
         self.own = CollectorRegistry()
         self.vllm = CollectorRegistry()
+        self._page = b""
+        self._renders, self._rendered_at = float(RENDER_BURST), self.clock()
         self._rendered = [self.own] + [self.vllm] * (settings.metrics_compat == "vllm")
 
         registry = self.own
@@ -220,8 +226,16 @@ class Metrics:
 
         Always Prometheus' text format, which every scraper takes: in OpenMetrics the library writes the colons of our
         names as underscores, and a Prometheus that asks for it first would find other names than the dashboards.
+
+        A page takes some milliseconds to write: whoever asks for it all the time gets the last one again.
         """
-        return b"".join(generate_latest(registry) for registry in self._rendered)
+        now = self.clock()
+        self._renders = min(RENDER_BURST, self._renders + (now - self._rendered_at) * RENDERS_PER_S)
+        self._rendered_at = now
+        if self._renders >= 1 or not self._page:
+            self._renders -= 1
+            self._page = b"".join(generate_latest(registry) for registry in self._rendered)
+        return self._page
 
     def running_waiting(self) -> tuple[int, int]:
         """Choices that the engine computes, and those that wait for it, of the ones that are open here.
@@ -240,6 +254,12 @@ class Metrics:
         yield CounterMetricFamily(
             "pequod:streams_resumed", "Answers that went on in a new engine.", status.streams_resumed
         )
+        dropped = CounterMetricFamily(
+            "pequod:log_lines_dropped", "Log lines dropped because nobody read them in time.", labels=["log"]
+        )
+        dropped.add_metric(["server"], dropped_lines())
+        dropped.add_metric(["steps"], self.step_log.dropped if self.step_log else 0)
+        yield dropped
         free, cached, held, unaccounted = self._blocks()
         blocks = GaugeMetricFamily("pequod:kv_blocks", "Blocks of the KV cache by state.", labels=["state"])
         for state, number in (("free", free), ("cached", cached), ("held", held)):
@@ -290,7 +310,9 @@ class Metrics:
             "kv_cache_usage_perc", "Share of the KV cache that sequences hold, 0 to 1.", held / total if total else 0
         )
         rejections = CounterMetricFamily(
-            "vllm:admission_rejections", "Requests refused with 503 by reason.", labels=[*names, "reason"]
+            "vllm:admission_rejections",
+            "Requests refused, by reason: share is 429, the others 503.",
+            labels=[*names, "reason"],
         )
         for reason, number in self.limits.rejections.items():
             rejections.add_metric([*values, reason], number)

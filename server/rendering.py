@@ -9,16 +9,14 @@ new child.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import signal
+import socket
 import struct
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
+
+from engine import spawn
 
 MAX_SECONDS = 5.0  # other prompts wait meanwhile; a chat of 4,096 messages with tools takes a tenth of a second
 MAX_CHARACTERS = 8_000_000  # as long as the longest body that the server reads
@@ -56,8 +54,8 @@ class Renderer:
         self._sources = templates
         self._special_tokens = special_tokens
         self._max_seconds = max_seconds
-        self._child: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # of the child against `close`
+        self._child: _Child | None = None
+        self._lock = threading.Lock()  # of the child, against `close`
         self._closed = False
 
     def __bool__(self) -> bool:
@@ -71,7 +69,8 @@ class Renderer:
     @property
     def pid(self) -> int | None:
         """The process id, None while there is no process."""
-        return self._child.pid if self._child else None
+        child = self._child
+        return child.process.pid if child else None
 
     def check(self) -> None:
         """Compile the default template; raises TemplateError when it is missing or broken."""
@@ -83,21 +82,8 @@ class Renderer:
 
     def start(self) -> None:
         """Start the process, so that the first request need not wait for it. Raises OSError."""
-        if not self._sources:
-            return
-        with self._lock:
-            if self._closed or (self._child is not None and self._child.poll() is None):
-                return
-            self._end()
-            path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "server.template_worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # Nothing is imported from the working directory, which may be the model's folder.
-                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-            )
-        self._send((self._sources, self._special_tokens, self._max_seconds))
+        if self._sources:
+            self._running()
 
     def close(self) -> None:
         """End the process, and with it a rendering that is under way."""
@@ -108,51 +94,65 @@ class Renderer:
     def _ask(self, method: str, *args: Any, **options: Any) -> str:
         if not self._sources:
             raise TemplateError(NO_TEMPLATE)
-        self.start()
-        self._send((method, args, options))
-        kind, text = self._receive()
+        child = self._running()
+        if child is None:
+            raise TemplateError(FAILED)
+        try:
+            kind, text = child.ask((method, args, options))
+        except (OSError, EOFError, ValueError, RecursionError):  # it has died, or what came is no reply
+            with self._lock:
+                self._end()
+            # The signal of the alarm that the child has set for itself.
+            raise TemplateError(TOO_SLOW if child.process.returncode == -signal.SIGALRM else FAILED) from None
         if kind == RENDERED:
             return text
         if kind == EXHAUSTED:  # the rest of its memory may not do for the next request
-            self._restart()
+            with self._lock:
+                self._end()
         raise TemplateError(text)
 
-    def _send(self, message: Any) -> None:
-        child = self._child
-        if child is None or child.stdin is None:
-            raise TemplateError(FAILED)
-        try:
-            child.stdin.write(pickle.dumps(message))
-            child.stdin.flush()
-        except (OSError, ValueError):  # it has died, or `close` came; the reply that is missing tells why
-            return
-        except RecursionError:
-            raise TemplateError(FAILED) from None
-
-    def _receive(self) -> tuple[bytes, str]:
-        child = self._child
-        if child is None or child.stdout is None:
-            raise TemplateError(FAILED)
-        with contextlib.suppress(OSError, ValueError, struct.error):
-            kind, size = REPLY.unpack(child.stdout.read(REPLY.size))
-            data = child.stdout.read(min(size, MAX_REPLY))
-            if len(data) == size:
-                return kind, data.decode()
-        self._restart()
-        raise TemplateError(TOO_SLOW if child.returncode == -signal.SIGALRM else FAILED)
-
-    def _restart(self) -> None:
+    def _running(self) -> _Child | None:
+        """The process, started anew where there is none; None after `close`."""
         with self._lock:
-            self._end()
-        self.start()
+            if self._child is not None and self._child.process.poll() is not None:
+                self._end()
+            if self._child is None and not self._closed:
+                self._child = _Child((self._sources, self._special_tokens, self._max_seconds))
+            return self._child
 
     def _end(self) -> None:
         child, self._child = self._child, None
-        if child is None:
-            return
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            with contextlib.suppress(OSError):  # what could not be sent
-                if pipe is not None:
-                    pipe.close()
+        if child is not None:
+            child.end()
+
+
+class _Child:
+    """A process of template_worker.py, and the socket to it."""
+
+    def __init__(self, templates: Any) -> None:
+        self._sock, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self.process = spawn("server.template_worker", theirs.fileno())
+            self._replies = self._sock.makefile("rb")
+            self._sock.sendall(pickle.dumps(templates))
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def ask(self, request: Any) -> tuple[bytes, str]:
+        """Return the kind and the text of the reply. Raises OSError, EOFError or ValueError when there is none."""
+        self._sock.sendall(pickle.dumps(request))
+        head = self._replies.read(REPLY.size)
+        if len(head) < REPLY.size:
+            raise EOFError
+        kind, size = REPLY.unpack(head)
+        data = self._replies.read(min(size, MAX_REPLY))
+        if len(data) < size:
+            raise EOFError
+        return kind, data.decode()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._sock.close()

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -23,6 +24,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from .key_file import read_keys
 from .parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 
 if TYPE_CHECKING:
@@ -93,6 +95,11 @@ def _file(path: Path) -> Path:
     return path
 
 
+def _key_file(path: Path) -> Path:
+    read_keys(_file(path))
+    return path
+
+
 def _in_folder(path: Path) -> Path:
     if not path.absolute().parent.is_dir():
         raise ValueError("lies in a folder that does not exist")
@@ -138,6 +145,7 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(split), AfterValidator(_n
 Secrets = Annotated[list[SecretStr], NoDecode, BeforeValidator(split), AfterValidator(_no_blank)]
 Secret = Annotated[SecretStr, AfterValidator(_not_blank)]
 File = Annotated[Path, AfterValidator(_file)]
+KeyFile = Annotated[Path, AfterValidator(_key_file)]
 NewFile = Annotated[Path, AfterValidator(_in_folder)]
 SocketPath = Annotated[Path, AfterValidator(_socket_path)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -255,10 +263,19 @@ class Settings(BaseSettings):
     ssl_certfile: File | None = setting("http", None, "TLS certificate, PEM", "FILE")
     ssl_keyfile: File | None = setting("http", None, "key of the TLS certificate, PEM", "FILE")
     api_key: Secrets = setting("http", [], "keys that clients must send; several (default: none asked)", "KEY")
-    metrics_key: Secret | None = setting("http", None, "key that /metrics asks for (default: public)", "KEY")
+    api_key_file: KeyFile | None = setting(
+        "http", None, "file with further keys, one in a line, some with the weight of their share: KEY weight=2", "FILE"
+    )
+    metrics_key: Secret | None = setting(
+        "http", None, "key that /metrics asks for (default: any API key, or none where there are none)", "KEY"
+    )
+    public_metrics: bool = setting("http", False, "let anybody read /metrics although there are API keys")
     allowed_origins: Names = setting("http", [], "browser origins allowed by CORS; several", "ORIGIN")
     allowed_hosts: Names = setting(
-        "http", [], "Host headers to answer, * for any; several (default: loopback names when bound there)", "HOST"
+        "http",
+        [],
+        "Host headers to answer, * for any; several (default: only names that no stranger can have)",
+        "HOST",
     )
 
     max_num_queued_reqs: int = setting("limits", 256, "waiting requests, above it 503", "N", ge=1, le=2**20)
@@ -269,7 +286,12 @@ class Settings(BaseSettings):
         "limits", None, "most seconds for one request (default: no limit)", "SECONDS", gt=0, le=86400 * 7
     )
     stall_seconds: float = setting(
-        "limits", 60.0, "with work and no step for so long, /ready says no", "SECONDS", gt=0, le=86400
+        "limits",
+        60.0,
+        "time without a step, while there is work, after which the engine is restarted",
+        "SECONDS",
+        gt=0,
+        le=86400,
     )
     drain_seconds: float = setting(
         "limits", 30.0, "time that running answers get after SIGTERM", "SECONDS", ge=0, le=86400
@@ -278,10 +300,18 @@ class Settings(BaseSettings):
         "limits", None, "keep stored responses in this SQLite file (default: in memory)", "FILE"
     )
     max_stored_responses: int = setting(
-        "limits", 10_000, "stored responses, above it the longest unused go", "N", ge=1, le=2**31 - 1
+        "limits",
+        10_000,
+        "stored responses; above it the key with the most of them loses its longest unused",
+        "N",
+        ge=1,
+        le=2**31 - 1,
     )
     max_stored_bytes: Annotated[Bytes, Field(ge=1024, le=2**50)] = setting(
-        "limits", 64 << 20, "most bytes of all stored responses, such as 64MiB", "SIZE"
+        "limits",
+        64 << 20,
+        "bytes of stored responses, such as 64MiB; above it the key with the most loses its longest unused",
+        "SIZE",
     )
     ignore_fields: Names = setting("limits", [], "unknown request fields to drop instead of refusing: a,b", "FIELD")
 
@@ -317,10 +347,16 @@ class Settings(BaseSettings):
         """Names under which requests may ask for the model; the first is reported."""
         return self.served_model_name or [self.model]
 
+    @cached_property
+    def keys(self) -> dict[str, float]:
+        """The API keys in plain text, with the weights of their shares; empty: none is asked for."""
+        given = {key.get_secret_value(): 1.0 for key in self.api_key}
+        return given | (read_keys(self.api_key_file) if self.api_key_file is not None else {})
+
     @property
-    def keys(self) -> list[str]:
-        """The API keys in plain text; empty: none is asked for."""
-        return [key.get_secret_value() for key in self.api_key]
+    def first_key(self) -> str | None:
+        """An API key for clients of our own."""
+        return next(iter(self.keys), None)
 
     @property
     def is_loopback(self) -> bool:
@@ -329,10 +365,19 @@ class Settings(BaseSettings):
 
     @property
     def hosts(self) -> list[str] | None:
-        """What a Host header may say, without port; None: anything."""
+        """The hosts that a Host header may name, without port; None: see `takes_any_host`."""
         if "*" in self.allowed_hosts or (not self.allowed_hosts and (self.uds is not None or not self.is_loopback)):
             return None
         return self.allowed_hosts or list(dict.fromkeys([*LOOPBACK, self.host]))
+
+    @property
+    def takes_any_host(self) -> bool:
+        """Whether any Host is answered where `hosts` lists none; else only IP addresses and names without a dot.
+
+        A page of a stranger can have its own name point to this server (DNS rebinding), and then read what the server
+        answers. An API key keeps it out, and a Unix socket is beyond its reach.
+        """
+        return "*" in self.allowed_hosts or self.uds is not None or bool(self.keys)
 
     def engine_config(self) -> EngineConfig:
         """The engine's part of the settings, not yet resolved for a device or a model."""
@@ -364,6 +409,7 @@ class Settings(BaseSettings):
 
 FIELDS = Settings.model_fields
 SECRET = frozenset({"api_key", "metrics_key"})
+KEYS = SECRET | {"api_key_file"}
 
 
 def flag(name: str) -> str:
@@ -412,7 +458,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for variable, value in environ.items():
         name = known.get(variable.upper())
-        if name is None or (not value and name not in SECRET) or (name == "port" and value.startswith("tcp://")):
+        if name is None or (not value and name not in KEYS) or (name == "port" and value.startswith("tcp://")):
             continue
         found[variable] = value
     return found

@@ -17,16 +17,18 @@ from fastapi import Depends, Request
 
 from engine import Engine, EngineDied, EngineError, EngineInfo, ModelError
 
+from .auth import Keys
 from .background import Background
 from .defaults import read_defaults
-from .errors import not_found, place, shown
+from .errors import not_found, place
+from .grammar.gate import Gate
 from .limits import Limits
 from .metrics import Metrics
 from .parsers import Formats, detect
 from .prompts import Prompts
 from .protocol.responses_answer import interrupted
-from .schemas import Gate
 from .settings import Settings
+from .shown import shown
 from .store import Store
 from .tokenizer import Tokenizer
 
@@ -74,6 +76,7 @@ class Pequod:
         self.settings = settings
         self.engine = engine
         self.version = version
+        self.keys = Keys(settings)
         self.limits = Limits(settings)
         self.grammars = Gate()
         self.background = Background()
@@ -81,6 +84,7 @@ class Pequod:
             settings.response_store, settings.max_stored_responses, settings.max_stored_bytes, interrupted
         )
         self.metrics = Metrics(settings, engine, self.limits)
+        self.description = b""  # of the API as JSON, once somebody has asked for it
         self.is_loaded = False  # generation has worked at some time: engine, tokenizer and prompts are there
         self.tokenizer: Tokenizer | None = None
         self.prompts: Prompts | None = None
@@ -121,6 +125,7 @@ class Pequod:
             self.prompts.max_len = info.max_len
             self.formats = self._formats(self.prompts.template_source)
             self.limits.max_seqs = info.max_seqs
+            self.grammars.checker.width = info.vocab_size
             self.metrics.bind(info)
             self.is_loaded = True
         self._settled.set()
@@ -243,11 +248,8 @@ class Pequod:
         return "full" if self.limits.is_full else "ready"
 
     def is_alive(self) -> bool:
-        """Whether a restart of the whole process would help nobody: what /live tells."""
-        if self.failed is not None:
-            return False
-        watched = self.engine.status.phase == "ready"  # a dead child is already being replaced
-        return not (watched and self._silence(time.monotonic()) > self.settings.stall_seconds)
+        """Whether this process may go on: what /live reports. An engine that hangs is replaced without its end."""
+        return self.failed is None
 
     def _silence(self, now: float) -> float:
         """Seconds since the engine's process was heard. An engine in this very process lives as long as we answer."""
@@ -291,6 +293,7 @@ class Pequod:
     async def close(self) -> None:
         """Stop background work, the engine and all threads."""
         await self.background.close()
+        await self.grammars.close()
         await self.engine.close()
         await asyncio.to_thread(self.store.close)
         if self.prompts is not None:

@@ -1,7 +1,6 @@
-"""Child program of rendering.py: renders chat templates within bounds that the kernel enforces.
+"""`python -m server.template_worker FD PARENT`, started by Renderer: renders chat templates within the kernel's bounds.
 
-It reads pickled messages from standard input, first the templates and then the requests, and writes a reply to each
-request. It ends with its parent, at the end of its input.
+It gets the templates and then requests over its socket, pickled, and sends a reply to each request.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ import contextlib
 import pickle
 import resource
 import signal
-import sys
+import socket
 from typing import Any
+
+from engine import begin_child
 
 from .rendering import (
     EXHAUSTED,
@@ -28,25 +29,23 @@ from .templates import ChatTemplates
 
 def main() -> None:
     # Ctrl-C and a supervisor's SIGTERM reach the whole group; requests are rendered until the server has drained.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    fd, _ = begin_child(signal.SIGINT, signal.SIGTERM)
     # The default action ends the process, also where it never gets back from C code to Python.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or this is macOS, which has none
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
-    requests, replies = sys.stdin.buffer, sys.stdout.buffer
-    sources, special_tokens, seconds = pickle.load(requests)
-    templates = ChatTemplates(sources, special_tokens)
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with socket.socket(fileno=fd) as sock, contextlib.suppress(EOFError, OSError):  # the server has gone
+        requests = sock.makefile("rb")
+        sources, special_tokens, seconds = pickle.load(requests)
+        templates = ChatTemplates(sources, special_tokens)
         while True:
             request = pickle.load(requests)
             signal.setitimer(signal.ITIMER_REAL, seconds)
             kind, text = reply(templates, *request)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            replies.write(REPLY.pack(kind, len(text)) + text)
-            replies.flush()
+            sock.sendall(REPLY.pack(kind, len(text)) + text)
 
 
 def reply(templates: ChatTemplates, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bytes, bytes]:

@@ -12,12 +12,15 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
 from engine import LIST_BYTES, ModelError, read_file, read_json, read_text
+
+from .pieces import Cuts
 
 # The library would start a thread per core for batches; one thread is all that we ask of it.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -132,7 +135,7 @@ class PairDecoder:
 class Tokenizer:
     """The tokenizer of a model folder, with its special tokens, end tokens and chat templates.
 
-    Never changed after construction, so that decoding is safe on any thread; encoding belongs to one thread.
+    Never changed after construction, so that every thread may encode and decode.
     Raises ModelError when the folder has no usable tokenizer.
     """
 
@@ -177,6 +180,21 @@ class Tokenizer:
         """Token ids of a text; `add_special` adds what the model expects around a text (a bos token, mostly)."""
         # The batch call is the one that lets other threads run meanwhile.
         return self._library.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Where texts can be cut; belongs to the thread that encodes long ones."""
+        return Cuts(lambda text: self.encode(text, False), self._library.get_vocab(with_added_tokens=True))
+
+    def encode_long(self, text: str, add_special: bool = True) -> Iterator[list[int]]:
+        """The ids that `encode` returns, piece by piece."""
+        added, marks = self.encode_marked("a", add_special)
+        start = marks.index(False) if False in marks else len(marks)  # special tokens before a text, and after it
+        end = len(marks) - marks[::-1].index(False) if False in marks else len(marks)
+        yield added[:start]
+        for piece in self.cuts.pieces(text):
+            yield self.encode(piece, False)
+        yield added[end:]
 
     def encode_marked(self, text: str, add_special: bool = True) -> tuple[list[int], list[bool]]:
         """The same, and which of the tokens are not the text's but were added around it."""

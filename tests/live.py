@@ -45,13 +45,16 @@ class Server:
         env: dict[str, str] | None = None,
         cwd: str | None = None,
         python: str | None = None,
+        prefix: tuple[str, ...] = (),
+        module: str = "server",
     ) -> None:
+        """`prefix`: a command that runs the server's, such as prlimit. `module`: what runs in the place of `server`."""
         self._held = held_port()
         self.port: int = self._held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         # Lives as long as this object.
         self._log = tempfile.NamedTemporaryFile("w+b", prefix="pequod-", suffix=".log")
-        command = [python or sys.executable, "-m", "server", "serve", "--port", str(self.port), *args]
+        command = [*prefix, python or sys.executable, "-m", module, "serve", "--port", str(self.port), *args]
         self.process = subprocess.Popen(
             command,
             stdout=self._log,

@@ -1,5 +1,6 @@
 """The table of `make clients`, for the clients that the tests want anyway: the SDKs of OpenAI and Anthropic."""
 
+import contextlib
 import inspect
 
 import pytest
@@ -38,6 +39,43 @@ def test_a_client_has_no_call_that_the_table_does_not_show(name):
         if inspect.isfunction(value) and [*inspect.signature(value).parameters] == ["place"]
     ]
     assert {*taking} - {"client_of", "async_client_of"} == {*table.offered(module)}
+
+
+def test_what_a_client_needs_once_is_entered_once_and_its_failure_is_raised_every_time(place):
+    entered = []
+
+    @contextlib.contextmanager
+    def program(place):
+        entered.append("program")
+        yield "a whale"
+
+    @contextlib.contextmanager
+    def broken(place):
+        entered.append("broken")
+        raise OSError("no whale")
+        yield
+
+    assert [place.once(program), place.once(program)] == ["a whale", "a whale"]
+    for _ in range(2):
+        with pytest.raises(OSError, match="no whale"):
+            place.once(broken)
+    assert entered == ["program", "broken"]
+
+
+def test_a_client_may_say_its_version_and_what_it_lacks(place, monkeypatch):
+    class Program:
+        @staticmethod
+        def version(place):
+            return "0.12"
+
+        @staticmethod
+        def missing(place):
+            return "there is no browser"
+
+    monkeypatch.setattr(table, "client", lambda name: Program)
+    assert table.version("program", place) == "0.12"
+    assert table.missing(Program, place) == "there is no browser"
+    assert table.missing(object, place) is None
 
 
 def test_a_failure_is_told_with_its_reason():

@@ -1,19 +1,21 @@
 """Grammars: which tokens each running sequence may draw next, and which it must (with llguidance).
 
-Three owners. Compiling happens on two threads, one for small grammars and one for large ones, so that nobody's small
-one waits behind others' large ones; each alone has the grammars that it compiled. A Matcher is born there, one for each
+Three owners. Compiling happens on two threads, one for quick grammars and one for slow ones, so that nobody's quick one
+waits for others' slow ones; each alone has the grammars that it compiled. A Matcher is born there, one for each
 sequence, and then belongs to the loop, which asks it for a mask while the forward pass runs and tells it what was
 drawn. Nothing here is asked about a sequence without a grammar.
+
+llguidance is native code: where it panics, which is not even an Exception in Python, the request whose matcher it was
+fails alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -23,31 +25,34 @@ from .. import hub
 from ..batch import NOTHING_LEFT, Batch, Masks, StepTokens
 from ..config import EngineConfig
 from ..types import EngineError, EngineRequest, SamplingParams
-from . import GRAMMARS_BUSY, GrammarError, GrammarsBusy, limits, shown, source
+from . import GRAMMARS_BUSY, GrammarError, GrammarsBusy
+from .compiler import Compiler
 from .table import Table
 
 Bits = NDArray[np.int32]
 
 WAIT_S = 30.0  # for a compiled grammar, with all that are before it in line
-# Characters of a source. Those below compile in some ten milliseconds at the worst, the largest in 200.
-LARGE = 4096
-# A compiled grammar holds about 110 bytes for each one of its source, and seldom less than this (measured on the
-# schemas of the JSON Schema test suite and of MaskBench: 75 MB for 647 schemas of 677 kB).
-COMPILED_FACTOR = 128
-COMPILED_LEAST = 64 << 10
-CACHED_BYTES = 32 << 20  # of each thread
+# What takes more CPU time than this, or is longer where nobody has measured it, is compiled on a thread of its own.
+SLOW_S = 0.025
+LARGE = 4096  # characters
 # A mask takes 0.1 ms, to wake other threads as long and, on a machine that is busy, ten times as long.
 MASK_THREADS, MANY_ROWS = 8, 16
 REFUSED = "a token was drawn that the grammar does not allow"
 TOO_COMPLEX = "the grammar takes more work for one token than is allowed"
+PANICKED = "the grammar library has failed on it"
+
+T = TypeVar("T")
 
 
 class Matcher:
-    """How far one sequence has come in its grammar. The loop's."""
+    """How far one sequence has come in its grammar. The loop's.
+
+    Where the library panics or raises, the matcher has failed, and the library is not asked again.
+    """
 
     def __init__(self, library: LLMatcher, table: Table, params: SamplingParams) -> None:
         self.library = library
-        self._table = table
+        self.has_panicked = False
         self._stop_ids = [token for token in params.stop_ids if 0 <= token < table.width]
         self._hidden = {table.end_id, *self._stop_ids}
         # A forced token has no logits: it can be neither told nor forbidden, so then every token is drawn.
@@ -56,19 +61,42 @@ class Matcher:
         forbids = forbids or bool(params.bad_words) or params.allowed_ids is not None
         self._jumps = not told and not forbids
 
+    def _ask(self, question: Callable[..., Any], otherwise: T, *args: object) -> T:
+        """Call the library; `otherwise` when it cannot be used any more."""
+        if self.has_panicked:
+            return otherwise
+        try:
+            return question(*args)
+        except Exception:
+            self.has_panicked = True
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            self.has_panicked = True
+        return otherwise
+
     @property
     def has_failed(self) -> bool:
-        return self.library.is_error()
+        return self._ask(self.library.is_error, True)
+
+    @property
+    def failure(self) -> str:
+        """Why it has failed, in half a sentence."""
+        return PANICKED if self.has_panicked else TOO_COMPLEX
 
     @property
     def is_accepting(self) -> bool:
         """Whether the output may end here."""
-        return self.library.is_accepting()
+        return self._ask(self.library.is_accepting, False)
 
     @property
     def is_finished(self) -> bool:
         """Whether the output must end here."""
-        return self.library.is_stopped() and self.library.is_accepting()
+        return self._ask(self.library.is_stopped, False) and self.is_accepting
+
+    def fill(self, bits: Bits) -> None:
+        """Write llguidance's mask, [words], for `finish`."""
+        self._ask(self.library.unsafe_compute_mask_ptr, None, bits.ctypes.data, bits.nbytes)
 
     def finish(self, bits: Bits) -> None:
         """Make of llguidance's mask, [words], what can be drawn.
@@ -86,62 +114,40 @@ class Matcher:
                 bits[token // 32] |= _bit(token)
 
     def take(self, token: int) -> bool:
-        """Go on behind a drawn token; False when the grammar does not allow it."""
+        """Go on after a drawn token; False when the grammar does not allow it."""
         if token in self._hidden:
             return self.is_end(token) and self.is_accepting
-        return self.library.consume_token(token)
+        return self._ask(self.library.consume_token, False, token)
 
     def is_end(self, token: int) -> bool:
         """Whether a token is one that ends the output."""
         return token in self._stop_ids
 
     def jump(self, room: int) -> list[int]:
-        """Go on behind the tokens that the grammar leaves no choice about, at most `room`; gives them."""
+        """Go on after the tokens that the grammar leaves no choice about, at most `room`; returns them."""
         taken: list[int] = []
-        while self._jumps and len(taken) < room and not self.library.is_stopped():
-            forced = self.library.compute_ff_tokens()[: room - len(taken)]
+        while self._jumps and len(taken) < room and not self._ask(self.library.is_stopped, True):
+            forced: list[int] = self._ask(self.library.compute_ff_tokens, [])[: room - len(taken)]
             # A user may have made a stop token of a letter that the grammar wants.
             hidden = next((i for i, token in enumerate(forced) if token in self._hidden), len(forced))
-            if not hidden or not self.library.consume_tokens(forced[:hidden]):
+            if not hidden or not self._ask(self.library.consume_tokens, False, forced[:hidden]):
                 break
             taken += forced[:hidden]
         return taken
 
     def begin(self, room: int) -> list[int]:
-        """The tokens that every output begins with, at most `room`.
+        """The tokens that every output begins with, at most `room`; raises GrammarError.
 
         Of an output that is nothing else the last one is left to draw: what a grammar ends, ends with the token that
-        completes it, as where it is drawn, and not with an end token behind it.
+        completes it, as where it is drawn, and not with an end token after it.
         """
         taken = self.jump(room)
         if taken and self.is_finished:
-            self.library.rollback(1)
+            self._ask(self.library.rollback, False, 1)
             taken.pop()
+        if self.has_failed:
+            raise GrammarError(self.failure)
         return taken
-
-
-class Compiler:
-    """Compiles grammars, each once: also what cannot be used is remembered. Everything here is its thread's."""
-
-    def __init__(self, name: str) -> None:
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self.known: OrderedDict[tuple[str, str], LLMatcher | GrammarError] = OrderedDict()  # oldest use first
-        self._bytes = 0
-
-    def compile(self, table: Table, grammar: tuple[str, str]) -> LLMatcher:
-        """A matcher at its beginning, to be copied; raises GrammarError."""
-        if grammar in self.known:
-            self.known.move_to_end(grammar)
-        else:
-            self.known[grammar] = _compiled(table, grammar)
-            self._bytes += _cost(grammar)
-            while self._bytes > CACHED_BYTES and len(self.known) > 1:
-                oldest, _ = self.known.popitem(last=False)
-                self._bytes -= _cost(oldest)
-        found = self.known[grammar]
-        if isinstance(found, GrammarError):
-            raise GrammarError(str(found))
-        return found
 
 
 class Grammars:
@@ -162,15 +168,16 @@ class Grammars:
         self._matchers: dict[int, Matcher] = {}  # by request id
         threads = min(MASK_THREADS, (os.cpu_count() or 1) // 4)
         self._executor = LLExecutor(threads) if threads > 1 else None
-        self.small, self.large = Compiler("grammar"), Compiler("large grammar")
+        self.quick, self.slow = Compiler("grammar"), Compiler("slow grammar")
 
     async def compile(self, request: EngineRequest) -> Matcher:
         """A matcher for the request, behind the output that it brings; raises GrammarError and GrammarsBusy."""
         loop = asyncio.get_running_loop()
         assert request.params.grammar is not None
-        compiler = self.small if len(request.params.grammar[1]) <= LARGE else self.large
+        is_slow = request.compile_s > SLOW_S if request.compile_s else len(request.params.grammar[1]) > LARGE
+        compiler = self.slow if is_slow else self.quick
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(WAIT_S), compiler.turns.turn(request.flow):
                 return await loop.run_in_executor(compiler.thread, self._make, compiler, request)
         except TimeoutError:
             raise GrammarsBusy(GRAMMARS_BUSY) from None
@@ -185,8 +192,10 @@ class Grammars:
             is_allowed = all(matcher.take(token) for token in request.output_ids)
         except GrammarError:
             raise
-        except BaseException as error:  # a panic of llguidance is not even an Exception, and hurts nobody else
+        except BaseException as error:
             raise GrammarError(f"the grammar cannot be compiled: {type(error).__name__}") from None
+        if matcher.has_failed:
+            raise GrammarError(matcher.failure)
         if not is_allowed:
             raise GrammarError("the output so far is not what the grammar allows")
         return matcher
@@ -212,18 +221,28 @@ class Grammars:
         assert isinstance(self._table, Table)
         matchers = [self._matchers[batch.rows[row].seq_id] for row in rows]
         bits = np.zeros((len(rows), -(-self._table.library.vocab_size // 32)), np.int32)
-        if self._executor is None or len(rows) < MANY_ROWS:
+        if not self._fill_at_once(bits, matchers):
             for row, matcher in zip(bits, matchers, strict=True):
-                matcher.library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        else:
-            libraries = [(matcher.library, place) for place, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(libraries, bits.ctypes.data, bits[0].nbytes, len(rows))
+                matcher.fill(row)
         words = -(-self.width // 32)
         if bits.shape[1] != words:
             bits = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, max(0, words - bits.shape[1]))))[:, :words])
         for row, matcher in zip(bits, matchers, strict=True):
             matcher.finish(row)
         return Masks(rows, bits)
+
+    def _fill_at_once(self, bits: Bits, matchers: list[Matcher]) -> bool:
+        """Fill many masks on several threads; False where that is not worth it or one of them has panicked."""
+        if self._executor is None or len(matchers) < MANY_ROWS or any(matcher.has_failed for matcher in matchers):
+            return False
+        libraries = [(matcher.library, index) for index, matcher in enumerate(matchers)]
+        try:
+            self._executor.unsafe_compute_mask_ptr(libraries, bits.ctypes.data, bits[0].nbytes, len(matchers))
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            return False  # it does not say whose: each is asked by itself
+        return True
 
     def advance(self, batch: Batch, rows: list[int], tokens: StepTokens, room: Callable[[int], int]) -> StepTokens:
         """Tell the matchers what was drawn; gives the step's tokens with those that the grammars force behind them.
@@ -238,39 +257,29 @@ class Grammars:
             if errors.get(row) == NOTHING_LEFT and matcher.is_accepting:
                 del errors[row]  # there is nothing to add, and nothing is missing
                 ended.add(row)
-            elif matcher.has_failed:
-                errors[row], fields[row] = TOO_COMPLEX, "grammar"
-            elif row in errors:
-                continue
-            elif not matcher.take(token_ids[row][0]):
+            elif row in errors or matcher.has_failed:
+                pass
+            elif not matcher.take(token_ids[row][0]) and not matcher.has_failed:
                 errors[row] = REFUSED
-            elif not matcher.is_end(token_ids[row][0]):
+            elif not matcher.has_failed and not matcher.is_end(token_ids[row][0]):
                 token_ids[row] = token_ids[row] + matcher.jump(room(seq_id) - 1)
                 if matcher.is_finished:
                     ended.add(row)
+            if matcher.has_failed and row not in ended:
+                errors[row], fields[row] = matcher.failure, "grammar"
         for row in errors:
             token_ids[row] = []
         return replace(tokens, token_ids=token_ids, errors=errors, fields=fields, ended=frozenset(ended))
 
     def close(self) -> None:
         """What still compiles is not waited for."""
-        for compiler in (self.small, self.large):
-            compiler.thread.shutdown(wait=False, cancel_futures=True)
+        for compiler in (self.quick, self.slow):
+            compiler.close()
 
 
-def _compiled(table: Table, grammar: tuple[str, str]) -> LLMatcher | GrammarError:
-    try:
-        compiled = LLMatcher(table.library, source(*grammar), limits=limits(), log_level=0)
-        compiled.compute_bitmask()  # the first mask is the dearest; all copies begin behind it
-    except GrammarError as error:
-        return error
-    if compiled.is_error():
-        return GrammarError(f"the grammar cannot be used: {shown(compiled.get_error())}")
-    return compiled
-
-
-def _cost(grammar: tuple[str, str]) -> int:
-    return COMPILED_LEAST + COMPILED_FACTOR * sum(map(len, grammar))
+def is_panic(error: BaseException) -> bool:
+    """Whether native code has panicked. The class has no module that could be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def _bit(token: int) -> np.int32:

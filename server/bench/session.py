@@ -127,7 +127,7 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
     """The server at --url, or a Pequod started for as long as the block lasts."""
     loaded = settings_from(arguments)
     values = loaded.settings
-    key = values.keys[0] if values.keys else None
+    key = values.first_key
     with bar() as progress:
         if arguments.url is not None:
             model = None if loaded.sources["model"] == "default" else values.model

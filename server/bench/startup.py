@@ -75,7 +75,7 @@ async def once(arguments: argparse.Namespace) -> Figures:
     child = start(arguments, loaded)
     try:
         port, ready = await child.ready(START_S)
-        target = await connect(child.url, values.names[0], values.keys[0] if values.keys else None, ask=False)
+        target = await connect(child.url, values.names[0], values.first_key, ask=False)
         try:
             prompts = Prompts(target, values.seed or 0)
             given = arguments.input_len, arguments.output_len

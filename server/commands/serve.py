@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..command_line import hide
 from . import Parser, UsageError, add_settings, settings_from, warn
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048  # connections held by the kernel until they are accepted
 OPEN_FILES = 65536
+# Not for connections: a new engine's process, files, the store. Without them a restart would fail when it is needed.
+SPARE_DESCRIPTORS = 96
 
 
 def add_arguments(parser: Parser) -> None:
@@ -40,6 +43,7 @@ def run(arguments: argparse.Namespace, child: Child | None = None) -> int:
     """
     began = time.monotonic()
     settings = settings_from(arguments).settings
+    hide(secret.get_secret_value() for secret in (*settings.api_key, settings.metrics_key) if secret is not None)
     check_tls(settings)
     with listen(settings) as listener:
         return serve(settings, listener, began, child)
@@ -49,31 +53,40 @@ def serve(settings: Settings, listener: socket.socket, began: float, child: Chil
     """Run the app on a listening socket."""
     from engine import ProcessEngine
 
-    raise_open_files()
-    engine = ProcessEngine(settings.engine_config(), child)
+    most_connections = raise_open_files() - SPARE_DESCRIPTORS
+    engine = ProcessEngine(settings.engine_config(), child, settings.stall_seconds)
 
     gc.disable()  # nothing of what is imported is garbage; looking for it took a tenth of the time
     from .. import logs
     from ..app import build_app
     from ..graceful import GracefulServer
 
-    logs.configure(settings.log_format, settings.log_level)
-    server = GracefulServer(build_app(settings, engine), engine, settings, began)
+    lines = logs.configure(settings.log_format, settings.log_level)
+    app = build_app(settings, engine)
+    server = GracefulServer(app, engine, settings, began, most_connections=max(1, most_connections))
     gc.freeze()  # what was imported stays: later collections need not look at it
     gc.enable()
-    failure = server.serve_on(listener)
+    try:
+        failure = server.serve_on(listener)
+    finally:
+        lines.close()  # before the last words
     if failure is None:
         return 0
     warn(failure[0])
     return failure[1]
 
 
-def raise_open_files() -> None:
-    """Allow as many connections as the system lets this process have; a shell's usual 1,024 are few."""
+def raise_open_files() -> int:
+    """Allow as many open files as the system lets this process have, and return their number.
+
+    A shell's usual 1,024 are few where each connection is one.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def check_tls(settings: Settings) -> None:

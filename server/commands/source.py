@@ -101,7 +101,7 @@ def choose(loaded: Loaded, url: str | None) -> Source:
     if url is None:
         return InProcess(loaded.settings)
     model = None if loaded.sources["model"] == "default" else loaded.settings.model
-    return OverHttp(url, model, loaded.settings.keys)
+    return OverHttp(url, model, list(loaded.settings.keys))
 
 
 class InProcess:

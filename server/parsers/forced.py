@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..schemas import walk
+from ..grammar.schemas import walk
 from .coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, types
 from .formats import BLOCKS, DEEPSEEK, MARKS, Formats
 from .harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ..schemas import MAX_SOURCE, Grammar
+from ..grammar.schemas import MAX_SOURCE, Grammar
 from .sampling import Sampling, Text
 from .wire import LABEL, Wire, clash
 

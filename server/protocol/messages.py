@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
-from ..schemas import Grammar
+from ..grammar.schemas import Grammar
 from .chat import CacheMark
 from .common import Json
 from .conversation import Calling, Conversation, Tool

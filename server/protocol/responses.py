@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ..schemas import Grammar
+from ..grammar.schemas import Grammar
 from .chat import Labels, TemplateKwargs
 from .common import Json
 from .conversation import Calling, Conversation, Effort, Tool, calling_of, check_choice, thinking_variables

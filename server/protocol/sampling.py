@@ -10,7 +10,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from engine import SamplingParams
 
-from ..schemas import Grammar
+from ..grammar.schemas import Grammar
 from .extensions import LlamaCppFields, VllmFields
 from .wire import LABEL, MAX_LABEL, Wire, clash, refused
 

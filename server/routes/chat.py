@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from ..answer import answer
+from ..auth import UserDep
 from ..body import body, described, streamed
 from ..conversation import encode
 from ..errors import OPENAI_ERRORS
-from ..limits import UserDep
 from ..protocol.chat import ChatRequest
 from ..protocol.chat_answer import ChatAnswer, ChatChunk, ChatWriter
 from ..state import AppDep

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from ..answer import answer, check_token_ids
+from ..auth import UserDep
 from ..body import body, described, streamed
 from ..errors import OPENAI_ERRORS
-from ..limits import UserDep
+from ..limits import Caller
 from ..protocol.common import Prompt
 from ..protocol.completions import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionRequest, CompletionWriter
 from ..state import AppDep, Pequod
@@ -51,7 +52,7 @@ async def completions(
     )
 
 
-async def encode(app: Pequod, asked: CompletionRequest) -> list[Prompt]:
+async def encode(app: Pequod, caller: Caller, asked: CompletionRequest) -> list[Prompt]:
     """The prompts as token ids, each with its text where the answer is to begin with it."""
     assert app.prompts is not None and app.engine.info is not None
     prompts = []
@@ -62,13 +63,14 @@ async def encode(app: Pequod, asked: CompletionRequest) -> list[Prompt]:
             special = asked.add_special_tokens is not False
             if asked.echo:
                 text = given
-                ids, offsets = await app.prompts.echoed(given, special)
+                ids, offsets = await app.prompts.echoed(given, special, caller=caller.flow)
             else:
-                ids = await app.prompts.encode(given, special)
+                ids = await app.prompts.encode(given, special, caller=caller.flow)
         else:
             check_token_ids(app.engine.info, given, "prompt")
             ids = given
             if asked.echo:
-                text, offsets = await app.prompts.spelt(ids, asked.skip_special_tokens is not False)
+                skips = asked.skip_special_tokens is not False
+                text, offsets = await app.prompts.spelt(ids, skips, caller=caller.flow)
         prompts.append(Prompt(tuple(ids), text, tuple(offsets)))
     return prompts

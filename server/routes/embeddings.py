@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from ..auth import UserDep
 from ..body import body, described
 from ..embeddings import embed
 from ..errors import OPENAI_ERRORS
-from ..limits import UserDep
 from ..protocol.embeddings import EmbeddingAnswer, EmbeddingRequest
 from ..state import AppDep
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from ..answer import answer, text_error
+from ..auth import UserDep
 from ..body import body, described, streamed
+from ..connected import while_connected
 from ..conversation import encode
 from ..errors import OPENAI_ERRORS
-from ..limits import UserDep, user
 from ..prompts import TextTooLong
 from ..protocol.messages import CountTokensRequest, MessagesRequest
 from ..protocol.messages_answer import MessagesAnswer, MessagesError, MessagesEvent, MessagesWriter, TokenCount
@@ -59,18 +60,20 @@ async def messages(
 
 @router.post(
     "/v1/messages/count_tokens",
-    dependencies=[Depends(user)],
     responses=COUNT_ERRORS,
     openapi_extra=described(CountTokensRequest),
 )
 async def count_tokens(
-    asked: Annotated[CountTokensRequest, Depends(body(CountTokensRequest))], app: AppDep
+    asked: Annotated[CountTokensRequest, Depends(body(CountTokensRequest))],
+    app: AppDep,
+    caller: UserDep,
+    request: Request,
 ) -> TokenCount:
     """How many tokens the prompt of such a message has, without generating."""
     app.check_model(asked.model)
     app.require_ready()
     try:
-        [prompt] = await encode(app, asked.message)
+        [prompt] = await while_connected(request, encode(app, caller, asked.message, fits=False))
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "messages") from None
     return TokenCount(input_tokens=len(prompt.ids))

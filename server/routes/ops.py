@@ -9,12 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, Request, Response
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
+from ..auth import metrics_reader, public, user
 from ..body import models as models_of
 from ..errors import OPENAI_ERRORS
-from ..limits import metrics_reader, public, user
 from ..metrics import CONTENT_TYPE
 from ..protocol.wire import Kind, Wire, table
 from ..state import AppDep, Health, Pequod
@@ -33,7 +34,7 @@ def healthy(good: str, bad: str) -> dict[int | str, dict[str, Any]]:
 
 @router.get("/live", dependencies=PUBLIC, responses=healthy("The process works", "Only a new process can help"))
 async def live(app: AppDep) -> Response:
-    """200 unless only a new process can help: the engine has failed for good or has fallen silent."""
+    """200 unless only a new process can help: the engine has failed for good."""
     return JSONResponse(app.health().body(), 200 if app.is_alive() else 503)
 
 
@@ -153,9 +154,17 @@ async def metrics(app: AppDep) -> Response:
 @router.get("/openapi.json", dependencies=PUBLIC, include_in_schema=False)
 async def openapi(request: Request) -> Response:
     """The description of this API."""
-    schema = request.app.openapi()
-    prefix = request.scope.get("root_path", "")
-    return JSONResponse({**schema, "servers": [{"url": prefix}]} if prefix else schema)
+    return Response(description(request.app), media_type="application/json")
+
+
+def description(app: FastAPI) -> bytes:
+    """The description as JSON, written once: it has hundreds of kilobytes."""
+    state: Pequod = app.state.pequod
+    if not state.description:
+        prefix = state.settings.root_path
+        schema = {**app.openapi(), "servers": [{"url": prefix}]} if prefix else app.openapi()
+        state.description = msgspec.json.encode(schema)
+    return state.description
 
 
 @router.get("/docs", dependencies=PUBLIC, include_in_schema=False)

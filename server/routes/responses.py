@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from ..answer import answer
+from ..auth import UserDep
 from ..background import Job
 from ..body import body, described, streamed
 from ..conversation import encode
-from ..errors import OPENAI_ERRORS, invalid, not_found, shown
-from ..limits import Caller, UserDep
+from ..errors import OPENAI_ERRORS, ApiError, invalid, not_found
+from ..limits import Caller
 from ..protocol.common import Head, Json, Prompt, TokenText
 from ..protocol.responses import ResponsesRequest
 from ..protocol.responses_answer import ResponsesWriter, item_id, response_of
 from ..protocol.responses_items import MAX_ITEMS
 from ..protocol.responses_object import InputItems, ResponseAnswer, ResponseDeleted, ResponseEvent
+from ..shown import shown
 from ..state import AppDep, Pequod
-from ..store import Record, packed, unpacked
+from ..store import Record, elements, packed, unpacked
 
 OPEN = ("queued", "in_progress")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -59,7 +63,7 @@ async def create(
 ) -> Response:
     """The answer to a text or to a conversation, which goes on from a stored one where that is asked for."""
     await resolve(app, caller, asked)
-    keeper = Keeper(app, caller.key, asked)
+    keeper = Keeper(app, caller, asked)
     made = await answer(app, caller, request, asked, encode=encode, write=keeper.writer, prefix="resp_")
     if not asked.background:
         return made
@@ -88,7 +92,7 @@ async def retrieve(
 async def cancel(response_id: str, app: AppDep, caller: UserDep) -> Response:
     """Stop the work on a background response; what has come to its end stays as it is."""
     record = await found(app, caller, response_id)
-    if not unpacked(record.answer)["background"]:
+    if not await asyncio.to_thread(is_background, record.answer):
         raise invalid("Only a response with background true can be cancelled; to stop another, hang up.", "response_id")
     await app.background.cancel(response_id)
     return told(await found(app, caller, response_id))
@@ -97,13 +101,14 @@ async def cancel(response_id: str, app: AppDep, caller: UserDep) -> Response:
 @router.delete("/v1/responses/{response_id}", responses=STORED)
 async def delete(response_id: str, app: AppDep, caller: UserDep) -> ResponseDeleted:
     """Forget a response; work that goes on for it is stopped. Responses that went on from it stay whole."""
-    await found(app, caller, response_id)
-    await app.background.cancel(response_id)
-    await app.store.delete(response_id)
+    if await app.store.get(response_id, caller.key) is not None:
+        await app.background.cancel(response_id)
+    if not await app.store.delete(response_id, caller.key):
+        raise no_response(response_id)
     return ResponseDeleted(id=response_id, object="response", deleted=True)
 
 
-@router.get("/v1/responses/{response_id}/input_items", responses=STORED)
+@router.get("/v1/responses/{response_id}/input_items", response_model=InputItems, responses=STORED)
 async def input_items(
     *,
     response_id: str,
@@ -112,32 +117,20 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(max_length=512)] = None,
-) -> InputItems:
+) -> Response:
     """The conversation before a response, what it went on from included; `after` is the last item of a page."""
-    items = listed(unpacked((await found(app, caller, response_id)).items))
-    if order == "desc":
-        items.reverse()
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise invalid("Invalid 'after': no item of the response has this id.", "after")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    return InputItems(
-        object="list",
-        data=page,
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=len(items) > limit,
-    )
+    record = await found(app, caller, response_id)
+    page = await asyncio.to_thread(page_of, record.items, limit, order, after)
+    return Response(page, media_type="application/json")
 
 
 class Keeper:
     """Has one request's response kept in the store, with the conversation that led to it, unless store is false."""
 
-    def __init__(self, app: Pequod, owner: str, asked: ResponsesRequest) -> None:
+    def __init__(self, app: Pequod, caller: Caller, asked: ResponsesRequest) -> None:
         self.app = app
-        self.owner = owner
+        self.owner = caller.key
+        self.payer = app.keys.payer(caller)
         self.asked = asked
         self._items = b""  # the conversation; made once, it can be long
 
@@ -148,9 +141,11 @@ class Keeper:
 
     def keep(self, response: Json) -> None:
         if self.asked.is_stored:
+            is_replacement = bool(self._items)
             self._items = self._items or packed(named(self.asked, response["id"]))
             is_open = response["status"] in OPEN
-            self.app.store.put(Record(response["id"], self.owner, is_open, packed(response), self._items))
+            record = Record(response["id"], self.owner, is_open, packed(response), self._items, self.payer)
+            self.app.store.put(record, is_replacement)
 
 
 def named(asked: ResponsesRequest, response_id: str) -> list[Json]:
@@ -164,9 +159,13 @@ async def found(app: Pequod, caller: Caller, response_id: str) -> Record:
     """A caller's own stored response; raises 404."""
     record = await app.store.get(response_id, caller.key)
     if record is None:
-        message = f"There is no stored response '{shown(response_id)}'."
-        raise not_found(message, "response_id", "response_not_found")
+        raise no_response(response_id)
     return record
+
+
+def no_response(response_id: str) -> ApiError:
+    """404: no response of this id, or not the caller's."""
+    return not_found(f"There is no stored response '{shown(response_id)}'.", "response_id", "response_not_found")
 
 
 def told(record: Record) -> Response:
@@ -197,22 +196,61 @@ async def conversation(app: Pequod, caller: Caller, response_id: str) -> list[Js
         raise invalid(f"There is no stored response '{shown(response_id)}'.", field, "previous_response_not_found")
     if record.is_open:
         raise invalid(f"Invalid '{field}': the response is not complete yet.", field)
-    return all_items(record)
+    return await asyncio.to_thread(all_items, record)
 
 
 async def referred(app: Pequod, caller: Caller, id: str, known: dict[str, Json], field: str) -> Json:
     """The item of an id. `known` are the items found so far; those of its response come in with it."""
     if id not in known:
         record = await app.store.get(response_of(id), caller.key)
-        known |= {item["id"]: item for item in all_items(record)} if record is not None else {}
+        items = [] if record is None else await asyncio.to_thread(all_items, record)
+        known |= {item["id"]: item for item in items}
     if id not in known:
         raise invalid(f"There is no stored item '{shown(id)}'.", field, "item_not_found")
     return known[id]
 
 
+# A stored conversation can be tens of MB: what follows runs on a thread.
+
+
+class Identified(msgspec.Struct):
+    """An item, of which only the id is decoded."""
+
+    id: str
+
+
+class Begun(msgspec.Struct):
+    """A response, of which only this field is decoded."""
+
+    background: bool
+
+
+def is_background(answer: bytes) -> bool:
+    """Whether a stored response was requested with background true."""
+    return msgspec.json.decode(answer, type=Begun).background
+
+
+def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
+    """A page of a stored conversation as JSON; only its own items are decoded whole."""
+    items = elements(data)
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        ids = (msgspec.json.decode(item, type=Identified).id for item in items)
+        index = next((index for index, id in enumerate(ids) if id == after), None)
+        if index is None:
+            raise invalid("Invalid 'after': no item of the response has this id.", "after")
+        items = items[index + 1 :]
+    page = listed([unpacked(item) for item in items[:limit]])
+    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return packed(
+        {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": len(items) > limit}
+    )
+
+
 def all_items(record: Record) -> list[Json]:
     """A response's conversation and output, as what comes next is to see them."""
-    items: list[Json] = unpacked(record.items)
+    items: list[Json] = [unpacked(item) for item in elements(record.items)]
     for item in unpacked(record.answer)["output"]:
         if item["type"] == "function_call" and item["status"] != "completed":
             continue  # what was cut off is not a call

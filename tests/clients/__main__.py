@@ -15,14 +15,21 @@ from .place import Place
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("--python", help="the interpreter that has the server (default: this one)")
+    parser.add_argument("--webui", type=pathlib.Path, metavar="PROGRAM", help="the program open-webui")
     parser.add_argument("--json", metavar="FILE", help="write every result there, with its seconds")
     parser.add_argument("--client", action="append", choices=table.CLIENTS, help="only this one; several times")
     parser.add_argument("--row", action="append", choices=table.ROWS, help="only this call; several times")
     options = parser.parse_args()
     columns = {}
-    with Place(options.python) as place:
+    with Place(options.python, options.webui) as place:
         for name in options.client or table.CLIENTS:
-            columns[f"{table.CLIENTS[name]} {table.version(name)}"] = run(name, place, options.row)
+            absent = table.missing(table.client(name), place)
+            if absent is None:
+                columns[f"{table.CLIENTS[name]} {table.version(name, place)}"] = run(name, place, options.row)
+            elif options.client:
+                parser.error(f"{name} cannot run: {absent}")
+            else:
+                print(f"{name} is left out: {absent}", file=sys.stderr, flush=True)
     print(f"\n{table.markdown(columns)}")
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(written(columns), indent=1) + "\n")

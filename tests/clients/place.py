@@ -7,14 +7,17 @@ import contextlib
 import copy
 import functools
 import json
+import pathlib
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pydantic
 
 from tests.live import Server, eventually
+
+T = TypeVar("T")
 
 KEY = "sk-whale"
 MODEL = "builtin"
@@ -61,9 +64,11 @@ class Place:
     key = KEY
     model = MODEL
 
-    def __init__(self, python: str | None = None) -> None:
+    def __init__(self, python: str | None = None, webui: pathlib.Path | None = None) -> None:
         self._stack = contextlib.ExitStack()
-        self._python = python
+        self._once: dict[Any, Any] = {}
+        self.python = python
+        self.webui = webui
         # One loop for all calls: some clients keep connections for later ones.
         self.runner = self._stack.enter_context(asyncio.Runner())
         self.server = self._stack.enter_context(Server("--api-key", KEY, python=python))
@@ -73,6 +78,18 @@ class Place:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def once(self, kind: Callable[[Place], contextlib.AbstractContextManager[T]]) -> T:
+        """Enter `kind(self)` at the first call and leave it with the place; a failure is raised again by every call."""
+        if kind not in self._once:
+            try:
+                self._once[kind] = self._stack.enter_context(kind(self))
+            except Exception as error:
+                self._once[kind] = error
+        made = self._once[kind]
+        if isinstance(made, Exception):
+            raise made
+        return made
 
     @property
     def url(self) -> str:
@@ -86,13 +103,17 @@ class Place:
     @functools.cached_property
     def _small(self) -> Server:
         flags = ("--reasoning-parser", "think", "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
-        return self._stack.enter_context(Server("--api-key", KEY, *flags, python=self._python))
+        return self._stack.enter_context(Server("--api-key", KEY, *flags, python=self.python))
 
     @property
     def thinker(self) -> Place:
         """The place where marks of reasoning are read; elsewhere they are text."""
+        return self.at(self._small)
+
+    def at(self, server: Server) -> Place:
+        """The same place with another server."""
         place = copy.copy(self)
-        place.server = self._small
+        place.server = server
         return place
 
     @contextlib.contextmanager

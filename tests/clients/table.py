@@ -24,6 +24,7 @@ CLIENTS = {
     "litellm_sdk": "litellm",
     "pydantic_ai_sdk": "pydantic-ai-slim",
     "agents_sdk": "openai-agents",
+    "open_webui": "open-webui",
 }
 ROWS = {
     "chat": "chat",
@@ -32,6 +33,7 @@ ROWS = {
     "chat_stream_async": "chat, streamed, async",
     "chat_usage": "chat, usage at a stream's end",
     "chat_helper": "chat, streaming helper",
+    "chat_turns": "chat, a second turn",
     "chat_parse": "chat, parsed into a model",
     "chat_parse_stream": "chat, streamed and parsed",
     "chat_tools": "chat, tools until the answer",
@@ -39,6 +41,9 @@ ROWS = {
     "chat_tools_async": "chat, tools until the answer, async",
     "chat_reasoning": "chat, reasoning",
     "chat_logprobs": "chat, logprobs",
+    "chat_title": "title of a chat",
+    "chat_tags": "tags of a chat",
+    "chat_follow_ups": "follow-up questions",
     "responses": "responses",
     "responses_async": "responses, async",
     "responses_stream": "responses, streamed",
@@ -86,8 +91,15 @@ def client(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{name}")
 
 
-def version(name: str) -> str:
-    return importlib.metadata.version(CLIENTS[name])
+def version(name: str, place: Place) -> str:
+    """The version of a client's package; a client that runs as a program of its own has a function for it."""
+    module = client(name)
+    return module.version(place) if hasattr(module, "version") else importlib.metadata.version(CLIENTS[name])
+
+
+def missing(module: ModuleType, place: Place) -> str | None:
+    """Why a client cannot run on this machine; None: it can."""
+    return module.missing(place) if hasattr(module, "missing") else None
 
 
 def offered(module: ModuleType) -> list[str]:

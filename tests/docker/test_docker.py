@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import http.server
+import itertools
 import json
 import math
 import os
@@ -24,10 +25,12 @@ import pytest
 import yaml
 
 from engine import EngineInfo, EngineStatus
+from engine.kernels import build as kernels
 from server.__main__ import COMMANDS
 from server.limits import Limits
 from server.metrics import Metrics
 from server.settings import FIELDS, PREFIX, Settings
+from tests.docker import image
 from tests.live import Server, eventually, free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -86,9 +89,51 @@ def test_the_dockerfile_is_made_of_known_instructions_and_each_command_of_it_par
 
 def test_the_stages_are_there_for_both_devices():
     stages = {value.split(" AS ")[1] for name, value in instructions() if name == "FROM" and " AS " in value}
-    assert stages == {"builder", "runtime-cpu", "runtime-cuda"}
+    assert stages == {"dependencies", "builder", "runtime-cpu", "runtime-cuda"}
     assert ("ARG", "DEVICE=cpu") in instructions()
-    assert last_stage()[0] == ("FROM", "runtime-${DEVICE}")
+    assert last_stage()[0] == ("FROM", "runtime-${DEVICE:-cpu}")  # not ${DEVICE}: Debian 12's buildah finds no stage
+
+
+def test_every_stage_has_instructions_because_buildah_leaks_a_container_for_one_without():
+    for (name, value), (following, _) in itertools.pairwise(instructions()):
+        assert not (name == "FROM" and following == "FROM"), f"FROM {value} is all there is of its stage"
+
+
+def test_every_stage_that_installs_takes_the_index_it_was_given():
+    """A stage does not inherit the arguments of the one it is based on."""
+    stages = "\n".join(f"{name} {value}" for name, value in instructions()).split("\nFROM ")[1:]
+    installing = [stage for stage in stages if "pip install" in stage]
+    assert len(installing) == 2
+    assert all("\nARG PIP_INDEX_URL\n" in stage for stage in installing)
+
+
+def test_a_new_version_of_the_code_or_another_revision_leaves_the_layer_of_the_dependencies_alone():
+    copied = [value for name, value in last_stage() if name == "COPY"]
+    assert copied[:2] == ["--from=dependencies /opt/pequod /opt/pequod", "--from=builder /opt/install /opt/pequod"]
+    parts = instructions()
+    dependencies = parts[: parts.index(("FROM", "dependencies AS builder"))]
+    assert [value for name, value in dependencies if name == "COPY"] == ["pyproject.toml ./"]
+    names = [name for name, _ in last_stage()]
+    assert min(names.index("ARG"), names.index("LABEL")) > max(i for i, name in enumerate(names) if name == "COPY")
+
+
+def test_an_image_without_its_kernels_is_not_built(tmp_path):
+    """The line that looks for them, run as the build runs it, with and without a compiled library."""
+    (command,) = [value for name, value in instructions() if name == "RUN" and "build.library" in value]
+    packages = tmp_path / "install/lib/python3/site-packages"
+    ignored = shutil.ignore_patterns("*.so", ".lock", "__pycache__", "model")
+    shutil.copytree(ROOT / "engine", packages / "engine", ignore=ignored)
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    call: dict[str, Any] = {"env": {**os.environ, "PATH": path, "CXX": "no-such-compiler"}, "cwd": tmp_path}
+    command = command.replace("/opt/install", str(tmp_path / "install"))
+    if reason := kernels.supported():
+        assert reason in run("sh", "-c", command, **call)
+        return
+    failed = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, **call)
+    assert failed.returncode == 1 and "no C++ compiler was found" in failed.stderr
+    library = packages / "engine/kernels" / kernels.file_name()
+    library.touch()
+    assert run("sh", "-c", command, **call) == f"{library}\n"
 
 
 def test_what_the_image_copies_is_in_the_repository_and_in_the_build_context():
@@ -141,7 +186,7 @@ def test_the_image_runs_our_command_as_a_user_without_rights():
     assert json.loads(argument("CMD"))[0] in COMMANDS
     user, group = argument("USER").split(":")
     assert int(user) >= 10000 and int(group) >= 10000
-    created = [value for name, value in last_stage() if name == "RUN" and "useradd" in value]
+    created = [value for name, value in instructions() if name == "RUN" and "useradd" in value]
     assert f"--uid {user} " in created[0] and f"--gid {group} " in created[0]
     assert argument("STOPSIGNAL") == "SIGTERM"
     assert argument("EXPOSE") == str(FIELDS["port"].default)
@@ -163,6 +208,77 @@ def test_no_package_index_and_no_image_registry_is_named():
         assert hosts <= {"127.0.0.1"}
         images = re.findall(r"^\s*image: (\S+)", text, re.MULTILINE) + re.findall(r"PYTHON_IMAGE=(\S+)", text)
         assert not [image for image in images if "." in image.split("/")[0] and "/" in image]
+
+
+# `make image-test`, as far as it goes without a container tool
+
+
+def test_the_image_is_tried_with_the_options_of_the_compose_file():
+    pequod = services()["pequod"]
+    expected = ["--init"] if pequod["init"] else []
+    expected += ["--read-only"] if pequod["read_only"] else []
+    expected += [word for folder in pequod["tmpfs"] for word in ("--tmpfs", folder)]
+    expected += [word for capability in pequod["cap_drop"] for word in ("--cap-drop", capability)]
+    expected += [word for o in pequod["security_opt"] for word in ("--security-opt", o.removesuffix(":true"))]
+    assert expected == image.OPTIONS
+    assert [volume.split(":")[1] for volume in pequod["volumes"]] == [image.VOLUME]
+    assert pequod["healthcheck"]["test"] == ["CMD", *image.READY]
+    assert pequod["stop_grace_period"] == f"{image.STOP_S}s"
+
+
+@pytest.fixture
+def only_docker(tmp_path, monkeypatch):
+    """A function that makes a shell script the only container tool of this machine."""
+
+    def install(*cases: str) -> None:
+        script = tmp_path / "docker"
+        script.write_text('#!/bin/sh\ncase "$*" in\n' + "".join(f"{case};;\n" for case in cases) + "esac\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+    return install
+
+
+def test_a_machine_without_a_container_tool_skips_the_image(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert image.main([]) == 0
+    expected = "skipped  docker is not installed; podman is not installed; buildah is not installed\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_container_tool_that_does_not_work_is_named_with_its_error(only_docker, capsys):
+    only_docker("info) echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    assert image.main([]) == 0
+    assert "skipped  docker does not work here (Cannot connect to the Docker daemon); " in capsys.readouterr().out
+
+
+def test_a_base_image_that_cannot_be_fetched_skips_the_image(only_docker, capsys):
+    only_docker("info|--version)", "'image inspect base'|'pull base') echo 'no such host' >&2; exit 1")
+    assert image.main(["--base", "base"]) == 0
+    assert "skipped  the base image base cannot be fetched: no such host\n" in capsys.readouterr().out
+
+
+def test_an_image_that_does_not_build_is_a_failure(only_docker, capsys):
+    only_docker("build*) exit 1")
+    assert image.main(["--base", "base"]) == 1
+    assert "failed   docker could not build the image" in capsys.readouterr().out
+
+
+def test_a_container_that_cannot_be_started_skips_the_image(only_docker, capsys):
+    shown = json.dumps([{"Config": {"User": "10001:10001"}}])
+    only_docker(
+        f"'image inspect'*) echo '{shown}'", "run*' --entrypoint true '*) echo 'crun: not permitted' >&2; exit 126"
+    )
+    assert image.main(["--no-build"]) == 0
+    assert "skipped  a container cannot be started: crun: not permitted\n" in capsys.readouterr().out
+
+
+def test_an_image_that_runs_as_root_is_a_failure(only_docker, capsys):
+    shown = json.dumps([{"Config": {"User": ""}}])
+    seen = json.dumps({"uid": 0, "machine": "x86_64", "compilers": [], "written": {}})
+    only_docker(f"'image inspect'*) echo '{shown}'", f"run*' --entrypoint python '*) echo '{seen}'")
+    assert image.main(["--no-build"]) == 1
+    assert "failed   it runs as the image's user, who is not root: uid 0\n" in capsys.readouterr().out
 
 
 # The health check

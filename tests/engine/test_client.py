@@ -192,32 +192,6 @@ def test_a_reader_with_unread_tokens_is_told_that_the_engine_died():
     run(main)
 
 
-def test_a_request_that_ran_at_two_deaths_fails_and_the_others_go_on():
-    async def main() -> None:
-        engine = ProcessEngine(CONFIG)
-        await engine.start()
-        await engine.ready()
-        try:
-            unlucky = asyncio.create_task(read(engine, request(1, max_tokens=1900)))
-            for _ in range(2):
-                before = engine.status.last_step
-                while engine.status.phase != "ready" or engine.status.last_step == before:
-                    await asyncio.sleep(0.01)
-                assert engine.pid is not None
-                os.kill(engine.pid, signal.SIGKILL)
-                while engine.status.phase == "ready":
-                    await asyncio.sleep(0.01)
-            late = asyncio.create_task(read(engine, request(2, max_tokens=3)))
-            with pytest.raises(EngineDied, match="2 times while this request was running"):
-                await unlucky
-            assert (await late)[1] == "length"
-            assert engine.status.restarts == 2
-        finally:
-            await engine.close()
-
-    run(main)
-
-
 @pytest.mark.parametrize(("product", "kept"), [("avx512", "avx512"), ("avx512bf16", "avx512bf16"), ("torch", "auto")])
 def test_a_restart_computes_with_what_was_measured_to_be_faster_at_first(product, kept):
     async def main() -> None:

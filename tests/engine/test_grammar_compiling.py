@@ -10,7 +10,7 @@ import pytest
 
 from engine import GRAMMARS_BUSY, LocalEngine
 from engine.grammar import GrammarError
-from engine.grammar import grammars as grammars_module
+from engine.grammar import compiler as compiler_module
 from engine.grammar.grammars import Grammars
 from tests.engine.grammars import CONFIG, SCHEMA, deltas, output, request
 from tests.live import WAIT_S
@@ -24,7 +24,7 @@ class Held:
         make = Grammars._make
 
         def wait(grammars, compiler, asked):
-            if not large_only or compiler is grammars.large:
+            if not large_only or compiler is grammars.slow:
                 self.begun.set()
                 assert self.go.wait(WAIT_S)
             return make(grammars, compiler, asked)
@@ -33,17 +33,17 @@ class Held:
 
 
 def test_compiled_grammars_are_kept_within_bytes(monkeypatch):
-    monkeypatch.setattr("engine.grammar.grammars.CACHED_BYTES", 3 * (64 << 10) + 10_000)
+    monkeypatch.setattr("engine.grammar.compiler.CACHED_BYTES", 3 * (64 << 10) + 10_000)
     monkeypatch.setattr("engine.grammar.grammars.LARGE", 1 << 20)
 
     async def main():
         grammars = Grammars(CONFIG, 2048)
         for i in (0, 1, 2, 0, 3):
             await grammars.compile(request(1, ("regex", f"a{i}")))
-        assert [text for _, text in grammars.small.known] == ["a2", "a0", "a3"]
+        assert [text for _, text in grammars.quick.known] == ["a2", "a0", "a3"]
         for i in range(3):
             await grammars.compile(request(1, ("choice", json.dumps([f"value {i} {k}" for k in range(3000)]))))
-        assert len(grammars.small.known) == 1
+        assert len(grammars.quick.known) == 1
         grammars.close()
 
     asyncio.run(main())
@@ -54,8 +54,8 @@ def test_what_cannot_be_used_is_found_out_once(monkeypatch):
 
     async def main():
         grammars = Grammars(CONFIG, 2048)
-        compiled = grammars_module._compiled
-        monkeypatch.setattr(grammars_module, "_compiled", lambda *args: (tried.append(args), compiled(*args))[1])
+        compiled = compiler_module.compiled
+        monkeypatch.setattr(compiler_module, "compiled", lambda *args: (tried.append(args), compiled(*args))[1])
         for _ in range(3):
             with pytest.raises(GrammarError):
                 await grammars.compile(request(1, ("lark", "start: nothing")))

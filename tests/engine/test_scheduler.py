@@ -330,6 +330,61 @@ def test_rows_are_cut_when_fewer_tokens_did_not_help_against_a_lack_of_memory():
     assert len(driver.step()) == 7
 
 
+def out_of_memory(driver: Driver, name: str) -> None:
+    """A step with a new prompt of 32 tokens does not fit, and costs that one."""
+    driver.add(name, prompt=32, max_tokens=1)
+    driver.launch()
+    driver.deltas += driver.scheduler.abandon(driver.batch)
+    driver.scheduler.check()
+    assert driver.ends()[name] == "error"
+
+
+def steps_until_recovered(driver: Driver) -> int:
+    scheduler = driver.scheduler
+    for steps in range(1, 100_000):
+        driver.step()
+        if (scheduler.budget, scheduler.max_seqs) == (64, 4):
+            return steps
+    raise AssertionError("it never recovered")
+
+
+@pytest.fixture
+def hopeful(monkeypatch):
+    """Limits are raised after a few good steps."""
+    monkeypatch.setattr("engine.scheduler.GOOD_STEPS", 4)
+    monkeypatch.setattr("engine.scheduler.MOST_GOOD_STEPS", 256)
+    driver = Driver(num_blocks=500, max_len=2000, max_batched_tokens=64, max_seqs=4)
+    driver.add("a", prompt=4, max_tokens=1900)
+    driver.step()
+    return driver
+
+
+def test_what_a_lack_of_memory_has_cost_comes_back_step_by_step_and_later_each_time(hopeful):
+    driver = hopeful
+    out_of_memory(driver, "b")
+    assert (driver.scheduler.budget, driver.scheduler.max_seqs) == (32, 4)
+    assert steps_until_recovered(driver) == 4
+    out_of_memory(driver, "c")
+    assert steps_until_recovered(driver) == 8
+    for name in "defg":  # budget 32, 16, 8, 4
+        out_of_memory(driver, name)
+    assert driver.scheduler.budget == 4
+    out_of_memory(driver, "h")
+    assert driver.scheduler.max_seqs < 4
+    assert steps_until_recovered(driver) > 256, "each of several raises takes 256 steps now"
+
+
+def test_after_a_long_time_without_a_lack_of_memory_it_is_forgotten(hopeful):
+    driver = hopeful
+    for name in "bcd":
+        out_of_memory(driver, name)
+        steps_until_recovered(driver)
+    for _ in range(256):
+        driver.step()
+    out_of_memory(driver, "e")
+    assert steps_until_recovered(driver) == 4
+
+
 def test_stats_count_what_the_rows_see():
     driver = Driver(max_batched_tokens=10)
     driver.add("a", prompt=4).launch()

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from engine import ConfigError, EngineRequest, SamplingParams
 from server.app import build_app
-from server.limits import user
+from server.auth import user
 from server.settings import Settings
 from tests.fakes import INFO, FakeEngine, listening, model_folder, serving, until
 
@@ -99,7 +99,7 @@ def test_the_description_tells_keys_refusals_and_examples(tmp_path):
             paths = (await client.get("/openapi.json")).json()["paths"]
             asking = {path for path, operations in paths.items() for op in operations.values() if "security" in op}
             assert asking == {path for path in paths if path.startswith("/v1/")} | {
-                "/tokenize", "/detokenize", "/apply-template"}  # fmt: skip
+                "/tokenize", "/detokenize", "/apply-template", "/metrics"}  # fmt: skip
             for path, operations in paths.items():
                 for operation in operations.values():
                     assert "422" not in operation["responses"], path

@@ -9,7 +9,7 @@ import pytest
 from fastapi import APIRouter
 
 from server import app as app_module
-from server.limits import roles
+from server.auth import roles
 from tests.fakes import FakeEngine, model_folder, serving
 
 PUBLIC = {"/live", "/ready", "/health", "/version", "/docs", "/openapi.json", "/"}
@@ -46,7 +46,7 @@ def test_without_the_key_every_closed_route_says_401(tmp_path):
                 path = re.sub(r"\{.*?\}", "fake", route.path)
                 for method in route.methods:
                     answer = await client.request(method, path, json={} if method == "POST" else None)
-                    if roles(route) == {"user"}:
+                    if roles(route) & {"user", "metrics_reader"}:
                         assert answer.status_code == 401, path
                         assert answer.json()["error"]["code"] == "invalid_api_key"
                         assert answer.headers["www-authenticate"] == "Bearer"
@@ -119,6 +119,11 @@ def test_the_metrics_have_a_key_of_their_own(tmp_path):
             assert (await client.get("/metrics", headers={"Authorization": "Bearer m"})).status_code == 200
             assert (await client.get("/v1/models", headers={"Authorization": "Bearer m"})).status_code == 401
         async with serving(tmp_path / "m", api_key=["k"]) as (client, _):
+            assert (await client.get("/metrics")).status_code == 401, "without a key of their own an API key opens them"
+            assert (await client.get("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200
+        async with serving(tmp_path / "m", api_key=["k"], public_metrics=True) as (client, _):
+            assert (await client.get("/metrics")).status_code == 200
+        async with serving(tmp_path / "m") as (client, _):
             assert (await client.get("/metrics")).status_code == 200
 
     asyncio.run(run())

@@ -553,7 +553,7 @@ def test_the_curl_line_fits_the_model_and_the_server(tmp_path):
     words = curl_of(spoken(api_key=["canary"]))
     assert "Authorization: Bearer $PEQUOD_API_KEY" in words
     assert "canary" not in spoken(api_key=["canary"])
-    assert "with the key in PEQUOD_API_KEY" in spoken(api_key=["canary"])
+    assert "with a key in PEQUOD_API_KEY" in spoken(api_key=["canary"])
     assert curl_of(spoken(allowed_hosts=["llm.org"]))[1:3] == ["-H", "Host: llm.org"]
     assert curl_of(spoken(where=tmp_path / "s"))[1:3] == ["--unix-socket", str(tmp_path / "s")]
     assert "http://[::1]:8000/v1/chat/completions" in curl_of(spoken(host="::1"))
@@ -584,16 +584,18 @@ def test_json_logs_have_one_line_instead_of_a_banner(capsys):
 
     before = logging.getLogger().handlers[:], logging.getLogger().level
     try:
-        logs.configure("json", "info")
+        lines = logs.configure("json", "info")
         banner.announce(INFO, Settings(log_format="json"), ("127.0.0.1", 8000), 1.0, True)
         logging.getLogger("pequod.request").info("request\nforged", extra={"fields": {"id": "a\nb", "ms": 1.5}})
+        lines.close()
         out, err = capsys.readouterr()
         ready, request = map(json.loads, err.splitlines())
         assert out == ""
         assert (ready["message"], ready["url"], ready["num_blocks"]) == ("ready", "http://127.0.0.1:8000", 100)
         assert (request["id"], request["ms"], request["level"]) == ("a\nb", 1.5, "info")
-        logs.configure("text", "info")
+        lines = logs.configure("text", "info")
         logging.getLogger("pequod.request").info("request\nforged", extra={"fields": {"id": "a b", "x": "c\nd"}})
+        lines.close()
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith('info request\\nforged id="a b" x="c\\nd"')
     finally:

@@ -8,7 +8,7 @@ import re
 import pytest
 from fastapi import Depends
 
-from server.limits import user
+from server.auth import user
 from tests.fakes import model_folder, serving
 
 
@@ -25,7 +25,16 @@ from tests.fakes import model_folder, serving
         ({}, "[::1].evil.example", 400),
         ({}, "::1", 400),  # without brackets the last group would be the port
         ({}, "", 400),
-        ({"host": "0.0.0.0"}, "anything.example", 200),
+        # What is reached from elsewhere without a key answers under names that no stranger's page can have.
+        ({"host": "0.0.0.0"}, "anything.example", 400),
+        ({"host": "0.0.0.0"}, "localhost:8000", 200),
+        ({"host": "0.0.0.0"}, "pequod:8000", 200),
+        ({"host": "0.0.0.0"}, "192.168.7.5:8000", 200),
+        ({"host": "0.0.0.0"}, "[2001:db8::1]:8000", 200),
+        ({"host": "0.0.0.0"}, "192.168.7.5.evil.example", 400),
+        ({"host": "::"}, "evil.example.", 400),
+        ({"host": "0.0.0.0", "api_key": ["k"]}, "anything.example", 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ["*"]}, "anything.example", 200),
         ({"host": "0.0.0.0", "allowed_hosts": ["api.example"]}, "api.example:443", 200),
         ({"host": "0.0.0.0", "allowed_hosts": ["api.example"]}, "localhost", 400),
         ({"allowed_hosts": ["*"]}, "evil.example", 200),

@@ -146,7 +146,7 @@ def slow(child: Child) -> subprocess.Popen[str]:
     return reader
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_a_running_answer_end(start, sig):
     child = start("ready")
     child.wait(lambda: not child.draining())
@@ -171,6 +171,33 @@ def test_the_second_signal_means_now(start):
     child.process.send_signal(signal.SIGTERM)
     assert child.end()[0] == 128 + signal.SIGTERM
     assert reader.communicate(timeout=WAIT_S)[0] == ""
+
+
+def test_a_terminal_that_hangs_up_twice_cuts_nothing_off(start):
+    child = start("ready")
+    child.wait(lambda: not child.draining())
+    reader = slow(child)
+    for _ in range(3):
+        child.process.send_signal(signal.SIGHUP)
+        child.wait(child.draining)
+    child.process.stdin.write("go\n")
+    child.process.stdin.flush()
+    assert reader.communicate(timeout=WAIT_S)[0].strip() == '"whole"'
+    assert child.end()[0] == 0
+
+
+def test_under_nohup_a_hang_up_is_ignored(start):
+    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` leaves it to its child
+    try:
+        child = start("ready")
+    finally:
+        signal.signal(signal.SIGHUP, usual)
+    child.wait(lambda: not child.draining())
+    child.process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert not child.draining()
+    child.process.send_signal(signal.SIGTERM)
+    assert child.end()[0] == 0
 
 
 def test_a_signal_while_loading_ends_the_server(start):

@@ -11,8 +11,9 @@ from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
 
 from server import limits as limits_module
+from server.auth import Keys, UserDep, user
 from server.errors import ApiError
-from server.limits import Caller, Limits, UserDep, user
+from server.limits import Caller, Limits
 from server.settings import Settings
 from server.state import AppDep
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
@@ -96,8 +97,8 @@ def test_prompt_tokens_are_bounded_but_one_prompt_alone_always_gets_in(monkeypat
     alone = limits.admit(Caller(), 1, 500)
     assert refused(limits, tokens=1).code == "prompt_tokens"
     alone.release()
-    limits.admit(Caller(), 1, 60)
-    with limits.admit(Caller(), 1) as ticket:
+    limits.admit(Caller(flow="a"), 1, 60)
+    with limits.admit(Caller(flow="b"), 1) as ticket:
         with pytest.raises(ApiError):
             ticket.add_prompt(60)
         ticket.add_prompt(40)
@@ -108,11 +109,11 @@ def test_prompt_tokens_are_bounded_but_one_prompt_alone_always_gets_in(monkeypat
 def test_retry_after_is_backlog_over_throughput():
     limits, clock = make(seqs=1, queued=10)
     assert limits.retry_after() == limits_module.RETRY_UNKNOWN_S
-    tickets = [limits.admit(Caller(), 1) for _ in range(11)]
-    for _ in range(2):  # one answer every two seconds
+    tickets = [limits.admit(Caller(flow=str(i)), 1) for i in range(11)]
+    for i in range(2):  # one answer every two seconds
         clock.now += 2
         tickets.pop().release()
-        tickets.append(limits.admit(Caller(), 1))
+        tickets.append(limits.admit(Caller(flow=f"new {i}"), 1))
     assert limits.retry_after() == 20  # 10 wait, 0.5 end per second
     clock.now += 1000
     assert limits.retry_after() == limits_module.RETRY_MAX_S
@@ -136,16 +137,17 @@ def test_nobody_is_admitted_while_draining():
 
 
 def test_the_prefix_cache_is_salted_as_soon_as_there_are_two_keys():
-    alone, _ = make()
-    assert alone.salt_for(alone.identify([])) == ""
-    assert alone.salt_for(alone.identify([]), "mine") == "mine"
-    one, _ = make(api_key=["a"])
-    assert one.salt_for(one.identify([(b"x-api-key", b"a")]), "mine") == "mine"
-    two, _ = make(api_key=["a", "b"])
-    first, second = (two.identify([(b"x-api-key", key)]) for key in (b"a", b"b"))
+    def sends(*headers: tuple[bytes, bytes]) -> dict:
+        return {"headers": headers, "client": ("192.0.2.1", 5)}
+
+    alone, one, two = (Keys(Settings(api_key=keys)) for keys in ([], ["a"], ["a", "b"]))
+    assert alone.salt_for(alone.identify(sends())) == ""
+    assert alone.salt_for(alone.identify(sends()), "mine") == "mine"
+    assert one.salt_for(one.identify(sends((b"x-api-key", b"a"))), "mine") == "mine"
+    first, second = (two.identify(sends((b"x-api-key", key))) for key in (b"a", b"b"))
     assert two.salt_for(first) != two.salt_for(second)
     assert two.salt_for(first, "s") != two.salt_for(second, "s")
-    assert two.salt_for(first) == two.salt_for(two.identify([(b"authorization", b"Bearer a")]))
+    assert two.salt_for(first) == two.salt_for(two.identify(sends((b"authorization", b"Bearer a"))))
     # Nobody can write another's salt into cache_salt.
     assert not two.salt_for(second, two.salt_for(first)).startswith(two.salt_for(first))
 
@@ -200,17 +202,17 @@ def test_bodies_of_all_requests_are_bounded_together(tmp_path):
         async with serving(model_folder(tmp_path / "m"), max_body_bytes=2000) as (client, app):
             add_probes(app)
             limits = app.state.pequod.limits
-            limits.open_bytes = limits.max_open_bytes - 1000
+            limits.bytes.take("others", limits.bytes.total - 1000)
             answer = await client.post("/probe", content=b"x" * 1500)
             assert answer.status_code == 503
             assert int(answer.headers["retry-after"]) >= 1
-            assert limits.open_bytes == limits.max_open_bytes - 1000
+            assert limits.open_bytes == limits.bytes.total - 1000
 
     asyncio.run(run())
 
 
 def test_a_body_that_trickles_is_cut_off(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.door.BODY_S", 0.05)
+    monkeypatch.setattr("server.door.PROGRESS_S", 0.05)
 
     async def run():
         async with serving(model_folder(tmp_path / "m")) as (_, app):
@@ -224,6 +226,54 @@ def test_a_body_that_trickles_is_cut_off(tmp_path, monkeypatch):
                 assert b" 408 " in answer.split(b"\r\n")[0]
                 assert b"body_timeout" in answer
             assert app.state.pequod.limits.open_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_a_body_that_keeps_coming_may_take_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("server.door.PROGRESS_S", 0.2)
+    monkeypatch.setattr("server.door.PROGRESS_BYTES", 10)
+
+    async def run():
+        async with serving(model_folder(tmp_path / "m")) as (_, app):
+            add_probes(app)
+            async with listening(app) as url:
+                host, port = url.removeprefix("http://").split(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300\r\n\r\n")
+                for _ in range(10):  # a second in all, five times the stretch
+                    writer.write(b"x" * 30)
+                    await asyncio.sleep(0.1)
+                answer = await asyncio.wait_for(reader.readuntil(b"}"), WAIT_S)
+                assert b"200 OK" in answer and b'{"bytes":300}' in answer
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_idle_uploads_of_one_client_keep_nobody_else_out(tmp_path, monkeypatch):
+    """As many as would hold all bytes that bodies may have, each without its last byte."""
+    monkeypatch.setattr("server.door.PROGRESS_S", 1.0)
+
+    async def run():
+        async with serving(model_folder(tmp_path / "m"), max_body_bytes=100_000) as (_, app):
+            add_probes(app)
+            limits = app.state.pequod.limits
+            async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+                host, port = url.removeprefix("http://").split(":")
+                idle = []
+                for _ in range(32):
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    head = b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+                    writer.write(head + b"x" * 99_999)
+                    idle.append(writer)
+                await until(lambda: limits.rejections["share"] >= 6)
+                assert 24 * 100_000 < limits.open_bytes < 26 * 100_000
+                monkeypatch.setattr("server.auth.address_of", lambda scope: "elsewhere")
+                assert (await client.post("/probe", content=b"x" * 50_000)).json() == {"bytes": 50_000}
+                await until(lambda: limits.open_bytes == 0, 30)  # they made no progress
+                for writer in idle:
+                    writer.close()
 
     asyncio.run(run())
 

@@ -121,9 +121,16 @@ def test_a_file_keeps_responses_over_a_killed_server(tmp_path):
         assert follow.usage.input_tokens > kept.usage.input_tokens
 
 
-def test_a_broken_file_is_told_at_the_start(tmp_path):
-    (tmp_path / "responses.db").write_text("the whale " * 1000)
-    server = Server("--response-store", str(tmp_path / "responses.db"), wait=False)
+@pytest.mark.parametrize("kind", ["text", "link"])
+def test_a_file_that_cannot_be_used_is_refused_at_the_start(tmp_path, kind):
+    path = tmp_path / "responses.db"
+    if kind == "text":
+        path.write_text("the whale " * 1000)
+    else:
+        path.symlink_to(tmp_path / "elsewhere.db")
+    server = Server("--response-store", str(path), wait=False)
     assert server.process.wait(60) == 2
-    assert "responses.db cannot be used: file is not a database" in server.log
+    reason = "file is not a database" if kind == "text" else "responses.db is a symbolic link, which is not followed"
+    assert f"responses.db cannot be used: {reason}" in server.log
     assert "Traceback" not in server.log
+    assert not (tmp_path / "elsewhere.db").exists()

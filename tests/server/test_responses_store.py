@@ -1,13 +1,17 @@
 """Responses that are stored: gone on with, got, listed, deleted, and seen by their key alone."""
 
 import asyncio
+import threading
 
+import msgspec
 import openai
 import pytest
 
 from server.routes import responses as routes
-from tests.fakes import FakeEngine, listening, serving
+from server.store import Record
+from tests.fakes import FakeEngine, listening, serving, until
 from tests.server.responses_wire import CALL, WEATHER, make_folder, prompts
+from tests.server.stores import Faulty, written
 from tests.server.wire import LIBRARY, RESPONSES, run, saying
 
 
@@ -157,6 +161,88 @@ def test_input_items_come_in_pages(folder):
     run(folder, use, FakeEngine(saying("the whale")))
 
 
+def long_record(count=20):
+    """A stored response whose conversation is 30 MB of JSON and few tokens."""
+    entry = {"token": "the whale" * 30, "logprob": -0.123456, "bytes": [], "top_logprobs": []}
+    part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": [entry] * (100_000 // count)}
+    message = {"type": "message", "role": "assistant", "content": [part]}
+    items = [{"id": f"msg_{'0' * 32}{i:04x}", **message} for i in range(count)]
+    answer = {"status": "completed", "background": True, "output": []}
+    data = msgspec.json.encode(items)
+    assert len(data) > 30 << 20
+    return Record(f"resp_{'0' * 32}", "", False, msgspec.json.encode(answer), data), items
+
+
+def test_the_event_loop_turns_while_a_long_conversation_is_decoded(folder, monkeypatch):
+    stored, items = long_record()
+    seen = {}
+    sizes = []
+
+    async def main():
+        turns, loop_thread = 0, threading.get_ident()
+
+        async def count():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        def watch(name):
+            work = getattr(routes, name)
+
+            def watched(*args):
+                before = turns
+                result = work(*args)
+                seen.setdefault(name, []).append((threading.get_ident() == loop_thread, turns - before))
+                return result
+
+            monkeypatch.setattr(routes, name, watched)
+
+        def unpack(data):
+            sizes.append(len(bytes(data)))
+            return msgspec.json.decode(data)
+
+        monkeypatch.setattr(routes, "unpacked", unpack)
+        for name in ("page_of", "all_items", "is_background"):
+            watch(name)
+        async with serving(folder, FakeEngine(saying("the whale")), max_stored_bytes="1GiB") as (client, app):
+            app.state.pequod.store.put(stored)
+            counter = asyncio.create_task(count())
+            path = f"{RESPONSES}/{stored.id}"
+            page = await client.get(f"{path}/input_items", params={"order": "asc"})
+            body = {"input": "b", "previous_response_id": stored.id}
+            assert (await client.post(RESPONSES, json=body)).status_code == 200
+            reference = {"type": "item_reference", "id": items[-1]["id"]}
+            assert (await client.post(RESPONSES, json={"input": [reference]})).status_code == 200
+            assert (await client.post(f"{path}/cancel")).status_code == 200
+            counter.cancel()
+        assert msgspec.json.decode(page.content)["data"] == items
+
+    asyncio.run(main())
+    assert {name: len(calls) for name, calls in seen.items()} == {"page_of": 1, "all_items": 2, "is_background": 1}
+    for calls in seen.values():
+        assert not any(on_loop for on_loop, _ in calls)
+    assert all(turns > 0 for name in ("page_of", "all_items") for _, turns in seen[name])
+    assert max(sizes) < len(stored.items) / 15, "msgspec holds the interpreter's lock as long as a call takes"
+
+
+def test_a_page_decodes_its_own_items_alone(monkeypatch):
+    stored, items = long_record(count=100)
+    decoded = []
+
+    def unpack(data):
+        decoded.append(msgspec.json.decode(data))
+        return decoded[-1]
+
+    monkeypatch.setattr(routes, "unpacked", unpack)
+    page = msgspec.json.decode(routes.page_of(stored.items, 2, "desc", items[50]["id"]))
+    assert [item["id"] for item in page["data"]] == [items[49]["id"], items[48]["id"]]
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (items[49]["id"], items[48]["id"], True)
+    assert len(decoded) == 2
+    last = msgspec.json.decode(routes.page_of(stored.items, 5, "asc", items[-1]["id"]))
+    assert last == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [("POST", ""), ("GET", "/ID"), ("POST", "/ID/cancel"), ("DELETE", "/ID"), ("GET", "/ID/input_items")],
@@ -188,6 +274,67 @@ def test_the_store_is_bounded(folder):
         assert found == [404, 404, 200, 200]
 
     run(folder, use, FakeEngine(saying("the whale")), max_stored_responses=2)
+
+
+def test_one_key_cannot_drive_out_the_responses_of_another(folder):
+    async def use(client):
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in ("a", "b"))
+
+        async def make(headers):
+            return (await client.post(RESPONSES, json={"input": "the sea"}, headers=headers)).json()["id"]
+
+        kept = await make(mine)
+        made = [await make(other) for _ in range(6)]
+        statuses = [(await client.get(f"{RESPONSES}/{id}", headers=other)).status_code for id in made]
+        assert statuses == [404] * 4 + [200] * 2
+        assert (await client.get(f"{RESPONSES}/{kept}", headers=mine)).status_code == 200
+
+    run(folder, use, FakeEngine(saying("the whale")), api_key=["a", "b"], max_stored_responses=3)
+
+
+def test_a_deletion_that_a_full_disk_refuses_is_a_503_until_it_is_done(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("server.store.FIRST_DELAY_S", 0.01)
+    path = tmp_path / "responses.db"
+
+    async def use(client):
+        store = client._transport.app.state.pequod.store
+        disk = Faulty(store)
+        made = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
+        await written(store)
+        disk.is_full = True
+        for _ in range(2):
+            answer = await client.delete(f"{RESPONSES}/{made}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_failed")
+            assert "retry-after" in answer.headers
+            assert (await client.get(f"{RESPONSES}/{made}")).status_code == 404
+        disk.is_full = False
+        await until(lambda: store._num_pending() == (0, 0))
+        assert (await client.delete(f"{RESPONSES}/{made}")).status_code == 404
+        return made
+
+    made = run(folder, use, FakeEngine(saying("the whale")), response_store=path)
+    assert run(folder, lambda client: client.get(f"{RESPONSES}/{made}"), response_store=path).status_code == 404
+
+
+def test_a_background_response_leaves_no_earlier_version(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("server.store.FIRST_DELAY_S", 1000)
+    path = tmp_path / "responses.db"
+    engine = FakeEngine(saying("the whale"))
+
+    async def use(client):
+        store = client._transport.app.state.pequod.store
+        engine.hold()
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()["id"]
+        await written(store)
+        Faulty(store).is_full = True
+        engine.let_go()
+        await until(lambda: made in store._changes and not store._changes[made].record.is_open)
+        for _ in range(2):  # they drive it out of memory
+            assert (await client.post(RESPONSES, json={"input": "a"})).status_code == 200
+        assert (await client.get(f"{RESPONSES}/{made}")).status_code == 404
+        assert store._num_pending() == (2, 1)
+
+    run(folder, use, engine, response_store=path, max_stored_responses=2)
 
 
 def test_a_file_keeps_responses_over_a_restart(folder, tmp_path):

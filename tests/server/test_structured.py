@@ -15,7 +15,7 @@ import pytest
 
 from engine import EngineConfig, LocalEngine, TokenDelta
 from server.app import build_app
-from server.schemas import MAX_DEPTH, wrong
+from server.grammar.schemas import MAX_DEPTH, wrong
 from server.settings import Settings
 from tests.fakes import FakeEngine, model_folder
 from tests.live import Server

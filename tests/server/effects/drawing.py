@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+import time
 
 from tests.live import eventually
 from tests.server.wire import CHAT, COMPLETIONS
@@ -169,6 +170,7 @@ def priority(e):
             eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 1)
             sent.append(pool.submit(send, "sooner", 4, priority=4))
             eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 2)
+            time.sleep(0.3)  # a request is counted before its prompt is encoded and sent to the engine
         for each in sent:
             each.result()
     assert done == ["sooner", "later"]

@@ -1,4 +1,4 @@
-"""Grammars at the door: what a request wants its answer to look like, checked before anything is paid for it.
+"""What is wrong with a grammar, and where: checks that need no vocabulary.
 
 llguidance refuses what it cannot do but says nothing about where that stands. The walk here knows the keywords of
 JSON Schema and names the place; what it does not know itself it finds by asking llguidance about parts of the schema.
@@ -6,23 +6,18 @@ JSON Schema and names the place; what it does not know itself it finds by asking
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from engine import grammar_problem
 
-from .errors import ApiError, invalid, shown
+from ..shown import shown
 from .patterns import MAX_SHORTEST, is_too_long, shortest
 
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SOURCE = 64 << 10  # bytes
-SMALL = 4096  # characters
-MAX_KNOWN = 1024  # grammars whose check is remembered
 SEARCH_S = 0.05  # for the place of an error that only llguidance knows about
 
 # What llguidance cannot guarantee. Ignoring it would let answers through that the schema forbids.
@@ -36,8 +31,6 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 SINGLE = ("items", "additionalProperties", "additionalItems")
 
-CODE = "invalid_grammar"
-
 
 class Grammar(NamedTuple):
     """What an answer must look like, and the field of the request that says so."""
@@ -46,47 +39,12 @@ class Grammar(NamedTuple):
     text: str
     field: str
     is_raw: bool = False  # it binds all of the text, with the marks of reasoning and calls; else only the answer itself
+    compile_s: float = 0.0  # CPU time that compiling it takes, once it has been checked
 
     @property
     def pair(self) -> tuple[str, str]:
         """As SamplingParams has it."""
         return self.kind, self.text
-
-
-class Gate:
-    """Lets good grammars pass. What it has found out about a grammar it remembers."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[bytes, str | None] = OrderedDict()  # digest -> what is wrong
-        self._checking: dict[bytes, asyncio.Task[str | None]] = {}
-        self._large = asyncio.Semaphore(1)
-
-    async def check(self, grammar: Grammar) -> None:
-        """Raise 400 when a grammar cannot be used."""
-        digest = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode("utf-8", "surrogatepass")).digest()
-        if digest not in self._known:
-            if digest not in self._checking:
-                task = self._checking[digest] = asyncio.create_task(self._check(grammar))
-                task.add_done_callback(lambda _: self._checking.pop(digest))
-            # Others may wait for the same: who hangs up does not end it.
-            self._known[digest] = await asyncio.shield(self._checking[digest])
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        if (reason := self._known[digest]) is not None:
-            raise refusal(grammar.field, reason)
-
-    async def _check(self, grammar: Grammar) -> str | None:
-        """On another thread than the one that streams: small ones take some milliseconds, large ones, of which there
-        is one at a time, a tenth of a second."""
-        if len(grammar.text) <= SMALL:
-            return await asyncio.to_thread(wrong, grammar.kind, grammar.text)
-        async with self._large:
-            return await asyncio.to_thread(wrong, grammar.kind, grammar.text)
-
-
-def refusal(field: str, reason: str) -> ApiError:
-    """400 for a grammar."""
-    return invalid(f"Invalid '{field}': {reason}.", field, CODE)
 
 
 def wrong(kind: str, text: str) -> str | None:

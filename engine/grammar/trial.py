@@ -1,0 +1,53 @@
+"""Trial: compile a grammar to see whether it can be compiled, without the vocabulary of a model."""
+
+from __future__ import annotations
+
+import json
+
+from llguidance import LLMatcher, LLTokenizer
+
+from . import GrammarError, limits, shown, source
+
+
+class Trial:
+    """Compiles grammars over a vocabulary of single bytes, padded to the width of a model's logits.
+
+    What a grammar costs to compile hardly depends on the vocabulary, and this one takes no time to load. Token ids are
+    valid in it as they are in the model's own.
+    """
+
+    def __init__(self, width: int) -> None:
+        """`width`: of the model's logits."""
+        self._tokenizer = LLTokenizer(_bytes_alone(), n_vocab=max(width, 257), eos_token=256)
+
+    def problem(self, kind: str, text: str) -> str | None:
+        """Why the grammar cannot be used, in half a sentence; None when it compiles and has a first token."""
+        try:
+            matcher = LLMatcher(self._tokenizer, source(kind, text), limits=limits(), log_level=0)
+        except GrammarError as error:
+            return str(error)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if not matcher.is_error():
+            matcher.compute_ff_tokens()
+        return shown(matcher.get_error()) if matcher.is_error() else None
+
+
+def _bytes_alone() -> str:
+    """A tokenizer.json whose tokens 0 to 255 are the bytes, with an end token behind them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
+    end = {"id": 256, "content": "<|end|>", **flags}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [end],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": model,
+        }
+    )

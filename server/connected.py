@@ -1,0 +1,41 @@
+"""Work for a client ends when the client hangs up, also before there is a response to send."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+T = TypeVar("T")
+
+SOON_S = 0.05  # work that ends within this time is not watched: the watch costs more than it could save
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do work whose result goes to the client; raises ClientDisconnect, and cancels it, when the client hangs up.
+
+    The body of the request must have been read.
+    """
+    task = asyncio.create_task(work)
+    watch: asyncio.Task[None] | None = None
+    try:
+        done, _ = await asyncio.wait({task}, timeout=SOON_S)
+        if not done:
+            watch = asyncio.create_task(_hung_up(request))
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        tasks: list[asyncio.Task[Any]] = [task] if watch is None else [task, watch]
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

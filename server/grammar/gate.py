@@ -1,0 +1,181 @@
+"""Gate: grammars are checked before a request is taken in, in a process that may die of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import socket
+import subprocess
+from collections import OrderedDict
+from contextlib import suppress
+
+import msgspec
+
+from engine import FairLock, spawn
+
+from ..errors import ApiError, invalid, unavailable
+from .checker import Job, Verdict
+from .schemas import Grammar
+
+CODE = "invalid_grammar"
+# CPU time of a check. Nearly all grammars take a few milliseconds. What takes longer is put into a line of its own, so
+# that forty slow ones do not hold up a quick one. The slowest of the size that is allowed take 0.3 s.
+QUICK_S, SLOW_S = 0.025, 1.0
+WAIT_S = 30.0  # for all checks that are before this one, and its own
+RETRY_S = 5
+MAX_KNOWN = 1024  # grammars whose verdict is remembered
+
+log = logging.getLogger("pequod.server")
+
+
+class Gone(Exception):
+    """The checker's process has died."""
+
+
+class Checker:
+    """The checker's process; started with the first grammar, and again when it has died."""
+
+    def __init__(self) -> None:
+        self.width = 1 << 18  # of the model's logits; the loaded model says how wide they are
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._pending: dict[int, asyncio.Future[Verdict]] = {}
+        self._ids = itertools.count(1)
+
+    async def check(self, kind: str, text: str, cpu_s: float) -> Verdict:
+        """Check a grammar; raises Gone when the process dies, OSError when there is none."""
+        async with self._starting:
+            if self._writer is None:
+                await self._start()
+        assert self._writer is not None
+        job = Job(next(self._ids), kind, text, cpu_s)
+        verdict = self._pending[job.id] = asyncio.get_running_loop().create_future()
+        body = msgspec.msgpack.encode(job)
+        self._writer.write(len(body).to_bytes(4, "little") + body)
+        try:
+            return await verdict
+        finally:
+            self._pending.pop(job.id, None)
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                # From this thread: the system ends a child with the thread that started it.
+                self._process = spawn("server.grammar.checker", theirs.fileno(), str(self.width))
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        self._reading = asyncio.create_task(self._read(reader), name="grammar checker")
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "little")
+                verdict = msgspec.msgpack.decode(await reader.readexactly(size), type=Verdict)
+                if verdict.id in self._pending and not self._pending[verdict.id].done():
+                    self._pending[verdict.id].set_result(verdict)
+        log.error("the grammar checker has died and is started again")
+        self._end()
+
+    def _end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        for waiting in self._pending.values():
+            if not waiting.done():
+                waiting.set_exception(Gone())
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        self._end()
+
+
+class Gate:
+    """Lets good grammars pass. Callers take turns, and a verdict is remembered."""
+
+    def __init__(self) -> None:
+        self.checker = Checker()
+        self._quick, self._slow = FairLock(), FairLock()
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest, the oldest use first
+        self._checking: dict[bytes, tuple[asyncio.Task[Verdict], list[None]]] = {}  # with one entry for each waiter
+
+    async def check(self, grammar: Grammar, caller: str) -> Grammar:
+        """Return the grammar with the CPU time that compiling it takes.
+
+        Raises 400 when it cannot be used, and 503 when too many are checked.
+        """
+        try:
+            async with asyncio.timeout(WAIT_S):
+                verdict = await self._verdict(grammar, caller)
+        except TimeoutError:
+            raise busy() from None
+        except (Gone, OSError):
+            raise unavailable("Grammars cannot be checked at the moment.", "grammars_unavailable", RETRY_S) from None
+        if verdict.problem is not None:
+            raise refusal(grammar.field, verdict.problem)
+        return grammar._replace(compile_s=verdict.seconds)
+
+    async def _verdict(self, grammar: Grammar, caller: str) -> Verdict:
+        digest = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode("utf-8", "surrogatepass")).digest()
+        if digest in self._known:
+            self._known.move_to_end(digest)
+            return self._known[digest]
+        if digest not in self._checking:
+            self._checking[digest] = asyncio.create_task(self._check(grammar, caller, digest)), []
+        task, waiters = self._checking[digest]
+        waiters.append(None)
+        try:
+            # Others may wait for the same grammar: whoever hangs up does not end the check, but the last one does.
+            return await asyncio.shield(task)
+        finally:
+            waiters.pop()
+            if not waiters:
+                task.cancel()
+
+    async def _check(self, grammar: Grammar, caller: str, digest: bytes) -> Verdict:
+        try:
+            async with self._quick.turn(caller):
+                verdict = await self._tried(grammar, QUICK_S)
+            if verdict.ended == "time":
+                async with self._slow.turn(caller):
+                    verdict = await self._tried(grammar, SLOW_S)
+            if verdict.ended == "crash":
+                log.warning("checking a grammar of %d characters ended the checker's fork", len(grammar.text))
+            self._known[digest] = verdict
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+            return verdict
+        finally:
+            del self._checking[digest]
+
+    async def _tried(self, grammar: Grammar, cpu_s: float) -> Verdict:
+        try:
+            return await self.checker.check(grammar.kind, grammar.text, cpu_s)
+        except Gone:  # it has been killed from outside: a grammar ends only its own fork
+            return await self.checker.check(grammar.kind, grammar.text, cpu_s)
+
+    async def close(self) -> None:
+        """Stop the checker's process; whoever waits gets an error."""
+        await self.checker.close()
+
+
+def refusal(field: str, problem: str) -> ApiError:
+    """400 for a grammar; `problem` is half a sentence."""
+    return invalid(f"Invalid '{field}': {problem}.", field, CODE)
+
+
+def busy() -> ApiError:
+    """503: so many grammars wait to be checked or compiled that one has waited too long."""
+    return unavailable("Too many grammars are being compiled.", "grammars_busy", RETRY_S)

@@ -1,0 +1,291 @@
+"""The supervisor: an engine that dies or hangs is replaced, and nobody loses more than time but who kills it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import time
+
+import pytest
+from msgspec.structs import replace
+
+from engine import EngineConfig, EngineDied, EngineRequest, LocalEngine, ProcessEngine, SamplingParams, supervisor
+from engine.supervisor import ending
+from tests.engine.faulty import FaultyChild, seed
+from tests.fakes import INFO
+
+pytestmark = pytest.mark.slow
+
+CONFIG = EngineConfig(model="builtin", num_blocks=256, max_seqs=16, debug=True)
+PROMPT = (5, 6, 7)
+
+
+def request(number: int, max_tokens: int = 40, **fields) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 1.0, "seed": number, **fields})
+    return EngineRequest(id=number, prompt_ids=(*PROMPT, number), params=params)
+
+
+async def read(engine, asked: EngineRequest) -> list[int]:
+    tokens: list[int] = []
+    async for delta in engine.generate(asked):
+        tokens += delta.token_ids
+        assert delta.finish_reason in (None, "length"), delta
+    return tokens
+
+
+@pytest.fixture(autouse=True)
+def faulty(monkeypatch):
+    monkeypatch.setattr(supervisor, "Child", FaultyChild)
+    monkeypatch.setattr(supervisor, "BACKOFF_S", 0.05)
+
+
+async def undisturbed(numbers: list[int], **fields) -> list[list[int]]:
+    async with LocalEngine(CONFIG) as engine:
+        return await asyncio.gather(*(read(engine, request(number, **fields)) for number in numbers))
+
+
+def run(main) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(240):
+            await main()
+
+    asyncio.run(limited())
+
+
+async def with_engine(work, stall_s: float = 60.0) -> None:
+    engine = ProcessEngine(CONFIG, stall_s=stall_s)
+    await engine.start()
+    try:
+        await engine.ready()
+        await work(engine)
+    finally:
+        await engine.close()
+
+
+def test_of_sixteen_neighbours_of_a_request_that_kills_fifteen_end_byte_for_byte(caplog):
+    numbers = list(range(1, 16))
+
+    async def main() -> None:
+        expected = await undisturbed(numbers)
+
+        async def work(engine: ProcessEngine) -> None:
+            poison = asyncio.create_task(read(engine, request(16, seed=seed("segfault", 7))))
+            others = [asyncio.create_task(read(engine, request(number))) for number in numbers]
+            with pytest.raises(EngineDied, match="while this request was running"):
+                await poison
+            assert await asyncio.gather(*others) == expected
+            assert 2 <= engine.status.restarts <= 8
+            assert await read(engine, request(17)) != [], "the engine works on"
+
+        await with_engine(work)
+
+    run(main)
+    assert any("was killed by SIGSEGV" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", ["stop", "hang", "spin"])
+def test_an_engine_that_hangs_is_replaced_and_its_streams_go_on(kind, caplog):
+    async def main() -> None:
+        expected = await undisturbed([1, 2])
+
+        async def work(engine: ProcessEngine) -> None:
+            others = [asyncio.create_task(read(engine, request(number))) for number in (1, 2)]
+            with pytest.raises(EngineDied):
+                await read(engine, request(3, seed=seed(kind, 5)))
+            assert await asyncio.gather(*others) == expected
+
+        await with_engine(work, stall_s=3.0)
+
+    run(main)
+    reason = "has work and has made no step" if kind == "hang" else "has given no sign of life"
+    assert any(reason in record.getMessage() for record in caplog.records)
+
+
+def test_an_engine_that_is_stopped_from_outside_is_replaced_and_nobody_is_lost():
+    async def main() -> None:
+        [expected] = await undisturbed([1], max_tokens=300)
+
+        async def work(engine: ProcessEngine) -> None:
+            stream = asyncio.create_task(read(engine, request(1, max_tokens=300)))
+            while not engine.status.last_step:
+                await asyncio.sleep(0.001)
+            os.kill(engine.pid, signal.SIGSTOP)
+            assert await stream == expected
+            assert engine.status.restarts == 1
+
+        await with_engine(work, stall_s=3.0)
+
+    run(main)
+
+
+def test_an_engine_that_hangs_while_it_loads_is_replaced(monkeypatch):
+    monkeypatch.setattr(supervisor, "LOADING_STALL_S", 5.0)
+
+    async def main() -> None:
+        engine = ProcessEngine(CONFIG, stall_s=1.0)
+        await engine.start()
+        try:
+            while engine.pid is None or not engine.status.heartbeat:
+                await asyncio.sleep(0.001)
+            first = engine.pid
+            os.kill(first, signal.SIGSTOP)
+            await engine.ready()
+            assert engine.pid != first
+            assert len(await read(engine, request(1))) == 40
+        finally:
+            await engine.close()
+
+    run(main)
+
+
+def test_an_idle_engine_is_no_hanging_one():
+    async def main() -> None:
+        async def work(engine: ProcessEngine) -> None:
+            pid = engine.pid
+            await asyncio.sleep(2.5)
+            assert engine.pid == pid and engine.status.restarts == 0
+
+        await with_engine(work, stall_s=1.0)
+
+    run(main)
+
+
+def test_a_slow_machine_has_more_time_for_a_step_than_the_limit():
+    engine = ProcessEngine(CONFIG, stall_s=60.0)
+    assert engine._step_limit() == 60.0
+    assert INFO.roofline is None
+    from engine import Roofline
+
+    roofline = Roofline(
+        bytes_per_s=1e9, flops_per_s=1e9, pair_flops_per_s=1e9, weights_bytes=100 * 10**9, kv_bytes_per_token=1,
+        flops_per_token=1, flops_per_pair=1, flops_per_logit=1,
+    )  # fmt: skip
+    engine.info = replace(INFO, roofline=roofline)
+    assert engine._step_limit() == pytest.approx(400, rel=0.01), "four times the time that reading the weights takes"
+
+
+def test_what_the_system_lacks_for_a_moment_is_no_failure_of_the_engine(monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "SCARCE_S", 0.05)
+    lacking = 0
+
+    class Scarce(FaultyChild):
+        def __init__(self) -> None:
+            nonlocal lacking
+            if lacking:
+                lacking -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            super().__init__()
+
+    monkeypatch.setattr(supervisor, "Child", Scarce)
+
+    async def main() -> None:
+        nonlocal lacking
+        [expected] = await undisturbed([1], max_tokens=200)
+
+        async def work(engine: ProcessEngine) -> None:
+            nonlocal lacking
+            lacking = 3 * supervisor.MAX_RESTARTS
+            stream = asyncio.create_task(read(engine, request(1, max_tokens=200)))
+            while not engine.status.last_step:
+                await asyncio.sleep(0.001)
+            os.kill(engine.pid, signal.SIGKILL)
+            assert await stream == expected
+            assert lacking == 0 and engine.status.restarts == 1
+
+        await with_engine(work)
+
+    run(main)
+    assert any("Too many open files" in record.getMessage() for record in caplog.records)
+
+
+def test_an_abort_of_a_request_that_waits_for_its_turn_ends_it():
+    async def main() -> None:
+        async def work(engine: ProcessEngine) -> None:
+            poison = asyncio.create_task(read(engine, request(16, seed=seed("exit", 0))))
+            stream = engine.generate(request(1, max_tokens=1500))
+            reading = asyncio.create_task(anext(stream))
+            while engine.status.restarts < 2:
+                await asyncio.sleep(0.01)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await stream.aclose()
+            with pytest.raises(EngineDied):
+                await poison
+            assert len(await read(engine, request(2))) == 40
+            assert not engine._open
+
+        await with_engine(work)
+
+    run(main)
+
+
+def test_closing_an_engine_is_no_error_of_its_own(caplog):
+    caplog.set_level(logging.INFO)
+
+    async def main() -> None:
+        async def work(engine: ProcessEngine) -> None:
+            await read(engine, request(1))
+
+        await with_engine(work)
+
+    run(main)
+    assert not [record for record in caplog.records if record.name == "pequod.engine"]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (0, "has ended with exit code 0"),
+        (3, "has ended with exit code 3"),
+        (-11, "was killed by SIGSEGV"),
+        (-9, "was killed by SIGKILL"),
+        (-200, "was killed by signal 200"),
+        (None, "has closed its socket"),
+    ],
+)
+def test_how_a_process_has_ended(code, text):
+    assert ending(code) == text
+
+
+def test_the_engine_dies_with_its_parent_while_its_model_thread_hangs():
+    """Its loop is blocked too, so that it cannot see that its socket is closed."""
+    import subprocess
+    import sys
+
+    code = f"""
+import asyncio, os
+from engine import EngineRequest, SamplingParams
+from engine.supervisor import ProcessEngine
+from engine import supervisor
+from tests.engine.faulty import FaultyChild
+from tests.engine.test_supervisor import CONFIG
+supervisor.Child = FaultyChild
+
+async def main():
+    engine = ProcessEngine(CONFIG)
+    await engine.start()
+    await engine.ready()
+    params = SamplingParams(max_tokens=9, seed={seed("spin", 2)})
+    count = 0
+    async for delta in engine.generate(EngineRequest(id=1, prompt_ids=(5,), params=params)):
+        count += len(delta.token_ids)
+        if count == 2:
+            await asyncio.sleep(0.3)
+            print(engine.pid, flush=True)
+            os._exit(0)
+
+asyncio.run(main())
+"""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True
+    )
+    from tests.live import alive
+
+    deadline = time.monotonic() + 20
+    while alive(int(done.stdout)):
+        assert time.monotonic() < deadline, "the engine has outlived its parent"
+        time.sleep(0.02)

@@ -1,0 +1,136 @@
+"""Suspects: each test reads as the lives of an engine, and who was running in each."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.suspects import FAR, Suspects, halves
+
+
+class Engine:
+    """Runs all requests that may run, a token at a time; a killer ends its life at so many tokens in it."""
+
+    def __init__(self, ids: range | list[int], killers: dict[int, int]) -> None:
+        self.suspects = Suspects()
+        self.open = list(ids)
+        self.killers = killers
+        self.convicted: list[int] = []
+        self.deaths = 0
+        self.ran_alone: list[list[int]] = []  # who was running at each death
+
+    def live(self, steps: int = 2000) -> bool:
+        """One life; returns whether it ended by death."""
+        came: dict[int, int] = {}
+        for _ in range(steps):
+            for each in self.open:
+                if each not in came and self.suspects.may_run(each):
+                    came[each] = 0
+                    self.suspects.ran(each)
+            if any(came.get(each, -1) >= at for each, at in self.killers.items() if each in self.open):
+                self.deaths += 1
+                self.ran_alone.append([each for each in self.open if each in came])
+                guilty = self.suspects.died(self.open)
+                if guilty is not None:
+                    self.convicted.append(guilty)
+                    self.end(guilty)
+                return True
+            for each in list(came):
+                if each in self.open:
+                    came[each] += 1
+                    self.suspects.came(each, 1)
+        return False
+
+    def end(self, request_id: int) -> None:
+        self.open.remove(request_id)
+        self.suspects.ended(request_id)
+
+
+def deaths_until_peace(engine: Engine) -> int:
+    for _ in range(100):
+        if not engine.live():
+            return engine.deaths
+    raise AssertionError("the engine never stopped dying")
+
+
+@pytest.mark.parametrize("killer", range(16))
+def test_of_sixteen_only_the_one_that_kills_is_convicted(killer):
+    engine = Engine(range(16), {killer: 0})
+    assert deaths_until_peace(engine) <= 7
+    assert engine.convicted == [killer]
+    assert engine.ran_alone[-1] == [killer], "it was certain: nothing else was running"
+
+
+def test_the_first_death_is_nobodys_fault():
+    engine = Engine(range(4), {2: 0})
+    engine.live()
+    assert all(engine.suspects.may_run(each) for each in range(4))
+
+
+def test_at_the_second_death_halves_are_tried_and_the_others_wait():
+    engine = Engine(range(4), {3: 0})
+    engine.live()
+    engine.live()
+    assert [each for each in range(5) if engine.suspects.may_run(each)] == [0, 1], "a new one waits too"
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5, 17, 60, 200])
+def test_who_kills_only_after_some_more_tokens_is_found_as_well(tokens):
+    engine = Engine(range(8), {5: tokens})
+    assert deaths_until_peace(engine) <= 12
+    assert engine.convicted == [5]
+
+
+def test_two_that_kill_are_both_found():
+    engine = Engine(range(16), {3: 0, 11: 2})
+    deaths_until_peace(engine)
+    assert sorted(engine.convicted) == [3, 11]
+
+
+def test_one_alone_is_convicted_at_its_second_death():
+    engine = Engine([7], {7: 0})
+    assert deaths_until_peace(engine) == 2
+    assert engine.convicted == [7]
+
+
+def test_deaths_from_outside_convict_nobody_who_gets_on():
+    suspects = Suspects()
+    for _ in range(20):
+        for each in (1, 2):
+            suspects.ran(each)
+            suspects.came(each, FAR)
+        assert suspects.died([1, 2]) is None
+        assert suspects.may_run(1) and suspects.may_run(2)
+
+
+def test_who_was_not_running_is_no_suspect():
+    suspects = Suspects()
+    for _ in range(3):
+        suspects.ran(1)
+        guilty = suspects.died([1, 2])
+        if guilty is not None:
+            break
+    assert guilty == 1
+    suspects.ended(1)
+    assert suspects.may_run(2)
+
+
+def test_a_group_is_cleared_when_each_has_come_further_or_has_ended():
+    suspects = Suspects()
+    for _ in range(2):
+        for each in (1, 2, 3, 4):
+            suspects.ran(each)
+        suspects.died([1, 2, 3, 4])
+    for each in (1, 2):
+        suspects.ran(each)
+    assert not suspects.came(1, 4)
+    assert not suspects.may_run(3)
+    assert suspects.ended(2), "the client has hung up: the next group may run"
+    assert suspects.may_run(3) and suspects.may_run(4) and suspects.may_run(1), "and whoever runs goes on"
+    assert not suspects.came(3, 4)
+    assert suspects.came(4, 4)
+    assert suspects.may_run(5)
+
+
+def test_halves():
+    assert halves([1, 2, 3]) == [[1, 2], [3]]
+    assert halves([1]) == [[1]]
