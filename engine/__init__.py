@@ -6,6 +6,7 @@ This is the whole public surface. Importing it imports no torch.
 from .client import Engine, EngineStatus, LocalEngine
 from .config import EngineConfig
 from .fair import FairLock
+from .files import LIST_BYTES, read_file, read_json, read_text
 from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
 from .grammar import trial as grammar_trial
@@ -31,6 +32,7 @@ from .types import (
 
 __all__ = [
     "GRAMMARS_BUSY",
+    "LIST_BYTES",
     "Child",
     "ConfigError",
     "Engine",
@@ -57,5 +59,8 @@ __all__ = [
     "fetch",
     "grammar_problem",
     "grammar_trial",
+    "read_file",
+    "read_json",
+    "read_text",
     "spawn",
 ]

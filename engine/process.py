@@ -17,7 +17,8 @@ PR_SET_PDEATHSIG = 1
 def spawn(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
     """Start `python -m module fd parent_pid arguments…` with the socket `fd`. Raises OSError when the system refuses.
 
-    The child finds this very package, from whichever directory the parent was started, and gets no SECRETS.
+    The child finds this very package, from whichever directory the parent was started, and gets no SECRETS. It imports
+    nothing from that directory, which may be the folder of a model that a stranger made.
     """
     path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
     environment = {name: value for name, value in os.environ.items() if name.upper() not in SECRETS}
@@ -25,7 +26,7 @@ def spawn(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", module, str(fd), str(os.getpid()), *arguments],
         pass_fds=[fd],
         stdin=subprocess.DEVNULL,
-        env={**environment, "PYTHONPATH": path},
+        env={**environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
     )
 
 

@@ -32,8 +32,8 @@ from .prompts import TextTooLong
 from .protocol.common import Head, Json, Output, Prompt, TokenText, Writer
 from .protocol.conversation import Conversation
 from .protocol.sampling import UNLIMITED, Drawing
+from .rendering import TemplateError
 from .state import Pequod
-from .templates import TemplateError
 from .text import TextStream
 
 WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading

@@ -6,15 +6,21 @@ its start-up time and memory.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import resource
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
+MAX_BYTES = 8 << 30  # of address space: the largest vocabularies take one, and libraries reserve more than they use
+
 
 def main(source: Path, target: Path) -> None:
     """Write the tokenizer of the folder `source` to the new folder `target`, or exit with one line of reason."""
+    with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or this is macOS
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     needed = [name for name in ("sentencepiece", "google.protobuf") if not _has(name)]
     if needed and any(source.glob("*.model")):
         sys.exit("a sentencepiece model needs two more packages: pip install sentencepiece protobuf")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from pathlib import Path
 
-from engine import ConfigError, ModelError
+from engine import ConfigError, read_json
 
 # What --generation-config takes over, and the values that the API itself would allow.
 DEFAULTS: dict[str, tuple[type, float, float]] = {
@@ -27,21 +25,17 @@ def read_defaults(choice: str, folder: Path) -> dict[str, float | int]:
         return {}
     path = folder if choice == "auto" else Path(choice)
     path = path / "generation_config.json" if path.is_dir() else path
-    if not path.is_file():
+    read = read_json(path)
+    if read is None:
         if choice != "auto":
             raise ConfigError(f"--generation-config {choice}: there is no generation_config.json")
         return {}
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(read, dict)
-    except (OSError, ValueError, AssertionError):
-        raise ModelError(f"{path} is not a JSON object") from None
     defaults: dict[str, float | int] = {}
     for name, (kind, low, high) in DEFAULTS.items():
         value = read.get(name)
         if value is None or (name == "top_k" and value == 0):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             log.warning("%s: %s is not a number and is not used as a default", path, name)
         elif not low <= value <= high:
             log.warning("%s: %s is outside %g..%g and is not used as a default", path, name, low, high)

@@ -6,11 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from engine import FairLock
+from engine import ConfigError, FairLock, ModelError, read_text
 
-from .templates import MAX_CHARACTERS, ChatTemplates, Message
+from .rendering import MAX_CHARACTERS, Message, Renderer, TemplateError
 from .text import text_offsets
 from .tokenizer import Tokenizer
 
@@ -54,6 +55,10 @@ class Lane:
         async with self._lock.turn(caller):
             return await asyncio.get_running_loop().run_in_executor(self._thread, _guarded, work)
 
+    def begin(self, work: Callable[[], object]) -> None:
+        """Do work before all that comes later; nobody is told how it ends."""
+        self._thread.submit(work)
+
     def close(self) -> None:
         """Work that has not begun is cancelled."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -79,9 +84,25 @@ class Prompts:
         self.tokenizer = tokenizer
         self.max_len = max_len
         templates = tokenizer.templates if chat_template is None else {"default": chat_template}
-        self._templates = ChatTemplates(templates, tokenizer.special_tokens)
-        # Two threads and no more: a burst of long prompts must not take the cores from the engine.
+        # Two threads and no more: a burst of long prompts must not take the cores from the engine. Each has a process
+        # for the chat templates; the second one's starts with the first large text.
         self._ordinary, self._large = Lane("tokenizer"), Lane("large texts")
+        self._templates, self._large_templates = (Renderer(templates, tokenizer.special_tokens) for _ in range(2))
+
+    @classmethod
+    def load(cls, tokenizer: Tokenizer, chat_template: Path | None) -> Prompts:
+        """Prompts with the template of a file where one is given, compiled; raises ConfigError when it is unusable."""
+        if chat_template is None:
+            return cls(tokenizer)
+        try:
+            text = read_text(chat_template)
+            if text is None:
+                raise ConfigError(f"--chat-template {chat_template}: there is no such file")
+            prompts = cls(tokenizer, chat_template=text)
+            prompts.check_template()
+        except (ModelError, TemplateError) as error:
+            raise ConfigError(f"--chat-template {chat_template} cannot be used: {error}") from None
+        return prompts
 
     @property
     def has_template(self) -> bool:
@@ -160,14 +181,15 @@ class Prompts:
         """Token ids of a conversation; raises TemplateError and TextTooLong. `fits`: see encode."""
         stop = threading.Event()
         most = self.max_len if fits else None
+        size = characters(messages) + characters(tools)
 
         def work() -> list[int]:
-            text = self._templates.render(messages, tools, **options)
+            text = self._renderer(size).render(messages, tools, **options)
             self._check(text)
             # The template has written all special tokens itself: adding them would begin the text twice.
             return self._encode(text, False, stop, most)
 
-        return await self._run(work, characters(messages) + characters(tools), caller, stop)
+        return await self._run(work, size, caller, stop)
 
     async def render(
         self,
@@ -179,7 +201,7 @@ class Prompts:
     ) -> str:
         """The text of a conversation's prompt; raises TemplateError."""
         size = characters(messages) + characters(tools)
-        return await self._run(lambda: self._templates.render(messages, tools, **options), size, caller)
+        return await self._run(lambda: self._renderer(size).render(messages, tools, **options), size, caller)
 
     async def decode(self, ids: Sequence[int], skip_special: bool = True, *, caller: str = "") -> str:
         """Text of token ids."""
@@ -193,12 +215,20 @@ class Prompts:
     def check_template(self) -> None:
         """Compile the chat template, if there is one; raises TemplateError when it is broken."""
         if self._templates:
-            self._templates.get()
+            self._templates.check()
+
+    def start(self) -> None:
+        """Start the process of the chat templates, so that the first chat need not wait for it."""
+        self._ordinary.begin(self._templates.start)
 
     def close(self) -> None:
-        """Stop both threads; work that has not begun is cancelled."""
-        self._ordinary.close()
-        self._large.close()
+        """Stop both threads and the processes; work that has not begun is cancelled."""
+        for each in (self._ordinary, self._large, self._templates, self._large_templates):
+            each.close()
+
+    def _renderer(self, size: int) -> Renderer:
+        """The renderer of the lane that works on texts of this size."""
+        return self._templates if size <= ORDINARY else self._large_templates
 
     def _check(self, text: str) -> None:
         if len(text) > self.max_characters:

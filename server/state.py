@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from engine import ConfigError, Engine, EngineDied, EngineError, EngineInfo, ModelError
+from engine import Engine, EngineDied, EngineError, EngineInfo, ModelError
 
 from .auth import Keys
 from .background import Background
@@ -30,7 +30,6 @@ from .protocol.responses_answer import interrupted
 from .settings import Settings
 from .shown import shown
 from .store import Store
-from .templates import TemplateError
 from .tokenizer import Tokenizer
 
 HEARTBEAT_S = 5.0  # the engine's process beats twice a second; ten missed beats are no hiccup
@@ -111,6 +110,7 @@ class Pequod:
             found = text.result()
             if engine.result().revision not in (None, found.revision):
                 # A branch of the hub moved between our look and the engine's: take the text files of its commit.
+                found.prompts.close()
                 found = await self._load_text(engine.result().revision)
         except* EngineError as errors:
             self._load_error = _first(errors)
@@ -140,14 +140,8 @@ class Pequod:
         folder = fetch(self.settings.model, revision, weights=False)
         defaults = read_defaults(self.settings.generation_config, folder.path)
         tokenizer = Tokenizer(folder.path)
-        path = self.settings.chat_template
-        if path is None:
-            return TextFiles(folder.revision, tokenizer, Prompts(tokenizer), defaults)
-        try:
-            prompts = Prompts(tokenizer, chat_template=path.read_text(encoding="utf-8"))
-            prompts.check_template()
-        except (OSError, UnicodeDecodeError, TemplateError) as error:
-            raise ConfigError(f"--chat-template {path} cannot be used: {error}") from None
+        prompts = Prompts.load(tokenizer, self.settings.chat_template)
+        prompts.start()
         return TextFiles(folder.revision, tokenizer, prompts, defaults)
 
     def _formats(self, template: str) -> Formats:

@@ -1,15 +1,13 @@
 """Chat messages to prompt text, by the model's own template, rendered as transformers renders it.
 
-A template comes with the model: it runs in jinja's sandbox, and the number of loop turns and calls, the time
-and the length of the text are bounded, so that a bad one costs its request and not the server. (What it can
-still do is build one huge string by doubling; weights are trusted further than that.)
+A template comes with the model: it runs in jinja's sandbox, which keeps it away from the system. What it may cost is
+bounded by the process that this is used in, see rendering.py.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -17,44 +15,13 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_TURNS = 2_000_000  # of loops, and calls: seconds of work; a chat of 4,096 messages with tools takes some 20,000
-MAX_SECONDS = 5.0  # other prompts wait meanwhile
-MAX_CHARACTERS = 8_000_000  # as long as the longest body that the server reads
-# Not identifiers, so that no template can reach them by name.
-BUDGET, COUNTED = "budget!", "counted!"
-
-NO_TEMPLATE = (
-    "This model has no chat template, so it cannot serve chat: use /v1/completions, or start the server with "
-    "--chat-template FILE."
-)
-FAILED = "The model's chat template cannot render these messages."
+from .rendering import FAILED, MAX_CHARACTERS, NO_TEMPLATE, TOO_LONG, Message, TemplateError
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
-
-Message = dict[str, Any]
-
-
-class TemplateError(Exception):
-    """The messages cannot be rendered; the text is one sentence for the client."""
-
-
-class Budget:
-    """What one rendering may still cost."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._turns = 0
-        self._deadline = clock() + MAX_SECONDS
-
-    def spend(self) -> None:
-        self._turns += 1
-        late = self._turns % 1024 == 0 and self._clock() > self._deadline
-        if late or self._turns > MAX_TURNS:
-            raise TemplateError("The model's chat template takes too long on these messages.")
 
 
 class GenerationBlock(Extension):
@@ -72,32 +39,14 @@ class GenerationBlock(Extension):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """jinja's sandbox with what chat templates expect to find, every loop turn and call counted."""
-
-    intercepted_binops = frozenset(("*", "**"))
+    """jinja's sandbox with what chat templates expect to find."""
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
         self.filters["tojson"] = _to_json
-        self.filters[COUNTED] = _counted
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: now().strftime(form)
         del self.globals["lipsum"]
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
-        for loop in template.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, COUNTED, [], [], None, None, lineno=loop.lineno)
-        return template
-
-    def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        context.resolve(BUDGET).spend()
-        return super().call(context, target, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if _is_huge(operator, left, right):
-            raise TemplateError(FAILED)
-        return super().call_binop(context, operator, left, right)
 
 
 class ChatTemplate:
@@ -108,6 +57,8 @@ class ChatTemplate:
             tree = environment.parse(source)
             content = _Content(tree)
             self._template = environment.from_string(tree)
+        except MemoryError:
+            raise
         except Exception as error:  # also what Python says of the code that jinja makes: too deep, too large
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise TemplateError(f"The model's chat template has a syntax error{line}.") from error
@@ -115,19 +66,17 @@ class ChatTemplate:
         self.tests_content = content.is_tested()
         self.knows_developer = any(const.value == "developer" for const in tree.find_all(nodes.Const))
 
-    def render(self, variables: dict[str, Any], budget: Budget, limit: int) -> str:
+    def render(self, variables: dict[str, Any], limit: int) -> str:
         """The text, at most `limit` characters."""
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate({**variables, BUDGET: budget}):
+            for part in self._template.generate(variables):
                 parts.append(part)
                 size += len(part)
                 if size > limit:
-                    raise TemplateError(
-                        "The prompt that the model's chat template makes of these messages is too long."
-                    )
-        except TemplateError:
+                    raise TemplateError(TOO_LONG)
+        except (TemplateError, MemoryError):
             raise
         except Exception as error:  # whatever a template does wrong: undefined names, types, the sandbox's refusals
             raise TemplateError(FAILED) from error
@@ -143,21 +92,11 @@ class ChatTemplates:
         special_tokens: dict[str, str],
         *,
         now: Callable[[], datetime] = datetime.now,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sources = templates
         self._special_tokens = special_tokens
-        self._clock = clock
         self._environment = Environment(now)
         self._compiled: dict[str, ChatTemplate] = {}  # by name, so never more than the model has
-
-    def __bool__(self) -> bool:
-        return bool(self._sources)
-
-    @property
-    def source(self) -> str:
-        """What all templates of the model say; empty where it has none."""
-        return "\n".join(self._sources.values())
 
     def get(self, name: str = "default") -> ChatTemplate:
         """A template by name, or the only one there is; raises TemplateError when it is missing or broken."""
@@ -198,11 +137,10 @@ class ChatTemplates:
         if clash := sorted(own.keys() & variables.keys()):
             raise TemplateError(f"chat_template_kwargs cannot set {clash[0]}.")
         variables |= own
-        budget = Budget(self._clock)
         if not continue_final_message:
-            return template.render(variables, budget, limit)
+            return template.render(variables, limit)
         final = _mark_end(chat)
-        return _cut_at_mark(template.render(variables, budget, limit), final)
+        return _cut_at_mark(template.render(variables, limit), final)
 
 
 def prepare(messages: list[Message], template: ChatTemplate) -> list[Message]:
@@ -299,7 +237,7 @@ def _cut_at_mark(prompt: str, final: str) -> str:
 class _Content:
     """What a template does with the content of messages."""
 
-    _TRANSPARENT = frozenset((COUNTED, "list", "reverse", "sort", "selectattr", "rejectattr"))
+    _TRANSPARENT = frozenset(("list", "reverse", "sort", "selectattr", "rejectattr"))
 
     def __init__(self, tree: nodes.Template) -> None:
         self._tree = tree
@@ -343,20 +281,3 @@ def _to_json(
 
 def _raise_exception(message: Any) -> None:
     raise TemplateError(str(message)[:1000])
-
-
-@jinja2.pass_context
-def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    budget = context.resolve(BUDGET)
-    for item in items:
-        budget.spend()
-        yield item
-
-
-def _is_huge(operator: str, left: Any, right: Any) -> bool:
-    """Whether a product or power would fill the memory."""
-    if operator == "**":
-        return abs(right) > 64 or abs(left) > 1 << 64
-    if isinstance(right, (str, list, tuple)):
-        left, right = right, left
-    return isinstance(left, (str, list, tuple)) and isinstance(right, int) and len(left) * right > MAX_CHARACTERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from engine import ModelError
+from engine import LIST_BYTES, ModelError, read_file, read_json, read_text
 
 from .pieces import Cuts
 
@@ -32,6 +33,9 @@ SOURCES = (
     "tiktoken.model", "qwen.tiktoken",
 )  # fmt: skip
 SETTINGS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "config.json")
+TOKENIZER_BYTES = 64 << 20  # of a vocabulary's file; the largest published have some 35 MB
+MAX_TEMPLATES, MAX_TEMPLATE = 64, 1 << 20  # chat templates of a model, and characters of one; large ones have 50,000
+MAX_ENDS, MAX_ID = 256, (1 << 31) - 1  # end tokens of a model, and the largest id of one
 CONVERT_TIMEOUT_S = 300.0  # importing transformers takes seconds, the largest vocabularies half a minute
 
 
@@ -137,9 +141,13 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        config = _read_json(self.folder / "tokenizer_config.json")
+        with _readable(self.folder):
+            self._read()
+
+    def _read(self) -> None:
+        config = read_json(self.folder / "tokenizer_config.json", LIST_BYTES) or {}
         if "added_tokens_decoder" not in config:  # older folders keep their special tokens apart
-            config |= _read_json(self.folder / "special_tokens_map.json")
+            config |= read_json(self.folder / "special_tokens_map.json", LIST_BYTES) or {}
         self._library, defaults = _load(self.folder)
         config = defaults | config
         # A file saved by a training script may cut or pad every text; a server does neither.
@@ -257,24 +265,16 @@ def _decoder_steps(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     return [] if decoder is None else flat(json.loads(decoder.__getstate__()))
 
 
-def _read_text(path: Path) -> str:
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Raise a ModelError for whatever the library or our reading makes of a broken tokenizer."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read as text.") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty when there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON.") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} does not hold a JSON object.")
-    return value
+        yield
+    except (ModelError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is not even an Exception
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelError(f"The tokenizer of {folder} cannot be read: {reason}.") from error
 
 
 def _content(token: Any) -> str | None:
@@ -289,9 +289,9 @@ def _content(token: Any) -> str | None:
 
 def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """The library's tokenizer, and what the folder's settings leave out because it is in older code's defaults."""
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        return _from_file(path, path), {}
+    data = read_file(folder / "tokenizer.json", TOKENIZER_BYTES)
+    if data is not None:
+        return tokenizers.Tokenizer.from_buffer(data), {}
     if not any((folder / name).is_file() for name in SOURCES):
         raise ModelError(
             f"{folder} has no tokenizer: neither tokenizer.json nor files to make it from "
@@ -302,26 +302,18 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
         cached.parent.mkdir(parents=True, exist_ok=True)
         if not cached.is_dir():
             _convert(folder, cached)
-        return _from_converted(cached, folder)
+        return _from_converted(cached)
     except OSError:  # a read-only home: convert at every start
         with tempfile.TemporaryDirectory(prefix="pequod-") as place:
             target = Path(place) / "tokenizer"
             _convert(folder, target)
-            return _from_converted(target, folder)
+            return _from_converted(target)
 
 
-def _from_converted(place: Path, folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    config = _read_json(place / "tokenizer_config.json")
+def _from_converted(place: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    config = read_json(place / "tokenizer_config.json", LIST_BYTES) or {}
     named = {name: config[name] for name in NAMED_TOKENS if name in config}
-    return _from_file(place / "tokenizer.json", folder), named
-
-
-def _from_file(path: Path, named: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises the bare class
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise ModelError(f"The tokenizer of {named} cannot be read: {reason}.") from error
+    return tokenizers.Tokenizer.from_file(str(place / "tokenizer.json")), named
 
 
 def _cache_folder() -> Path:
@@ -332,10 +324,10 @@ def _cache_folder() -> Path:
 def _fingerprint(folder: Path) -> str:
     digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
     for name in (*SOURCES, *SETTINGS):
-        path = folder / name
-        if path.is_file():
-            digest.update(f"\0{name}\0{path.stat().st_size}\0".encode())
-            digest.update(path.read_bytes())
+        data = read_file(folder / name, TOKENIZER_BYTES)
+        if data is not None:
+            digest.update(f"\0{name}\0{len(data)}\0".encode())
+            digest.update(data)
     return digest.hexdigest()[:32]
 
 
@@ -364,10 +356,12 @@ def _add_tokens(library: tokenizers.Tokenizer, folder: Path, config: dict[str, A
         if i.isdecimal() and isinstance(entry, dict)
     }
     if not entries:
-        legacy = _read_json(folder / "added_tokens.json")
+        legacy = read_json(folder / "added_tokens.json", LIST_BYTES) or {}
         entries = {i: {"content": text} for text, i in legacy.items() if isinstance(i, int)}
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     special: list[tokenizers.AddedToken] = []
+    new: dict[str, tokenizers.AddedToken] = {}  # in one call: each one looks at all that were added before
+    free = library.get_vocab_size(with_added_tokens=True)
     for token_id, entry in sorted(entries.items()):
         text = _content(entry)
         if text is None:
@@ -376,10 +370,11 @@ def _add_tokens(library: tokenizers.Tokenizer, folder: Path, config: dict[str, A
             text, special=bool(entry.get("special")), **{flag: entry[flag] for flag in flags if flag in entry}
         )
         # A new token gets the next free id; one that says another id would take a stranger's place.
-        if library.token_to_id(text) is None and library.get_vocab_size(with_added_tokens=True) == token_id:
-            library.add_tokens([token])
+        if token_id == free + len(new) and text not in new and library.token_to_id(text) is None:
+            new[text] = token
         if token.special:
             special.append(token)
+    library.add_tokens(list(new.values()))
     named = [config.get(name) for name in NAMED_TOKENS]
     for name in LIST_TOKENS:
         more = config.get(name)
@@ -413,10 +408,14 @@ def _eos_ids(folder: Path, own: int | None) -> tuple[int, ...]:
     """Tokens that end an answer: generation_config.json's, or else config.json's, and the tokenizer's own."""
     ends: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        config = _read_json(folder / name)
+        config = read_json(folder / name) or {}
         inner = config.get("text_config")
         value = config.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
         ends = [i for i in (value if isinstance(value, list) else [value]) if type(i) is int and i >= 0]
+        if len(ends) > MAX_ENDS or max(ends, default=0) > MAX_ID:
+            raise ModelError(
+                f"eos_token_id in {folder / name} must be at most {MAX_ENDS} token ids, none above {MAX_ID}."
+            )
         if ends:
             break
     return tuple(dict.fromkeys([*ends, *([] if own is None else [own])]))
@@ -425,7 +424,7 @@ def _eos_ids(folder: Path, own: int | None) -> tuple[int, ...]:
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name: those of the config, then files, which overrule them."""
     found: dict[str, str] = {}
-    value = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    value = config.get("chat_template") or (read_json(folder / "chat_template.json") or {}).get("chat_template")
     if isinstance(value, str):
         found["default"] = value
     elif isinstance(value, list):
@@ -433,8 +432,14 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(value, dict):
         found = {name: text for name, text in value.items() if isinstance(name, str) and isinstance(text, str)}
     files = {"default": folder / "chat_template.jinja"}
-    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    files |= {path.stem: path for path in more[: MAX_TEMPLATES + 1]}  # one too many is refused below
     for name, path in files.items():
-        if path.is_file():
-            found[name] = _read_text(path)
+        text = read_text(path)
+        if text is not None:
+            found[name] = text
+    if len(found) > MAX_TEMPLATES or any(len(text) > MAX_TEMPLATE for text in found.values()):
+        raise ModelError(
+            f"{folder} has more than {MAX_TEMPLATES} chat templates, or one of more than {MAX_TEMPLATE:,} characters."
+        )
     return found

@@ -15,7 +15,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 HEAVY = {"torch", "transformers"}
 # Runs in a child process of its own, for tokenizers that only transformers can read.
 CONVERTER = ROOT / "server/convert_tokenizer.py"
-NO_TORCH = ["types", "config", "batch", "sequence", "blocks", "scheduler", "loop", "client", "channel", "sim", "hub"]
+NO_TORCH = [
+    "types", "config", "batch", "sequence", "blocks", "scheduler", "loop", "client", "channel", "sim", "hub", "files",
+]  # fmt: skip
 
 
 def imports(path: pathlib.Path) -> set[tuple[str, tuple[str, ...]]]:

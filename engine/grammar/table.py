@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,8 @@ import msgspec
 from llguidance import LLTokenizer
 from msgspec import Struct
 
+from ..files import LIST_BYTES, read_file, read_json
+from ..types import ModelError
 from . import GrammarError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -19,6 +20,8 @@ LIST_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 PLACEHOLDER = "<|no text ends here|>"
 APART = "\U0010fffd\U000ffffd special "  # private use: a name, and never a text
 
+TOKENIZER_BYTES = 64 << 20  # as the server has it
+MAX_ADDED = 1 << 14  # llguidance takes time with the square of these, and some seconds for this number
 FEW_NAMES = 64  # each is looked for in the whole text of a vocabulary
 ESCAPED = re.compile(rb"\\(.)", re.DOTALL)  # in JSON
 
@@ -43,6 +46,8 @@ class Table:
     def __init__(self, data: bytes, width: int, special: frozenset[str] = frozenset()) -> None:
         """`data`: a tokenizer.json. `width`: of the logits. `special`: tokens that other files call so."""
         added = msgspec.json.decode(data, type=_File).added_tokens
+        if len(special.union(token.content for token in added)) > MAX_ADDED:
+            raise GrammarError(f"grammars cannot be used with a model that has more than {MAX_ADDED:,} added tokens")
         ends = [token.id for token in added if token.special and token.id < width]
         if not ends or not special <= {token.content for token in added if token.special}:
             data, ends = _with_special(data, special)
@@ -60,12 +65,17 @@ class Table:
     def of(cls, folder: Path, width: int) -> Table:
         """Raises GrammarError when the folder has no tokenizer.json, or one whose tokens are not bytes."""
         try:
-            data = (folder / "tokenizer.json").read_bytes()
-        except OSError:
-            raise GrammarError("the model has no tokenizer.json, which grammars need") from None
+            data = read_file(folder / "tokenizer.json", TOKENIZER_BYTES)
+            special = _special_names(folder)
+        except ModelError as error:
+            raise GrammarError(str(error)) from None
+        if data is None:
+            raise GrammarError("the model has no tokenizer.json, which grammars need")
         try:
-            return cls(data, width, _special_names(folder))
-        except (ValueError, TypeError, KeyError, AttributeError, msgspec.DecodeError):
+            return cls(data, width, special)
+        except GrammarError:
+            raise
+        except BaseException:  # a panic of llguidance is not even an Exception
             raise GrammarError("the model's tokenizer.json is of a kind that grammars cannot be used with") from None
 
 
@@ -79,16 +89,14 @@ def _special_names(folder: Path) -> frozenset[str]:
     """Tokens that the folder's other files call special; the server leaves them out of every text."""
     names: list[Any] = []
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        try:
-            config = json.loads((folder / file).read_bytes())
-        except (OSError, ValueError):
-            continue
+        config = read_json(folder / file, LIST_BYTES) or {}
         names += [config.get(name) for name in NAMED_TOKENS]
         for name in LIST_TOKENS:
             more = config.get(name)
             names += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
         listed = config.get("added_tokens_decoder")
-        names += [each for each in (listed or {}).values() if isinstance(each, dict) and each.get("special")]
+        listed = listed.values() if isinstance(listed, dict) else ()
+        names += [each for each in listed if isinstance(each, dict) and each.get("special")]
     texts = [name.get("content") if isinstance(name, dict) else name for name in names]
     return frozenset(text for text in texts if isinstance(text, str) and text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch import Tensor
 from ..attention import AttentionMeta, KVCache
 from ..config import EngineConfig
 from ..kernels.library import Choice, choose
-from ..types import ConfigError, ModelError
-from .spec import ModelSpec, architecture, read_config, read_spec
+from ..types import ConfigError, EngineError, ModelError
+from .spec import ModelSpec, architecture, read_config, read_spec, shown
+from .weights import Checkpoint
 
 Progress = Callable[[float], None]  # gets the share of the weights that is in place, 0 to 1
 
@@ -51,13 +52,31 @@ class Model(Protocol):
         """
 
 
-def describe(folder: Path, config: EngineConfig) -> ModelSpec:
-    """What the folder's config.json says, under these settings; reads no weights. Raises ModelError, ConfigError."""
+def describe(folder: Path, config: EngineConfig, *, weights: bool = False) -> ModelSpec:
+    """Return what the folder's config.json says, under these settings. Raises ModelError, ConfigError.
+
+    With `weights` the headers of the checkpoint are read too, and no number is believed that its tensors contradict.
+    """
     source = read_config(folder)
+    checkpoint = Checkpoint(folder) if weights else None
+    try:
+        return _describe(folder, source, config, checkpoint)
+    except (EngineError, ImportError):
+        raise
+    except Exception as error:  # a value of another type than any model's
+        reason = shown(str(error) or type(error).__name__)
+        raise ModelError(f"{folder / 'config.json'} holds a value that cannot be used ({reason})") from error
+
+
+def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:
     wanted = config.implementation
     if wanted != "transformers":
         spec = read_spec(source, config, native_only=wanted == "native")
         if spec is not None:
+            if checkpoint is not None:
+                from . import decoder
+
+                decoder.check(spec, checkpoint)
             return spec
     if config.quantization != "none":
         raise ConfigError(
@@ -66,7 +85,7 @@ def describe(folder: Path, config: EngineConfig) -> ModelSpec:
         )
     from . import hf
 
-    return hf.describe(folder, source, config)
+    return hf.describe(folder, source, config, checkpoint)
 
 
 def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:

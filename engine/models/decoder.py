@@ -126,8 +126,7 @@ class Decoder:
         No more is held at once than all weights, and one of them, or those of a layer, a second time.
         """
         checkpoint = Checkpoint(folder)
-        prefix = "model." if "model.embed_tokens.weight" in checkpoint.entries else ""
-        tied = spec.decoder is not None and spec.decoder.tied
+        prefix, tied = check(spec, checkpoint)
         if tied and "lm_head.weight" in checkpoint.entries:
             # A head that was trained apart is used, whatever the flag says.
             tied = checkpoint.equal("lm_head.weight", f"{prefix}embed_tokens.weight")
@@ -135,11 +134,6 @@ class Decoder:
         places = {prefix + name: place for name, place in model.places().items()}
         if not tied:
             places["lm_head.weight"] = model.head.weight
-        checkpoint.check(places)
-        for name in sorted(checkpoint.entries.keys() - places.keys()):
-            # A tensor without a place means that the model is not what config.json says; these are harmless.
-            if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-                raise ModelError(f"the checkpoint holds the tensor {name}, for which {spec.architecture} has no place")
         model.num_params = sum(place.numel() for place in places.values())
         # A head that the spec does not know of leaves the embedding a plain table.
         model.weights_bytes = spec.weights_bytes + (model.num_params - spec.num_params) * spec.dtype.itemsize
@@ -255,6 +249,27 @@ class Decoder:
         x = self.norm(x if len(logits_at) == len(x) else x[logits_at])
         logits = self.head(x)
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
+
+
+def check(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, bool]:
+    """Raise ModelError unless a checkpoint holds all tensors of a model in their shapes, and no others.
+
+    Returns the prefix of their names, and whether config.json says that the head is the embedding. Nothing is
+    allocated: config.json may ask for any amount of memory.
+    """
+    tied = spec.decoder is not None and spec.decoder.tied
+    entries = checkpoint.entries
+    prefix = "model." if "model.embed_tokens.weight" in entries else ""
+    model = Decoder(spec, torch.device("meta"), Choice(None, ""), tied=tied)
+    places = {prefix + name: place for name, place in model.places().items()}
+    if not tied or "lm_head.weight" in entries:
+        places["lm_head.weight"] = model.head.weight
+    checkpoint.check(places)
+    for name in sorted(entries.keys() - places.keys()):
+        # A tensor without a place means that the model is not what config.json says; these are harmless.
+        if not name.endswith("rotary_emb.inv_freq"):
+            raise ModelError(f"the checkpoint holds the tensor {name}, for which {spec.architecture} has no place")
+    return prefix, tied
 
 
 @contextmanager

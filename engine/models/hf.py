@@ -11,6 +11,8 @@ product (packing.py).
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -21,6 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -29,17 +35,21 @@ from transformers.utils import logging
 
 from ..attention import AttentionMeta, KVCache, LayerKV, select
 from ..config import EngineConfig
+from ..files import read_json
 from ..kernels.library import Choice, Kernels
 from ..types import ModelError
 from . import Outputs
 from .packing import pack
-from .spec import ModelSpec, architecture, choose_dtype, serve_len
+from .spec import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
 from .weights import Checkpoint
 
 SERVE = "pequod"  # the attention of a step; no mask function is registered under it, so no masks are made
 TRIAL = "pequod_trial"  # notes what it is called with
 # Keyword arguments of attention calls that change nothing here, or that are handled.
 KNOWN = {"dropout", "scaling", "softcap", "sliding_window", "s_aux", "position_ids", "is_causal", "cache_position"}
+# Settings that count parts of a model: transformers makes lists of their length before it makes a model.
+COUNTS = re.compile(r"(layer|block|depth|stage|expert|head|group)s?$|_replace$")
+MAX_PARTS = 1 << 17  # modules and parameters of a model
 NOT_THERE = "its layers do not go through that interface, or hand it nothing of what forward is given"
 
 
@@ -169,16 +179,26 @@ ALL_ATTENTION_FUNCTIONS.register(TRIAL, _trial)
 ALL_MASK_ATTENTION_FUNCTIONS.register(TRIAL, _trial_mask)
 
 
-def describe(folder: Path, source: dict[str, Any], config: EngineConfig) -> ModelSpec:
-    """The spec of a folder, from its config.json and a trial run without weights. Raises ModelError."""
+def describe(
+    folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None = None
+) -> ModelSpec:
+    """The spec of a folder, from its config.json and a trial run without weights. Raises ModelError.
+
+    `checkpoint`: the folder's weights, which the numbers of config.json are compared with before a model of that size
+    is made.
+    """
     name = architecture(source)
+    _check_counts(source)
+    read_json(folder / "generation_config.json")  # transformers reads it without bounds
     settings = _settings(folder, name)
     kind = _class(settings, name, source)
     if getattr(kind, "_is_stateful", False):
         raise ModelError(_refusal(name, "its layers keep a state of their own beside keys and values"))
     dtype = choose_dtype(source, config)
     with quiet():
-        trial, vocab_size, hidden_size, num_params = _try(settings, kind, name, dtype)
+        trial, vocab_size, hidden_size, num_params = _try(settings, kind, name, dtype, checkpoint)
+    if vocab_size > MAX_SIZE:
+        raise ModelError(f"config.json asks for {vocab_size} logits, but at most {MAX_SIZE} are served")
     count = settings.get_text_config().num_hidden_layers
     if trial.objection:
         raise ModelError(_refusal(name, trial.objection))
@@ -369,6 +389,42 @@ def overheard(model: Any) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
+def _check_counts(source: dict[str, Any]) -> None:
+    """Raise ModelError where a config.json, or a part of it, asks for a list longer than any model's."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        elif isinstance(value, int | float) and COUNTS.search(key) and not value <= MAX_LAYERS:
+            raise ModelError(f"config.json: {shown(key)} must be at most {MAX_LAYERS}, not {shown(value)}")
+
+
+@contextmanager
+def _bounded(name: str, checkpoint: Checkpoint | None) -> Iterator[None]:
+    """While a model is made, raise ModelError as soon as it has more parts or numbers than its checkpoint is for.
+
+    When the weights are read, transformers allocates what the checkpoint lacks before it reports that.
+    """
+    # What a checkpoint holds as one tensor may be several parts of a model, and tied weights are counted up to thrice.
+    most = MAX_PARTS if checkpoint is None else min(MAX_PARTS, 16 * len(checkpoint.entries) + 1024)
+    most_numbers = math.inf if checkpoint is None else 4 * checkpoint.num_numbers
+    parts = numbers = 0
+
+    def count(_: Any, __: Any, part: Any) -> None:
+        nonlocal parts, numbers
+        parts += 1
+        if isinstance(part, Tensor):
+            numbers += part.numel()
+        if parts > most or numbers > most_numbers:
+            raise ModelError(f"config.json is for {name} with far more, or far larger, layers than the checkpoint has")
+
+    hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _settings(folder: Path, name: str) -> Any:
     """transformers' configuration object."""
     with quiet():
@@ -392,18 +448,20 @@ def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
     raise ModelError(f"{name} is not a causal language model that transformers {transformers.__version__} has")
 
 
-def _try(settings: Any, kind: Any, name: str, dtype: torch.dtype) -> Tried:
+def _try(settings: Any, kind: Any, name: str, dtype: torch.dtype, checkpoint: Checkpoint | None = None) -> Tried:
     """A trial run of two tokens on meta tensors."""
     trial, settings = Trial(), deepcopy(settings)
     settings._experts_implementation = "batched_mm"  # the one form of experts whose shapes do not depend on numbers
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _bounded(name, checkpoint):
             model = kind._from_config(settings, attn_implementation=TRIAL, dtype=dtype).eval()
             ones = torch.ones(1, 2, dtype=torch.int64)
         with torch.inference_mode(), overheard(model) as hidden:
             logits = model(
                 input_ids=ones, attention_mask=ones, position_ids=ones, use_cache=False, pequod_trial=trial
             ).logits
+    except ModelError:
+        raise
     except Exception as error:  # models fail in their own ways where they cannot be run like this
         reason = trial.objection or f"it cannot be tried without weights ({_first_line(error)})"
         raise ModelError(_refusal(name, reason if trial.layers or trial.objection else NOT_THERE)) from None
@@ -435,6 +493,13 @@ def _fix_rotary(model: torch.nn.Module, length: int) -> None:
 
 
 def _max_len(settings: Any, config: EngineConfig, name: str) -> int:
+    length = _length(settings, config, name)
+    if not 1 <= length <= MAX_NUMBER:
+        raise ModelError(f"config.json is for sequences of {length:.3g} tokens, which no model takes")
+    return length
+
+
+def _length(settings: Any, config: EngineConfig, name: str) -> int:
     text = settings.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     length = next((value for key in names if isinstance(value := getattr(text, key, None), int)), config.max_len)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,11 @@ import torch
 
 from ..attention import LayerKV
 from ..config import EngineConfig
+from ..files import read_json
 from ..kernels.product import quantized_bytes
 from ..types import ModelError
 from .layers import ACTIVATIONS
-from .rope import SCALINGS, Rope
+from .rope import SCALINGS, Rope, frequencies
 
 DTYPES = {
     "float32": torch.float32,
@@ -26,6 +27,12 @@ DTYPES = {
 # Of the layers' weights and of the head's. The head has 8 where the others have 4: in 4 bits it alone doubled the
 # distance from the unquantized model.
 BITS: dict[str, tuple[int | None, int | None]] = {"none": (None, None), "int8": (8, 8), "int4": (4, 8)}
+# Bounds for the numbers in a config.json, also where there is no checkpoint to compare them with: many times what any
+# published model has, and small enough for lists with an item for each layer and for the bytes of a weight in 64 bits.
+MAX_LAYERS = 4096
+MAX_HEADS = 1 << 16  # and numbers of a head
+MAX_SIZE = 1 << 24  # of the vocabulary, of a hidden state, of the feed-forward part
+MAX_NUMBER = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +152,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}")
-    if not path.is_file():
+    source = read_json(path)
+    if source is None:
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
-    try:
-        source = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(source, dict):
-        raise ModelError(f"{path} must hold a JSON object")
     quantization = source.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise ModelError(
-            f"{path} asks for {method} quantization, which is not supported; use the unquantized version of the model"
+            f"{path} asks for {shown(method)} quantization, which is not supported; "
+            "use the unquantized version of the model"
         )
     return source
 
@@ -166,10 +169,10 @@ def architecture(source: Mapping[str, Any]) -> str:
     """The name of the model class; ModelError where config.json tells none."""
     names = source.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
-        return names[0]
+        return shown(names[0])
     model_type = source.get("model_type")
     if isinstance(model_type, str) and model_type:
-        return MODEL_TYPES.get(model_type, model_type)
+        return MODEL_TYPES.get(model_type, shown(model_type))
     raise ModelError('config.json names no architecture; it needs "architectures" or "model_type"')
 
 
@@ -179,7 +182,7 @@ def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype
         return DTYPES[config.dtype]
     name = stored_dtype(source)
     if name not in DTYPES:
-        raise ModelError(f"config.json names the dtype {name!r}; choose one of {', '.join(DTYPES)} with --dtype")
+        raise ModelError(f"config.json names the dtype '{shown(name)}'; choose one of {', '.join(DTYPES)} with --dtype")
     return DTYPES[name]
 
 
@@ -205,12 +208,12 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         if native_only:
             raise ModelError(f"{reason}; leave --implementation to auto")
         return None
-    heads = _whole(source, "num_attention_heads")
+    heads = _whole(source, "num_attention_heads", most=MAX_HEADS)
     omitted = heads if "num_key_value_heads" in source else family.kv_heads or heads  # null means: as many as heads
-    kv_heads = _whole(source, "num_key_value_heads", omitted)
-    hidden = _whole(source, "hidden_size")
-    head_dim = _whole(source, "head_dim", family.head_dim or max(1, hidden // heads))
-    num_layers = _whole(source, "num_hidden_layers")
+    kv_heads = _whole(source, "num_key_value_heads", omitted, most=MAX_HEADS)
+    hidden = _whole(source, "hidden_size", most=MAX_SIZE)
+    head_dim = _whole(source, "head_dim", family.head_dim or max(1, hidden // heads), most=MAX_HEADS)
+    num_layers = _whole(source, "num_hidden_layers", most=MAX_LAYERS)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if head_dim % 2:
@@ -219,7 +222,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     attention_bias = bool(source.get("attention_bias", False))
     decoder = DecoderSpec(
         hidden_size=hidden,
-        intermediate_size=_whole(source, "intermediate_size"),
+        intermediate_size=_whole(source, "intermediate_size", most=MAX_SIZE),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -232,7 +235,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
     )
-    vocab_size = _whole(source, "vocab_size")
+    vocab_size = _whole(source, "vocab_size", most=MAX_SIZE)
     return ModelSpec(
         architecture=name,
         implementation="native",
@@ -255,13 +258,13 @@ def _beyond(source: Mapping[str, Any]) -> str | None:
     """Why a model of a known family is not for our own decoder."""
     activation = source.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
-        return f"the native implementation has no activation {activation!r}"
+        return f"the native implementation has no activation '{shown(activation)}'"
     parameters = _rope_parameters(source)
     if any(isinstance(value, dict) for value in parameters.values()):
         return "the native implementation has no rotary embeddings that differ by layer"
     scaling = parameters.get("rope_type", parameters.get("type", "default")) or "default"
     if scaling not in SCALINGS:
-        return f"the native implementation has no rotary scaling {scaling!r}"
+        return f"the native implementation has no rotary scaling '{shown(scaling)}'"
     partial = parameters.get("partial_rotary_factor", source.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         return "the native implementation has no partial rotary embeddings"
@@ -303,7 +306,7 @@ def _rope(source: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
             if len(values) != head_dim // 2:
                 raise ModelError(f"config.json: {key} must hold {head_dim // 2} numbers, not {len(values)}")
     try:
-        return Rope(
+        rope = Rope(
             head_dim=head_dim,
             theta=float(theta),
             scaling=scaling,
@@ -321,8 +324,18 @@ def _rope(source: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
             short_factor=factors["short_factor"],
             long_factor=factors["long_factor"],
         )
-    except (TypeError, ValueError):
+        longest = rope.longest
+    except (TypeError, ValueError, OverflowError):
         raise ModelError("config.json: a rotary parameter is not a number") from None
+    if not 1 <= longest <= MAX_NUMBER:
+        raise ModelError(f"config.json: the rotary parameters are for {longest:.3g} tokens, which no model takes")
+    try:
+        angles, scale = frequencies(rope, longest)
+    except (TypeError, ValueError, ArithmeticError):
+        angles, scale = torch.tensor([math.nan]), math.nan
+    if not (angles.isfinite().all() and math.isfinite(scale)):
+        raise ModelError("config.json: no angles can be computed from the rotary parameters")
+    return rope
 
 
 def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
@@ -330,8 +343,7 @@ def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     window = source.get("sliding_window", family.window)
     if family.window is None or window is None:
         return (None,) * num_layers
-    if not isinstance(window, int) or window < 1:
-        raise ModelError(f"config.json: sliding_window must be a positive whole number, not {window!r}")
+    window = _whole(source, "sliding_window", window)
     if not family.layer_windows:
         return (window,) * num_layers
     if not source.get("use_sliding_window", False):
@@ -344,7 +356,7 @@ def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tupl
         raise ModelError(f"config.json: layer_types must name all {num_layers} layers")
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ModelError(f"config.json: unknown layer type {sorted(map(str, unknown))[0]!r}")
+        raise ModelError(f"config.json: unknown layer type '{shown(sorted(map(str, unknown))[0])}'")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -357,19 +369,27 @@ def _num_params(decoder: DecoderSpec, vocab_size: int, num_layers: int) -> int:
     return num_layers * layer + vocab_size * d.hidden_size * (1 if d.tied else 2) + d.hidden_size
 
 
-def _whole(source: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _whole(source: Mapping[str, Any], key: str, default: int | None = None, *, most: int = MAX_NUMBER) -> int:
     value = source.get(key)
     if value is None:
         value = default
     if value is None:
         raise ModelError(f"config.json does not tell {key}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {key} must be a positive whole number, not {value!r}")
+        raise ModelError(f"config.json: {key} must be a positive whole number, not {shown(repr(value))}")
+    if value > most:
+        raise ModelError(f"config.json: {key} must be at most {most}, not {shown(value)}")
     return value
 
 
 def _number(source: Mapping[str, Any], key: str, default: float) -> float:
     value = source.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"config.json: {key} must be a number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
+        raise ModelError(f"config.json: {key} must be a number, not {shown(repr(value))}")
     return float(value)
+
+
+def shown(value: object) -> str:
+    """Return a value of config.json as part of an error: on one line and not longer than a name."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 64 else f"{text[:61]}..."

@@ -10,7 +10,6 @@ its author put into it.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +17,14 @@ from dataclasses import dataclass
 from io import RawIOBase
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor
 
+from ..files import LIST_BYTES, check_values, read_file
 from ..kernels.product import Stored
 from ..types import ModelError
 
@@ -39,8 +41,26 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 PIECE_BYTES = 16 << 20  # read at once: long enough for full disk speed, small beside any model worth streaming
-MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 SAMPLE_BYTES = 4096  # of a tensor's start and end, for weights_hash
+
+
+# A header says where each tensor lies. Numbers that no file has are refused before anything is computed from them.
+Size = Annotated[int, Meta(ge=0, le=1 << 60)]
+
+
+class _Described(Struct):
+    """One tensor in a header."""
+
+    dtype: str
+    shape: Annotated[tuple[Size, ...], Meta(max_length=16)]
+    data_offsets: tuple[Size, Size]
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+_DESCRIBED = msgspec.json.Decoder(_Described)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +80,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.entries: dict[str, Entry] = {}
         self._headers: list[tuple[str, int, bytes]] = []  # file name, file size, header
+        self._header_bytes = 0
         self._opened: dict[Path, int] = {}  # descriptors
         listed = _index(folder)
         for path in sorted({folder / file for file in listed.values()}) if listed else _files(folder):
@@ -85,6 +106,11 @@ class Checkpoint:
                         stream.seek(entry.offset + start)
                         digest.update(stream.read(min(SAMPLE_BYTES, entry.num_bytes)))
         return digest.hexdigest()
+
+    @property
+    def num_numbers(self) -> int:
+        """The numbers in all tensors together."""
+        return sum(prod(entry.shape) for entry in self.entries.values())
 
     def check(self, places: Mapping[str, Tensor]) -> None:
         """Raise ModelError unless every name is there with the shape of its place."""
@@ -147,19 +173,30 @@ class Checkpoint:
     def _open(self, path: Path) -> None:
         if not path.is_file():
             raise ModelError(f"the weights file {path} is missing; download the model again")
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
-                raise ModelError(f"{path} is not a safetensors file, or it is cut short; download it again")
-            header = stream.read(length)
         try:
-            found = json.loads(header)
-            tensors = {name: _entry(path, 8 + length, info) for name, info in found.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError):
+            with path.open("rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                start = stream.read(8)
+                length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+                if not 2 <= length <= size - 8:
+                    raise ModelError(f"{path} is not a safetensors file, or it is cut short; download it again")
+                # All headers of a model are kept, so they share one bound.
+                self._header_bytes += length
+                if self._header_bytes > LIST_BYTES:
+                    raise ModelError(
+                        f"{path} has a header of {length} bytes; those of a model may have {LIST_BYTES} in all"
+                    )
+                header = stream.read(length)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+        check_values(path, header)
+        try:
+            found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            found.pop("__metadata__", None)
+            tensors = {name: _entry(path, 8 + length, _DESCRIBED.decode(info)) for name, info in found.items()}
+            end = _end(8 + length, tensors.values())
+        except (ValueError, RecursionError):
             raise ModelError(f"{path} has a broken safetensors header; download it again") from None
-        end = max((entry.offset + entry.num_bytes for entry in tensors.values()), default=0)
         if end > size:
             raise ModelError(f"{path} is cut short: it has {size} bytes and should have {end}; download it again")
         self.entries.update(tensors)
@@ -174,15 +211,24 @@ class Checkpoint:
         return files
 
 
-def _entry(path: Path, base: int, info: Mapping[str, Any]) -> Entry:
-    begin, end = info["data_offsets"]
-    shape = tuple(info["shape"])
-    if info["dtype"] not in DTYPES:
-        raise ModelError(f"{path} holds numbers of the type {info['dtype']}, which are not supported")
-    dtype = DTYPES[info["dtype"]]
-    if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+def _entry(path: Path, base: int, found: _Described) -> Entry:
+    begin, end = found.data_offsets
+    if found.dtype not in DTYPES:
+        raise ModelError(f"{path} holds numbers of the type {found.dtype[:64]}, which are not supported")
+    dtype = DTYPES[found.dtype]
+    if end - begin != prod(found.shape) * dtype.itemsize:
         raise ValueError
-    return Entry(path, base + begin, end - begin, dtype, shape)
+    return Entry(path, base + begin, end - begin, dtype, found.shape)
+
+
+def _end(begin: int, entries: Iterable[Entry]) -> int:
+    """Return where the last of a file's tensors ends, the first of which may start at `begin`; ValueError where two of
+    them overlap."""
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
+        if entry.offset < begin:
+            raise ValueError
+        begin = entry.offset + entry.num_bytes
+    return begin
 
 
 def _is_as_stored(place: Tensor, entry: Entry) -> bool:
@@ -227,15 +273,18 @@ def _pieces(stream: RawIOBase, entry: Entry) -> Any:
 def _index(folder: Path) -> dict[str, str]:
     """Tensor name -> file, of a sharded checkpoint; empty for a single file."""
     path = folder / "model.safetensors.index.json"
-    if not path.is_file():
+    data = read_file(path, LIST_BYTES)
+    if data is None:
         return {}
+    check_values(path, data)
     try:
-        found = json.loads(path.read_bytes())["weight_map"]
-        if not all(isinstance(file, str) and Path(file).name == file for file in found.values()):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+        found = msgspec.json.decode(data, type=_Index).weight_map
+    except (ValueError, RecursionError):
         raise ModelError(f"{path} is not a valid index of weights files; download it again") from None
-    return dict(found)
+    outside = next((file for file in found.values() if Path(file).name != file or file == ".."), None)
+    if outside is not None:
+        raise ModelError(f"{path} is not a valid index of weights files: it names {outside[:64]!r}, outside the folder")
+    return found
 
 
 def _files(folder: Path) -> list[Path]:
@@ -245,7 +294,7 @@ def _files(folder: Path) -> list[Path]:
         return [single]
     files = sorted(folder.glob("*.safetensors"))
     shards = [file for file in files if "-of-" in file.name]
-    if shards and len(shards) != int(shards[0].stem.rpartition("-of-")[2] or 0):
+    if shards and str(len(shards)) != shards[0].stem.rpartition("-of-")[2].lstrip("0"):
         raise ModelError(f"{folder} holds {len(shards)} of the weights' parts and no index; download the model again")
     if files:
         return files

@@ -234,7 +234,7 @@ def build(
     device = pick_device(config.device)
     attention.check(config.attention)
     folder = hub.fetch(config.model, config.revision, weights=True)
-    spec = models.describe(folder.path, config)
+    spec = models.describe(folder.path, config, weights=True)
     described(spec)
     backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))

@@ -142,9 +142,13 @@ def warn(sentence: str) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a child that runs a module of ours, from whichever directory this one was started."""
+    """The environment of a child that runs a module of ours, from whichever directory this one was started.
+
+    Nothing is imported from that directory: it may be the folder of a model that a stranger made.
+    """
     root = str(Path(__file__).parent.parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def wants_colour(stream: Any) -> bool:

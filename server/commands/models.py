@@ -88,26 +88,27 @@ def places() -> list[tuple[str, Path, int]]:
 
 def missing(folder: Path) -> str:
     """What a snapshot lacks of a servable model, as far as its files tell."""
+    from engine import LIST_BYTES, ModelError, read_json
+
     if not (folder / "config.json").is_file():
         return "no config.json: no language model, or not fetched whole"
     if not any(folder.glob("*.safetensors")):
         return "no *.safetensors weights were fetched"
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
-            return "its weights' index cannot be read"
-        absent = [name for name in files if not (folder / name).is_file()]
-        if absent:
-            return f"{len(absent)} of {len(files)} weight files were not fetched"
-    return ""
+    try:
+        index = read_json(folder / "model.safetensors.index.json", LIST_BYTES)
+        files = set() if index is None else {str(name) for name in index["weight_map"].values()}
+    except (ModelError, KeyError, AttributeError):
+        return "its weights' index cannot be read"
+    absent = [name for name in files if not (folder / name).is_file()]
+    return f"{len(absent)} of {len(files)} weight files were not fetched" if absent else ""
 
 
 def architecture(folder: Path) -> str:
     """What config.json calls the model's class."""
+    from engine import ModelError, read_json
+
     try:
-        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return str(read["architectures"][0])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        read = read_json(folder / "config.json") or {}
+        return str(read["architectures"][0])[:64]
+    except (ModelError, KeyError, IndexError, TypeError):
         return "unknown"

@@ -114,6 +114,7 @@ class InProcess:
         self.settings = settings
         self.model = settings.names[0]
         self._engine: ProcessEngine | None = None
+        self._prompts: Prompts | None = None
         self._ids = 0
 
     async def open(self) -> None:
@@ -134,8 +135,8 @@ class InProcess:
                 folder = await asyncio.to_thread(fetch, settings.model, self._info.revision, weights=False)
                 self._tokenizer = await asyncio.to_thread(Tokenizer, folder.path)
             self._defaults = await asyncio.to_thread(self._read_defaults, folder.path)
-        template = settings.chat_template.read_text(encoding="utf-8") if settings.chat_template else None
-        self._prompts: Prompts = Prompts(self._tokenizer, max_len=self._info.max_len, chat_template=template)
+        self._prompts = await asyncio.to_thread(Prompts.load, self._tokenizer, settings.chat_template)
+        self._prompts.max_len = self._info.max_len
         self.can_chat = self._prompts.has_template
         self.device, self.dtype = self._info.device, self._info.dtype
 
@@ -148,10 +149,13 @@ class InProcess:
         return defaults
 
     async def close(self) -> None:
+        if self._prompts is not None:
+            self._prompts.close()
         if self._engine is not None:
             await self._engine.close()
 
     async def complete(self, prompt: str | Sequence[int], options: Options, answer: Answer) -> AsyncIterator[str]:
+        assert self._prompts is not None
         ids = await self._prompts.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UsageError("the prompt holds no token")
@@ -163,11 +167,12 @@ class InProcess:
 
     async def chat(self, messages: Sequence[dict[str, str]], options: Options, answer: Answer) -> AsyncIterator[str]:
         from ..prompts import TextTooLong
-        from ..templates import TemplateError
+        from ..rendering import TemplateError
 
         if not self.can_chat:
             raise UsageError(NO_TEMPLATE)
         try:
+            assert self._prompts is not None
             ids = await self._prompts.chat(list(messages))
         except TemplateError as error:
             raise UsageError(str(error)) from None

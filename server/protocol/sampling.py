@@ -62,7 +62,8 @@ def _not_empty(value: Any) -> Any:
 
 
 Stop = Annotated[
-    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None, BeforeValidator(_not_empty)
+    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
+    BeforeValidator(_not_empty),
 ]
 
 

@@ -15,8 +15,8 @@ from ..errors import OPENAI_ERRORS
 from ..prompts import TextTooLong
 from ..protocol.messages import CountTokensRequest, MessagesRequest
 from ..protocol.messages_answer import MessagesAnswer, MessagesError, MessagesEvent, MessagesWriter, TokenCount
+from ..rendering import TemplateError
 from ..state import AppDep
-from ..templates import TemplateError
 
 router = APIRouter(tags=["generation"])
 

@@ -18,8 +18,8 @@ from ..limits import Caller
 from ..prompts import Prompts, TextTooLong
 from ..protocol.chat import as_dicts
 from ..protocol.tokens import Detokenized, DetokenizeRequest, Templated, TemplateRequest, TokenizeRequest, Tokens
+from ..rendering import TemplateError
 from ..state import AppDep, Pequod
-from ..templates import TemplateError
 
 router = APIRouter(tags=["tokens"])
 ERRORS: dict[int | str, dict[str, Any]] = {status: OPENAI_ERRORS[status] for status in (400, 401, 404, 413, 503)}

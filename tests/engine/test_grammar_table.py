@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from llguidance import LLMatcher
 
 from engine.grammar import GrammarError, limits, source
-from engine.grammar.table import Table, _named_apart
+from engine.grammar.table import MAX_ADDED, Table, _named_apart
 from server.tokenizer import Tokenizer
 from tests.toys import MADE, byte_level
 
@@ -40,6 +41,35 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "no such"}}')
     with pytest.raises(GrammarError, match="cannot be used"):
         Table.of(tmp_path, 100)
+
+
+def test_a_tokenizer_that_makes_the_library_panic_or_recurse_takes_no_grammars(tmp_path):
+    made = json.loads(byte_level().to_str())
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**made, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}))
+    with pytest.raises(GrammarError, match="of a kind that grammars cannot be used with"):
+        Table.of(tmp_path, 400)
+    path.write_text('{"added_tokens": [], "model": {"vocab": ' + "[" * 100_000)
+    with pytest.raises(GrammarError, match="of a kind that grammars cannot be used with"):
+        Table.of(tmp_path, 400)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(GrammarError, match="is not a regular file"):
+        Table.of(tmp_path, 400)
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["in tokenizer.json", "in tokenizer_config.json"])
+def test_very_many_added_tokens_take_no_grammars(tmp_path, listed):
+    made = json.loads(byte_level().to_str())
+    names = [f"<t{number}>" for number in range(MAX_ADDED)]
+    if listed:
+        made["added_tokens"] += [
+            {**made["added_tokens"][0], "id": 400 + i, "content": name} for i, name in enumerate(names)
+        ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"additional_special_tokens": names}))
+    with pytest.raises(GrammarError, match="more than 16,384 added tokens"):
+        Table.of(tmp_path, 20_000)
 
 
 def test_tokens_that_only_other_files_call_special_have_no_text(tmp_path):

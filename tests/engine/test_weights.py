@@ -180,6 +180,15 @@ def test_config_that_does_not_fit(folder, changes, says):
     assert says in refused(folder)
 
 
+def test_numbers_are_bounded_also_without_weights(tmp_path):
+    folder = make("gpt2", tmp_path / "gpt2")
+    (folder / "model.safetensors").unlink()
+    for changes, says in (({"n_layer": 10**9}, "n_layer must be at most"), ({"vocab_size": 1 << 25}, "logits")):
+        edit(folder, **{"n_layer": 3, "vocab_size": 300, **changes})
+        with pytest.raises(ModelError, match=says):
+            models.describe(folder, EngineConfig(model=str(folder)))
+
+
 def test_weights_that_only_pickle_could_read(folder):
     class Trap:
         def __reduce__(self):

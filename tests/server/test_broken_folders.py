@@ -38,10 +38,23 @@ def missing_shard(folder: pathlib.Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def replace(folder: pathlib.Path, name: str, old: str, new: str) -> None:
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new, 1))
+
+
+def pipe(folder: pathlib.Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+
+
 def only_bin(folder: pathlib.Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+PANIC = "tokenizer that makes its library panic"
+CHARSMAP = '{"type": "Precompiled", "precompiled_charsmap": "AAAA"}'
 BROKEN = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "unknown architecture": (lambda f: edit(f, architectures=["HalForCausalLM"], model_type="hal"), "HalForCausalLM"),
@@ -50,6 +63,10 @@ BROKEN = {
     "wrong shape": (lambda f: edit(f, intermediate_size=768), "shape"),
     "no tokenizer": (lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")], "tokenizer"),
     "only .bin": (only_bin, "safetensors"),
+    "absurd number": (lambda f: edit(f, num_hidden_layers=10**9), "num_hidden_layers"),
+    "deep config": (lambda f: (f / "config.json").write_text("[" * 100_000), "nested too deeply"),
+    "a pipe": (lambda f: pipe(f, "tokenizer_config.json"), "is not a regular file"),
+    PANIC: (lambda f: replace(f, "tokenizer.json", '"normalizer": null', f'"normalizer": {CHARSMAP}'), "charsmap"),
     "unsupported quantization": (lambda f: edit(f, quantization_config={"quant_method": "awq", "bits": 4}), "awq"),
 }
 
@@ -72,7 +89,8 @@ def test_a_broken_folder_is_told_in_one_sentence(name, tmp_path):
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     told = [line for line in done.stderr.splitlines() if not line.startswith("20")]  # log lines begin with a date
-    assert len(told) == 1 and word in told[0], done.stderr
+    assert word in told[-1], done.stderr
+    assert len(told) == 1 or name == PANIC, "only a panic is reported by the library too"
 
 
 def test_a_misspelt_backend_is_told_with_the_list():
@@ -86,3 +104,21 @@ def test_a_misspelt_backend_is_told_with_the_list():
     )
     assert done.returncode == 2
     assert "flash" in done.stderr and "reference" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["plan", "."], ["complete", "--model", ".", "--prompt", "a", "--max-tokens", "1"]])
+def test_no_code_is_run_from_the_folder_that_a_command_is_started_in(command, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(fetch("builtin", weights=True).path, folder)
+    for module in ("asyncio", "torch", "jinja2"):
+        (folder / f"{module}.py").write_text("raise SystemExit('imported')")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "server", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

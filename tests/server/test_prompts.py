@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from server.prompts import Prompts, TextTooLong
-from server.templates import TemplateError
+from engine import ConfigError
+from server.prompts import NativePanic, Prompts, TextTooLong
+from server.rendering import TemplateError
 from server.tokenizer import Tokenizer
 from tests.toys import byte_fallback
 
@@ -97,6 +99,28 @@ def test_a_model_without_a_template_says_so(made: Make) -> None:
 def test_a_broken_template_is_found_at_start(made: Make) -> None:
     with pytest.raises(TemplateError, match="syntax error in line 2"):
         Prompts(made("byte level"), chat_template="{{ bos_token }}\n{% for").check_template()
+
+
+def test_a_panic_of_the_library_is_an_error_and_not_the_end(folder: Callable[..., Path]) -> None:
+    made = json.loads(byte_fallback().to_str())
+    made["post_processor"]["special_tokens"] = {}  # its template names one
+    prompts = Prompts(Tokenizer(folder(**{"tokenizer.json": made})))
+    with pytest.raises(NativePanic):
+        asyncio.run(prompts.encode("the sea"))
+    assert asyncio.run(prompts.decode([10])) is not None
+
+
+def test_a_chat_template_from_a_file(made: Make, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    with pytest.raises(ConfigError, match="there is no such file"):
+        Prompts.load(made("byte level"), path)
+    path.write_text("{% for")
+    with pytest.raises(ConfigError, match="syntax error in line 1"):
+        Prompts.load(made("byte level"), path)
+    path.write_text("<{{ messages[0].content }}>")
+    prompts = Prompts.load(made("byte level"), path)
+    assert asyncio.run(prompts.render(HELLO)) == "<the sea>"
+    prompts.close()
 
 
 def test_everything_runs_on_one_other_thread(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,8 +224,6 @@ def test_the_templates_own_refusal_is_passed_on() -> None:
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
         "{{ range(1000000) }}",
-        "{{ 'a' * 1000000000 }}",
-        "{{ 9 ** 999999999 }}",
         "{{ lipsum(n=100) }}",
         "{% include 'file' %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -242,31 +240,6 @@ def test_failures_say_one_fixed_sentence(source: str) -> None:
 def test_syntax_errors(source: str) -> None:
     with pytest.raises(TemplateError, match="syntax error"):
         render(source)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% set r = range(100000) | list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    ],
-)
-def test_endless_work_is_cut_by_time(source: str) -> None:
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += 1.0  # asked once in a thousand turns
-        return now
-
-    with pytest.raises(TemplateError, match="takes too long"):
-        ChatTemplates({"default": source}, {}, clock=clock).render(HELLO)
-
-
-def test_endless_work_is_cut_by_count() -> None:
-    source = "{% set r = range(100000) | list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
-    with pytest.raises(TemplateError, match="takes too long"):
-        ChatTemplates({"default": source}, {}, clock=lambda: 0.0).render(HELLO)
 
 
 def test_endless_text_is_cut() -> None:

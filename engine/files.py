@@ -1,0 +1,76 @@
+"""The small files of a model folder, which may come from a stranger: regular files only, of a bounded size."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from .types import ModelError
+
+# A config.json has up to 100 kB, a chat template up to 50.
+SMALL_BYTES = 4 << 20
+# Files that list tokens or tensors one by one: the largest published have some 20 MB.
+LIST_BYTES = 32 << 20
+# Values in one JSON document. An empty object takes three bytes of a file and twenty times as many of memory; the
+# longest published lists have half a million values.
+MAX_VALUES = 2_000_000
+OPENS_A_VALUE = (b",", b"[", b"{")
+
+
+def read_file(path: Path, most: int) -> bytes | None:
+    """Return the content of a regular file of at most `most` bytes; None where there is no such file.
+
+    Raises ModelError for a file that is larger, cannot be read, or is a directory, pipe or device.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for somebody who writes into it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ModelError(f"{path} is not a regular file")
+            if found.st_size > most:
+                raise ModelError(f"{path} is larger than the {most >> 20} MiB that such a file may have")
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(most)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_text(path: Path) -> str | None:
+    """Return the text of a small UTF-8 file; None where there is no such file. Raises ModelError."""
+    data = read_file(path, SMALL_BYTES)
+    try:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError:
+        raise ModelError(f"{path} is not text in UTF-8") from None
+
+
+def read_json(path: Path, most: int = SMALL_BYTES) -> dict[str, Any] | None:
+    """Return the JSON object in a file of at most `most` bytes; None where there is no such file. Raises ModelError."""
+    data = read_file(path, most)
+    if data is None:
+        return None
+    check_values(path, data)
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ModelError(f"{path} is nested too deeply") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def check_values(path: Path, data: bytes) -> None:
+    """Raise ModelError for JSON of so many values that they would fill the memory."""
+    if sum(data.count(mark) for mark in OPENS_A_VALUE) > MAX_VALUES:
+        raise ModelError(f"{path} holds more than {MAX_VALUES:,} values")
