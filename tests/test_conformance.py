@@ -35,6 +35,7 @@ REFUSED, TOO_SMALL, SKIPPED = row("refused"), row("capability"), row("inapplicab
         (Result("a", "failed", "a shark", (400,)), [REFUSED], "defect"),
         (Result("b", "failed", "a whale", (400,)), [REFUSED], "defect"),
         (Result("b a", "failed", "a whale", (400,)), [REFUSED], "defect"),
+        (Result("ab", "failed", "a whale", (400,)), [row("refused", test="a")], "defect"),
         (Result("a", "skipped", "a whale", ()), [], "defect"),
         # The server did something else than the row's verdict says.
         (Result("a", "failed", "a whale", (200,)), [REFUSED], "defect"),
@@ -43,7 +44,8 @@ REFUSED, TOO_SMALL, SKIPPED = row("refused"), row("capability"), row("inapplicab
         (Result("a", "failed", "a whale", (200, 500)), [TOO_SMALL], "defect"),
         (Result("a", "failed", "a whale", ()), [TOO_SMALL], "defect"),
         (Result("a", "failed", "a whale"), [TOO_SMALL], "defect"),
-        (Result("a", "skipped", "a whale", ()), [TOO_SMALL], "defect"),
+        (Result("a", "skipped", "a whale", (200,)), [TOO_SMALL], "defect"),
+        (Result("a", "skipped", "a whale", (400,)), [REFUSED], "defect"),
         (Result("a", "failed", "a whale", (200,)), [SKIPPED], "defect"),
     ],
 )

@@ -46,46 +46,44 @@ def run(place: Place) -> Report:
     write_tasks(tasks)
     server = place.start(str(model), "--dtype", "float32", "--served-model-name", MODEL)
 
-    def samples(backend: str, arguments: dict[str, Any], *tasks_and_flags: str) -> dict[tuple[str, int], Any] | str:
+    def samples(name: str, backend: str, arguments: dict[str, Any], *flags: str) -> dict[tuple[str, int], Any] | str:
         """One run of lm-eval: its samples by task and document, or what it printed when it failed."""
-        output = place.folder / f"lm-eval-{len(list(place.folder.glob('lm-eval-*')))}"
+        output = place.folder / f"lm-eval-{name}-{backend}"
         given = ",".join(f"{key}={value}" for key, value in arguments.items())
         done = place.run(
             environment / "bin/lm-eval", "run", "--model", backend, "--model_args", given, "--include_path", tasks,
-            "--log_samples", "--output_path", output, "--tasks", *tasks_and_flags,
+            "--log_samples", "--output_path", output, *flags,
             env={"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(place.folder / "cache")},
         )  # fmt: skip
         return failed_run(done) if done.returncode else read(output)
 
-    every = f"{CHOICE},{ROLLING},{GENERATE}"
-    own = {"pretrained": model, "dtype": "float32", "add_bos_token": True}
-    over_http = {"model": MODEL, "base_url": f"{server.url}/v1/completions", "tokenizer": model, "max_length": 512}
-    chat = {"model": MODEL, "base_url": f"{server.url}/v1/chat/completions", "num_concurrent": 4}
-    device = ("--device", "cpu")
-
     def tokens(text: str) -> int:
-        answer = httpx.post(f"{server.url}/tokenize", json={"model": MODEL, "prompt": text}, timeout=60)
-        count: int = answer.raise_for_status().json()["count"]
+        body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
+        count: int = httpx.post(f"{server.url}/tokenize", json=body, timeout=60).raise_for_status().json()["count"]
         return count
 
+    local = {"pretrained": model, "dtype": "float32", "add_bos_token": True}
+    remote = {"model": MODEL, "num_concurrent": 4}
+    completions = {
+        **remote,
+        "base_url": f"{server.url}/v1/completions",
+        "tokenizer": model,
+        "max_length": 512,
+        "add_bos_token": True,
+    }
+    chat = {**remote, "base_url": f"{server.url}/v1/chat/completions"}
     results = []
-    for name, expected, measured in (
-        (
-            "local-completions",
-            samples("hf", own, every, *device),
-            samples("local-completions", {**over_http, "add_bos_token": True, "num_concurrent": 4}, every),
-        ),
-        (
-            "local-chat-completions",
-            samples("hf", own, GENERATE, "--apply_chat_template", *device),
-            samples("local-chat-completions", chat, GENERATE, "--apply_chat_template"),
-        ),
+    for backend, arguments, flags in (
+        ("local-completions", completions, ("--tasks", f"{CHOICE},{ROLLING},{GENERATE}")),
+        ("local-chat-completions", chat, ("--tasks", GENERATE, "--apply_chat_template")),
     ):
-        for backend, outcome in (("hf", expected), (name, measured)):
+        expected = samples(backend, "hf", local, *flags, "--device", "cpu")
+        measured = samples(backend, backend, arguments, *flags)
+        for name, outcome in (("hf", expected), (backend, measured)):
             message = outcome if isinstance(outcome, str) else ""
-            results.append(Result(f"{name}: {backend} runs", "failed" if message else "passed", message))
+            results.append(Result(f"{backend}: {name} runs", "failed" if message else "passed", message))
         if not isinstance(expected, str) and not isinstance(measured, str):
-            results += [compare(name, key, expected[key], measured.get(key), tokens) for key in sorted(expected)]
+            results += [compare(backend, key, expected[key], measured.get(key), tokens) for key in sorted(expected)]
     return Report(place.versions(environment, "lm-eval", "transformers"), results)
 
 
@@ -156,10 +154,10 @@ def compare(
     if measured is None:
         return Result(test, "failed", "Pequod has no sample of it")
     differences = []
-    for asked, [theirs], [ours] in zip(arguments(expected), expected["resps"], measured["resps"], strict=True):
+    for asked, [theirs], [ours] in zip(requests(expected), expected["resps"], measured["resps"], strict=True):
         if task == GENERATE:
             # transformers drops the space that begins a text when it decodes the new tokens alone.
-            if theirs.lstrip() != ours.lstrip():
+            if ours not in (theirs, f" {theirs}"):
                 differences.append(f"hf wrote {theirs!r}, Pequod {ours!r}")
             continue
         (ours_sum, *ours_greedy), (theirs_sum, *theirs_greedy) = map(likelihood, (ours, theirs))
@@ -169,7 +167,7 @@ def compare(
     return Result(test, "failed" if differences else "passed", "; ".join(differences))
 
 
-def arguments(sample: dict[str, Any]) -> list[list[Any]]:
+def requests(sample: dict[str, Any]) -> list[list[Any]]:
     """What each request of a sample asked: context and continuation, or the text alone."""
     return [[*asked.values()] for asked in sample["arguments"].values()]
 

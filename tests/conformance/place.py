@@ -69,16 +69,15 @@ class Place:
         return folder
 
     def run(self, *command: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end in this place's folder, whatever its exit status."""
-        return subprocess.run(
-            [str(part) for part in command],
-            cwd=self.folder,
-            env={**os.environ, "DO_NOT_TRACK": "1", "NO_COLOR": "1", **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        """Run a program in this place's folder, whatever its exit status; 124 where it did not end in time."""
+        parts = [str(part) for part in command]
+        own = {**os.environ, "DO_NOT_TRACK": "1", "NO_COLOR": "1", **(env or {})}
+        try:
+            return subprocess.run(
+                parts, cwd=self.folder, env=own, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(parts, 124, "", f"it did not end within {TIMEOUT_S} s")
 
     def versions(self, environment: pathlib.Path, *packages: str) -> str:
         """The installed versions of a Python environment's packages, as a sentence's part."""
