@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
 WEBUI := .venv-webui
+CONFORMANCE := .venv-conformance
+SUITES ?= openresponses langchain lm-eval vllm sglang guidellm aiperf
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install dev serve test quick lint oracle clients sim path wheel-test image-test asan test-gpu clean
+.PHONY: help install dev serve test quick lint oracle clients conformance sim path wheel-test image-test asan test-gpu clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -63,6 +65,41 @@ $(WEBUI)/.installed: tests/clients/open_webui.txt | $(CLIENTS)/.installed
 clients: install $(CLIENTS)/.installed $(WEBUI)/.installed
 	@$(CLIENTS)/bin/python -m tests.clients --python $(BIN)/python --webui $(WEBUI)/bin/open-webui $(ARGS)
 
+UV := $(CONFORMANCE)-uv/bin/uv
+
+$(UV): | install
+	$(BIN)/python -m venv $(CONFORMANCE)-uv
+	$(CONFORMANCE)-uv/bin/python -m pip install -q --disable-pip-version-check uv
+
+# These import torch and find the one in $(VENV): lm-eval then computes with the same build as Pequod, and nobody
+# downloads CUDA libraries once more. Requirements for torch are overridden by one that no Python meets.
+WITH_TORCH := lm-eval vllm sglang guidellm
+# Of these packages only the load client is wanted, which needs few of the packages that a server does.
+ALONE_vllm := vllm==0.33.0 xgrammar
+ALONE_sglang := sglang==0.5.23
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(CONFORMANCE)-%/.installed: tests/conformance/requirements/%.txt | $(UV)
+	$(UV) venv -q --clear --python $(BIN)/python $(@D)
+	$(if $(filter $*,$(WITH_TORCH)),$(BIN)/python -c '$(SITE)' > "$$($(@D)/bin/python -c '$(SITE)')/torch.pth")
+	$(if $(ALONE_$*),$(UV) pip install -q --python $(@D)/bin/python --no-deps $(ALONE_$*))
+	echo 'torch ; python_version < "3"' | $(UV) pip install -q --python $(@D)/bin/python --override /dev/stdin -r $<
+	touch $@
+
+# The suite is TypeScript; bun runs it, and comes as a package.
+$(CONFORMANCE)-openresponses/.installed: tests/conformance/requirements/openresponses.json
+	mkdir -p $(@D)
+	cp $< $(@D)/package.json
+	npm install --prefix $(@D) --silent --no-audit --no-fund --no-package-lock
+	touch $@
+
+# Without npm the suite says that its environment is missing.
+RUNNABLE = $(if $(shell command -v npm),$(SUITES),$(filter-out openresponses,$(SUITES)))
+
+## make conformance  other projects' test suites and load clients, each against a live server; SUITES="langchain aiperf"
+conformance: install $(RUNNABLE:%=$(CONFORMANCE)-%/.installed)
+	@$(BIN)/python -m tests.conformance $(SUITES:%=--suite %) $(ARGS)
+
 ## make sim          the scheduler alone, 200,000 steps
 sim: install
 	@$(BIN)/python -m engine.sim --steps 200000 --seed 1
@@ -95,4 +132,4 @@ test-gpu: dev
 
 clean:
 	rm -f engine/kernels/*.so engine/kernels/.lock
-	rm -rf $(VENV) $(CLIENTS) $(WEBUI) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(WEBUI) $(CONFORMANCE)-* build dist .pytest_cache .mypy_cache .ruff_cache

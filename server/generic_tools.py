@@ -6,6 +6,7 @@ the function's name and its arguments between <tool_call> and </tool_call>.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -82,10 +83,8 @@ def _merged(turns: list[Json]) -> list[Json]:
 def _call(function: Json) -> str:
     """A call as the model writes it."""
     arguments = function["arguments"]
-    try:
+    with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off stays as it was
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        pass  # as it was: a call that was cut off
     return f"{OPENS}\n{json.dumps({'name': function['name'], 'arguments': arguments}, ensure_ascii=False)}\n{CLOSES}"
 
 

@@ -66,8 +66,8 @@ class CompletionRequest(Structured):
     """A text, token ids, or a list of either; each is answered n times."""
 
     max_tokens: Annotated[int, Field(ge=UNLIMITED, le=MAX_INT)] | None = None
-    """The most tokens of a completion; absent: 16; more than fit, and -1: as many as fit. 0 goes with echo: the prompt is
-    scored and nothing is added."""
+    """The most tokens of a completion; absent: 16; more than fit, and -1: as many as fit. 0 goes with echo: the prompt
+    is scored and nothing is added."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The answer has the log-probability of each token, and of this many most likely ones in its place."""
     echo: bool | None = None

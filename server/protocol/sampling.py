@@ -12,7 +12,7 @@ from engine import SamplingParams
 
 from ..grammar.schemas import Grammar
 from .extensions import LlamaCppFields, VllmFields
-from .wire import LABEL, MAX_LABEL, Wire, clash, refused
+from .wire import LABEL, MAX_LABEL, Wire, clash
 
 MAX_TEXT = 8_000_000  # characters; the longest body that the server reads by default
 MAX_INT = 2**31 - 1
