@@ -38,6 +38,7 @@ from .text import TextStream
 
 WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading
 DEADLINE_HEADER = "X-Deadline-Ms"
+LEFT_OUT_HEADER = "X-Pequod-Left-Out"
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 # Log-probabilities of prompts in one answer: 10 MB of JSON, written in a quarter of a second (off the event loop).
 MAX_SCORES = 1 << 17
@@ -361,7 +362,7 @@ class Answer(Response):
             return msgspec.json.encode(self.writer.whole([Output.join(each) for each in outputs], usage))
 
         body = written() if self.request.scoring is None else await asyncio.to_thread(written)
-        response = Response(body, media_type="application/json")
+        response = Response(body, media_type="application/json", headers=notes(self.writer.prompts))
         await response(scope, receive, lambda message: self._send_patiently(send, message))
 
     async def _send_patiently(self, send: Send, message: Any) -> None:
@@ -401,7 +402,8 @@ class Stream:
         if self.has_begun:
             return
         self.has_begun = True
-        headers = [(name.lower().encode(), value.encode()) for name, value in sse.HEADERS.items()]
+        told = sse.HEADERS | notes(self.writer.prompts)
+        headers = [(name.lower().encode(), value.encode()) for name, value in told.items()]
         await patiently(self.generation, self.send, {"type": "http.response.start", "status": 200, "headers": headers})
         usage = self._running()
         if usage is not None:  # none of the first tokens has been sent yet
@@ -427,6 +429,12 @@ class Stream:
     async def _write(self, data: bytes, more: bool = True) -> None:
         if data or not more:
             await patiently(self.generation, self.send, {"type": "http.response.body", "body": data, "more_body": more})
+
+
+def notes(prompts: list[Prompt]) -> dict[str, str]:
+    """Headers that say what of the request is not part of its prompts."""
+    left_out = sorted({prompt.left_out for prompt in prompts} - {""})
+    return {LEFT_OUT_HEADER: ", ".join(left_out)} if left_out else {}
 
 
 async def patiently(generation: Generation, send: Send, message: Any) -> None:

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .errors import invalid
+from .generic_tools import FORMAT as GENERIC
 from .grammar.gate import refusal
 from .grammar.schemas import MAX_SOURCE, Grammar
 from .limits import Caller
 from .parsers import Formats, MessageParser, ends_reasoning, markers, message_parser, reasoning_opened
 from .parsers.forced import call_grammar
+from .prompts import Prompts, TextTooLong
 from .protocol.common import Json, Prompt
 from .protocol.conversation import Calling, Conversation, Tool
-from .protocol.sampling import Drawing
+from .protocol.sampling import UNLIMITED, Drawing
 from .state import Pequod
 
 ANY_ARGUMENTS: Json = {"type": "object"}
@@ -25,15 +27,49 @@ TAIL = 32  # tokens at a prompt's end, in which a block of reasoning can have be
 
 async def encode(app: Pequod, caller: Caller, asked: Conversation, *, fits: bool = True) -> list[Prompt]:
     """The conversation as the model's chat template writes it; `fits`: it must fit the context."""
-    assert app.prompts is not None
+    prompts = app.prompts
+    assert prompts is not None
     calling = asked.calling
-    if calling is not None and app.formats.tools is None:
-        raise invalid(
-            "Invalid 'tools': the model's chat template knows no tools. The server has --tool-call-parser.", "tools"
-        )
+    if calling is not None:
+        check_takes_tools(app)
     tools = as_tools(calling.in_prompt if calling else ())
-    ids = await app.prompts.chat(asked.turns, tools, caller=caller.flow, fits=fits, **asked.render_options)
+    ids: list[int] = []
+    error: TextTooLong | None = None
+    try:
+        ids = await prompts.chat(asked.turns, tools, caller=caller.flow, fits=fits, **asked.render_options)
+    except TextTooLong as raised:
+        error = raised
+    is_long = error is not None or (fits and prompts.max_len is not None and len(ids) >= prompts.max_len)
+    if is_long and calling is not None and not calling.is_required and not await fit_alone(prompts, caller, tools):
+        # Some chat interfaces send more tools with every message than a small model's context holds. The model may
+        # answer without them. Where the conversation has become too long, though, the client must hear of it.
+        ids = await prompts.chat(asked.turns, None, caller=caller.flow, fits=fits, **asked.render_options)
+        return [Prompt(tuple(ids), left_out="tools")]
+    if error is not None:
+        raise error
     return [Prompt(tuple(ids))]
+
+
+async def fit_alone(prompts: Prompts, caller: Caller, tools: list[Json] | None) -> bool:
+    """Whether the context has room for these tools and anything else."""
+    try:
+        ids = await prompts.chat([{"role": "user", "content": ""}], tools, caller=caller.flow)
+    except TextTooLong:
+        return False
+    return prompts.max_len is None or len(ids) < prompts.max_len
+
+
+def check_takes_tools(app: Pequod) -> None:
+    """Raise 400 where the operator has chosen a parser with which no call could be read."""
+    assert app.prompts is not None
+    if app.formats.tools is None:
+        raise invalid("Invalid 'tools': this server runs with --tool-call-parser none.", "tools")
+    if app.formats.tools != GENERIC and not app.prompts.renders_tools:
+        raise invalid(
+            "Invalid 'tools': the model's chat template renders no tools, and those that are described to the model "
+            f"without it are called in the format of --tool-call-parser {GENERIC}.",
+            "tools",
+        )
 
 
 def as_tools(tools: Iterable[Tool]) -> list[Json] | None:
@@ -94,19 +130,24 @@ async def shape(app: Pequod, caller: Caller, asked: Conversation, grammar: Gramm
 def thinking_budget(app: Pequod, asked: Conversation, prompt: Prompt, *, is_formed: bool) -> tuple[str, int] | None:
     """The field that bounds the reasoning, and its most tokens; None: nothing does. Raises 400.
 
-    `is_formed`: the answer must be a call or follow a schema. Then reasoning that took all tokens would leave nothing
-    of use: unless the request says how much may be thought, it is half of the tokens that it asks for.
+    `is_formed`: the output must be a call or follow a schema. Then reasoning that took all tokens would leave nothing
+    of use: unless the request says how much may be thought, it is half of the tokens that it asks for, or of those that
+    the context has left. No reasoning is begun where the request has switched thinking off.
     """
     assert app.tokenizer is not None
     if app.formats.reasoning is None:
         return None
     can_end = ends_reasoning(app.formats) in app.tokenizer.added_ids
     (field, limit), budget = asked.limit, asked.thinking_budget
-    if budget is None and is_formed and limit is not None and can_end:
-        info = app.engine.info
-        room = limit if info is None else info.max_len - len(prompt.ids)  # a limit beyond it may be cut to it
-        return field, max(0, min(limit, room)) // 2
-    if budget is None or budget[1] == -1 or (limit is not None and budget[1] >= limit):
+    info = app.engine.info
+    assert info is not None
+    room = max(0, info.max_len - len(prompt.ids))
+    most = room if limit is None or limit == UNLIMITED else min(limit, room)
+    if is_formed and can_end and asked.thinks is False:
+        return field, 0
+    if budget is None and is_formed and can_end:
+        return field, most // 2
+    if budget is None or budget[1] == -1 or budget[1] >= most:
         return None
     if not can_end:
         raise invalid(f"Invalid '{budget[0]}': the marks of the model's reasoning are not tokens.", budget[0])

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from engine import ConfigError, FairLock, ModelError, read_text
 
+from .generic_tools import renders_tools
 from .rendering import MAX_CHARACTERS, Message, Renderer, TemplateError
 from .text import text_offsets
 from .tokenizer import Tokenizer
@@ -112,6 +113,11 @@ class Prompts:
     def template_source(self) -> str:
         """What the chat templates say; empty where there is none."""
         return self._templates.source
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the chat template itself writes tools into the prompt; see generic_tools.py."""
+        return renders_tools(self._templates.source)
 
     @property
     def max_characters(self) -> int:

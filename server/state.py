@@ -21,6 +21,8 @@ from .auth import Keys
 from .background import Background
 from .defaults import read_defaults
 from .errors import not_found, place
+from .generic_tools import FORMAT as GENERIC
+from .generic_tools import renders_tools
 from .grammar.gate import Gate
 from .limits import Limits
 from .metrics import Metrics
@@ -147,6 +149,8 @@ class Pequod:
     def _formats(self, template: str) -> Formats:
         """The model's formats, as its chat template shows them or as the settings say."""
         seen, settings = detect(template), self.settings
+        if not renders_tools(template):
+            seen = seen._replace(tools=GENERIC)
         chosen = {"tools": settings.tool_call_parser, "reasoning": settings.reasoning_parser}
         own = {kind: None if name == "none" else name for kind, name in chosen.items() if name != "auto"}
         return seen._replace(**own)

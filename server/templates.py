@@ -18,9 +18,11 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from .generic_tools import described, renders_tools
 from .rendering import FAILED, MAX_CHARACTERS, NO_TEMPLATE, TOO_LONG, Message, TemplateError
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+PROBE = "INSTRUCTIONS"
 CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -64,7 +66,9 @@ class ChatTemplate:
             raise TemplateError(f"The model's chat template has a syntax error{line}.") from error
         self.loops_over_content = content.is_looped_over()
         self.tests_content = content.is_tested()
+        self.knows_tools = renders_tools(source)
         self.knows_developer = any(const.value == "developer" for const in tree.find_all(nodes.Const))
+        self.takes_system: bool | None = None  # None: nobody has tried
 
     def render(self, variables: dict[str, Any], limit: int) -> str:
         """The text, at most `limit` characters."""
@@ -123,6 +127,9 @@ class ChatTemplates:
         template = self.get("tool_use" if tools else "default")
         if not messages:
             raise TemplateError("There are no messages.")
+        if not template.knows_tools:
+            messages = described(messages, tools, takes_system=self._takes_system(template))
+            tools = None
         if add_generation_prompt and continue_final_message:
             raise TemplateError("add_generation_prompt and continue_final_message exclude each other.")
         chat = prepare(messages, template)
@@ -141,6 +148,17 @@ class ChatTemplates:
             return template.render(variables, limit)
         final = _mark_end(chat)
         return _cut_at_mark(template.render(variables, limit), final)
+
+    def _takes_system(self, template: ChatTemplate) -> bool:
+        """Whether the template writes system messages into the prompt: some refuse them, some leave them out."""
+        if template.takes_system is None:
+            chat = [{"role": "system", "content": PROBE}, {"role": "user", "content": "-"}]
+            variables = {**self._special_tokens, "messages": prepare(chat, template), "add_generation_prompt": True}
+            try:
+                template.takes_system = PROBE in template.render(variables, MAX_CHARACTERS)
+            except TemplateError:
+                template.takes_system = False
+        return template.takes_system
 
 
 def prepare(messages: list[Message], template: ChatTemplate) -> list[Message]:
@@ -163,9 +181,7 @@ def _prepare(index: int, message: Message, template: ChatTemplate) -> Message:
         content = [{"type": "text", "text": content}] if content else []
     message["content"] = content
     if "tool_calls" in message:
-        message["tool_calls"] = [
-            _parse_arguments(f"messages[{index}].tool_calls[{i}]", call) for i, call in enumerate(message["tool_calls"])
-        ]
+        message["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
     # The name that most templates read, and the one that gpt-oss's does.
     reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
     if reasoning is not None:
@@ -177,8 +193,11 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
-def _parse_arguments(place: str, call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, as templates expect, and not the JSON text of the wire."""
+def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as templates expect, and not the JSON text of the wire.
+
+    What is no object, such as a call that was cut off, stays text: the conversation can go on with it.
+    """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -187,7 +206,7 @@ def _parse_arguments(place: str, call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise TemplateError(f"{place}.function.arguments is not a JSON object.")
+        return call
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -224,17 +224,15 @@ class TemplateOptions(ToolsField):
         }
 
 
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]], Field(max_length=16)
+]
+
+
 class Labels(Wire):
     """What OpenAI's own server reads and nobody else, of chat completions and responses alike."""
 
-    metadata: Annotated[
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]],
-            Field(max_length=16),
-        ]
-        | None,
-        LABEL,
-    ] = None
+    metadata: Annotated[Metadata | None, LABEL] = None
     """Accepted, and part of the answer."""
     prompt_cache_key: Annotated[Name | None, LABEL] = None
     """Accepted: equal beginnings of prompts are found without it."""

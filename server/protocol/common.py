@@ -65,6 +65,7 @@ class Prompt(NamedTuple):
     ids: tuple[int, ...]
     echo: str = ""
     offsets: tuple[int, ...] = ()  # per token: where its text begins in `echo`, when both are told
+    left_out: str = ""  # the field of the request that could not be part of it, and need not
 
 
 class Head(NamedTuple):

@@ -167,7 +167,7 @@ class CompletionWriter(Writer):
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
         chunk = self._object(choices)
-        if usage is not None or self.request.include_usage:
+        if self.request.include_usage:
             chunk["usage"] = usage
         return chunk
 

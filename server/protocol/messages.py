@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from ..grammar.schemas import Grammar
 from .chat import CacheMark
 from .common import Json
-from .conversation import Calling, Conversation, Tool
+from .conversation import Calling, Conversation, Tool, thinking_variables
 from .formats import Schema, StructuredOutputs, of_outputs, written
 from .messages_content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns
 from .sampling import MAX_INT, MAX_STOPS, Count, StopText, Text
@@ -209,17 +209,18 @@ class MessagesPrompt(Wire):
 
     @property
     def render_options(self) -> RenderOptions:
-        told: Json = {}
-        if self.thinking is not None:
-            told["enable_thinking"] = not isinstance(self.thinking, ThinkingDisabled)
-        if self.output_config is not None and self.output_config.effort is not None:
-            told["reasoning_effort"] = self.output_config.effort
+        effort = self.output_config.effort if self.output_config else None
         goes_on = isinstance(self.messages[-1], AssistantTurn)
         return {
-            "template_kwargs": told or None,
+            "template_kwargs": thinking_variables(self.thinks, effort, None),
             "add_generation_prompt": not goes_on,
             "continue_final_message": goes_on,
         }
+
+    @property
+    def thinks(self) -> bool:
+        # As Anthropic's models, which think only where the request says so.
+        return self.thinking is not None and not isinstance(self.thinking, ThinkingDisabled)
 
     @property
     def calling(self) -> Calling | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ..grammar.schemas import Grammar
-from .chat import Labels, TemplateKwargs
+from .chat import Labels, Metadata, TemplateKwargs
 from .common import Json
 from .conversation import (
     Calling,
@@ -30,8 +31,8 @@ from .formats import (
     of_outputs,
     written,
 )
-from .responses_items import ItemId, Items, as_turns
-from .sampling import MAX_INT, MAX_LOGPROBS, MAX_STOPS, Count, StopText, Text
+from .responses_items import ItemId, Items, as_turns, in_namespace
+from .sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Stop, Text
 from .tools import MAX_TOOLS, NO_PARAMETERS, FunctionName
 from .wire import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
 
@@ -39,12 +40,16 @@ if TYPE_CHECKING:
     from ..prompts import RenderOptions
 
 LOGPROBS = "message.output_text.logprobs"
-# Tools that OpenAI runs, and functions in its own notations.
-BUILT_IN_TOOLS = """
-    apply_patch code_interpreter computer computer_use_preview custom file_search image_generation local_shell mcp
-    namespace programmatic_tool_calling shell tool_search web_search web_search_2025_08_26 web_search_preview
-    web_search_preview_2025_03_11
-"""
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 BUILT_IN_CHOICES = """
     apply_patch code_interpreter computer computer_use computer_use_preview custom file_search image_generation mcp
     programmatic_tool_calling shell web_search_preview web_search_preview_2025_03_11
@@ -71,6 +76,49 @@ class FlatFunction(Wire):
     allowed_callers: Annotated[Any, refused(["direct"])] = None
     defer_loading: Annotated[Any, refused(False)] = None
     output_schema: Annotated[Any, refused()] = None
+
+
+class NamespaceTool(Wire):
+    """A group of functions. The model knows each by the names of both, as in `group__function`."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    """Part of the prompt; a call of one of its functions has it as `namespace`."""
+    description: Annotated[Text | None, LABEL] = None
+    """Accepted: the functions have descriptions of their own."""
+    tools: Annotated[list[FlatFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
+    """The functions."""
+
+
+class HostedTool(Wire):
+    """A tool that OpenAI runs, or that is called in a notation of its own: left out of the prompt.
+
+    With tool_choice auto the model may answer without any tool, so that this is such an answer.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+
+
+AnyTool = Annotated[FlatFunction | NamespaceTool | HostedTool, Field(discriminator="type")]
 
 
 class FlatNamed(Wire):
@@ -102,6 +150,8 @@ FlatChoice = Annotated[
 
 # Text and reasoning
 
+Summary = Literal["auto", "concise", "detailed", "none"]
+
 
 class FlatSchemaFormat(NamedSchema):
     """JSON that follows a schema. Every answer that ends by itself follows it, with `strict` and without."""
@@ -114,18 +164,22 @@ class TextOptions(Wire):
 
     format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     """text, json_object (any JSON object), or json_schema: the answer follows the schema, with strict or without."""
-    verbosity: Annotated[Any, refused("medium")] = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL] = None
+    """Accepted: models here are not told how much to say."""
 
 
 class ReasoningOptions(Wire):
     """How the model is to think."""
 
     effort: Effort | None = None
-    """How much the model is to think, where its template knows that; none: not at all (enable_thinking false)."""
+    """How much the model is to think: told to the template. Where that can only turn thinking on or off, none turns it
+    off and every other effort on; where it cannot do that either, the effort changes nothing."""
     context: Annotated[Any, refused("auto", hint="What the chat template keeps of it is rendered.")] = None
-    generate_summary: Annotated[Any, refused("auto", hint="The whole reasoning is told.")] = None
+    generate_summary: Annotated[Summary | None, LABEL] = None
+    """Accepted: the response has the whole reasoning."""
     mode: Annotated[Any, refused("standard")] = None
-    summary: Annotated[Any, refused("auto", hint="The whole reasoning is told.")] = None
+    summary: Annotated[Summary | None, LABEL] = None
+    """Accepted: the response has the whole reasoning."""
 
 
 class ResponseStreamOptions(Wire):
@@ -165,15 +219,12 @@ class ResponsesRequest(Labels, Conversation):
     background: bool | None = None
     """true: the answer comes at once with status queued, and the work goes on without the connection."""
 
-    max_output_tokens: Count | None = None
-    """The most tokens of an answer, with its reasoning and calls; absent: as many as fit."""
-    include: (
-        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=8)]
-        | None
-    ) = None
+    max_output_tokens: Limit | None = None
+    """The most tokens of an output, with its reasoning and calls; absent, -1 or more than fit: as many as fit."""
+    include: Annotated[list[Included], Field(max_length=16)] | None = None
     """message.output_text.logprobs: the text has the log-probability of each of its tokens.
     reasoning.encrypted_content: accepted, as clients that store nothing send it; the reasoning is told as plain text,
-    and goes on when it is sent back."""
+    and goes on when it is sent back. The others are accepted too: they add to items that there are none of."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Beside it those of this many most likely tokens."""
     text: TextOptions | None = None
@@ -181,14 +232,8 @@ class ResponsesRequest(Labels, Conversation):
     reasoning: ReasoningOptions | None = None
     """How the model is to think."""
 
-    tools: (
-        Annotated[
-            list[Annotated[FlatFunction, RefusedKinds("type", tuple(BUILT_IN_TOOLS.split()))]],
-            Field(max_length=MAX_TOOLS, fail_fast=True),
-        ]
-        | None
-    ) = None
-    """Functions that the model may call."""
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions that the model may call, alone or in groups. Tools that OpenAI runs are left out of the prompt."""
     tool_choice: FlatChoice | None = None
     """auto: the model decides; none: no call, and the prompt does not tell of the tools; required: at least one call;
     or a function that must be called, or allowed_tools: those that may or must be."""
@@ -198,7 +243,7 @@ class ResponsesRequest(Labels, Conversation):
     stream_options: ResponseStreamOptions | None = None
     """What a stream tells beside the answer; only with stream true."""
 
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: Stop = None
     """Texts that end the answer, and are not part of it."""
     structured_outputs: StructuredOutputs | None = None
     """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
@@ -214,6 +259,10 @@ class ResponsesRequest(Labels, Conversation):
     """Accepted: it bounds the calls of built-in tools, of which there are none."""
     user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
     """Accepted for accounting elsewhere."""
+    client_metadata: Annotated[Metadata | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+    truncation: Annotated[Literal["auto", "disabled"] | None, LABEL] = None
+    """Accepted: nothing is taken from the input; what is too long gets a 400 either way."""
 
     access_programs: Annotated[Any, refused()] = None
     background_options: Annotated[Any, refused({})] = None
@@ -224,7 +273,6 @@ class ResponsesRequest(Labels, Conversation):
     prompt: Annotated[Any, refused(hint="Send the text itself, as instructions and input.")] = None
     prompt_cache_options: Annotated[Any, refused({})] = None
     prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
-    truncation: Annotated[Any, refused("disabled", hint="Shorten the input: what is too long gets a 400.")] = None
 
     _before: list[Json] = PrivateAttr(default_factory=list)
     _own: list[Json] | None = PrivateAttr(default=None)
@@ -247,15 +295,18 @@ class ResponsesRequest(Labels, Conversation):
 
     @field_validator("tools")
     @classmethod
-    def _names_differ(cls, value: list[FlatFunction] | None) -> list[FlatFunction] | None:
-        if len({tool.name for tool in value or ()}) < len(value or ()):
+    def _names_differ(cls, value: list[AnyTool] | None) -> list[AnyTool] | None:
+        names = [tool.name for tool in functions(value)]
+        if len({*names}) < len(names):
             raise clash("must not hold two functions of the same name")
+        if len(names) > MAX_TOOLS:
+            raise clash("must not hold more than 256 functions, those of all groups together")
         return value
 
     @field_validator("tool_choice")
     @classmethod
     def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        check_choice(value, chosen_names(value), [tool.name for tool in info.data.get("tools") or ()])
+        check_choice(value, chosen_names(value), [tool.name for tool in functions(info.data.get("tools"))])
         return value
 
     @field_validator("stream_options")
@@ -351,7 +402,16 @@ class ResponsesRequest(Labels, Conversation):
     @property
     def offered(self) -> tuple[Tool, ...]:
         """The tools as the rest of the server knows them."""
-        return tuple(described(tool, index) for index, tool in enumerate(self.tools or ()))
+        return tuple(functions(self.tools))
+
+    def called(self, name: str) -> Json:
+        """How a call of the function tells its name."""
+        for group in self.tools or ():
+            if isinstance(group, NamespaceTool):
+                for function in group.tools:
+                    if in_namespace(group.name, function.name) == name:
+                        return {"name": function.name, "namespace": group.name}
+        return {"name": name}
 
     @property
     def calling(self) -> Calling | None:
@@ -367,7 +427,21 @@ def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
     return [tool.name for tool in choice.tools] if isinstance(choice, FlatAllowed) else []
 
 
-def described(tool: FlatFunction, index: int) -> Tool:
-    """A tool as the rest of the server knows it."""
+def functions(tools: Sequence[AnyTool] | None) -> list[Tool]:
+    """The functions among the tools, as the rest of the server knows them."""
+    found = []
+    for index, tool in enumerate(tools or ()):
+        if isinstance(tool, FlatFunction):
+            found.append(described(tool, tool.name, f"tools[{index}]"))
+        elif isinstance(tool, NamespaceTool):
+            found += [
+                described(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{place}]")
+                for place, own in enumerate(tool.tools)
+            ]
+    return found
+
+
+def described(tool: FlatFunction, name: str, field: str) -> Tool:
+    """A function as the rest of the server knows it, under this name."""
     parameters = NO_PARAMETERS if tool.parameters is None else tool.parameters
-    return Tool(tool.name, tool.description, parameters, bool(tool.strict), f"tools[{index}].parameters")
+    return Tool(name, tool.description, parameters, bool(tool.strict), f"{field}.parameters")

@@ -13,7 +13,8 @@ from .. import sse
 from ..errors import ApiError
 from ..parsers import Arguments, Call, Content, Part, Reasoning
 from .common import Head, Json, Output, Prompt, TokenText, Writer
-from .responses import FlatAllowed, FlatFunction, FlatNamed, ResponsesRequest
+from .responses import AnyTool, FlatAllowed, FlatFunction, FlatNamed, ResponsesRequest
+from .sampling import UNLIMITED
 
 Keep = Callable[[Json], None]
 # OpenAI's account of what was put into a cache because the request asked for it; here no request has to ask.
@@ -104,14 +105,16 @@ class ResponsesWriter(Writer):
             "background": bool(request.background),
             "completed_at": None,
             "error": None,
+            "frequency_penalty": request.frequency_penalty or 0.0,
             "incomplete_details": None,
             "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
+            "max_output_tokens": None if request.max_output_tokens == UNLIMITED else request.max_output_tokens,
             "max_tool_calls": request.max_tool_calls,
             "metadata": request.metadata or {},
             "model": head.model,
             "output": [dict(item) for item in self._items],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "presence_penalty": request.presence_penalty or 0.0,
             "previous_response_id": request.previous_response_id,
             "prompt_cache_key": request.prompt_cache_key,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
@@ -121,13 +124,13 @@ class ResponsesWriter(Writer):
             "temperature": self._chosen("temperature"),
             "text": {
                 "format": own.model_dump(by_alias=True, exclude_none=True) if own else {"type": "text"},
-                "verbosity": "medium",
+                "verbosity": (request.text.verbosity if request.text else None) or "medium",
             },
             "tool_choice": told_choice(request.tool_choice),
             "tools": [told_tool(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": self._chosen("top_p"),
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "usage": None if usage is None else response_usage(usage),
             "user": request.user,
         }
@@ -193,7 +196,12 @@ class ResponsesWriter(Writer):
                     yield from self._thought(part.text)
                 case Call():
                     yield from self._close()
-                    call = {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""}
+                    call = {
+                        "type": "function_call",
+                        "call_id": part.id,
+                        **self.request.called(part.name),
+                        "arguments": "",
+                    }
                     yield from self._begin("fc", call)
                 case Arguments():
                     self._items[-1]["arguments"] += part.text
@@ -311,8 +319,10 @@ def told_choice(choice: str | FlatNamed | FlatAllowed | None) -> Any:
     return choice.model_dump()
 
 
-def told_tool(tool: FlatFunction) -> Json:
+def told_tool(tool: AnyTool) -> Json:
     """How the response tells a tool."""
+    if not isinstance(tool, FlatFunction):
+        return tool.model_dump(exclude_none=True)
     return {"description": None, **tool.model_dump(), "strict": bool(tool.strict)}
 
 

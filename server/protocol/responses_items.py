@@ -90,9 +90,11 @@ class FunctionCallItem(Wire):
     status: Annotated[ItemStatus | None, LABEL] = None
     """Accepted, and kept with the item."""
 
+    namespace: Name | None = None
+    """The group of functions that the function is one of; part of the prompt."""
+
     async_: Annotated[Any, refused(False), Field(alias="async")] = None
     caller: Annotated[Any, refused({"type": "direct"})] = None
-    namespace: Annotated[Any, refused()] = None
 
 
 class FunctionCallOutputItem(Wire):
@@ -108,9 +110,12 @@ class FunctionCallOutputItem(Wire):
     status: Annotated[ItemStatus | None, LABEL] = None
     """Accepted, and kept with the item."""
 
+    name: Annotated[Name | None, LABEL] = None
+    """Accepted: the call has it."""
+    namespace: Annotated[Name | None, LABEL] = None
+    """Accepted: the call has it."""
+
     caller: Annotated[Any, refused({"type": "direct"})] = None
-    name: Annotated[Any, refused(hint="The call has it.")] = None
-    namespace: Annotated[Any, refused()] = None
 
 
 class ReasoningText(Wire):
@@ -184,7 +189,7 @@ def as_turns(items: list[Json]) -> list[Json]:
             turns.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(thought)})
             thought = []
         if kind == "function_call":
-            call = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"name": in_namespace(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
             asked = {"id": item["call_id"], "type": "function", "function": call}
             if thought or not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": ""})
@@ -197,6 +202,11 @@ def as_turns(items: list[Json]) -> list[Json]:
             turns[-1]["reasoning_content"] = "\n".join(thought)
             thought = []
     return turns
+
+
+def in_namespace(namespace: str | None, name: str) -> str:
+    """What the model knows a function by, which may be one of a group."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def reasoning_text(item: Json) -> str:

@@ -68,6 +68,7 @@ class ResponseCall(Wire):
     status: ItemState
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -124,6 +125,7 @@ class ResponseAnswer(Wire):
     background: bool
     completed_at: int | None
     error: ResponseFailure | None
+    frequency_penalty: float
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
@@ -132,6 +134,7 @@ class ResponseAnswer(Wire):
     model: str
     output: list[ResponseReasoning | ResponseMessage | ResponseCall]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: ToldReasoning
@@ -144,7 +147,7 @@ class ResponseAnswer(Wire):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
     prompt_token_ids: list[int] | None = None

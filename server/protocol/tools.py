@@ -13,7 +13,7 @@ from .wire import OneError, RefusedKinds, Wire, clash
 MAX_TOOLS = 256
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
-FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
+FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_./-]+$")]
 
 
 class Function(Wire):
