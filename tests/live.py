@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import signal
@@ -63,6 +64,8 @@ class Server:
             env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **(env or {})},
         )
         self.client = httpx.Client(base_url=self.url, timeout=120)
+        keys = [value for flag, value in itertools.pairwise(args) if flag == "--api-key"]
+        self._authorization = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         if wait:
             try:
                 self.wait_ready()
@@ -99,7 +102,9 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels; 0 when there is none."""
         total = 0.0
-        for line in self.client.get("/metrics").text.splitlines():
+        response = self.client.get("/metrics", headers=self._authorization)
+        assert response.status_code == 200, response.text
+        for line in response.text.splitlines():
             head, _, value = line.rpartition(" ")
             if head.partition("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
                 total += float(value)

@@ -39,6 +39,7 @@ LARGE = 4096  # characters
 MASK_THREADS, MANY_ROWS = 8, 16
 REFUSED = "a token was drawn that the grammar does not allow"
 TOO_COMPLEX = "the grammar takes more work for one token than is allowed"
+NOT_ALLOWED = "doesn't satisfy the grammar"  # what the library then says
 PANICKED = "the grammar library has failed on it"
 
 T = TypeVar("T")
@@ -82,7 +83,10 @@ class Matcher:
     @property
     def failure(self) -> str:
         """Why it has failed, in half a sentence."""
-        return PANICKED if self.has_panicked else TOO_COMPLEX
+        error = self._ask(self.library.get_error, "")
+        if self.has_panicked:
+            return PANICKED
+        return REFUSED if NOT_ALLOWED in error else TOO_COMPLEX
 
     @property
     def is_accepting(self) -> bool:
@@ -265,8 +269,10 @@ class Grammars:
                 token_ids[row] = token_ids[row] + matcher.jump(room(seq_id) - 1)
                 if matcher.is_finished:
                     ended.add(row)
-            if matcher.has_failed and row not in ended:
-                errors[row], fields[row] = matcher.failure, "grammar"
+            if matcher.has_failed and row not in ended and row not in errors:
+                errors[row] = matcher.failure
+                if errors[row] != REFUSED:
+                    fields[row] = "grammar"
         for row in errors:
             token_ids[row] = []
         return replace(tokens, token_ids=token_ids, errors=errors, fields=fields, ended=frozenset(ended))

@@ -291,8 +291,10 @@ class Sampler:
         if count < 0:
             return []  # its parameters cannot be sampled with: the row fails, see `problems`
         distribution = self._vocabulary(logits).distribution(logits, count)
-        columns = distribution.columns(self._device(np.array(targets, np.int64))).cpu().numpy()
-        return [_entry(row, count) for row in columns]
+        own = self._device(np.array(targets, np.int64))
+        columns = distribution.columns(own).cpu().numpy()
+        ranks = 1 + (logits > logits.gather(1, own[:, None])).sum(1)
+        return [_entry(row, count, rank) for row, rank in zip(columns, ranks.tolist(), strict=True)]
 
     def _penalize(self, x: Tensor, slots: Ints) -> None:
         """Repetition divides what is positive and multiplies what is not (Keskar et al. 2019, CTRL); frequency counts,
@@ -351,7 +353,7 @@ class Sampler:
         return self._device(np.repeat(np.array(rows, np.int64), lengths)), self._device(np.concatenate(ids))
 
 
-def _entry(columns: NDArray[np.float64], count: int) -> TokenLogprob:
+def _entry(columns: NDArray[np.float64], count: int, rank: int | None = None) -> TokenLogprob:
     """One row of Distribution.columns, of which the `count` largest are wanted."""
     values, ids = columns[1:].reshape(2, -1)[:, :count]
-    return TokenLogprob(float(columns[0]), tuple(ids.astype(np.int64).tolist()), tuple(values.tolist()))
+    return TokenLogprob(float(columns[0]), tuple(ids.astype(np.int64).tolist()), tuple(values.tolist()), rank)

@@ -110,7 +110,7 @@ class Writer(ABC):
         told: list[Any] = [None]
         for token_id, entry in zip(prompt.ids[1:], entries, strict=True):
             ids = entry.top_ids
-            places = {token_id: (entry.logprob, entry.rank)}
+            places = {token_id: (entry.logprob, ids.index(token_id) + 1 if token_id in ids else entry.rank)}
             for place, (other, logprob) in enumerate(zip(ids[:count], entry.top_logprobs, strict=False), 1):
                 places.setdefault(other, (logprob, place))
             told.append(

@@ -336,7 +336,7 @@ class MessagesRequest(MessagesPrompt, Conversation):
     def thinking_budget(self) -> tuple[str, int] | None:
         if isinstance(self.thinking, ThinkingEnabled):
             return "thinking.budget_tokens", self.thinking.budget_tokens
-        return ("thinking.type", -1) if isinstance(self.thinking, ThinkingAdaptive) else None
+        return None
 
     @property
     def tells_thinking(self) -> bool:

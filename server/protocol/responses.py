@@ -78,18 +78,6 @@ class FlatFunction(Wire):
     output_schema: Annotated[Any, refused()] = None
 
 
-class NamespaceTool(Wire):
-    """A group of functions. The model knows each by the names of both, as in `group__function`."""
-
-    type: Literal["namespace"]
-    name: FunctionName
-    """Part of the prompt; a call of one of its functions has it as `namespace`."""
-    description: Annotated[Text | None, LABEL] = None
-    """Accepted: the functions have descriptions of their own."""
-    tools: Annotated[list[FlatFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
-    """The functions."""
-
-
 class HostedTool(Wire):
     """A tool that OpenAI runs, or that is called in a notation of its own: left out of the prompt.
 
@@ -116,6 +104,21 @@ class HostedTool(Wire):
         "web_search_preview",
         "web_search_preview_2025_03_11",
     ]
+
+
+class NamespaceTool(Wire):
+    """A group of functions. The model knows each by the names of both, as in `group__function`."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    """Part of the prompt; a call of one of its functions has it as `namespace`."""
+    description: Annotated[Text | None, LABEL] = None
+    """Accepted: the functions have descriptions of their own."""
+    tools: Annotated[
+        list[Annotated[FlatFunction | HostedTool, Field(discriminator="type")]],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+    ]
+    """The functions. Tools in a notation of their own are left out of the prompt."""
 
 
 AnyTool = Annotated[FlatFunction | NamespaceTool | HostedTool, Field(discriminator="type")]
@@ -408,9 +411,9 @@ class ResponsesRequest(Labels, Conversation):
         """How a call of the function tells its name."""
         for group in self.tools or ():
             if isinstance(group, NamespaceTool):
-                for function in group.tools:
-                    if in_namespace(group.name, function.name) == name:
-                        return {"name": function.name, "namespace": group.name}
+                for tool in group.tools:
+                    if isinstance(tool, FlatFunction) and in_namespace(group.name, tool.name) == name:
+                        return {"name": tool.name, "namespace": group.name}
         return {"name": name}
 
     @property
@@ -437,6 +440,7 @@ def functions(tools: Sequence[AnyTool] | None) -> list[Tool]:
             found += [
                 described(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{place}]")
                 for place, own in enumerate(tool.tools)
+                if isinstance(own, FlatFunction)
             ]
     return found
 

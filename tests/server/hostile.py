@@ -89,7 +89,7 @@ BODIES = [
     completion("prompt_logprobs of a long prompt", "prompt_logprobs", prompt=[[5] * 500] * 16, prompt_logprobs=20),
     completion("echo of logprobs times n", "logprobs", prompt=[5] * 600, n=16, echo=True, logprobs=20),
     completion("max_tokens", "max_tokens", max_tokens=BIG),
-    completion("max_tokens beyond the context", "max_tokens", max_tokens=10**6),
+    completion("max_tokens", "max_tokens", max_tokens=-2),
     completion("min_tokens above max_tokens", "min_tokens", min_tokens=10**6),
     # Tokens that the model does not have (vllm #16529, sglang #7670)
     completion("prompt ids too high", "prompt", prompt=[10**6]),
@@ -114,7 +114,7 @@ BODIES = [
     completion("repetition_penalty", "repetition_penalty", repetition_penalty=1e-300),
     *(completion(f"seed {seed}"[:20], "seed", seed=seed) for seed in (2**64, -(2**63) - 1, HUGE, 1.5)),
     completion("top_k", "top_k", top_k=BIG),
-    completion("top_p", "top_p", top_p=0),
+    completion("top_p", "top_p", top_p=-0.5),
     completion("priority", "priority", priority=2**63),
     Body("deadline", CHAT, lambda: {"messages": QUESTION}, "X-Deadline-Ms", headers={"X-Deadline-Ms": "9" * 40}),
     # Texts without an end

@@ -85,11 +85,15 @@ def test_without_the_option_a_stream_tells_no_usage(folder):
 
 
 def test_continuous_usage_counts_up_with_the_chunks(folder):
-    body = {"messages": QUESTION, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": QUESTION, "stream": True, "stream_options": options}
     seen = chunks(ask(folder, CHAT, body, FakeEngine(saying("the whale"))).text)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in seen if "usage" in chunk]
-    assert counts == [0, 1, 2, 3]
-    assert all(chunk["choices"] for chunk in seen), "the last chunk of usage was not asked for"
+    assert [chunk["usage"]["completion_tokens"] for chunk in seen] == [0, 1, 2, 3, 3]
+
+
+def test_without_include_usage_no_chunk_has_usage(folder):
+    body = {"messages": QUESTION, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    assert not any("usage" in chunk for chunk in chunks(ask(folder, CHAT, body, FakeEngine(saying("the whale"))).text))
 
 
 @pytest.mark.parametrize("per_delta", [1, 3, 100])
@@ -241,7 +245,7 @@ def test_ignored_ends_and_special_tokens_can_be_seen(folder):
 
 
 def test_the_template_gets_the_messages_and_their_options(folder, tmp_path):
-    template = "{{ mood }}|{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}" + (
+    template = "{# tools #}{{ mood }}|{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}" + (
         "{% if add_generation_prompt %}go{% endif %}"
     )
     own = model_folder(tmp_path / "own", tokenizer_config={"eos_token": "<|end|>", "chat_template": template})
@@ -294,18 +298,12 @@ def test_names_of_the_model(folder):
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
-def test_what_cannot_fit_is_told_with_both_numbers_and_the_flag(folder):
+def test_what_cannot_fit_is_told_with_the_number_and_the_flag(folder):
     long = ask(folder, CHAT, {"messages": [{"role": "user", "content": "sea " * 600}]})
-    asked = ask(folder, CHAT, {"messages": QUESTION, "max_tokens": 512})
-    for response, param, numbers in ((long, "messages", ["512"]), (asked, "max_tokens", ["512", "19", "493"])):
-        error = response.json()["error"]
-        assert response.status_code == 400
-        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-        assert "--max-model-len" in error["message"]
-        assert all(number in error["message"] for number in numbers), error["message"]
-    fits = 512 - len(ids("<|user|>user: the sea\nassistant: "))
-    assert ask(folder, CHAT, {"messages": QUESTION, "max_tokens": fits}).status_code == 200
-    assert ask(folder, CHAT, {"messages": QUESTION, "max_tokens": fits + 1}).status_code == 400
+    error = long.json()["error"]
+    assert long.status_code == 400
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert "--max-model-len" in error["message"] and "512" in error["message"]
 
 
 def test_a_model_without_a_template_says_what_to_do(tmp_path):

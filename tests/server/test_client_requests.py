@@ -2,8 +2,7 @@
 
 The texts are ours. The fields are those that the clients send by default or after one of their usual settings: those of
 Open WebUI, Codex CLI, opencode, Cline, Continue, aider, Claude Code and LangChain's JavaScript (which n8n and LibreChat
-use) were recorded, those of the others read in their sources. A request that is refused today is a strict xfail, whose
-reason names the field and what would be right; what repairs it has to remove the mark.
+use) were recorded, those of the others read in their sources.
 """
 
 from __future__ import annotations
@@ -46,18 +45,9 @@ TOOLS = {"tools": [SHELL_TOOL]}
 AUTO = {**TOOLS, "tool_choice": "auto"}
 MARK = {"type": "ephemeral"}
 
-# Why requests are refused today, and what would be right.
-EFFORT = (
-    "reasoning_effort is a hint; /v1/messages accepts it where the template does not know it (output_config.effort)"
-)
-TOO_LONG = "a limit beyond the context should mean as many tokens as fit, as it does in /v1/messages"
-UNLIMITED = "-1 should mean as many tokens as fit, as it does in llama.cpp's and LM Studio's servers"
-REPEAT = "repeat_penalty is repetition_penalty under llama.cpp's name"
-HOSTED = "with tool_choice auto the model may answer without the tool, so that leaving it out of the prompt is correct"
 
-
-def requests() -> Iterator[tuple[str, str, str, Json, str | None]]:
-    """Client, situation, path and body of each request, and why it is refused (None: it is answered)."""
+def requests() -> Iterator[tuple[str, str, str, Json]]:
+    """Client, situation, path and body of each request."""
     yield from open_webui()
     yield from chat_applications()
     yield from editors()
@@ -66,7 +56,7 @@ def requests() -> Iterator[tuple[str, str, str, Json, str | None]]:
     yield from workflows()
 
 
-def open_webui() -> Iterator[tuple[str, str, str, Json, str | None]]:
+def open_webui() -> Iterator[tuple[str, str, str, Json]]:
     name = "open_webui"
     clock = {
         "name": "get_current_timestamp",
@@ -80,96 +70,90 @@ def open_webui() -> Iterator[tuple[str, str, str, Json, str | None]]:
         "temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "frequency_penalty": 0.1, "presence_penalty": 0,
         "seed": 1, "stop": ["###"], "max_tokens": 128, "logit_bias": {"5": 1},
     }  # fmt: skip
-    yield name, "title", CHAT, {"messages": [USER], "stream": False, "max_tokens": 1000}, None
-    yield name, "chat", CHAT, {"stream": True, "messages": [USER], **tools}, None
-    yield name, "result", CHAT, {"stream": True, "messages": called, **tools}, None
-    yield name, "usage", CHAT, {**STREAM, "messages": called, **tools}, None
-    yield name, "panel", CHAT, {"stream": True, "messages": [USER], **panel}, None
-    yield name, "effort", CHAT, {"stream": True, "messages": [USER], "reasoning_effort": "low"}, EFFORT
-    yield name, "repeat penalty", CHAT, {"stream": True, "messages": [USER], "repeat_penalty": 1.1}, REPEAT
-    yield name, "embeddings", EMBEDDINGS, {"input": ["A whale is white."]}, None
+    yield name, "title", CHAT, {"messages": [USER], "stream": False, "max_tokens": 1000}
+    yield name, "chat", CHAT, {"stream": True, "messages": [USER], **tools}
+    yield name, "result", CHAT, {"stream": True, "messages": called, **tools}
+    yield name, "usage", CHAT, {**STREAM, "messages": called, **tools}
+    yield name, "panel", CHAT, {"stream": True, "messages": [USER], **panel}
+    yield name, "effort", CHAT, {"stream": True, "messages": [USER], "reasoning_effort": "low"}
+    yield name, "repeat penalty", CHAT, {"stream": True, "messages": [USER], "repeat_penalty": 1.1}
+    yield name, "embeddings", EMBEDDINGS, {"input": ["A whale is white."]}
 
 
-def chat_applications() -> Iterator[tuple[str, str, str, Json, str | None]]:
+def chat_applications() -> Iterator[tuple[str, str, str, Json]]:
     user = {"user": "65f0c0ffee65f0c0ffee65f0"}
     named = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {**RESULT, "name": "bash"}]
     older = {"temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
-    yield "librechat", "chat", CHAT, {"messages": [USER], **user, **STREAM}, None
-    yield "librechat", "older", CHAT, {"messages": [USER], **user, **older, "stream": True}, None
-    yield "librechat", "result", CHAT, {"messages": named, **TOOLS, **user, **STREAM}, None
-    yield "librechat", "effort", CHAT, {"messages": [USER], **user, **STREAM, "reasoning_effort": "low"}, EFFORT
+    yield "librechat", "chat", CHAT, {"messages": [USER], **user, **STREAM}
+    yield "librechat", "older", CHAT, {"messages": [USER], **user, **older, "stream": True}
+    yield "librechat", "result", CHAT, {"messages": named, **TOOLS, **user, **STREAM}
+    yield "librechat", "effort", CHAT, {"messages": [USER], **user, **STREAM, "reasoning_effort": "low"}
 
-    yield "jan", "chat", CHAT, {"messages": ASKED, **AUTO, **STREAM}, None
+    yield "jan", "chat", CHAT, {"messages": ASKED, **AUTO, **STREAM}
     sampling = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
-    yield "jan", "sampling", CHAT, {"messages": ASKED, **STREAM, **sampling}, None
-    yield "jan", "repeat penalty", CHAT, {"messages": ASKED, **STREAM, **sampling, "repeat_penalty": 1.12}, REPEAT
+    yield "jan", "sampling", CHAT, {"messages": ASKED, **STREAM, **sampling}
+    yield "jan", "repeat penalty", CHAT, {"messages": ASKED, **STREAM, **sampling, "repeat_penalty": 1.12}
 
-    yield "anythingllm", "chat", CHAT, {"stream": True, "messages": ASKED, "temperature": 0.7, "max_tokens": 1024}, None
+    yield "anythingllm", "chat", CHAT, {"stream": True, "messages": ASKED, "temperature": 0.7, "max_tokens": 1024}
     null = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
-    yield "anythingllm", "agent", CHAT, {**STREAM, "messages": null, **TOOLS}, None
-    yield "anythingllm", "embeddings", EMBEDDINGS, {"input": ["A whale.", "A ship."], "encoding_format": "base64"}, None
+    yield "anythingllm", "agent", CHAT, {**STREAM, "messages": null, **TOOLS}
+    yield "anythingllm", "embeddings", EMBEDDINGS, {"input": ["A whale.", "A ship."], "encoding_format": "base64"}
 
     lm_studio = {"messages": ASKED, "temperature": 0.7, "stream": True}
-    yield "lm_studio", "chat", CHAT, {**lm_studio, "max_tokens": 100}, None
-    yield "lm_studio", "unlimited", CHAT, {**lm_studio, "max_tokens": -1}, f"max_tokens: {UNLIMITED}"
-    reason = "ttl and draft_model say how to load a model; they change no token of the one that is loaded"
-    yield "lm_studio", "ttl", CHAT, {**lm_studio, "ttl": 300}, reason
-    yield "lm_studio", "draft model", CHAT, {**lm_studio, "draft_model": "small"}, reason
+    yield "lm_studio", "chat", CHAT, {**lm_studio, "max_tokens": 100}
+    yield "lm_studio", "unlimited", CHAT, {**lm_studio, "max_tokens": -1}
+    yield "lm_studio", "ttl", CHAT, {**lm_studio, "ttl": 300}
+    yield "lm_studio", "draft model", CHAT, {**lm_studio, "draft_model": "small"}
 
 
-def editors() -> Iterator[tuple[str, str, str, Json, str | None]]:
+def editors() -> Iterator[tuple[str, str, str, Json]]:
     thought = [
         *ASKED,
         {"role": "assistant", "content": None, "reasoning_content": "I look.", "tool_calls": [CALL]},
         RESULT,
     ]
 
-    yield "continue", "agent", CHAT, {"messages": ASKED, **TOOLS, **STREAM}, None
-    yield "continue", "result", CHAT, {"messages": CALLED, **TOOLS, **STREAM}, None
+    yield "continue", "agent", CHAT, {"messages": ASKED, **TOOLS, **STREAM}
+    yield "continue", "result", CHAT, {"messages": CALLED, **TOOLS, **STREAM}
     fim = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>"]
     stop = [*fim, "<|file_sep|>", "<|im_start|>", "<|im_end|>", "/src/", "#- coding: utf-8", "```"]
     completion = {"prompt": "<|fim_prefix|>a = 1\n<|fim_suffix|>\n<|fim_middle|>", "stop": stop, "stream": True}
-    yield "continue", "autocomplete", COMPLETIONS, {**completion, "max_tokens": 64, "temperature": 0.01}, None
+    yield "continue", "autocomplete", COMPLETIONS, {**completion, "max_tokens": 64, "temperature": 0.01}
     prediction = {"prediction": {"type": "content", "content": "a = 1\n"}}
-    reason = "prediction may make the answer faster, and changes none of its tokens"
-    yield "continue", "apply", CHAT, {"messages": ASKED, "stream": True, **prediction}, reason
+    yield "continue", "apply", CHAT, {"messages": ASKED, "stream": True, **prediction}
 
-    yield "cline", "agent", CHAT, {"messages": ASKED, **AUTO, **STREAM}, None
-    yield "cline", "result", CHAT, {"messages": thought, **AUTO, **STREAM}, None
-    yield "cline", "effort", CHAT, {"messages": ASKED, **AUTO, **STREAM, "reasoning_effort": "high"}, EFFORT
+    yield "cline", "agent", CHAT, {"messages": ASKED, **AUTO, **STREAM}
+    yield "cline", "result", CHAT, {"messages": thought, **AUTO, **STREAM}
+    yield "cline", "effort", CHAT, {"messages": ASKED, **AUTO, **STREAM, "reasoning_effort": "high"}
 
     required = {**SHELL, "required": ["command", "timeout"], "additionalProperties": False}
     strict = {"type": "function", "function": {"name": "bash", "strict": True, "parameters": required}}
     roo = {"temperature": 0, **STREAM, "tools": [strict], "parallel_tool_calls": True}
-    yield "roo", "agent", CHAT, {"messages": ASKED, **roo}, None
+    yield "roo", "agent", CHAT, {"messages": ASKED, **roo}
     marked = [{"role": "system", "content": [{"type": "text", "text": "Be brief.", "cache_control": MARK}]}, USER]
-    reason = "cache_control in content parts changes no token; /v1/messages accepts it"
-    yield "roo", "prompt caching", CHAT, {"messages": marked, **roo}, reason
-    unlimited = f"max_completion_tokens: {UNLIMITED}"
-    yield "roo", "output limit", CHAT, {"messages": ASKED, **roo, "max_completion_tokens": -1}, unlimited
-    reason = "thinking.type says the same as enable_thinking, which the template knows"
-    yield "roo", "thinking", CHAT, {"messages": ASKED, **roo, "thinking": {"type": "enabled"}}, reason
+    yield "roo", "prompt caching", CHAT, {"messages": marked, **roo}
+    yield "roo", "output limit", CHAT, {"messages": ASKED, **roo, "max_completion_tokens": -1}
+    yield "roo", "thinking", CHAT, {"messages": ASKED, **roo, "thinking": {"type": "enabled"}}
     details = [{"type": "reasoning.text", "text": "I look.", "format": "unknown", "index": 0}]
     detailed = [
         *ASKED,
         {"role": "assistant", "content": "", "reasoning_details": details, "tool_calls": [CALL]},
         RESULT,
     ]
-    reason = "reasoning_details is reasoning_content in OpenRouter's form, which most templates drop from earlier turns"
-    yield "roo", "reasoning details", CHAT, {"messages": detailed, **roo}, reason
+    yield "roo", "reasoning details", CHAT, {"messages": detailed, **roo}
 
     examples = [*ASKED, {"role": "assistant", "content": "Ok."}, USER]
-    yield "aider", "chat", CHAT, {"messages": examples, "temperature": 0, "stream": True}, None
-    yield "aider", "commit message", CHAT, {"messages": ASKED, "temperature": 0, "stream": False}, None
+    yield "aider", "chat", CHAT, {"messages": examples, "temperature": 0, "stream": True}
+    yield "aider", "commit message", CHAT, {"messages": ASKED, "temperature": 0, "stream": False}
 
     limit = {"max_tokens": 32000}
-    yield "opencode", "result", CHAT, {"messages": thought, "max_tokens": 2000, **AUTO, **STREAM}, None
-    yield "opencode", "no limits known", CHAT, {"messages": ASKED, **limit, **AUTO, **STREAM}, f"max_tokens: {TOO_LONG}"
+    yield "opencode", "result", CHAT, {"messages": thought, "max_tokens": 2000, **AUTO, **STREAM}
+    yield "opencode", "no limits known", CHAT, {"messages": ASKED, **limit, **AUTO, **STREAM}
     titled = [SYSTEM, {"role": "user", "content": "Generate a title:\n"}, USER]
-    yield "opencode", "title", CHAT, {"messages": titled, "reasoning_effort": "low", **STREAM}, EFFORT
+    yield "opencode", "title", CHAT, {"messages": titled, "reasoning_effort": "low", **STREAM}
 
 
-def codex() -> Iterator[tuple[str, str, str, Json, str | None]]:
+def codex() -> Iterator[tuple[str, str, str, Json]]:
     name = "codex"
 
     def message(role: str, text: str) -> Json:
@@ -194,30 +178,27 @@ def codex() -> Iterator[tuple[str, str, str, Json, str | None]]:
     web = {"type": "web_search", "external_web_access": False}
     patch = {"type": "custom", "name": "apply_patch", "description": "Patches.",
              "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}}  # fmt: skip
-    yield name, "functions alone", RESPONSES, body, None
-    yield name, "result", RESPONSES, {**body, "input": called}, None
-    reason = "client_metadata holds labels, as metadata does"
-    yield name, "metadata", RESPONSES, {**body, "client_metadata": {"session_id": "1", "turn_id": "2"}}, reason
-    reason = "tools of type namespace are functions in a named group; the prompt can list them one by one"
-    yield name, "namespace", RESPONSES, {**body, "tools": [shell, agents]}, reason
+    yield name, "functions alone", RESPONSES, body
+    yield name, "result", RESPONSES, {**body, "input": called}
+    yield name, "metadata", RESPONSES, {**body, "client_metadata": {"session_id": "1", "turn_id": "2"}}
+    yield name, "namespace", RESPONSES, {**body, "tools": [shell, agents]}
     spoken = [*asked, {**call, "namespace": "multi_agent_v1"}, called[-1]]
-    yield name, "call in a namespace", RESPONSES, {**body, "input": spoken}, f"input[].namespace: {reason}"
-    yield name, "web search", RESPONSES, {**body, "tools": [shell, web]}, f"tools of type web_search: {HOSTED}"
-    yield name, "apply_patch", RESPONSES, {**body, "tools": [shell, patch]}, f"tools of type custom: {HOSTED}"
+    yield name, "call in a namespace", RESPONSES, {**body, "input": spoken}
+    yield name, "web search", RESPONSES, {**body, "tools": [shell, web]}
+    yield name, "apply_patch", RESPONSES, {**body, "tools": [shell, patch]}
     high = {**body, "reasoning": {"effort": "high", "summary": "auto"}}
-    yield name, "effort", RESPONSES, high, EFFORT.replace("reasoning_effort", "reasoning.effort")
+    yield name, "effort", RESPONSES, high
     detailed = {**body, "reasoning": {"summary": "detailed"}}
-    yield name, "summary", RESPONSES, detailed, "reasoning.summary: the response has the whole reasoning in any case"
+    yield name, "summary", RESPONSES, detailed
     yield (
         name,
         "verbosity",
         RESPONSES,
         {**body, "text": {"verbosity": "low"}},
-        "text.verbosity is a hint, as an effort is",
     )
 
 
-def claude_code() -> Iterator[tuple[str, str, str, Json, str | None]]:
+def claude_code() -> Iterator[tuple[str, str, str, Json]]:
     name = "claude_code"
     user = {"metadata": {"user_id": '{"device_id":"0f","account_uuid":"","session_id":"1c0f"}'}}
     tool = {
@@ -244,32 +225,30 @@ def claude_code() -> Iterator[tuple[str, str, str, Json, str | None]]:
     }  # fmt: skip
     title = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
     called = [asked, late, {"role": "assistant", "content": [thinking, use]}, {"role": "user", "content": [result]}]
-    yield name, "agent", MESSAGES, {**body, "messages": [asked, late]}, None
-    yield name, "result", MESSAGES, {**body, "messages": called}, None
-    yield name, "quota", MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": "quota"}], **user}, None
+    yield name, "agent", MESSAGES, {**body, "messages": [asked, late]}
+    yield name, "result", MESSAGES, {**body, "messages": called}
+    yield name, "quota", MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": "quota"}], **user}
     shape = {"effort": "high", "format": {"type": "json_schema", "schema": {**title, "additionalProperties": False}}}
     yield (
         name,
         "title",
         MESSAGES,
         {"max_tokens": 3000, "messages": [asked], "tools": [], "output_config": shape, "stream": True},
-        None,
     )
 
 
-def workflows() -> Iterator[tuple[str, str, str, Json, str | None]]:
+def workflows() -> Iterator[tuple[str, str, str, Json]]:
     strict = {"type": "function", "function": {**SHELL_TOOL["function"], "strict": False}}
-    yield "n8n", "chat", CHAT, {"messages": ASKED, "tools": [strict], **STREAM}, None
-    yield "n8n", "whole", CHAT, {"messages": ASKED, "stream": False, "response_format": {"type": "text"}}, None
+    yield "n8n", "chat", CHAT, {"messages": ASKED, "tools": [strict], **STREAM}
+    yield "n8n", "whole", CHAT, {"messages": ASKED, "stream": False, "response_format": {"type": "text"}}
     flat = {"type": "function", "name": "bash", "description": "Runs.", "parameters": SHELL, "strict": False}
     items = [{"type": "message", "role": "system", "content": "Be brief."}, {"type": "message", **USER}]
     call = {"type": "function_call", "call_id": "call_1", "name": "bash", "arguments": '{"command":"ls"}'}
     output = {"type": "function_call_output", "call_id": "call_1", "output": "a.txt"}
     responses = {"input": items, "text": {}, "tools": [flat], "stream": True}
-    yield "n8n", "responses", RESPONSES, responses, None
-    yield "n8n", "responses, result", RESPONSES, {**responses, "input": [*items, call, output]}, None
-    reason = "service_tier: the one tier there is answers, and the response says which it was"
-    yield "n8n", "service tier", RESPONSES, {**responses, "service_tier": "flex"}, reason
+    yield "n8n", "responses", RESPONSES, responses
+    yield "n8n", "responses, result", RESPONSES, {**responses, "input": [*items, call, output]}
+    yield "n8n", "service tier", RESPONSES, {**responses, "service_tier": "flex"}
 
     told = {"type": "message", "role": "developer", "content": "You control a house."}
     home = {
@@ -277,28 +256,25 @@ def workflows() -> Iterator[tuple[str, str, str, Json, str | None]]:
         "max_output_tokens": 3000, "user": "01JHOME", "store": False, "stream": True, "top_p": 1.0, "temperature": 1.0,
         "prompt_cache_retention": "24h", "tools": [flat],
     }  # fmt: skip
-    yield "home_assistant", "conversation", RESPONSES, home, None
-    yield "home_assistant", "result", RESPONSES, {**home, "input": [*home["input"], call, output]}, None
-    yield "home_assistant", "verbosity", RESPONSES, {**home, "text": {"verbosity": "medium"}}, None
+    yield "home_assistant", "conversation", RESPONSES, home
+    yield "home_assistant", "result", RESPONSES, {**home, "input": [*home["input"], call, output]}
+    yield "home_assistant", "verbosity", RESPONSES, {**home, "text": {"verbosity": "medium"}}
     low = {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"]}
-    effort = EFFORT.replace("reasoning_effort", "reasoning.effort")
-    yield "home_assistant", "effort", RESPONSES, {**home, **low}, effort
+    yield "home_assistant", "effort", RESPONSES, {**home, **low}
     limit = {**home, "max_output_tokens": 30000}
-    yield "home_assistant", "output limit", RESPONSES, limit, f"max_output_tokens: {TOO_LONG}"
+    yield "home_assistant", "output limit", RESPONSES, limit
     web = {"type": "web_search", "search_context_size": "medium"}
     yield (
         "home_assistant",
         "web search",
         RESPONSES,
         {**home, "tools": [flat, web]},
-        f"tools of type web_search: {HOSTED}",
     )
 
 
 def cases() -> Iterator[Any]:
-    for client, situation, path, body, refused in requests():
-        marks = [] if refused is None else [pytest.mark.xfail(reason=refused, strict=True)]
-        yield pytest.param(path, body, id=f"{client}: {situation}", marks=marks)
+    for client, situation, path, body in requests():
+        yield pytest.param(path, body, id=f"{client}: {situation}")
 
 
 @pytest.fixture(scope="module")

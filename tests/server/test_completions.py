@@ -228,14 +228,18 @@ def test_too_long_is_told_with_both_numbers_and_the_flag(folder):
         ({"prompt": [11] * 512}, "prompt"),
         ({"prompt": "sea " * 100_000}, "prompt"),
         ({"prompt": ["a", "sea " * 600]}, "prompt"),
-        ({"prompt": [11] * 500, "max_tokens": 13}, "max_tokens"),
     ):
         response = ask(folder, COMPLETIONS, body)
         error = response.json()["error"]
         assert response.status_code == 400
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
         assert "--max-model-len" in error["message"]
-    assert ask(folder, COMPLETIONS, {"prompt": [11] * 500, "max_tokens": 12}).status_code == 200
+
+
+@pytest.mark.parametrize("most", [12, 13, 100_000, -1])
+def test_a_limit_beyond_the_context_means_as_many_as_fit(folder, most):
+    answer = ask(folder, COMPLETIONS, {"prompt": [11] * 500, "max_tokens": most}).json()
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (12, "length")
 
 
 def test_the_examples_of_the_api_page_work(folder):

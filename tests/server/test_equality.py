@@ -6,7 +6,7 @@ import random
 import pytest
 
 from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, markers
-from tests.fakes import model_folder, serving
+from tests.fakes import TEMPLATE, model_folder, serving
 from tests.server.test_parsers import write
 from tests.server.test_tools import CLOCK, WEATHER
 from tests.server.wire import CHAT, END, QUESTION, Odds, chunks, ids
@@ -50,7 +50,7 @@ def merged(answer_chunks):
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            for key in ("content", "reasoning_content"):
+            for key in ("content", "reasoning_content", "reasoning"):
                 if delta.get(key):
                     message[key] = message.get(key, "") + delta[key]
             for piece in delta.get("tool_calls", ()):
@@ -84,7 +84,8 @@ def whole(answer):
 @pytest.mark.parametrize("formats", CASES, ids=lambda f: f"{f.tools}-{f.reasoning}")
 def test_a_stream_joined_is_the_whole_answer(tmp_path, formats):
     rng = random.Random(f"{formats}")
-    folder = model_folder(tmp_path / "fake")
+    config = {"eos_token": "<|end|>", "chat_template": "{# tools #}" + TEMPLATE}
+    folder = model_folder(tmp_path / "fake", tokenizer_config=config)
     kinds = set()
 
     async def main():

@@ -46,8 +46,9 @@ def test_the_table_tells_the_kind_of_each_field():
     assert {table[name] for name in ("temperature", "n", "stop", "messages", "stream_options")} == {"effect"}
     assert {name for name, kind in table.items() if kind == "label"} == {
         "session_id", "user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
+        "prediction", "ttl", "draft_model", "verbosity",
     }  # fmt: skip
-    assert {table[name] for name in ("functions", "verbosity", "best_of")} == {"refused"}
+    assert {table[name] for name in ("functions", "audio", "web_search_options")} == {"refused"}
 
 
 @BOTH
@@ -79,7 +80,13 @@ def test_null_and_documented_defaults_count_as_absent(folder, path):
         {"stop": None}, {"stop": []}, {"logit_bias": {}}, {"stream": False, "stream_options": None},
         {"max_tokens": 4, "max_completion_tokens": 4}, {"continue_final_message": False, "add_generation_prompt": True},
         {"temperature": 1}, {"seed": 2**64 - 1}, {"seed": -(2**63)}, {"top_k": -1}, {"logit_bias": {"339": 100}},
-        {"stop": ["a"] * 16}, {"n": 16}, {"logprobs": True, "top_logprobs": 20},
+        {"stop": ["a"] * 16}, {"n": 16}, {"logprobs": True, "top_logprobs": 20}, {"stop": ""}, {"stop": ["", "a"]},
+        {"max_tokens": 100_000}, {"max_tokens": -1}, {"max_completion_tokens": -1}, {"best_of": 2, "n": 2},
+        {"top_p": 0},
+        {"prompt_logprobs": -1}, {"service_tier": "flex"}, {"store": True}, {"repeat_penalty": 1.1},
+        {"prediction": {"type": "content", "content": "a"}}, {"verbosity": "low"}, {"ttl": 300},
+        {"messages": [{"role": "user", "content": []}]}, {"thinking": {"type": "enabled"}},
+        {"repeat_penalty": 1.1, "repetition_penalty": 1.1},
     ],
     ids=str,
 )  # fmt: skip
@@ -89,7 +96,7 @@ def test_good_values_of_chat(folder, value):
 
 SHARED = [
     ("temperature", [-0.1, 2.1, "1", True, [1]]),
-    ("top_p", [0, 1.01, -1, "x"]),
+    ("top_p", [-0.01, 1.01, -1, "x"]),
     ("top_k", [-2, 2**31, 1.5, "5", True]),
     ("min_p", [-0.1, 1.1]),
     ("presence_penalty", [-2.1, 2.1]),
@@ -97,10 +104,12 @@ SHARED = [
     ("repetition_penalty", [0, -1, 2.1, 1e-300]),
     ("seed", [-(2**63) - 1, 2**64, 1.5, "1", True, 10**400]),
     ("n", [0, -1, 17, 1.0, "2", True]),
-    ("max_tokens", [-1, 2**31, 1.5, "16", True]),
+    ("repeat_penalty", [0, 2.1, "1"]),
+    ("best_of", [0, 2, 17, "1"]),
+    ("max_tokens", [-2, 2**31, 1.5, "16", True]),
     ("min_tokens", [-1, 17, 513, "1"]),
     ("ignore_eos", [0, "true"]),
-    ("stop", [5, ["a"] * 17, "", [""], "a" * 1025, ["a", 5], {}]),
+    ("stop", [5, ["a"] * 17, "a" * 1025, ["a", 5], {}]),
     ("stop_token_ids", [5, [-1], [340], ["5"], [True], [5] * 257]),
     ("include_stop_str_in_output", [1]),
     ("skip_special_tokens", ["no"]),
@@ -119,7 +128,7 @@ SHARED = [
                             {"regex": "a", "choice": ["b"]}, {"json": {}, "json_object": True}]),
     ("allowed_token_ids", [[], 5, [-1], [340], ["5"], [True], [5] * 4097]),
     ("bad_words", ["whale", [""], [" "], [5], ["a" * 129], ["a"] * 129]),
-    ("prompt_logprobs", [-1, 21, True, "1", 1.0]),
+    ("prompt_logprobs", [-2, 21, True, "1", 1.0]),
     ("priority", [1.5, 2**31, "1", 1]),
     ("cache_salt", ["", 5, "a" * 513]),
     ("user", [5, "a" * 513]),
@@ -131,21 +140,23 @@ SHARED = [
 ]  # fmt: skip
 CHAT_ONLY = [
     ("messages", [None, [], "hi", [5], [{"role": "user"}], [{"content": "a"}], [{"role": "captain", "content": "a"}],
-                  [{"role": "user", "content": None}], [{"role": "user", "content": []}],
+                  [{"role": "user", "content": None}],
                   [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
                   [{"role": "user", "content": "a", "colour": 1}], [{"role": "assistant"}],
                   [{"role": "tool", "content": "a"}],
                   [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f"}}]}],
-                  [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function",
-                                                         "function": {"name": "f", "arguments": "[]"}}]}],
                   [{"role": "user", "content": "a"}] * 4097]),
     ("logprobs", [1, 5, "true"]),
     ("top_logprobs", [1, 21, -1, True]),
     ("max_tokens", [0]),
     ("max_completion_tokens", [0, "5"]),
     ("metadata", [{"a": 5}, {"a" * 65: "b"}, {"a": "b" * 513}, {str(i): "" for i in range(17)}]),
-    ("service_tier", ["flex", "priority"]),
-    ("store", [True]),
+    ("service_tier", ["fast", 5]),
+    ("store", [1, "true"]),
+    ("thinking", [True, {}, {"type": "maybe"}, {"type": "enabled", "budget_tokens": 0}]),
+    ("reasoning", [True, {"effort": "huge"}, {"max_tokens": -1}, {"enabled": 1}]),
+    ("enable_thinking", [1, "false"]),
+    ("verbosity", ["loud"]),
     ("chat_template_kwargs", [5, {"messages": 1}, {"tools": 1}, {"a": [1]}, {"a": {}}, {str(i): 1 for i in range(65)}]),
     ("add_generation_prompt", [1]),
     ("continue_final_message", [1]),
@@ -183,6 +194,8 @@ def test_bad_values_are_refused_by_name(folder, path, field, values):
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         (CHAT, {"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
         (CHAT, {"stream_options": {"colour": 1}, "stream": True}, "stream_options.colour"),
+        (CHAT, {"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty"),
+        (CHAT, {"n": 2, "best_of": 1}, "best_of"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"max_tokens": 0, "prompt_logprobs": 1}, "max_tokens"),
         (COMPLETIONS, {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),

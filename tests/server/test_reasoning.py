@@ -4,9 +4,11 @@ import asyncio
 
 import openai
 import pytest
+import tokenizers
+from msgspec.structs import replace
 
-from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving
-from tests.server.wire import CHAT, QUESTION, ask, chunks, ids, saying
+from tests.fakes import INFO, TEMPLATE, FakeEngine, listening, model_folder, serving
+from tests.server.wire import CHAT, QUESTION, RESPONSES, ask, chunks, ids, saying
 
 THOUGHT = "<think>\nWhales are large.\n</think>\n\nYes."
 # Of a mark that is several tokens only the last one is known to begin a block.
@@ -87,6 +89,13 @@ def test_the_flag_decides_where_the_template_does_not(folder, tmp_path):
     assert on.json()["choices"][0]["message"]["content"] == "Yes."
 
 
+def prompt(folder, more):
+    engine = FakeEngine(saying("Yes."))
+    response = ask(folder, CHAT, {"messages": QUESTION, **more}, engine)
+    assert response.status_code == 200, response.text
+    return engine.requests[0].prompt_ids
+
+
 def test_effort_none_is_told_to_the_template(folder):
     engine = FakeEngine(saying("Yes."))
     assert ask(folder, CHAT, {"messages": QUESTION, "reasoning_effort": "none"}, engine).status_code == 200
@@ -95,12 +104,16 @@ def test_effort_none_is_told_to_the_template(folder):
     )
 
 
-def test_an_effort_that_the_template_does_not_know_is_refused(folder):
-    for effort in ("minimal", "low", "high", "xhigh"):
-        error = ask(folder, CHAT, {"messages": QUESTION, "reasoning_effort": effort}).json()["error"]
-        assert error["param"] == "reasoning_effort"
-        assert "does not know reasoning_effort" in error["message"]
-    assert ask(folder, CHAT, {"messages": QUESTION, "reasoning_effort": "medium"}).status_code == 200
+@pytest.mark.parametrize("effort", ["minimal", "low", "medium", "high", "xhigh"])
+def test_an_effort_only_turns_thinking_on_where_the_template_has_no_levels(folder, effort):
+    by_effort, switched, plain = (
+        prompt(folder, more) for more in ({"reasoning_effort": effort}, {"enable_thinking": True}, {})
+    )
+    assert by_effort == switched == plain
+    assert prompt(folder, {"reasoning_effort": "none"}) != plain
+
+
+def test_an_effort_that_there_is_not_is_refused(folder):
     error = ask(folder, CHAT, {"messages": QUESTION, "reasoning_effort": "loud"}).json()["error"]
     assert error["param"] == "reasoning_effort"
 
@@ -122,3 +135,66 @@ def test_the_openai_sdk_reads_reasoning(folder):
                 assert answer.usage.completion_tokens_details.reasoning_tokens > 3
 
     asyncio.run(main())
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+FORMED = [
+    {"tools": [WEATHER], "tool_choice": "required"},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+]
+OFF = [
+    {"enable_thinking": False},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"reasoning_effort": "none"},
+    {"thinking": {"type": "disabled"}},
+    {"reasoning": {"enabled": False}},
+]
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """A model whose marks of reasoning are tokens, so that a grammar can end what it thinks."""
+    template = "{# tools <tool_call> <think> </think> #}" + THINKING
+    config = {"eos_token": "<|end|>", "chat_template": template}
+    path = model_folder(tmp_path_factory.mktemp("model") / "marked", tokenizer_config=config)
+    library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    library.add_tokens(["<think>", "</think>"])
+    library.save(str(path / "tokenizer.json"))
+    return path
+
+
+def grammar(folder, path=CHAT, **body):
+    """What the engine is told that the output must follow."""
+    engine = FakeEngine(saying("a"), info=replace(INFO, vocab_size=INFO.vocab_size + 2))
+    response = ask(folder, path, body, engine)
+    assert engine.requests, response.text
+    return engine.requests[0].params.grammar[1]
+
+
+@pytest.mark.parametrize("formed", FORMED, ids=["call", "schema"])
+@pytest.mark.parametrize("off", OFF, ids=str)
+def test_what_is_forced_does_not_think_where_thinking_is_off(marked, formed, off):
+    assert "thought" not in grammar(marked, messages=QUESTION, **formed, **off)
+    assert "thought" in grammar(marked, messages=QUESTION, **formed)
+
+
+@pytest.mark.parametrize("formed", FORMED, ids=["call", "schema"])
+@pytest.mark.parametrize(("limit", "most"), [({"max_tokens": 40}, 40), ({}, None), ({"max_tokens": -1}, None)], ids=str)
+def test_what_is_forced_leaves_half_of_the_tokens_for_itself(marked, formed, limit, most):
+    free = {name: value for name, value in formed.items() if name == "tools"}  # the prompt is the same
+    left = INFO.max_len - len(prompt(marked, free))
+    assert f"thought[max_tokens={(most or left) // 2}]" in grammar(marked, messages=QUESTION, **formed, **limit)
+
+
+def test_the_other_apis_turn_thinking_off_too(marked):
+    schema = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+    responses = {"input": "the sea", "text": {"format": schema}}
+    assert "thought" in grammar(marked, RESPONSES, **responses)
+    assert "thought" not in grammar(marked, RESPONSES, **responses, reasoning={"effort": "none"})
+    messages = {"messages": QUESTION, "max_tokens": 40, "output_config": {"format": {**schema}}}
+    del messages["output_config"]["format"]["name"]
+    assert "thought" in grammar(marked, "/v1/messages", **messages, thinking={"type": "adaptive"})
+    assert "thought" not in grammar(marked, "/v1/messages", **messages, thinking={"type": "disabled"})
+    assert "thought" not in grammar(marked, "/v1/messages", **messages), (
+        "as Anthropic's models, unless they are asked to"
+    )

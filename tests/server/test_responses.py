@@ -295,7 +295,7 @@ def test_the_helpers_of_the_sdk_work(folder):
             made = await client.responses.create(model="fake", input="the sea", background=True)
             assert (await client.responses.cancel(made.id)).status == "cancelled"
             with pytest.raises(openai.BadRequestError) as bad:
-                await client.responses.create(model="fake", input="the sea", truncation="auto")
-            assert bad.value.param == "truncation"
+                await client.responses.create(model="fake", input="the sea", conversation="conv_1")
+            assert bad.value.param == "conversation"
 
     asyncio.run(main())

@@ -1,5 +1,6 @@
 """What the fields of a chat completion do."""
 
+import copy
 import json
 
 from openai.types.chat import completion_create_params as params
@@ -9,7 +10,7 @@ from tests.server.wire import CHAT
 from .drawing import OBJECT, SHARED
 from .endpoint import END, QUESTION
 from .extensions import EXTENSIONS
-from .places import CALL, FUNCTION, held, needed, written
+from .places import CALL, FUNCTION, at, changed, example, held, needed, written
 
 
 def max_completion_tokens(e):
@@ -125,6 +126,43 @@ def thinking_token_budget(e):
     assert e.choices(**begun, **formed, thinking_token_budget=-1)[0]["finish_reason"] == "length"
 
 
+def enable_thinking(e):
+    assert e.decode(e.prompt(enable_thinking=False)).startswith("brisk")
+    assert "brisk" not in e.decode(e.prompt(enable_thinking=True))
+    kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert "brisk" not in e.decode(e.prompt(enable_thinking=False, **kwargs)), "the template's own variables count more"
+
+
+def thinking(e):
+    assert e.decode(e.prompt(thinking={"type": "disabled"})).startswith("brisk")
+    assert "brisk" not in e.decode(e.prompt(thinking={"type": "enabled"}))
+    assert reasoned(e, thinking={"type": "enabled", "budget_tokens": 5}) == 6, "and the mark that ends it"
+
+
+def reasoning(e):
+    assert e.decode(e.prompt(reasoning={"effort": "high"})).startswith("high")
+    assert e.decode(e.prompt(reasoning={"effort": "none"})).startswith("brisk")
+    assert e.decode(e.prompt(reasoning={"enabled": False})).startswith("brisk")
+    assert reasoned(e, reasoning={"max_tokens": 5}) == 6
+    assert "reasoning_content" not in message(e, **THOUGHT, reasoning={"exclude": True})
+
+
+def reasoned(e, **more):
+    """Tokens of reasoning in an answer that has no end of its own, and begins with one."""
+    begun = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "continue_final_message": True}
+    answer = e.ask(**begun, max_tokens=40, logit_bias={str(END): -100}, **more)
+    return answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+
+
+def kind_of_call(e):
+    field = "messages[].tool_calls[].type"
+    plain, wrong, place = changed(e.path, field, "narwhal")
+    assert e.post(**wrong).json()["error"]["param"] == place
+    absent, spot = copy.deepcopy(wrong), example(e.path, field)[1]
+    del at(absent, spot[:-1])["type"]
+    assert e.shown(**absent) == e.shown(**plain), "there is no other kind"
+
+
 def role(e):
     said = {role: e.shown(messages=[*QUESTION, {"role": role, "content": "No."}]) for role in ("user", "system")}
     assert "<|im_start|>user\nNo." in said["user"] and "<|im_start|>system\n" in said["system"]
@@ -185,7 +223,15 @@ TALKED = {
             "tools[].function.parameters": {"type": "object", "properties": {"narwhal": {}}},
         }.items()
     },
-    "messages[].tool_calls[].type": needed("messages[].tool_calls[].type"),
+    "messages[].tool_calls[].type": kind_of_call,
+    "messages[].reasoning_details": written(
+        "messages[].reasoning_details", [{"type": "reasoning.text", "text": "narwhal"}], "narwhal"
+    ),
+    "messages[].reasoning_details[].type": needed("messages[].reasoning_details[].type"),
+    **{
+        field: written(field, "narwhal")
+        for field in ("messages[].reasoning_details[].text", "messages[].reasoning_details[].summary")
+    },
     "tools[].type": needed("tools[].type"),
     "tools[].function.strict": held("tools[].function.parameters", lambda e: e.path == CHAT),
 }
@@ -220,11 +266,22 @@ EFFECTS = {
         "parallel_tool_calls": parallel_tool_calls,
         "include_reasoning": include_reasoning,
         "reasoning_effort": reasoning_effort,
+        "enable_thinking": enable_thinking,
+        **dict.fromkeys(("thinking", "thinking.type", "thinking.budget_tokens"), thinking),
+        **dict.fromkeys(("reasoning", "reasoning.effort", "reasoning.max_tokens"), reasoning),
+        **dict.fromkeys(("reasoning.enabled", "reasoning.exclude"), reasoning),
         "thinking_token_budget": thinking_token_budget,
     }
 }
 LABELS = {
     **{f"messages[{role}].content[].prompt_cache_breakpoint": {"mode": "explicit"} for role in ROLES},
+    **{f"messages[{role}].content[].cache_control": {"type": "ephemeral", "ttl": "1h"} for role in ROLES},
+    **{f"messages[].reasoning_details[].{name}": "narwhal" for name in ("data", "id", "format", "signature")},
+    "messages[].reasoning_details[].index": 5,
+    "prediction": {"type": "content", "content": "a = 1"},
+    "verbosity": "low",
+    "ttl": 300,
+    "draft_model": "small",
     "messages[].tool_calls[].function.parsed_arguments": {"far": False},
     "messages[].tool_calls[].index": 3,
     "messages[].parsed": {"a": 2},

@@ -59,6 +59,11 @@ def n(e):
     assert len({tuple(choice["token_ids"]) for choice in choices}) > 1
 
 
+def best_of(e):
+    assert len(e.choices(n=2, best_of=2)) == 2
+    assert e.post(n=2, best_of=3).json()["error"]["param"] == "best_of"
+
+
 def logit_bias(e):
     assert set(e.tokens(logit_bias={"777": 100})) == {777}
     first = e.tokens()[0]
@@ -89,6 +94,10 @@ def prompt_logprobs(e):
         assert {1, 2} <= {each["rank"] for each in entry.values()}
         assert all(each["decoded_token"] == e.decode([int(i)]) for i, each in entry.items() if i.isdigit())
     assert "prompt_logprobs" not in e.ask()
+    short = {"messages": [{"role": "user", "content": "A"}]} if e.path == CHAT else {"prompt": "A whale"}
+    answer = e.ask(**short, prompt_logprobs=-1)
+    everything = (answer if e.path == CHAT else answer["choices"][0])["prompt_logprobs"][1]
+    assert sorted(each["rank"] for each in everything.values()) == list(range(1, 2049))
 
 
 def max_tokens(e):
@@ -151,7 +160,8 @@ def include_usage(e):
 
 
 def continuous_usage_stats(e):
-    seen = e.stream(stream_options={"continuous_usage_stats": True})
+    seen = e.stream(stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert not any("usage" in part for part in e.stream(stream_options={"continuous_usage_stats": True}))
     counts = [part["usage"]["completion_tokens"] for part in seen if part.get("usage")]
     assert len(counts) > 2 and counts == sorted(counts)
 
@@ -246,8 +256,10 @@ SHARED = {
     "presence_penalty": penalty("presence_penalty", 2, -2),
     "frequency_penalty": penalty("frequency_penalty", 2, -2),
     "repetition_penalty": penalty("repetition_penalty", 2, 0.5),
+    "repeat_penalty": penalty("repeat_penalty", 2, 0.5),
     "seed": seed,
     "n": n,
+    "best_of": best_of,
     "logit_bias": logit_bias,
     "allowed_token_ids": allowed_token_ids,
     "bad_words": bad_words,

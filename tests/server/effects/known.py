@@ -43,6 +43,8 @@ def literals(annotation: Any) -> set[str]:
 
 def gaps(ours: type[Wire], theirs: Any, path: str = "") -> typing.Iterator[str]:
     """Fields and kinds of objects of `theirs`, a TypedDict, that `ours` neither takes nor refuses by name."""
+    if ours.model_config.get("extra") == "allow":  # an object that is left out whole
+        return
     fields = {field.alias or name: field for name, field in ours.model_fields.items()}
     for name, hint in typing.get_type_hints(theirs).items():
         if name not in fields:

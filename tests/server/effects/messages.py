@@ -95,8 +95,8 @@ def tool_choice(e):
 
 
 def thinking(e):
-    assert size(e, thinking={"type": "disabled"}) > size(e, thinking={"type": "adaptive"}) == size(e)
-    assert size(e, thinking={"type": "enabled", "budget_tokens": 1024}) == size(e)
+    assert size(e, thinking={"type": "disabled"}) == size(e) > size(e, thinking={"type": "adaptive"})
+    assert size(e, thinking={"type": "enabled", "budget_tokens": 1024}) == size(e, thinking={"type": "adaptive"})
     if e.path == MESSAGES:
         begun = {"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}], "max_tokens": 40}
 
@@ -104,10 +104,12 @@ def thinking(e):
             answer = e.ask(**begun, logit_bias={str(END): -100}, **more)
             return answer["usage"]["output_tokens_details"]["thinking_tokens"]
 
-        assert thought() == 40
+        assert thought(thinking={"type": "adaptive"}) == 40
         assert thought(thinking={"type": "enabled", "budget_tokens": 5}) == 6, "and the mark that ends it"
-        assert thought(output_format=FORMAT) == 21, "half of the tokens, and the mark"
-        assert thought(output_format=FORMAT, thinking={"type": "adaptive"}) == 40
+        assert thought(output_format=FORMAT) == 1, "it is ended at once, as the request does not ask for it"
+        roomy = {"type": "enabled", "budget_tokens": 1024}
+        assert thought(output_format=FORMAT, thinking=roomy) == 40
+        assert thought(output_format=FORMAT, thinking={"type": "adaptive"}) == 21, "half of the tokens, and the mark"
 
 
 def effort(e):
@@ -364,7 +366,10 @@ def served(e):
 EFFECTS = {
     MESSAGES: {
         **{name: drawing.SHARED[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "bad_words")},
-        **{name: drawing.SHARED[name] for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")},
+        **{
+            name: drawing.SHARED[name]
+            for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "repeat_penalty")
+        },
         **{name: check for name, check in drawing.STRUCTURED.items() if name.startswith("structured_outputs.")},
         **PROMPT,
         "max_tokens": max_tokens,

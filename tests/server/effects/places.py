@@ -23,7 +23,14 @@ def part(text, **more):
 
 
 def chat_part(text):
-    unknown = {"prompt_cache_breakpoint": MARK, "file": None, "image_url": None, "input_audio": None, "refusal": None}
+    unknown = {
+        "prompt_cache_breakpoint": MARK,
+        "cache_control": MARK,
+        "file": None,
+        "image_url": None,
+        "input_audio": None,
+        "refusal": None,
+    }
     return part(text, **unknown)
 
 
@@ -49,8 +56,14 @@ TALK = [
     },
     {"role": "tool", "content": [chat_part("No fog.")], "tool_call_id": "call_7", "name": "look"},
     {"role": "assistant", "content": "None.", "reasoning": "All is clear."},
+    {"role": "assistant", "content": "No ship.", "reasoning_details": [
+        {"type": "reasoning.text", "text": "Ships have lights.", "id": "a", "format": "unknown", "index": 0,
+         "signature": "b"},
+        {"type": "reasoning.summary", "summary": "It is dark."},
+        {"type": "reasoning.encrypted", "data": "c"},
+    ]},
     {"role": "user", "content": "And now?"},
-]
+]  # fmt: skip
 TEMPLATED = {"messages": TALK, "tools": [{"type": "function", "function": FUNCTION}]}
 NAMED = {"type": "function", "function": {"name": "look"}}
 
@@ -150,6 +163,11 @@ EXAMPLES = {
         {"input": ITEMS, "tools": [FLAT], "max_output_tokens": 6},
         {"input": "And now?", "tools": [FLAT], "tool_choice": {"type": "function", "name": "look"}},
         {"input": "And now?", "text": {"format": TEXT, "verbosity": None}},
+        {"input": "And now?", "reasoning": {"summary": None, "generate_summary": None}},
+        {
+            "input": "And now?",
+            "tools": [{"type": "namespace", "name": "sea", "description": "Of the sea.", "tools": [FLAT]}],
+        },
     ],
     MESSAGES: MESSAGES_EXAMPLES,
     COUNT_TOKENS: MESSAGES_EXAMPLES,
@@ -235,8 +253,8 @@ def held(schema, also):
     def check(e):
         for strict, status in ((False, 200), (True, 400 if also(e) else 200)):
             _, body, _ = changed(e.path, schema, {"type": "object", "properties": {"a": {"not": {"type": "null"}}}})
-            tool = body["tools"][0].get("function", body["tools"][0])
-            tool["strict"] = strict
+            [*outer, _] = example(e.path, schema)[1]
+            at(body, outer)["strict"] = strict
             answer = e.post(**body)
             assert answer.status_code == status, answer.text
             if status == 400:

@@ -288,13 +288,17 @@ ITEM_FIELDS = {
             f"{CONTENT}[].refusal",
             f"{CALLED}.call_id",
             f"{CALLED}.name",
+            f"{CALLED}.namespace",
             f"{GIVEN}.call_id",
             "input[].output",
             "input[].output[].text",
             "input[].summary[].text",
             f"{THOUGHT_OF}.content[].text",
-            "tools[].name",
-            "tools[].description",
+            "tools[type=function].name",
+            "tools[type=function].description",
+            "tools[type=namespace].name",
+            "tools[].tools[].name",
+            "tools[].tools[].description",
         )
     },
     **{
@@ -303,6 +307,8 @@ ITEM_FIELDS = {
             "input[].arguments": '{"far": "narwhal"}',
             f"{THOUGHT_OF}.content": [{"type": "reasoning_text", "text": "narwhal"}],
             "tools[].parameters": {"type": "object", "properties": {"narwhal": {}}},
+            "tools[].tools": [{**TOOL, "name": "narwhal"}],
+            "tools[].tools[].parameters": {"type": "object", "properties": {"narwhal": {}}},
         }.items()
     },
     "input[].summary": summary,
@@ -313,15 +319,18 @@ ITEM_FIELDS = {
             "input[].summary[].type",
             f"{THOUGHT_OF}.content[].type",
             "tools[].type",
+            "tools[].tools[].type",
         )
     },
     "tools[].strict": held("tools[].parameters", lambda e: True),
+    "tools[].tools[].strict": held("tools[].tools[].parameters", lambda e: True),
     **dict.fromkeys(("tool_choice.type", "tool_choice.name", "tool_choice.mode", "tool_choice.tools"), chosen),
     **dict.fromkeys(("tool_choice.tools[].type", "tool_choice.tools[].name"), chosen),
     **dict.fromkeys(("text.format.type", "text.format.schema"), text_format),
 }
 NOT_HERE = {
-    "n", "prompt_logprobs", "max_tokens", "response_format", "response_format.type", "response_format.json_schema",
+    "n", "best_of", "prompt_logprobs", "max_tokens",
+    "response_format", "response_format.type", "response_format.json_schema",
     "response_format.json_schema.schema", "stream_options.include_usage", "stream_options.continuous_usage_stats",
 }  # fmt: skip
 EFFECTS = {
@@ -352,6 +361,13 @@ EFFECTS = {
 }
 LABELS = {
     "max_tool_calls": 3,
+    "client_metadata": {"session_id": "1"},
+    "truncation": "auto",
+    "text.verbosity": "low",
+    "reasoning.summary": "detailed",
+    "reasoning.generate_summary": "concise",
+    "tools[type=namespace].description": "A narwhal.",
+    **{f"{GIVEN}.{name}": "narwhal" for name in ("name", "namespace")},
     **{f"input[type={kind}].status": "incomplete" for kind in ("message", "function_call", "function_call_output")},
     "input[type=reasoning].status": "incomplete",
     "input[].phase": "final_answer",
