@@ -12,7 +12,7 @@ MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 QUESTION = [{"role": "user", "content": "the sea"}]
 ASKED = {"model": "fake", "max_tokens": 300, "messages": QUESTION}
 TEMPLATE = (
-    "{{ 'quiet ' if enable_thinking is false }}{{ reasoning_effort }}{# <think> </think> #}"
+    "{{ 'pensive ' if enable_thinking is not false }}{{ reasoning_effort }}{# <think> </think> #}"
     "{% for t in tools or [] %}<tool_call>{{ t.function.name }} {% endfor %}"
     "{% for m in messages %}{{ m.role }}{{ ' ' + m.name if m.name }}: "
     "{{ '(' + m.reasoning_content + ')' if m.reasoning_content }}{{ m.content }}"

@@ -85,10 +85,11 @@ def test_an_accounting_header_is_no_part_of_the_prompt(folder):
 
 
 def test_thinking_and_effort_are_told_to_the_template(folder):
-    assert prompt(folder, thinking={"type": "disabled"}).startswith("quiet user")
-    assert prompt(folder, thinking={"type": "adaptive"}).startswith("user")
+    assert prompt(folder).startswith("user"), "without a word about thinking there is none, as Anthropic has it"
+    assert prompt(folder, thinking={"type": "disabled"}).startswith("user")
+    assert prompt(folder, thinking={"type": "adaptive"}).startswith("pensive user")
     enabled = MessagesRequest.model_validate({**ASKED, "thinking": {"type": "enabled", "budget_tokens": 2000}})
-    assert enabled.render_options["template_kwargs"] == {"enable_thinking": True}
+    assert enabled.render_options["template_kwargs"] == {"enable_thinking": True, "thinking": True}
     assert enabled.thinking_budget == ("thinking.budget_tokens", 2000)
     assert prompt(folder, output_config={"effort": "max"}).startswith("maxuser")
 
