@@ -68,6 +68,7 @@ class Scheduler:
         self.by_id: dict[int, Sequence] = {}
         self.num_preempted = 0  # in all
         self.num_forced = 0  # tokens that nobody drew
+        self.num_output = 0  # tokens of outputs
         self.prefix_queries = 0  # tokens, in all
         self.prefix_hits = 0
         self._order = order(config.policy, self._served)
@@ -78,7 +79,7 @@ class Scheduler:
         self._cohort: set[int] = set()  # under the policy `static`: who belongs to the batch that runs
         self._good_steps = 0  # since the last one that ran out of memory, or since the limits were last raised
         self._patience = GOOD_STEPS // 2  # good steps after which they are raised, or the patience is forgotten
-        self._told = (0, 0, 0, 0)  # preempted, queries, hits, forced when stats were last given
+        self._told = (0, 0, 0, 0, 0)  # preempted, queries, hits, output, forced when stats were last given
 
     # -- requests come and go -------------------------------------------------------------------------------
 
@@ -455,6 +456,7 @@ class Scheduler:
                     # A reader who ends a request at a stop string never sees its last delta.
                     stats=seq.stats() if begins else None,
                 )
+                self.num_output += len(delta.token_ids)
                 deltas.append(self._end(seq, reason, delta=delta) if reason else delta)
         return deltas
 
@@ -572,8 +574,8 @@ class Scheduler:
 
     def stats(self, batch: Batch, seconds: dict[str, float], wall_time: float) -> StepStats:
         """The step as the metrics and the step log tell it. Called once per step, after `update`."""
-        preempted, queries, hits, forced = self._told
-        self._told = (self.num_preempted, self.prefix_queries, self.prefix_hits, self.num_forced)
+        preempted, queries, hits, output, forced = self._told
+        self._told = (self.num_preempted, self.prefix_queries, self.prefix_hits, self.num_output, self.num_forced)
         lengths = [len(row.token_ids) for row in batch.rows]
         return StepStats(
             step=batch.step,
@@ -591,6 +593,7 @@ class Scheduler:
             preempted=self.num_preempted - preempted,
             prefix_queries=self.prefix_queries - queries,
             prefix_hits=self.prefix_hits - hits,
+            output_tokens=self.num_output - output,
             forced_tokens=self.num_forced - forced,
             context=sum(row.start for row in batch.rows) + sum(lengths),
             pairs=sum(n * row.start + n * (n + 1) // 2 for row, n in zip(batch.rows, lengths, strict=True)),

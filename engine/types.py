@@ -193,6 +193,7 @@ class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
     preempted: int  # sequences preempted in this step
     prefix_queries: int  # tokens looked up in the prefix cache since the last step
     prefix_hits: int
+    output_tokens: int = 0  # added to outputs, those included that grammars forced
     forced_tokens: int = 0  # that grammars left no choice about, and that were not drawn
     context: int = 0  # cached tokens that the rows see, summed over the rows
     pairs: int = 0  # pairs of a computed token and one that it sees

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import ConfigError, Engine
 
@@ -25,6 +26,23 @@ from .settings import Settings
 from .state import Pequod
 
 TICK_S = 0.25
+
+
+class Published:
+    """Answers under --root-path also where the proxy leaves it on the request's path, or where there is no proxy.
+
+    uvicorn puts it before each path, so that it then stands there twice.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root: str = scope.get("root_path", "")
+        if scope["type"] == "http" and scope["path"].startswith(f"{root}{root}/"):
+            scope["path"] = scope["path"][len(root) :]
+            scope["raw_path"] = scope["raw_path"].replace(root.encode(), b"", 1)
+        await self.app(scope, receive, send)
 
 
 def build_app(settings: Settings, engine: Engine) -> FastAPI:
@@ -59,6 +77,8 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
                 step_log.close()
 
     layers = [Middleware(Door, state=state)]
+    if settings.root_path:
+        layers.insert(0, Middleware(Published))
     if settings.allowed_origins:
         # Before the door, so that a page can read what it refuses.
         layers.insert(

@@ -193,11 +193,12 @@ def body(model: type[M]) -> Callable[[Request, UserDep], Awaitable[M]]:
 
 
 def models(routes: Iterable[BaseRoute]) -> dict[str, type[BaseModel]]:
-    """What each path takes as its body, where `body` reads it."""
-    found = {}
+    """What each path takes as its body, where `body` reads it; of several with the same body the first."""
+    found: dict[str, type[BaseModel]] = {}
     for route in routes:
         for needed in getattr(getattr(route, "dependant", None), "dependencies", ()):
-            if (model := getattr(needed.call, "model", None)) is not None:
+            model = getattr(needed.call, "model", None)
+            if model is not None and model not in found.values():
                 found[getattr(route, "path", "")] = model
     return found
 

@@ -45,6 +45,7 @@ PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2
 LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 ITERATION = (1, *(2**i for i in range(3, 15)))
 CHOICES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
 HTTP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 # Small models take less than a millisecond per token and step, where vLLM's buckets have not begun.
 FINE = (*(m * 10.0**e for e in range(-4, 1) for m in (1, 2.5, 5)), 10.0)
@@ -135,7 +136,11 @@ class Metrics:
             registry=self.vllm,
         )
         self.success = {reason: success.labels(**self._labels, finished_reason=reason) for reason in FINISH_REASONS}
-        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed in one step.", ITERATION)
+        self.iteration_tokens = self._histogram(
+            "iteration_tokens_total",
+            "Prompt tokens that one step computed, and output tokens that it added.",
+            ITERATION,
+        )
         self.ttft = self._histogram("time_to_first_token_seconds", "Seconds to the first token.", TTFT)
         self.gaps = self._histogram("inter_token_latency_seconds", "Seconds between two tokens.", PER_TOKEN)
         self.per_token = self._histogram(
@@ -151,6 +156,9 @@ class Metrics:
         )
         self.decode_seconds = self._histogram(
             "request_decode_time_seconds", "Seconds from the first token to the last.", LATENCY
+        )
+        self.preemptions_each = self._histogram(
+            "request_num_preemptions", "Times that one sequence was preempted.", PREEMPTIONS
         )
         self.params_n = self._histogram("request_params_n", "Answers asked for by one request.", CHOICES)
         self.vllm.register(_Now(self._vllm_now))
@@ -183,7 +191,7 @@ class Metrics:
         self.last_step = stats
         self._life = self.engine.status.restarts
         if stats.rows:  # without: only the books changed, as after an abort between two steps
-            self.iteration_tokens.observe(stats.prompt_tokens + stats.decode_tokens)
+            self.iteration_tokens.observe(stats.prompt_tokens + stats.output_tokens)
         self.preemptions.inc(stats.preempted)
         self.prefix_queries.inc(stats.prefix_queries)
         self.prefix_hits.inc(stats.prefix_hits)
@@ -304,6 +312,15 @@ class Metrics:
         running, waiting = self.running_waiting()
         yield gauge("num_requests_running", "Sequences that the engine computes.", running)
         yield gauge("num_requests_waiting", "Sequences that wait for the engine.", waiting)
+        reasons = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait: capacity, in the engine's queue; deferred, for their prompt or grammar before it.",
+            labels=[*names, "reason"],
+        )
+        queued = min(self.engine.status.waiting, waiting)
+        for reason, number in (("capacity", queued), ("deferred", waiting - queued)):
+            reasons.add_metric([*values, reason], number)
+        yield reasons
         free, cached, held, _ = self._blocks()
         total = free + cached + held
         yield gauge(
@@ -392,6 +409,7 @@ class Track:
         if mine.tokens > 1:
             metrics.per_token.observe((mine.last - mine.first) / (mine.tokens - 1))
         if stats is not None:
+            metrics.preemptions_each.observe(stats.preemptions)
             self._timings(mine, stats)
             if choice % self.n == 0:
                 self.cached[prompt] = stats.cached_tokens

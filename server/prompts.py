@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from engine import ConfigError, FairLock, ModelError, read_text
 
 from .generic_tools import renders_tools
+from .protocol.conversation import SWITCHES
 from .rendering import MAX_CHARACTERS, Message, Renderer, TemplateError
 from .text import text_offsets
 from .tokenizer import Tokenizer
@@ -113,6 +114,11 @@ class Prompts:
     def template_source(self) -> str:
         """What the chat templates say; empty where there is none."""
         return self._templates.source
+
+    @property
+    def takes_effort(self) -> bool:
+        """Whether the chat template does anything with how much the model is to think."""
+        return any(name in self._templates.source for name in ("reasoning_effort", *SWITCHES))
 
     @property
     def renders_tools(self) -> bool:

@@ -289,7 +289,7 @@ class FakeEngine:
         held = sum(-(-length // self._info.block_size) for length in self._lengths.values())
         stats = StepStats(
             step=self._steps, time=time.time(), rows=((request.id, tokens),), budget=self._info.max_batched_tokens,
-            prompt_tokens=tokens if tokens > 1 else 0, decode_tokens=tokens if tokens == 1 else 0,
+            prompt_tokens=tokens if tokens > 1 else 0, decode_tokens=tokens if tokens == 1 else 0, output_tokens=1,
             running=self.status.running, waiting=self.status.waiting, blocks_free=self._info.num_blocks - held,
             blocks_cached=0, blocks_held=held, blocks_total=self._info.num_blocks, preempted=0,
             prefix_queries=tokens if tokens > 1 else 0, prefix_hits=0, seconds={"forward": 0.001, "sample": 0.0001},

@@ -182,6 +182,13 @@ class ResponseDeleted(Wire):
     deleted: Literal[True]
 
 
+class InputTokens(Wire):
+    """The length of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class InputItems(Wire):
     """The conversation up to a response, one page of it."""
 

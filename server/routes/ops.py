@@ -17,7 +17,7 @@ from ..auth import metrics_reader, public, user
 from ..body import models as models_of
 from ..errors import OPENAI_ERRORS
 from ..metrics import CONTENT_TYPE
-from ..protocol.wire import Kind, Wire, table
+from ..protocol.wire import FieldRow, Kind, Wire, table
 from ..state import AppDep, Health, Pequod
 
 RETRY_READY_S = 2  # a probe that was told no may look again soon: asking costs nothing
@@ -110,6 +110,9 @@ async def model(model_id: str, app: AppDep) -> Card:
     return card(app, app.check_model(model_id))
 
 
+EFFORTS = ("reasoning_effort", "reasoning.effort", "output_config.effort")
+
+
 class Capability(Wire):
     """A field of an endpoint's requests, by its path, or a kind of object in them that is refused."""
 
@@ -129,11 +132,19 @@ async def capabilities(request: Request) -> list[Capability]:
     kinds of object have a field of one name the path says whose it is: `messages[role=tool].content`,
     `thinking{type=adaptive}.display`; `tools[type=custom]` is a kind that is refused. What is not told here is refused.
     """
+    state: Pequod = request.app.state.pequod
     return [
-        Capability(endpoint=path, field=row.field, kind=row.kind, note=row.note)
+        Capability(endpoint=path, field=row.field, **told(state, row))
         for path, model in models_of(request.app.routes).items()
         for row in table(model)
     ]
+
+
+def told(app: Pequod, row: FieldRow) -> dict[str, Any]:
+    """The kind of a field and its note, with this model."""
+    if row.field in EFFORTS and app.prompts is not None and not app.prompts.takes_effort:
+        return {"kind": "label", "note": "Accepted: the model's chat template knows no levels of thinking."}
+    return {"kind": row.kind, "note": row.note}
 
 
 METRICS: dict[int | str, dict[str, Any]] = {

@@ -9,18 +9,21 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from ..answer import answer
+from ..answer import answer, text_error
 from ..auth import UserDep
 from ..background import Job
 from ..body import body, described, streamed
+from ..connected import while_connected
 from ..conversation import encode
 from ..errors import OPENAI_ERRORS, ApiError, invalid, not_found
 from ..limits import Caller
+from ..prompts import TextTooLong
 from ..protocol.common import Head, Json, Prompt, TokenText
 from ..protocol.responses import ResponsesRequest
 from ..protocol.responses_answer import ResponsesWriter, item_id, response_of
 from ..protocol.responses_items import MAX_ITEMS
-from ..protocol.responses_object import InputItems, ResponseAnswer, ResponseDeleted, ResponseEvent
+from ..protocol.responses_object import InputItems, InputTokens, ResponseAnswer, ResponseDeleted, ResponseEvent
+from ..rendering import TemplateError
 from ..shown import shown
 from ..state import AppDep, Pequod
 from ..store import Record, elements, packed, unpacked
@@ -51,6 +54,12 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     },
     **OPENAI_ERRORS,
 }
+SAME_BODY = {
+    "type": "object",
+    "properties": {},
+    "description": "The body of POST /v1/responses.",
+    "examples": [{"model": "builtin", "input": "What is continuous batching?"}],
+}
 STORED: dict[int | str, dict[str, Any]] = {
     **{status: OPENAI_ERRORS[status] for status in (400, 401, 503)},
     404: {**OPENAI_ERRORS[404], "description": "No such response, or not the caller's"},
@@ -71,6 +80,31 @@ async def create(
     queued = made.writer.keep("queued")
     app.background.start(queued["id"], Job(made.generation, made.writer), caller.hand_over())
     return JSONResponse(queued)
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    responses={status: OPENAI_ERRORS[status] for status in (400, 401, 404, 413, 503)},
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": SAME_BODY}}}},
+)
+async def input_tokens(
+    asked: Annotated[ResponsesRequest, Depends(body(ResponsesRequest))], app: AppDep, caller: UserDep, request: Request
+) -> InputTokens:
+    """How many tokens the prompt of such a response has, without generating or storing anything."""
+    app.check_model(asked.model)
+    app.require_ready()
+    await resolve(app, caller, asked)
+    try:
+        [prompt] = await while_connected(request, encode(app, caller, asked, fits=False))
+    except (TemplateError, TextTooLong) as error:
+        raise text_error(error, "input") from None
+    return InputTokens(object="response.input_tokens", input_tokens=len(prompt.ids))
+
+
+@router.post("/v1/responses/compact", responses={status: OPENAI_ERRORS[status] for status in (401, 404)})
+async def compact(_: UserDep) -> None:
+    """Not supported: a 404. What a compacted conversation holds, only the model that made it can read."""
+    raise not_found("This server does not compact conversations; leave out older items of the input instead.", None)
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseAnswer, responses=STORED)

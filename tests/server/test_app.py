@@ -121,6 +121,9 @@ def test_behind_a_proxy_paths_begin_with_its_prefix(tmp_path):
                 assert (await client.get("/llm/live")).status_code == 200
                 assert (await client.get("/llm/")).headers["location"] == "/llm/docs"
                 assert (await client.get("/llm/openapi.json")).json()["servers"] == [{"url": "/llm"}]
+                # uvicorn adds the prefix to every path, also to those that have it already.
+                assert (await client.get("/llm/llm/live")).status_code == 200
+                assert (await client.get("/llm/llm/llm/live")).status_code == 404
 
     asyncio.run(run())
 

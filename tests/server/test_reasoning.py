@@ -8,7 +8,7 @@ import tokenizers
 from msgspec.structs import replace
 
 from tests.fakes import INFO, TEMPLATE, FakeEngine, listening, model_folder, serving
-from tests.server.wire import CHAT, QUESTION, RESPONSES, ask, chunks, ids, saying
+from tests.server.wire import CHAT, QUESTION, RESPONSES, ask, chunks, ids, run, saying
 
 THOUGHT = "<think>\nWhales are large.\n</think>\n\nYes."
 # Of a mark that is several tokens only the last one is known to begin a block.
@@ -111,6 +111,19 @@ def test_an_effort_only_turns_thinking_on_where_the_template_has_no_levels(folde
     )
     assert by_effort == switched == plain
     assert prompt(folder, {"reasoning_effort": "none"}) != plain
+
+
+@pytest.mark.parametrize(("template", "kind"), [(THINKING, "effect"), (TEMPLATE, "label")], ids=["switch", "none"])
+def test_capabilities_tell_whether_an_effort_changes_anything(tmp_path, template, kind):
+    config = {"eos_token": "<|end|>", "chat_template": template}
+    path = model_folder(tmp_path / "model", tokenizer_config=config)
+
+    async def use(client):
+        rows = (await client.get("/v1/capabilities")).json()
+        return {row["field"]: row["kind"] for row in rows if row["field"].endswith("effort")}
+
+    seen = run(path, use)
+    assert seen == dict.fromkeys(("reasoning_effort", "reasoning.effort", "output_config.effort"), kind)
 
 
 def test_an_effort_that_there_is_not_is_refused(folder):

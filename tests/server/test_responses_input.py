@@ -1,10 +1,13 @@
 """Responses: the input and what it becomes, and what is wrong with a body."""
 
+import json
+
 import pytest
 
 from server.protocol.responses_items import as_turns
+from tests.fakes import FakeEngine
 from tests.server.responses_wire import WEATHER, make_folder, prompts, respond
-from tests.server.wire import RESPONSES, ask
+from tests.server.wire import RESPONSES, ask, run, saying
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +136,48 @@ def test_what_is_wrong_is_named(folder, body, param):
 )  # fmt: skip
 def test_what_asks_for_nothing_passes(folder, body):
     respond(folder, **body)
+
+
+def test_the_length_of_a_prompt_is_told_without_an_answer(folder):
+    body = {"model": "fake", "input": "the sea", "instructions": "Sing."}
+    engine = FakeEngine(saying("a"))
+
+    async def use(client):
+        first = (await client.post(RESPONSES, json=body)).json()
+        asked = {**body, "input": "and?", "previous_response_id": first["id"]}
+        made = (await client.post(RESPONSES, json=asked)).json()
+        counted = await client.post(f"{RESPONSES}/input_tokens", json=asked)
+        wrong = await client.post(f"{RESPONSES}/input_tokens", json={**asked, "input": []})
+        return made, counted, wrong
+
+    made, counted, wrong = run(folder, use, engine)
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input")
+    assert len(engine.requests) == 2
+
+
+def test_conversations_are_not_compacted(folder):
+    async def use(client):
+        return await client.post(f"{RESPONSES}/compact", json={"model": "fake", "input": "the sea"})
+
+    response = run(folder, use)
+    assert response.status_code == 404
+    assert "compact" in response.json()["error"]["message"]
+
+
+def test_functions_of_a_group_have_its_name_before_theirs(folder):
+    group = {"type": "namespace", "name": "sea", "tools": [WEATHER, {"type": "custom", "name": "patch"}]}
+    body = {"input": "How is it?", "tools": [group, {"type": "web_search"}]}
+    call = '<tool_call>\n{"name": "sea__weather", "arguments": {"place": "Hull"}}\n</tool_call>'
+    engine = FakeEngine(saying(call))
+    answer = ask(folder, RESPONSES, body, engine).json()
+    [item] = answer["output"]
+    assert (item["namespace"], item["name"], json.loads(item["arguments"])) == ("sea", "weather", {"place": "Hull"})
+    assert [tool["type"] for tool in answer["tools"]] == ["namespace", "web_search"], "as they came"
+    again = [item, {"type": "function_call_output", "call_id": item["call_id"], "output": "fog"}]
+    assert "[sea__weather Hull]" in prompts(folder, {**body, "input": again})
+
+
+def test_the_response_tells_its_penalties(folder):
+    answer = ask(folder, RESPONSES, {"input": "a", "presence_penalty": 0.5}, FakeEngine(saying("a"))).json()
+    assert (answer["presence_penalty"], answer["frequency_penalty"]) == (0.5, 0.0)
