@@ -31,7 +31,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "  --help     this text; `pequod COMMAND --help` tells a command's flags",
+            "  --help     this text; `pequod COMMAND --help` lists the flags of a command",
             "  --version  the version",
             "",
             "Try: pequod serve",

@@ -273,12 +273,13 @@ def install(app: FastAPI) -> None:
 
 
 def allowed(app: FastAPI, scope: Scope) -> list[str]:
-    """The methods that a path takes: a route knows only its own."""
-    routes = (route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL)
-    return sorted({method for route in routes for method in route.methods or ()})
+    """The methods that a path takes: a route knows only its own. A route of just this path hides those with names."""
+    routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL]
+    own = [route for route in routes if not route.param_convertors]
+    return sorted({method for route in own or routes for method in route.methods or ()})
 
 
-# For the API page: what an error is, and which of them a route may answer.
+# For the API page: the form of an error, and the statuses that a route may return.
 ENVELOPE: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -301,9 +302,10 @@ OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {
         400: "The request is wrong; param names the field",
         401: "No valid API key",
         404: "No such model",
+        408: "The body arrived too slowly",
         413: "The body is too large",
-        429: "The caller has its share of the server; Retry-After tells when to try again",
-        503: "Loading, draining or full; Retry-After tells when to try again",
+        429: "The caller has exceeded its share of the server; Retry-After says when to try again",
+        503: "Loading, draining or full; Retry-After says when to try again",
         504: "The time limit has passed",
     }.items()
 }

@@ -80,33 +80,42 @@ class Metrics:
 
         registry = self.own
         self.http_requests = Counter(
-            "http_requests", "HTTP requests answered.", ["method", "handler", "status"], registry=registry
+            "http_requests",
+            "HTTP requests by method, route and status of the response.",
+            ["method", "handler", "status"],
+            registry=registry,
         )
         self.http_seconds = Histogram(
             "http_request_duration_seconds",
-            "Seconds from a request's head to the last byte of its answer.",
+            "Seconds from a request's head to the last byte of its response.",
             ["method", "handler"],
             buckets=HTTP,
             registry=registry,
         )
         self.fine_gaps = Histogram(
             "pequod:inter_token_latency_seconds",
-            "Seconds between two tokens of one answer, in fine buckets.",
+            "Inter-token latency (ITL) in seconds, in finer buckets than the vllm: family.",
             buckets=FINE,
             registry=registry,
         )
         step_seconds = Histogram(
-            "pequod:step_seconds", "Seconds of one engine step by phase.", ["phase"], buckets=FINE, registry=registry
+            "pequod:step_seconds",
+            "Seconds per engine step by phase; kernels is the part spent in our CPU kernels.",
+            ["phase"],
+            buckets=FINE,
+            registry=registry,
         )
         self.step_seconds = {phase: step_seconds.labels(phase) for phase in (*PHASES, KERNELS)}
         self.grammar_masks = Histogram(
             "pequod:grammar_mask_seconds",
-            "Seconds to tell which tokens the grammars of one step allow; the model computes meanwhile.",
+            "Seconds to compute the grammar masks of one step, in parallel with the forward pass.",
             buckets=FINE,
             registry=registry,
         )
         self.forced_tokens = Counter(
-            "pequod:grammar_forced_tokens", "Tokens that a grammar left no choice about.", registry=registry
+            "pequod:grammar_forced_tokens",
+            "Tokens that were not sampled because a grammar allowed only one.",
+            registry=registry,
         )
         self.loop_lag = Histogram(
             "pequod:event_loop_lag_seconds",
@@ -114,7 +123,12 @@ class Metrics:
             buckets=FINE,
             registry=registry,
         )
-        aborts = Counter("pequod:request_aborts", "Requests ended before their time.", ["cause"], registry=registry)
+        aborts = Counter(
+            "pequod:request_aborts",
+            "Requests aborted before they were complete, by cause.",
+            ["cause"],
+            registry=registry,
+        )
         self.aborts = {cause: aborts.labels(cause) for cause in ABORT_CAUSES}
         registry.register(_Now(self._own_now))
 
@@ -123,31 +137,33 @@ class Metrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"vllm:{name}", text, list(self._labels), registry=self.vllm).labels(**self._labels)
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answers that have begun.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens whose prefill is complete.")
         self.prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
-        self.generation_tokens = counter("generation_tokens", "Tokens delivered.")
-        self.preemptions = counter("num_preemptions", "Sequences preempted.")
+        self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
+        self.preemptions = counter("num_preemptions", "Preemptions of sequences.")
         self.prefix_queries = counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Tokens found in the prefix cache.")
         success = Counter(
             "vllm:request_success",
-            "Answers finished, one for each choice.",
+            "Finished choices by reason.",
             [*self._labels, "finished_reason"],
             registry=self.vllm,
         )
         self.success = {reason: success.labels(**self._labels, finished_reason=reason) for reason in FINISH_REASONS}
         self.iteration_tokens = self._histogram(
-            "iteration_tokens_total",
-            "Prompt tokens that one step computed, and output tokens that it added.",
-            ITERATION,
+            "iteration_tokens_total", "Prompt tokens computed and output tokens added per engine step.", ITERATION
         )
-        self.ttft = self._histogram("time_to_first_token_seconds", "Seconds to the first token.", TTFT)
-        self.gaps = self._histogram("inter_token_latency_seconds", "Seconds between two tokens.", PER_TOKEN)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Time to first token (TTFT) in seconds.", TTFT)
+        self.gaps = self._histogram("inter_token_latency_seconds", "Inter-token latency (ITL) in seconds.", PER_TOKEN)
         self.per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean seconds per token after the first, by answer.", PER_TOKEN
+            "request_time_per_output_token_seconds", "Mean seconds per token after the first, per choice.", PER_TOKEN
         )
-        self.latency = self._histogram("e2e_request_latency_seconds", "Seconds of a whole answer.", LATENCY)
-        self.queue_seconds = self._histogram("request_queue_time_seconds", "Seconds before the first step.", LATENCY)
+        self.latency = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to the end of a choice.", LATENCY
+        )
+        self.queue_seconds = self._histogram(
+            "request_queue_time_seconds", "Seconds in the queue, before the first step.", LATENCY
+        )
         self.inference_seconds = self._histogram(
             "request_inference_time_seconds", "Seconds from the first step to the last token.", LATENCY
         )
@@ -155,12 +171,10 @@ class Metrics:
             "request_prefill_time_seconds", "Seconds from the first step to the first token.", LATENCY
         )
         self.decode_seconds = self._histogram(
-            "request_decode_time_seconds", "Seconds from the first token to the last.", LATENCY
+            "request_decode_time_seconds", "Seconds from the first token to the last token.", LATENCY
         )
-        self.preemptions_each = self._histogram(
-            "request_num_preemptions", "Times that one sequence was preempted.", PREEMPTIONS
-        )
-        self.params_n = self._histogram("request_params_n", "Answers asked for by one request.", CHOICES)
+        self.preemptions_each = self._histogram("request_num_preemptions", "Preemptions per sequence.", PREEMPTIONS)
+        self.params_n = self._histogram("request_params_n", "Choices (n) per request.", CHOICES)
         self.vllm.register(_Now(self._vllm_now))
         self._lengths: tuple[Histogram, Histogram, Histogram] | None = None
 
@@ -173,9 +187,9 @@ class Metrics:
         if self._lengths is None:
             buckets = decades(info.max_len)
             self._lengths = (
-                self._histogram("request_prompt_tokens", "Prompt tokens of an answer.", buckets),
-                self._histogram("request_generation_tokens", "Tokens of an answer.", buckets),
-                self._histogram("request_params_max_tokens", "Most tokens that a request allows.", buckets),
+                self._histogram("request_prompt_tokens", "Prompt tokens per finished choice.", buckets),
+                self._histogram("request_generation_tokens", "Generated tokens per finished choice.", buckets),
+                self._histogram("request_params_max_tokens", "max_tokens per request.", buckets),
             )
 
     @property
@@ -257,28 +271,38 @@ class Metrics:
     def _own_now(self) -> Iterator[Metric]:
         status, info = self.engine.status, self.engine.info
         yield CounterMetricFamily(
-            "pequod:engine_restarts", "Times that the engine's process was replaced.", status.restarts
+            "pequod:engine_restarts", "Restarts of the engine process after it died or hung.", status.restarts
         )
         yield CounterMetricFamily(
-            "pequod:streams_resumed", "Answers that went on in a new engine.", status.streams_resumed
+            "pequod:streams_resumed", "Sequences that continued in a new engine process.", status.streams_resumed
         )
         dropped = CounterMetricFamily(
-            "pequod:log_lines_dropped", "Log lines dropped because nobody read them in time.", labels=["log"]
+            "pequod:log_lines_dropped",
+            "Log lines dropped because the reader was too slow or a write failed; server: stderr, steps: --step-log.",
+            labels=["log"],
         )
         dropped.add_metric(["server"], dropped_lines())
         dropped.add_metric(["steps"], self.step_log.dropped if self.step_log else 0)
         yield dropped
         free, cached, held, unaccounted = self._blocks()
-        blocks = GaugeMetricFamily("pequod:kv_blocks", "Blocks of the KV cache by state.", labels=["state"])
+        blocks = GaugeMetricFamily(
+            "pequod:kv_blocks",
+            "KV cache blocks by state: held by sequences, cached for reuse, or free.",
+            labels=["state"],
+        )
         for state, number in (("free", free), ("cached", cached), ("held", held)):
             blocks.add_metric([state], number)
         yield blocks
-        yield GaugeMetricFamily("pequod:kv_blocks_unaccounted", "Blocks that are in no state; must be 0.", unaccounted)
+        yield GaugeMetricFamily(
+            "pequod:kv_blocks_unaccounted",
+            "KV cache blocks that are in no state; anything but 0 is a bug.",
+            unaccounted,
+        )
         if self._shares:
             fractions = GaugeMetricFamily(
                 "pequod:roofline_fraction",
-                "The time that the last steps could have taken on this machine at best, of what they took; a step with"
-                " prompt tokens is prefill.",
+                "Shortest time that this machine allows for the last steps, divided by their actual time; steps with"
+                " prompt tokens are prefill.",
                 labels=["phase"],
             )
             for phase, share in self._shares.items():
@@ -287,18 +311,18 @@ class Metrics:
         if status.last_step:
             yield GaugeMetricFamily(
                 "pequod:last_step_age_seconds",
-                "Seconds since the last engine step.",
+                "Seconds since the engine completed a step.",
                 max(0.0, self.clock() - status.last_step),
             )
         if info is not None:
-            memory = GaugeMetricFamily("pequod:memory_bytes", "Bytes on the device by kind.", labels=["kind"])
+            memory = GaugeMetricFamily("pequod:memory_bytes", "Bytes of device memory by use.", labels=["kind"])
             memory.add_metric(["weights"], info.weights_bytes)
             memory.add_metric(["kv"], info.kv_bytes_per_token * info.block_size * info.num_blocks)
             yield memory
         resident = resident_bytes(getattr(self.engine, "pid", None))
         if resident is not None:
             yield GaugeMetricFamily(
-                "pequod:engine_resident_bytes", "Resident memory of the engine's process in bytes.", resident
+                "pequod:engine_resident_bytes", "Resident memory of the engine process in bytes.", resident
             )
 
     def _vllm_now(self) -> Iterator[Metric]:
@@ -310,11 +334,11 @@ class Metrics:
             return family
 
         running, waiting = self.running_waiting()
-        yield gauge("num_requests_running", "Sequences that the engine computes.", running)
-        yield gauge("num_requests_waiting", "Sequences that wait for the engine.", waiting)
+        yield gauge("num_requests_running", "Sequences that are running.", running)
+        yield gauge("num_requests_waiting", "Sequences that are admitted and not running.", waiting)
         reasons = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
-            "Sequences that wait: capacity, in the engine's queue; deferred, for their prompt or grammar before it.",
+            "Sequences that wait, by reason: capacity, in the scheduler; deferred, for their prompt or grammar before it.",
             labels=[*names, "reason"],
         )
         queued = min(self.engine.status.waiting, waiting)
@@ -324,11 +348,13 @@ class Metrics:
         free, cached, held, _ = self._blocks()
         total = free + cached + held
         yield gauge(
-            "kv_cache_usage_perc", "Share of the KV cache that sequences hold, 0 to 1.", held / total if total else 0
+            "kv_cache_usage_perc",
+            "Fraction of KV cache blocks that sequences hold, 0 to 1.",
+            held / total if total else 0,
         )
         rejections = CounterMetricFamily(
             "vllm:admission_rejections",
-            "Requests refused, by reason: share is 429, the others 503.",
+            "Requests refused, by reason; share is a 429, the others are a 503.",
             labels=[*names, "reason"],
         )
         for reason, number in self.limits.rejections.items():
@@ -338,7 +364,7 @@ class Metrics:
         if info is not None:
             sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
             sizes["cache_dtype"] = info.kv_dtype
-            yield gauge("cache_config_info", "Size of the KV cache; always 1.", 1, **sizes)
+            yield gauge("cache_config_info", "KV cache configuration, in the labels; always 1.", 1, **sizes)
 
     def _blocks(self) -> tuple[int, int, int, int]:
         """Blocks free, cached, held and unaccounted. A new engine's are all free until it has stepped."""

@@ -184,125 +184,155 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), validate_default=False
     )
 
-    model: str = setting("model", "builtin", "the same as MODEL", "MODEL", min_length=1, max_length=4096)
-    revision: str | None = setting("model", None, "branch, tag or commit of a hub model", min_length=1, max_length=256)
-    served_model_name: Names = setting(
-        "model", [], "names that requests may use, the first is reported; several (default: MODEL)", "NAME"
+    model: str = setting(
+        "model", "builtin", "same as the positional argument MODEL", "MODEL", min_length=1, max_length=4096
     )
-    chat_template: File | None = setting("model", None, "Jinja file used instead of the model's chat template", "FILE")
+    revision: str | None = setting(
+        "model", None, "branch, tag or commit of a model on the hub", min_length=1, max_length=256
+    )
+    served_model_name: Names = setting(
+        "model", [], "one or more names that requests may use; the metrics show the first (default: MODEL)", "NAME"
+    )
+    chat_template: File | None = setting("model", None, "Jinja file that replaces the model's chat template", "FILE")
     tool_call_parser: ToolParser = setting(
-        "model", "auto", "how the model writes calls of tools: auto (seen in its chat template), none, or a format"
+        "model",
+        "auto",
+        "format of the model's tool calls: auto (detected from its chat template), none, or a name",
+        "FORMAT",
     )
     reasoning_parser: ReasoningParser = setting(
-        "model", "auto", "how the model marks its reasoning: auto (seen in its chat template), none, or a format"
+        "model",
+        "auto",
+        "format of the model's reasoning: auto (detected from its chat template), none, or a name",
+        "FORMAT",
     )
     generation_config: Annotated[str, AfterValidator(_generation_config)] = setting(
         "model",
         "auto",
-        "sampling defaults: auto (the model's own), engine (none from the model), or a path",
+        "source of sampling parameters that requests omit: auto (the model), engine (none), or a path",
         "auto|engine|PATH",
     )
-    local_files_only: bool = setting("model", False, "use only models that are on this machine, no network")
+    local_files_only: bool = setting("model", False, "use only models that are on this machine, and no network")
 
-    device: Device = setting("engine", "auto", "auto, cpu, cuda or cuda:N", "DEVICE")
-    dtype: DType = setting("engine", "auto", "type of weights and activations")
+    device: Device = setting("engine", "auto", "device to run on: auto, cpu, cuda or cuda:N", "DEVICE")
+    dtype: DType = setting("engine", "auto", "data type of weights and activations")
     quantization: Literal["none", "int8", "int4"] = setting(
         "engine",
         "none",
-        "round weights to 8 or 4 bits while loading, on CPU: smaller and faster, a little less precise",
+        "quantize weights while loading, on CPU only: smaller and faster, slightly less accurate",
     )
     model_impl: Literal["auto", "native", "transformers"] = setting(
-        "engine", "auto", "whose code runs the model: ours, or transformers' on our cache"
+        "engine", "auto", "model code: native (ours), transformers (theirs, on our KV cache) or auto"
     )
     kv_cache_dtype: Literal["auto", "int8"] = setting(
-        "engine", "auto", "type of the cached keys and values: auto (the model's), or int8 with a scale for each"
+        "engine", "auto", "data type of cached keys and values: auto (the model's), or int8 with a scale for each"
     )
     attention_backend: str = setting(
-        "engine", "auto", "auto, cpu (our kernel) or reference (torch)", "NAME", max_length=64
+        "engine", "auto", "attention implementation: auto, cpu (our kernel) or reference (torch)", "NAME", max_length=64
     )
     cpu_isa: Literal["auto", "avx512bf16", "avx512", "avx2", "torch"] = setting(
-        "engine", "auto", "instruction set of our CPU kernels; torch: none of them (default: the best there is)"
+        "engine", "auto", "instruction set of our CPU kernels; torch disables them (default: the best available)"
     )
     max_model_len: Count | None = setting(
-        "engine", None, "most tokens of prompt plus output (default: what the model and the cache hold)", "TOKENS"
+        "engine",
+        None,
+        "maximum tokens of a prompt and its output (default: what the model and the KV cache allow)",
+        "TOKENS",
     )
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = setting(
-        "engine", None, "most requests in one step (default: 16 on CPU, 256 on CUDA)", "N"
+        "engine", None, "maximum sequences per step (default: 16 on CPU, 256 on CUDA)", "N"
     )
     max_num_batched_tokens: Count | None = setting(
-        "engine", None, "most tokens in one step (default: 256 on CPU, 8192 on CUDA)", "TOKENS"
+        "engine", None, "maximum tokens per step (default: 256 on CPU, 8192 on CUDA)", "TOKENS"
     )
     long_prefill_token_threshold: Count | None = setting(
-        "engine", None, "most that one prompt takes of a step while others wait (default: half)", "TOKENS"
+        "engine",
+        None,
+        "maximum tokens of one prompt per step while other sequences wait (default: half a step)",
+        "TOKENS",
     )
     scheduling_policy: Literal["fcfs", "priority", "prefill-first", "static"] = setting(
-        "engine", "fcfs", "order in which waiting requests are served"
+        "engine", "fcfs", "order in which waiting sequences are scheduled"
     )
-    enable_prefix_caching: bool = setting("engine", True, "share the cached start of prompts")
+    enable_prefix_caching: bool = setting("engine", True, "reuse the cached blocks of prompts that begin alike")
     gpu_memory_utilization: float = setting(
-        "engine", 0.9, "share of a GPU's memory to use", "SHARE", gt=0, le=1, allow_inf_nan=False
+        "engine", 0.9, "fraction of GPU memory to use", "SHARE", gt=0, le=1, allow_inf_nan=False
     )
     kv_cache_memory: Annotated[Bytes, Field(ge=1, le=2**50)] | None = setting(
-        "engine", None, "memory of the KV cache on CPU, such as 4GiB (default: a share of RAM)", "SIZE"
+        "engine",
+        None,
+        "size of the KV cache on CPU, such as 4GiB (default: up to half of the RAM, less the weights)",
+        "SIZE",
     )
     num_gpu_blocks_override: Count | None = setting(
-        "engine", None, "number of KV cache blocks, instead of measuring memory", "N"
+        "engine", None, "number of KV cache blocks, instead of as many as fit into memory", "N"
     )
-    block_size: int = setting("engine", 16, "tokens in a KV cache block", "TOKENS", ge=1, le=1024)
-    threads: int | None = setting("engine", None, "torch threads on CPU (default: torch's choice)", "N", ge=1, le=1024)
+    block_size: int = setting("engine", 16, "tokens per KV cache block", "TOKENS", ge=1, le=1024)
+    threads: int | None = setting(
+        "engine", None, "number of torch threads on CPU (default: torch's choice)", "N", ge=1, le=1024
+    )
     seed: int | None = setting(
-        "engine", None, "makes the draws of requests without a seed repeatable", "SEED", ge=0, le=2**64 - 1
+        "engine", None, "makes the sampling of requests that send no seed repeatable", "SEED", ge=0, le=2**64 - 1
     )
 
     host: str = setting("http", "127.0.0.1", "address to listen on", "ADDRESS", min_length=1, max_length=255)
-    port: int = setting("http", 8000, "port to listen on; 0 takes a free one", "PORT", ge=0, le=65535)
-    uds: SocketPath | None = setting("http", None, "listen on this Unix socket instead", "PATH")
+    port: int = setting("http", 8000, "port to listen on; 0 picks a free one", "PORT", ge=0, le=65535)
+    uds: SocketPath | None = setting("http", None, "listen on this Unix socket instead of a port", "PATH")
     root_path: Annotated[str, AfterValidator(_root_path)] = setting(
-        "http", "", "path under which a proxy publishes the server", "PATH", max_length=1024
+        "http", "", "path prefix under which a reverse proxy publishes the server", "PATH", max_length=1024
     )
-    ssl_certfile: File | None = setting("http", None, "TLS certificate, PEM", "FILE")
-    ssl_keyfile: File | None = setting("http", None, "key of the TLS certificate, PEM", "FILE")
-    api_key: Secrets = setting("http", [], "keys that clients must send; several (default: none asked)", "KEY")
+    ssl_certfile: File | None = setting("http", None, "TLS certificate (PEM)", "FILE")
+    ssl_keyfile: File | None = setting("http", None, "private key of the TLS certificate (PEM)", "FILE")
+    api_key: Secrets = setting(
+        "http", [], "one or more API keys, of which clients must send one (default: no key is needed)", "KEY"
+    )
     api_key_file: KeyFile | None = setting(
-        "http", None, "file with further keys, one in a line, some with the weight of their share: KEY weight=2", "FILE"
+        "http", None, "file with more API keys, one per line, each with an optional share weight: KEY weight=2", "FILE"
     )
     metrics_key: Secret | None = setting(
-        "http", None, "key that /metrics asks for (default: any API key, or none where there are none)", "KEY"
+        "http", None, "key for /metrics (default: any API key; without API keys, no key is needed)", "KEY"
     )
-    public_metrics: bool = setting("http", False, "let anybody read /metrics although there are API keys")
-    allowed_origins: Names = setting("http", [], "browser origins allowed by CORS; several", "ORIGIN")
+    public_metrics: bool = setting("http", False, "serve /metrics without a key, whatever keys are set")
+    allowed_origins: Names = setting("http", [], "browser origins that CORS allows (default: none)", "ORIGIN")
     allowed_hosts: Names = setting(
         "http",
         [],
-        "Host headers to answer, * for any; several (default: only names that no stranger can have)",
+        "Host headers to accept, * for any (default: those that DNS rebinding cannot use)",
         "HOST",
     )
 
-    max_num_queued_reqs: int = setting("limits", 256, "waiting requests, above it 503", "N", ge=1, le=2**20)
+    max_num_queued_reqs: int = setting(
+        "limits", 256, "maximum sequences in the queue; beyond it requests get a 503", "N", ge=1, le=2**20
+    )
     max_body_bytes: Annotated[Bytes, Field(ge=1024, le=2**30)] = setting(
-        "limits", 8 << 20, "largest request body, such as 8MiB", "SIZE"
+        "limits", 8 << 20, "maximum size of a request body, such as 8MiB", "SIZE"
     )
     request_timeout: float | None = setting(
-        "limits", None, "most seconds for one request (default: no limit)", "SECONDS", gt=0, le=86400 * 7
+        "limits",
+        None,
+        "maximum duration of a request, which then gets a 504 (default: no limit)",
+        "SECONDS",
+        gt=0,
+        le=86400 * 7,
     )
     stall_seconds: float = setting(
         "limits",
         60.0,
-        "time without a step, while there is work, after which the engine is restarted",
+        "time without a completed step, while there is work, after which the engine is restarted",
         "SECONDS",
         gt=0,
         le=86400,
     )
     drain_seconds: float = setting(
-        "limits", 30.0, "time that running answers get after SIGTERM", "SECONDS", ge=0, le=86400
+        "limits", 30.0, "time for running requests to finish after SIGTERM, SIGINT or SIGHUP", "SECONDS", ge=0, le=86400
     )
     response_store: NewFile | None = setting(
-        "limits", None, "keep stored responses in this SQLite file (default: in memory)", "FILE"
+        "limits", None, "SQLite file for stored responses (default: in memory)", "FILE"
     )
     max_stored_responses: int = setting(
         "limits",
         10_000,
-        "stored responses; above it the key with the most of them loses its longest unused",
+        "maximum stored responses; beyond it the key with the most loses its longest unused one",
         "N",
         ge=1,
         le=2**31 - 1,
@@ -310,15 +340,21 @@ class Settings(BaseSettings):
     max_stored_bytes: Annotated[Bytes, Field(ge=1024, le=2**50)] = setting(
         "limits",
         64 << 20,
-        "bytes of stored responses, such as 64MiB; above it the key with the most loses its longest unused",
+        "maximum size of stored responses; beyond it the key with the most loses its longest unused",
         "SIZE",
     )
-    ignore_fields: Names = setting("limits", [], "unknown request fields to drop instead of refusing: a,b", "FIELD")
+    ignore_fields: Names = setting(
+        "limits", [], "unknown request fields to drop instead of rejecting the request, such as a,b", "FIELD"
+    )
 
-    metrics_compat: Literal["vllm", "none"] = setting("logs", "vllm", "metric names of another server beside our own")
-    step_log: NewFile | None = setting("logs", None, "append every engine step as a JSON line", "FILE")
-    log_format: Literal["text", "json"] = setting("logs", "text", "form of the log lines")
-    log_level: Literal["debug", "info", "warning", "error"] = setting("logs", "info", "least severe lines to log")
+    metrics_compat: Literal["vllm", "none"] = setting(
+        "logs", "vllm", "server whose metric names to expose in addition to our own"
+    )
+    step_log: NewFile | None = setting(
+        "logs", None, "file to which every engine step is appended as a line of JSON", "FILE"
+    )
+    log_format: Literal["text", "json"] = setting("logs", "text", "format of log lines")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("logs", "info", "minimum level of log lines")
 
     @classmethod
     def settings_customise_sources(

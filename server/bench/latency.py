@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="N,...",
         type=options.wholes,
         default=[1, 16],
-        help="requests in the steps whose phases are told (default: 1,16)",
+        help="numbers of requests per step to report phases for (default: 1,16)",
     )
     options.add_repeats(parser, 5)
     options.add_server(parser)

@@ -25,7 +25,7 @@ CACHED_BYTES = 64 << 20  # smaller weights may stay in a processor's cache
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod bench roofline [MODEL] [flags]"
     parser.description = (
-        "Measure this machine's memory bandwidth and its rate of matrix products, and tell for each phase of a model,"
+        "Measure this machine's memory bandwidth and its rate of matrix products, and report for each phase of a model,"
         " the prefill of a prompt and decode steps of several requests, its bytes and operations, the time that they"
         " take at best, the time that they took, and the share of the best that was reached. The machine is measured"
         " before and after each phase, because it changes. A running server exports the same share of its own steps as"

@@ -37,10 +37,10 @@ SAFE_MARGIN = 0.05
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod bench snapshot (--write | --check) [MODEL | --url URL] [flags]"
     parser.description = (
-        "Write down the SHA-256 of greedy answers to a list of prompts, or check that they are still the same, byte for"
-        " byte. What preserves the mathematics must leave them as they were. Each answer's smallest margin is told: by"
-        " how much the log-probability of a token exceeded the next best one's. A small one may fall the other way on"
-        " another processor."
+        "Record the SHA-256 of greedy completions of a list of prompts, or check that they are still the same, byte for"
+        " byte. A change that preserves the mathematics leaves them as they are. Reports the smallest margin of each"
+        " completion: by how much the log-probability of a token exceeded the second best. Where it is small, another"
+        " processor may choose the other token."
     )
     box = parser.add_argument_group("snapshot")
     box.add_argument("--write", action="store_true", help="ask, and write the file")

@@ -28,7 +28,7 @@ LABELS = [
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod bench startup [MODEL] [flags]"
     parser.description = (
-        "Start a Pequod again and again, and tell the seconds until its port answers, until it is ready, and of its"
+        "Start a Pequod again and again, and report the seconds until its port answers, until it is ready, and of its"
         " first two requests. The warm-up brings the model's files into the system's cache."
     )
     options.add_lengths(parser, 32, 8)

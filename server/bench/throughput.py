@@ -27,8 +27,8 @@ LABELS = [
 def add_arguments(parser: Parser) -> None:
     parser.usage = f"pequod bench throughput {options.URL_USAGE}"
     parser.description = (
-        "Send many requests that are all there from the beginning, at most --concurrency of them at once, and tell"
-        " tokens per second, what each request saw of it, and the peak memory of the server's processes."
+        "Send many requests that all arrive at the start, at most --concurrency of them at once, and report tokens per"
+        " second, the latencies of each request, and the peak memory of the server's processes."
     )
     options.add_lengths(parser, 256, 64)
     parser.add_argument(

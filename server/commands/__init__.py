@@ -186,7 +186,7 @@ def execute_group(name: str, summary: str, group: Group, argv: Sequence[str]) ->
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: pequod {name} PART [...]\n\n{summary[:1].upper()}{summary[1:]}.\n")
         print("\n".join(f"  {part:<11} {text}" for part, text in group.PARTS.items()))
-        print(f"\n`pequod {name} PART --help` tells a part's flags.")
+        print(f"\n`pequod {name} PART --help` lists the flags of a part.")
         return 0 if argv else 2
     part = argv[0]
     if part not in group.PARTS:

@@ -62,8 +62,8 @@ class Finding:
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod doctor [MODEL] [flags]"
     parser.description = (
-        "Look at this machine and tell what it can run. Exit code 1 when something fails."
-        " With MODEL, that model's folder is looked at too."
+        "Check what this machine can run. Exit code 1 when a check fails."
+        " With MODEL, check the folder of that model, too."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser, "model", "engine", extra=["host", "port"])

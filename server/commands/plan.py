@@ -37,7 +37,7 @@ LABELS = {
 
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod plan [MODEL] [flags]"
-    parser.description = "Tell what a model will need and how many users fit, from its config.json alone."
+    parser.description = "Show how much memory a model needs and how many users fit, from its config.json alone."
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser, "model", "engine")
 

@@ -22,7 +22,9 @@ from ..rendering import TemplateError
 from ..state import AppDep, Pequod
 
 router = APIRouter(tags=["tokens"])
-ERRORS: dict[int | str, dict[str, Any]] = {status: OPENAI_ERRORS[status] for status in (400, 401, 404, 413, 503)}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: OPENAI_ERRORS[status] for status in (400, 401, 404, 408, 413, 429, 503)
+}
 
 
 @router.post("/tokenize", responses=ERRORS, openapi_extra=described(TokenizeRequest))

@@ -26,7 +26,7 @@ CLIENT = pathlib.Path(__file__).with_name("client.py").read_text()
 OPTIONS = ["--init", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
 VOLUME = "/cache"
 READY = ["python", "/opt/pequod/health.py", "/ready"]
-STOP_S = 45  # compose.yaml's stop_grace_period
+STOP_S = 60  # compose.yaml's stop_grace_period
 START_S = 300.0  # a cold file system reads the packages slowly
 
 

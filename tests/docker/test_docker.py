@@ -26,7 +26,10 @@ import yaml
 
 from engine import EngineInfo, EngineStatus
 from engine.kernels import build as kernels
+from server import graceful, store
 from server.__main__ import COMMANDS
+from server.auth import Keys
+from server.door import Door, bare_host
 from server.limits import Limits
 from server.metrics import Metrics
 from server.settings import FIELDS, PREFIX, Settings
@@ -335,8 +338,9 @@ def services() -> dict[str, Any]:
     return yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
 
 
-@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]], ids=["cpu", "cuda"])
-def test_compose_takes_the_files(files):
+@pytest.mark.parametrize("more", [[], ["compose.cuda.yaml"], ["compose.keys.yaml"]], ids=["cpu", "cuda", "keys"])
+def test_compose_takes_the_files(more):
+    files = ["compose.yaml", *more]
     options = [option for name in files for option in ("-f", str(DOCKER / name))]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     text = run(tool("docker-compose"), *options, "config", env={**kept, "PEQUOD_MODEL": "/models/one"})
@@ -347,7 +351,8 @@ def test_compose_takes_the_files(files):
     assert pequod["environment"]["PEQUOD_API_KEY"] is None  # absent, not empty: an empty key is an error
     assert pequod["build"]["context"] == str(ROOT)
     devices = pequod.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices")
-    if len(files) == 1:
+    assert pequod.get("secrets") == ([{"source": "api-keys"}] if "compose.keys.yaml" in more else None)
+    if "compose.cuda.yaml" not in more:
         assert devices is None
     else:
         assert pequod["build"]["args"]["DEVICE"] == "cuda"
@@ -365,7 +370,34 @@ def test_every_setting_that_the_compose_file_hands_on_exists():
 def test_a_drain_has_the_time_it_needs_before_the_container_is_killed():
     pequod = services()["pequod"]
     drain = Settings.model_validate({"drain_seconds": pequod["environment"]["PEQUOD_DRAIN_SECONDS"]}).drain_seconds
-    assert int(pequod["stop_grace_period"].removesuffix("s")) >= drain + 10
+    afterwards = graceful.MARGIN_S + graceful.CLOSE_S + store.CLOSE_S + store.INTERRUPT_S
+    assert int(pequod["stop_grace_period"].removesuffix("s")) >= drain + afterwards
+
+
+@pytest.mark.parametrize("keys", [{}, {"api_key": ["one"]}], ids=["open", "with keys"])
+def test_prometheus_and_the_health_check_reach_the_server_of_the_compose_file(keys):
+    environment = dict(word.split("=", 1) for name, value in last_stage() if name == "ENV" for word in value.split())
+    environment |= {name: value for name, value in services()["pequod"]["environment"].items() if value is not None}
+    values = {
+        name.removeprefix(PREFIX).lower(): re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value)
+        for name, value in environment.items()
+        if name.startswith(PREFIX)
+    }
+    settings = Settings.model_validate(values | keys)
+    door = Door(None, SimpleNamespace(settings=settings))
+    targets = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"]
+    for host in (targets[0]["targets"][0], "127.0.0.1:8000"):
+        assert door.answers_under(bare_host(host.encode()))
+    Keys(settings).check_metrics_reader([])  # raises 401 for a scrape that needs a key
+
+
+def test_the_key_file_of_the_compose_file_is_where_the_secret_is_mounted():
+    added = yaml.safe_load((DOCKER / "compose.keys.yaml").read_text())
+    pequod = added["services"]["pequod"]
+    (secret,) = pequod["secrets"]
+    assert pequod["environment"] == {"PEQUOD_API_KEY_FILE": f"/run/secrets/{secret}"}
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert added["secrets"][secret]["file"] == "${API_KEY_FILE:-./api-keys}" and "docker/api-keys" in ignored
 
 
 def test_services_are_pinned_checked_without_rights_and_reachable_from_this_machine_alone():
@@ -374,7 +406,8 @@ def test_services_are_pinned_checked_without_rights_and_reachable_from_this_mach
         assert tag and tag != "latest"
         assert service["healthcheck"]["test"][0] == "CMD"
         assert service["cap_drop"] == ["ALL"]
-        assert all(port.startswith("${BIND:-127.0.0.1}:") for port in service["ports"]), name
+        bind = "BIND" if name == "pequod" else "MONITORING_BIND"
+        assert all(port.startswith(f"${{{bind}:-127.0.0.1}}:") for port in service["ports"]), name
 
 
 def test_what_is_mounted_is_where_the_programs_look():

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from server import settings
+from server.commands import TITLES
+from server.commands import _default as default_text
 from server.settings import Settings, SettingsError, load, misspelt, num_bytes, read_toml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -241,3 +243,24 @@ def test_every_field_is_described_and_grouped():
         assert field.description and len(field.description) < 100, name
         assert settings.group(name) in ("model", "engine", "http", "limits", "logs")
         assert settings.shape(name)[0] in (bool, int, float, list, str)
+
+
+def row(name: str) -> str:
+    """A setting's row of the settings page."""
+    field = settings.FIELDS[name]
+    text, found, default = str(field.description).partition(" (default: ")
+    if found:
+        default = default.removesuffix(")")
+    elif field.default is not None and field.default not in ("", []):
+        default = f"`{default_text(name, field.default)}`"
+    choices = settings.shape(name)[1]
+    values = f". One of {', '.join(f'`{choice}`' for choice in choices)}" if choices else ""
+    return f"| `{settings.flag(name)}` | {default} | {text}{values} |"
+
+
+@pytest.mark.parametrize("group", TITLES)
+def test_the_settings_page_has_every_setting_with_its_default(group):
+    page = (Path(__file__).parents[2] / "docs/settings.md").read_text(encoding="utf-8")
+    (section,) = [part for part in page.split("\n## ")[1:] if part.splitlines()[0] == TITLES[group]]
+    rows = [line for line in section.splitlines() if line.startswith("| `--")]
+    assert rows == [row(name) for name in settings.FIELDS if settings.group(name) == group]
