@@ -338,7 +338,7 @@ class Metrics:
         yield gauge("num_requests_waiting", "Sequences that are admitted and not running.", waiting)
         reasons = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
-            "Sequences that wait, by reason: capacity, in the scheduler; deferred, for their prompt or grammar before it.",
+            "Sequences that wait, by reason: capacity, in the scheduler; deferred, for prompt or grammar before it.",
             labels=[*names, "reason"],
         )
         queued = min(self.engine.status.waiting, waiting)

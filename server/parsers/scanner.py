@@ -180,7 +180,9 @@ class Scanner:
                 if held in marks:
                     return held
             letter = yield
-        into.add(held)
+        # An output that was cut off in the middle of a call's closing mark has a whole call and nothing else.
+        if not (into.is_empty and any(mark.startswith(held) for mark in self._closing)):
+            into.add(held)
         return END
 
     def white(self, letter: str) -> Script[str]:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .grammar_shapes import DEEP
 from .wire import CHAT, COMPLETIONS, QUESTION
 
 MB = 1 << 20
@@ -69,6 +70,13 @@ def schema(name: str, inner: Any) -> Body:
 
 def grammar(name: str, kind: str, value: Any) -> Body:
     return chat(f"{kind}: {name}", f"structured_outputs.{kind}", structured_outputs={kind: value})
+
+
+def deep(name: str) -> Body:
+    kind, make = DEEP[name]
+    if kind == "lark":
+        return grammar(f"deep {name}", "grammar", make())
+    return schema(f"deep {name}", json.loads(make()))
 
 
 def tool(parameters: Any) -> dict[str, Any]:
@@ -223,6 +231,9 @@ BODIES = [
     Body("compressed", COMPLETIONS, lambda: gzip.compress(b" " * 10**6), None, headers={"Content-Encoding": "gzip"}),
     Body("a form", COMPLETIONS, lambda: b"prompt=a&max_tokens=1", None),
     Body("too long", COMPLETIONS, lambda: b" " * (8 * MB + 1), None, 413),
+    # Grammars of 64 KB that are deep by their references: each overflowed the stack of the process that compiled it
+    *(deep(name) for name in ("anyOf", "oneOf", "rules after a text", "alternatives", "optional rules")),
+    *(deep(name) for name in ("repeated rules", "repeated terminals")),
     # Names of models
     *(
         Body(f"model {name}"[:30], CHAT, lambda name=name: {"messages": QUESTION, "model": name}, "model", 404)
@@ -250,6 +261,14 @@ ODD = {
     "a prompt that is a template": {"prompt": "{% for i in range(10**9) %}{{ i }}{% endfor %}"},
     "white space": b" " * MB + b'{"prompt": "a", "max_tokens": 8}' + b"\n" * MB,
 }
+
+
+for _name in ("items", "anyOf of one", "allOf", "rules", "terminals", "terminals after a text"):
+    _kind, _make = DEEP[_name]
+    _written = _make()
+    ODD[f"deep {_name}"] = {
+        "structured_outputs": {"grammar": _written} if _kind == "lark" else {"json": json.loads(_written)}
+    }
 
 
 def head(*lines: str, first: str = "POST /v1/completions HTTP/1.1") -> bytes:

@@ -2,11 +2,14 @@
 
 import pytest
 
+from server.app import build_app
+from server.body import models
 from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
 from server.protocol.wire import Refused, kinds
+from server.settings import Settings
 from tests.fakes import FakeEngine, model_folder
-from tests.server.wire import CHAT, COMPLETIONS, QUESTION, ask, ids, run, saying
+from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, QUESTION, RESPONSES, ask, ids, run, saying
 
 BASE = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "the sea"}}
 MODELS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
@@ -262,3 +265,25 @@ def test_what_no_branch_of_a_template_value_takes_is_one_error(folder):
     [(status, param, message)] = answers(folder, CHAT, [{"chat_template_kwargs": {"a": {}}}])
     assert (status, param) == (400, "chat_template_kwargs.a")
     assert message.endswith("must be a string, a number, true, false or null.")
+
+
+ALL = models(build_app(Settings(model="none"), FakeEngine()).routes)
+LEAST = {
+    CHAT: {"messages": QUESTION},
+    COMPLETIONS: {"prompt": "the sea"},
+    EMBEDDINGS: {"input": "the sea"},
+    RESPONSES: {"input": "the sea"},
+    "/v1/messages": {"messages": QUESTION, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": QUESTION},
+    "/tokenize": {"prompt": "the sea"},
+    "/detokenize": {"tokens": [5]},
+    "/apply-template": {"messages": QUESTION},
+}
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_every_optional_field_may_be_null(folder, path):
+    optional = [name for name, field in ALL[path].model_fields.items() if not field.is_required()]
+    nulls = {ALL[path].model_fields[name].alias or name: None for name in optional if name not in LEAST[path]}
+    response = ask(folder, path, {**LEAST[path], **nulls}, FakeEngine(saying("a")))
+    assert response.status_code == 200, response.text

@@ -270,6 +270,13 @@ def test_calls_of_unknown_functions_are_text(formats):
     assert "sink" in got.content and '"Pequod"'.strip('"') in got.content
 
 
+@pytest.mark.parametrize("cut", range(1, len("</tool_call>")))
+def test_a_closing_mark_that_was_cut_off_is_no_content(cut):
+    text = '<tool_call>\n{"name": "find_ship", "arguments": {}}\n' + "</tool_call>"[:cut]
+    got = read(Formats("hermes"), text)
+    assert (calls(got), got.content) == ([("find_ship", {})], "")
+
+
 def test_a_known_call_behind_an_unknown_one_is_a_call():
     got = read(Formats("hermes"), write_hermes("", [("sink", {}), ("find_ship", {})]))
     assert calls(got) == [("find_ship", {})]
