@@ -30,10 +30,9 @@ START_S = 600.0
 WAIT_S = 120.0
 BUILTIN = pathlib.Path(__file__).parents[2] / "engine" / "builtin" / "model"
 STORY = str(LONG["messages"][0]["content"])
-# The tools that Open WebUI offers with every message are about 12,400 tokens of the built-in model; its context holds
-# 2,048. The same weights with a longer context answer nonsense there, so that what they say is prescribed.
+# The tools that Open WebUI offers with every message are about 12,400 tokens of the built-in model, whose context holds
+# 2,048: the server leaves them out. The same weights with a longer context answer nonsense there, so that what they say is prescribed.
 LONG_MODEL, LONG_CONTEXT = "long", 32768
-NO_TOOLS = {"capabilities": {"builtin_tools": False}}
 
 # Open WebUI asks for title, tags and follow-up questions in words, and reads each from a JSON object. This model writes
 # no JSON by itself; the three requests get the same object.
@@ -52,10 +51,10 @@ class Filter:
 """
 # What an administrator of Open WebUI enters as models: id, model of the server, parameters of its requests, the rest.
 MODELS: list[tuple[str, str | None, dict[str, Any], dict[str, Any]]] = [
-    (MODEL, None, {}, NO_TOOLS),
+    (MODEL, None, {}, {}),
     # With a long prompt: without it the answer grows faster than the page can show it and find its Stop button.
     ("endless", LONG_MODEL, ENDLESS, {}),
-    ("hot", MODEL, {"temperature": 3}, NO_TOOLS),
+    ("hot", MODEL, {"temperature": 3}, {}),
     ("thinker", LONG_MODEL, THINKS, {}),
     ("caller", LONG_MODEL, {}, {"filterIds": ["calls"]}),
 ]
