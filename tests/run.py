@@ -16,7 +16,7 @@ CHECKS = [
 ]
 # A worker of the tests takes up to 2 GB with its servers.
 MAX_WORKERS = 8
-# Threads of torch and of the kernels that wait for each other sleep, for the cores belong to other workers' tests.
+# Threads of torch that wait for each other sleep, for the cores belong to other workers' tests.
 # Spinning, they take twice the time of the products that they wait for.
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 

@@ -214,7 +214,9 @@ struct Attention {
   const int64_t group;    // query heads of a KV head
   const int64_t padded;   // the cache's
   const int64_t queries;  // the most of a task
-  bool stored;            // the new keys and values, before the threads begin
+  int threads;
+  Parts stores;           // of the new tokens' keys and values
+  int64_t tokens_of_store;
   Task* tasks;
   int64_t num_tasks;
   Cursor* cursors;
@@ -554,7 +556,7 @@ struct Attention {
 
   // Calls visit for each (row, tokens, KV heads), all splits together.
   template <class Visit>
-  void divide_rows(int threads, Visit visit) const {
+  void divide_rows(Visit visit) const {
     int64_t runs = 0;
     for (int64_t row = 0; row < call.rows; ++row) runs += up(call.seq_lens[row], SPLIT);
     for (int64_t row = 0; row < call.rows; ++row) {
@@ -577,12 +579,12 @@ struct Attention {
   int64_t pieces(const Task& task, int64_t most) const { return smaller(num_splits(task), up(cost(task), most)); }
 
   // Lays everything out in scratch memory; false where that is short.
-  bool plan(int threads) {
+  bool plan() {
     int64_t all_cost = 0, parts = 0, states = 0;
-    divide_rows(threads, [&](const Task& task) { all_cost += cost(task); });
+    divide_rows([&](const Task& task) { all_cost += cost(task); });
     const int64_t most = threads == 1 ? INT64_MAX / 2 : all_cost / (4 * threads) + 1;
     num_tasks = 0;
-    divide_rows(threads, [&](const Task& task) {
+    divide_rows([&](const Task& task) {
       const int64_t count = threads == 1 ? 1 : pieces(task, most);
       num_tasks += up(num_splits(task), up(num_splits(task), count));
       if (count > 1) parts += 1, states += num_splits(task) * task.heads * task.count * group;
@@ -624,7 +626,7 @@ struct Attention {
       so_far += cost(task);
       tasks[next++] = task;
     };
-    divide_rows(threads, [&](Task task) {
+    divide_rows([&](Task task) {
       const int64_t count = threads == 1 ? 1 : pieces(task, most), splits = num_splits(task), each = up(splits, count);
       if (count > 1) {
         *part = {splits, up(splits, each), place};
@@ -646,12 +648,13 @@ struct Attention {
     for (int64_t head = 0; head < call.kv_heads; ++head) cache.write(head, k, v, from, to);
   }
 
-  void share(int thread, int threads) const {
+  void store_parts() {
     const int64_t tokens = call.query_start[call.rows];
-    if (!stored) {
-      store_tokens(tokens * thread / threads, tokens * (thread + 1) / threads);
-      meet();
-    }
+    for (int64_t part; stores.take(part);)
+      store_tokens(part * tokens_of_store, smaller(tokens, (part + 1) * tokens_of_store));
+  }
+
+  void attend(int thread) const {
     for (int i = 0; i < threads; ++i) {  // its own first, then what others have left
       Cursor& cursor = cursors[(thread + i) % threads];
       for (int64_t task; (task = __atomic_fetch_add(&cursor.next, 1, __ATOMIC_RELAXED)) < cursor.end;)
@@ -659,18 +662,22 @@ struct Attention {
     }
   }
 
-  static void shared(void* attention, int thread, int threads) { ((const Attention*)attention)->share(thread, threads); }
+  static void store_share(void* attention, int) { ((Attention*)attention)->store_parts(); }
+  static void attend_share(void* attention, int thread) { ((const Attention*)attention)->attend(thread); }
 
   // 0, or 1 where memory is short.
-  int32_t attend(int threads) {
+  int32_t compute(int most_threads) {
     int64_t keys = 0;
     for (int64_t row = 0; row < call.rows; ++row) keys += length(row) * call.seq_lens[row];
-    if (keys * 2 * call.heads * call.head_dim < SMALL) threads = 1;
-    if (!plan(threads)) return 1;
-    const int64_t tokens = call.query_start[call.rows];
-    stored = !k || threads == 1 || tokens * call.kv_heads * call.head_dim <= SHORT;
-    if (k && stored) store_tokens(0, tokens);
-    run(shared, this, threads);
+    threads = most_threads < 1 || keys * 2 * call.heads * call.head_dim < SMALL ? 1 : most_threads;
+    if (!plan()) return 1;
+    if (k) {
+      const int64_t tokens = call.query_start[call.rows];
+      tokens_of_store = larger(1, smaller(PAGE, up(tokens, threads)));
+      stores = {up(tokens, tokens_of_store)};
+      run(store_share, this, tokens * call.kv_heads * call.head_dim <= SHORT ? 1 : threads);
+    }
+    run(attend_share, this, threads);
     return 0;
   }
 };
@@ -686,7 +693,7 @@ struct Attention {
     typedef Kind::Number Number;                                                                                     \
     const Timed timed(IN_ATTENTION);                                                                                 \
     return Attention<Kind>(*call, (const Number*)q, (const Number*)k, (const Number*)v, cache, (Number*)out, sinks) \
-        .attend(threads);                                                                                            \
+        .compute(threads);                                                                                            \
   }
 
 ATTEND(attend_float32, Floats)

@@ -34,12 +34,12 @@ OBJECTS = {
     f"{kernel}_{isa}": (f"{kernel}.cpp", options)
     for isa, options in VARIANTS.items()
     for kernel in ("attention", "layers", "product", "quantized", "vocabulary")
-} | {"machine": ("machine.cpp", [])}
+} | {name: (f"{name}.cpp", []) for name in ("machine", "threads")}
 # Sums are written as they are meant: no reordering, and multiply-adds fused only where the source says so. gcc 12
 # takes its own headers for wrong (uninitialized).
 OPTIONS = ["-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"]
 OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-LINKED = ["-shared", "-fPIC", "-Wl,--as-needed"]
+LINKED = ["-shared", "-fPIC", "-pthread", "-Wl,--as-needed"]
 # More options, for both: the tests under a sanitizer. A library that was built with others is another library.
 FLAGS = "PEQUOD_KERNEL_FLAGS"
 COMPILE_S = 300.0

@@ -11,6 +11,7 @@
 namespace {
 
 const int64_t SHORT = 1 << 15;  // numbers below which waking other threads costs more than they save
+const int64_t PART = 1 << 12;   // numbers of a norm that a thread takes at once, or one row
 
 // As a Number would hold it.
 template <class Number>
@@ -45,14 +46,20 @@ struct Norm {
   Number* y;
   int64_t rows, size;
   float eps;
+  Parts parts = {};
 
-  static void share(void* work, int thread, int threads) {
-    const Norm& norm = *(const Norm*)work;
-    for (int64_t row = norm.rows * thread / threads; row < norm.rows * (thread + 1) / threads; ++row)
-      normalize(norm.x + row * norm.size, norm.weight, norm.eps, norm.size, norm.y + row * norm.size);
+  int64_t rows_of_part() const { return larger(1, PART / larger(1, size)); }
+
+  static void share(void* work, int) {
+    Norm& norm = *(Norm*)work;
+    const int64_t each = norm.rows_of_part();
+    for (int64_t part; norm.parts.take(part);)
+      for (int64_t row = part * each; row < smaller(norm.rows, (part + 1) * each); ++row)
+        normalize(norm.x + row * norm.size, norm.weight, norm.eps, norm.size, norm.y + row * norm.size);
   }
   void compute(int threads) {
     const Timed timed(IN_OTHERS);
+    parts.count = up(rows, rows_of_part());
     run(share, this, rows * size < SHORT ? 1 : threads);
   }
 };
@@ -69,6 +76,8 @@ struct Turn {
   int64_t tokens, heads, kv_heads, head_dim;
   float eps;
   Pages<Number, Held> cache;
+  int64_t each = PAGE;  // tokens that a thread takes at once: so few that a head's keys stay in the first cache
+  Parts parts = {};
 
   void turn(Number* head, const float* angle) const {
     const int64_t half = head_dim / 2;
@@ -81,7 +90,7 @@ struct Turn {
     }
   }
 
-  // Tokens [from, to): so few that a head's keys are still in the first cache when they are written.
+  // Tokens [from, to).
   void turn(int64_t from, int64_t to) const {
     const int64_t width = (heads + 2 * kv_heads) * head_dim;
     const Number *k = line + heads * head_dim, *v = k + kv_heads * head_dim;
@@ -96,14 +105,17 @@ struct Turn {
     }
   }
 
-  static void share(void* work, int thread, int threads) {
-    const Turn& turn = *(const Turn*)work;
-    const int64_t end = turn.tokens * (thread + 1) / threads;
-    for (int64_t t = turn.tokens * thread / threads; t < end; t += PAGE) turn.turn(t, smaller(end, t + PAGE));
+  static void share(void* work, int) {
+    Turn& turn = *(Turn*)work;
+    for (int64_t part; turn.parts.take(part);)
+      turn.turn(part * turn.each, smaller(turn.tokens, (part + 1) * turn.each));
   }
   void compute(int threads) {
     const Timed timed(IN_OTHERS);
-    run(share, this, tokens * (heads + kv_heads) * head_dim < SHORT ? 1 : threads);
+    if (tokens * (heads + kv_heads) * head_dim < SHORT) threads = 1;
+    each = larger(1, smaller(PAGE, up(tokens, threads)));
+    parts.count = up(tokens, each);
+    run(share, this, threads);
   }
 };
 

@@ -26,7 +26,6 @@ DOT_PAYS = 32  # the processor's dot product of bfloat16 is worth taking: measur
 CHOICES = ("auto", *ISAS, "torch")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 COUNTED = 3  # kinds of kernels whose time is counted apart: products, attention, others
-POOL = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Matrix(ctypes.Structure):
@@ -176,31 +175,12 @@ class Clock:
 
 @cache
 def load(path: Path) -> tuple[ctypes.CDLL, int]:
-    """The library with torch's threads, and the processor's features. OSError when it cannot be loaded."""
+    """The library and the processor's features. OSError when it cannot be loaded."""
     library = ctypes.CDLL(str(path))
-    # torch is imported, so its OpenMP runtime is mapped; whichever that is, no second one may come.
-    if runtime := _openmp():
-        library.pequod_use_pool.argtypes = [ctypes.c_void_p] * len(POOL)
-        library.pequod_use_pool(*(ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in POOL))
     features = library.pequod_features()
     if features & ISAS["avx512bf16"] and library.dot_pays_avx512bf16():
         features |= DOT_PAYS
     return library, features
-
-
-def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has brought, if it has the entry points of GCC's."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
-    found = [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
-    for path in sorted(found, key=lambda path: ("torch" not in path, path)):
-        runtime = ctypes.CDLL(path)
-        if all(hasattr(runtime, name) for name in POOL):
-            return runtime
-    return None
 
 
 def available() -> list[str]:

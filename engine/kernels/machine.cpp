@@ -1,4 +1,4 @@
-// What this processor can do, the thread pool, scratch memory, and the kernels' clock. Compiled without any -m flag.
+// What this processor can do, scratch memory, and the kernels' clock. Compiled without any -m flag.
 #include "work.h"
 
 #include <cpuid.h>
@@ -30,44 +30,6 @@ EXPORT int32_t pequod_features() {
   if (most >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (found & 2) && (a >> 5 & 1)) found |= 4;
   if ((amx >> 22 & 1) && (amx >> 24 & 1) && (state & 0x60000) == 0x60000) found |= 8;
   return (int32_t)found;
-}
-
-// -- threads ---------------------------------------------------------------------------------------------------------
-
-// torch's OpenMP runtime, called by the entry points that GCC's compiled code calls: whoever loads this library hands
-// them over, so that there is one pool and nothing to link with. Without them everything runs on the calling thread.
-static struct {
-  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
-  void (*barrier)();
-  int (*thread)();
-  int (*threads)();
-} pool;
-
-EXPORT void pequod_use_pool(void* parallel, void* barrier, void* thread, void* threads) {
-  pool.parallel = (void (*)(void (*)(void*), void*, unsigned, unsigned))parallel;
-  pool.barrier = (void (*)())barrier;
-  pool.thread = (int (*)())thread;
-  pool.threads = (int (*)())threads;
-}
-
-struct Run {
-  Share share;
-  void* work;
-};
-
-static void member(void* given) {
-  const Run* run = (const Run*)given;
-  run->share(run->work, pool.thread(), pool.threads());
-}
-
-void run(Share share, void* work, int threads) {
-  if (threads <= 1 || !pool.parallel) return share(work, 0, 1);
-  Run given = {share, work};
-  pool.parallel(member, &given, (unsigned)threads, 0);
-}
-
-void meet() {
-  if (pool.barrier) pool.barrier();
 }
 
 // -- memory ----------------------------------------------------------------------------------------------------------

@@ -105,16 +105,14 @@ struct Packing {
   Progress* progress;
   char* rooms;    // one for each thread
   int64_t room_bytes;
-  int64_t next;
   int32_t failed;
+  Parts chunks = {};
 
   static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
   void share(int thread) {
-    while (!__atomic_load_n(&failed, __ATOMIC_RELAXED)) {
-      int64_t chunk = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED), i = 0;
-      while (i < count && chunk >= weights[i].chunks()) chunk -= weights[i++].chunks();
-      if (i == count) return;
+    for (int64_t chunk, i; !__atomic_load_n(&failed, __ATOMIC_RELAXED) && chunks.take(chunk);) {
+      for (i = 0; chunk >= weights[i].chunks(); ++i) chunk -= weights[i].chunks();
       const Weight& weight = weights[i];
       const int64_t first = chunk * weight.chunk_panels(), last = first + weight.chunk_panels();
       char* room = rooms + thread * room_bytes;
@@ -129,7 +127,7 @@ struct Packing {
       __atomic_fetch_add(&progress->num_bytes, bytes * (rows.last - first) / weight.num_panels, __ATOMIC_RELAXED);
     }
   }
-  static void share(void* packing, int thread, int) { ((Packing*)packing)->share(thread); }
+  static void share(void* packing, int thread) { ((Packing*)packing)->share(thread); }
 
   // 0, 1 where memory is short, 2 where a file cannot be read.
   int32_t compute(int threads) {
@@ -137,6 +135,7 @@ struct Packing {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t wanted = aligned(Rows::room_bytes(weights[i])) + aligned(Kind::room_bytes(weights[i]));
       if (wanted > room_bytes) room_bytes = wanted;
+      chunks.count += weights[i].chunks();
     }
     rooms = (char*)scratch(room_bytes * threads + 1);
     if (!rooms) return 1;

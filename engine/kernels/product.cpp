@@ -135,14 +135,14 @@ struct Chain : Way {
 EXPORT int32_t NAMED(product_float32)(const Matrix* matrix, const float* x, const float* residual, float* y,
                                           int64_t rows, int32_t threads) {
   const Timed timed(IN_PRODUCTS);
-  Product<Chain<Floats>> product = {matrix, x, residual, y, rows, 0, 0, 0};
+  Product<Chain<Floats>> product = {matrix, x, residual, y, rows};
   return product.compute(threads);
 }
 
 EXPORT int32_t NAMED(product_bfloat16)(const Matrix* matrix, const uint16_t* x, const uint16_t* residual, void* y,
                                            int64_t rows, int32_t threads) {
   const Timed timed(IN_PRODUCTS);
-  Product<Chain<Halves>> product = {matrix, x, residual, y, rows, 0, 0, 0};
+  Product<Chain<Halves>> product = {matrix, x, residual, y, rows};
   return product.compute(threads);
 }
 
@@ -208,7 +208,7 @@ struct Plain {
 // Weights of numbers of 4 or 2 bytes, whose `panels` have room for num_panels * units * WIDTH units. Tells how far it
 // has come. Gives 0, 1 where memory is short, 2 where a file that a weight is a part of cannot be read.
 EXPORT int32_t NAMED(pack)(const Weight* weights, int64_t count, Progress* progress, int32_t threads) {
-  Packing<Plain> packing = {weights, count, progress, nullptr, 0, 0, 0};
+  Packing<Plain> packing = {weights, count, progress, nullptr, 0, 0};
   return packing.compute(threads);
 }
 

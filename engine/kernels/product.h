@@ -41,9 +41,9 @@ constexpr int beside(int64_t rows) {
 #endif
 }
 
-// Parts of a thread's panels that it, or another, has begun: of this block of rows and of the next, by turns.
+// Parts of a thread's panels that it, or another, has begun.
 struct alignas(64) Begun {
-  int64_t parts[2];
+  int64_t parts;
 };
 
 // -- one product --------------------------------------------------------------------------------------------------------
@@ -63,9 +63,14 @@ struct Product {
   const Number* x;
   const Number* residual;  // or null
   void* y;
-  int64_t rows, units;
-  Begun* begun;  // scratch: of each thread
-  char* packed;  // scratch: the rows of one block in tiles
+  int64_t rows;
+  // The rest is for `compute`.
+  int64_t units = 0;
+  int threads = 1;
+  Begun* begun = nullptr;        // scratch: of each thread
+  char* packed = nullptr;        // scratch: the rows of one block in tiles
+  int64_t start = 0, count = 0;  // the block: its first row, and how many
+  Parts tiles = {};              // of the block, to be packed
 
   int64_t panel_bytes() const { return units * WIDTH * 4; }
 
@@ -123,9 +128,12 @@ struct Product {
     for (; from < to; ++from) tile<M, 1>(packed, from, 0, nullptr, 0);
   }
 
-  // Tiles [first, last) of a block by panels [from, to). Tiles have equal heights: 16 rows are 8 and 8, not 12 and 4.
-  void many(int64_t start, int64_t count, int64_t first, int64_t last, int64_t from, int64_t to) const {
-    const int64_t tiles = (count + HEIGHT - 1) / HEIGHT, row_bytes = Kind::row_bytes(units);
+  // Tiles of the block. They have equal heights: 16 rows are 8 and 8, not 12 and 4.
+  int64_t num_tiles() const { return (count + HEIGHT - 1) / HEIGHT; }
+
+  // Tiles [first, last) of the block by panels [from, to).
+  void many(int64_t first, int64_t last, int64_t from, int64_t to) const {
+    const int64_t tiles = num_tiles(), row_bytes = Kind::row_bytes(units);
     for (int64_t panel = from; panel < to; ++panel) {
       const char* next = (const char*)matrix->panels + (panel + 1) * panel_bytes();
       for (int64_t t = first; t < last; ++t) {
@@ -139,10 +147,10 @@ struct Product {
     }
   }
 
-  void pack_tiles(int64_t start, int64_t count, int64_t first, int64_t last) const {
-    const int64_t tiles = (count + HEIGHT - 1) / HEIGHT;
-    for (int64_t t = first; t < last; ++t) {
-      const int64_t row = count * t / tiles, end = count * (t + 1) / tiles;
+  void pack() {
+    const int64_t num = num_tiles();
+    for (int64_t t; tiles.take(t);) {
+      const int64_t row = count * t / num, end = count * (t + 1) / num;
       Kind::pack_x(x + (start + row) * matrix->columns, matrix->columns, units, end - row,
                    packed + row * Kind::row_bytes(units));
     }
@@ -150,30 +158,17 @@ struct Product {
 
   // Every thread has a range of the panels, in parts: it computes those first, whose memory it may be nearest to, and then
   // what others have not begun, so that a thread which something else keeps from its processor keeps nobody waiting.
-  void share(int thread, int threads, bool is_packed) const {
-    const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t start = rows * block / blocks, count = rows * (block + 1) / blocks - start;
-      if (!is_packed) {
-        if (start) meet();
-        const int64_t tiles = (count + HEIGHT - 1) / HEIGHT;
-        pack_tiles(start, count, tiles * thread / threads, tiles * (thread + 1) / threads);
-        begun[thread].parts[(block + 1) % 2] = 0;
-        if (threads > 1) meet();
-      }
-      for (int i = 0; i < threads; ++i) {
-        const int whose = (thread + i) % threads;
-        compute_range(start, count, whose, threads, &begun[whose].parts[block % 2]);
-      }
-    }
+  void multiply(int thread) const {
+    for (int i = 0; i < threads; ++i) compute_range((thread + i) % threads);
   }
 
-  void compute_range(int64_t start, int64_t count, int64_t whose, int threads, int64_t* parts_begun) const {
+  void compute_range(int64_t whose) const {
+    int64_t* parts_begun = &begun[whose].parts;
     const int64_t panels = matrix->num_panels, from = panels * whose / threads, to = panels * (whose + 1) / threads;
     const int64_t least = beside(rows), some = (to - from) / PARTS / least * least, size = some < least ? least : some;
     const int64_t parts = (to - from + size - 1) / size;
     // Tiles whose rows stay in the second cache, all by one part; fewer where there are more threads than panels.
-    const int64_t tiles = (count + HEIGHT - 1) / HEIGHT;
+    const int64_t tiles = num_tiles();
     int64_t at_once = NEAR / (Kind::row_bytes(units) * HEIGHT);
     if (panels < threads && at_once > tiles * panels / threads) at_once = tiles * panels / threads;
     const int64_t groups = at_once < 1 ? tiles : (tiles + at_once - 1) / at_once;
@@ -184,27 +179,28 @@ struct Product {
       if (rows == 1) few<1>(begin, end);
       else if (rows == 2) few<2>(begin, end);
       else if (rows == 3) few<3>(begin, end);
-      else many(start, count, tiles * group / groups, tiles * (group + 1) / groups, begin, end);
+      else many(tiles * group / groups, tiles * (group + 1) / groups, begin, end);
     }
   }
 
-  static void packs(void* work, int thread, int threads) { ((const Product*)work)->share(thread, threads, false); }
-  static void multiplies(void* work, int thread, int threads) { ((const Product*)work)->share(thread, threads, true); }
+  static void packs(void* work, int) { ((Product*)work)->pack(); }
+  static void multiplies(void* work, int thread) { ((const Product*)work)->multiply(thread); }
 
   // 0, or 1 where memory is short.
-  int32_t compute(int threads) {
+  int32_t compute(int most_threads) {
     if (rows <= 0) return 0;
     units = Kind::units(matrix->columns);
-    if (threads < 1 || rows * matrix->columns * matrix->num_panels * WIDTH < SMALL) threads = 1;
+    threads = most_threads < 1 || rows * matrix->columns * matrix->num_panels * WIDTH < SMALL ? 1 : most_threads;
     begun = (Begun*)scratch(threads * sizeof(Begun) + (rows < BLOCK ? rows : BLOCK) * Kind::row_bytes(units));
     if (!begun) return 1;
     packed = (char*)(begun + threads);
-    memset(begun, 0, threads * sizeof(Begun));
-    if (rows <= BLOCK && rows * matrix->columns <= SHORT) {
-      pack_tiles(0, rows, 0, (rows + HEIGHT - 1) / HEIGHT);
+    const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
+    for (int64_t block = 0; block < blocks; ++block) {
+      start = rows * block / blocks, count = rows * (block + 1) / blocks - start;
+      tiles = {num_tiles()};
+      run(packs, this, count * matrix->columns <= SHORT ? 1 : threads);
+      memset(begun, 0, threads * sizeof(Begun));
       run(multiplies, this, threads);
-    } else {
-      run(packs, this, threads);
     }
     return 0;
   }

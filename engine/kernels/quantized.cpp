@@ -212,7 +212,7 @@ struct Quantized {
 template <class Number, class Width>
 int32_t multiply(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows, int32_t threads) {
   const Timed timed(IN_PRODUCTS);
-  Product<Quantized<Number, Width>> product = {matrix, (const Number*)x, (const Number*)residual, y, rows, 0, 0, 0};
+  Product<Quantized<Number, Width>> product = {matrix, (const Number*)x, (const Number*)residual, y, rows};
   return product.compute(threads);
 }
 
@@ -361,7 +361,7 @@ void dequantize(const Matrix& matrix, int bits, int64_t id, Number* to) {
 // The same as `pack` in product.cpp for weights in `bits` bits, 8 or 4. Of 8, scales are [num_panels, WIDTH] floats; of 4
 // [num_panels, groups of 32 columns, WIDTH] bfloat16.
 EXPORT int32_t NAMED(quantize)(const Weight* weights, int64_t count, Progress* progress, int32_t threads) {
-  Packing<Rounded> packing = {weights, count, progress, nullptr, 0, 0, 0};
+  Packing<Rounded> packing = {weights, count, progress, nullptr, 0, 0};
   return packing.compute(threads);
 }
 

@@ -263,11 +263,12 @@ struct Rows {
   int64_t rows, size, spans;
   char* memory;
   int64_t room_size;
-  int64_t next = 0;
+  Parts parts = {};
 
   bool make(const float* given, int64_t num_rows, int64_t row_size, int threads) {
     x = given, rows = num_rows, size = row_size, spans = (size + SPAN - 1) / SPAN;
     room_size = (8 * spans + 4 * 3 * (size + LANES) + 63) / 64 * 64;
+    parts = {rows};
     memory = (char*)scratch(room_size * threads);
     return memory != nullptr;
   }
@@ -280,7 +281,7 @@ struct Rows {
     return {weights, weights + size + LANES, (int32_t*)(weights + 2 * (size + LANES)), sums};
   }
 
-  bool take(int64_t& r) { return (r = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < rows; }
+  bool take(int64_t& r) { return parts.take(r); }
 
   // Weights of a row of numbers, and their sums by span.
   void weigh_all(const float* from, int64_t count, float top, double temperature, const Room& room) const {
@@ -304,7 +305,7 @@ struct Search : Rows {
   float* values;
   int64_t* places;
 
-  static void share(void* work, int, int) {
+  static void share(void* work, int) {
     Search& s = *(Search*)work;
     for (int64_t r; s.take(r);) {
       const Best best = look(s.row(r), s.size);
@@ -376,7 +377,7 @@ struct Draws : Rows {
     return room.places[pick(ask, room, kept)];
   }
 
-  static void share(void* work, int thread, int) {
+  static void share(void* work, int thread) {
     Draws& d = *(Draws*)work;
     const Room room = d.room(thread);
     for (int64_t r; d.take(r);) {
@@ -410,7 +411,7 @@ struct Likeliest : Rows {
     }
   }
 
-  static void share(void* work, int thread, int) {
+  static void share(void* work, int thread) {
     Likeliest& l = *(Likeliest*)work;
     const Room room = l.room(thread);
     for (int64_t r; l.take(r);) {
@@ -432,7 +433,7 @@ EXPORT void NAMED(best)(const float* x, int64_t rows, int64_t size, float* value
   const Timed timed(IN_OTHERS);
   Search search;
   search.x = x, search.rows = rows, search.size = size;
-  search.values = values, search.places = places;
+  search.values = values, search.places = places, search.parts = {rows};
   run(Search::share, &search, threads_for(rows, size, threads));
 }
 

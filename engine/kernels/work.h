@@ -1,4 +1,4 @@
-// What the Python side hands over, and the threads that the kernels share with torch.
+// What the Python side hands over, and what all kernels need.
 #pragma once
 #include <stdint.h>
 
@@ -16,13 +16,19 @@ struct Matrix {
   int32_t wide;   // the result is float32, whatever the input is
 };
 
-// One share of a piece of work: thread `thread` of `threads`, which all run it.
-typedef void (*Share)(void* work, int thread, int threads);
+// What one thread does of a piece of work; the calling thread is thread 0.
+typedef void (*Share)(void* work, int thread);
 
-// Run `share` on up to `threads` threads of the pool, this one among them, and wait.
+// Call `share` on this thread and, if the pool can spare them, on some of the threads 1 to threads - 1, at most once each;
+// return when all of these calls have returned. Any of the other threads may be missing, so a share must neither leave work
+// to a certain thread nor wait for one: it takes parts until none are left (Parts).
 void run(Share share, void* work, int threads);
-// Wait for the other threads of a run.
-void meet();
+
+// The parts of a piece of work; each goes to the thread that asks next.
+struct alignas(64) Parts {  // a cache line of its own
+  int64_t count = 0, next = 0;
+  bool take(int64_t& part) { return (part = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count; }
+};
 
 // Memory of this thread, the same at each call as long as it suffices; null when there is none.
 void* scratch(int64_t num_bytes);

@@ -1,0 +1,84 @@
+"""benchmarks/busy.py: its competitors end with the measurement, and its ratios."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import busy
+
+ROOT = Path(__file__).parent.parent
+
+
+def children() -> set[int]:
+    """Return this process's children."""
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@needs_proc
+def test_competitors_run_within_the_block_and_are_gone_after_it():
+    before = children()
+    with pytest.raises(KeyError), busy.competitors(2):
+        competitors = children() - before
+        assert len(competitors) == 2 and all(map(is_running, competitors))
+        raise KeyError
+    assert not any(map(is_running, competitors))
+
+
+@needs_proc
+def test_competitors_end_when_the_measurement_is_killed():
+    code = """
+import pathlib, time
+from benchmarks import busy
+with busy.competitors(2):
+    print(pathlib.Path("/proc/thread-self/children").read_text(), flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as measurement:
+        assert measurement.stdout is not None
+        competitors = [int(pid) for pid in measurement.stdout.readline().split()]
+        measurement.kill()
+    try:
+        assert len(competitors) == 2
+        for _ in range(600):
+            if not any(map(is_running, competitors)):
+                return
+            time.sleep(0.1)
+        pytest.fail("competitors outlive the measurement")
+    finally:
+        for pid in filter(is_running, competitors):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_ratio_is_compared_with_what_the_scheduler_grants():
+    quiet, four, sixteen = busy.judged({0: [0.1, 0.2, 0.3], 4: [0.6], 16: [3.6]}, threads=2, cores=2)
+    assert (quiet["ratio"], quiet["fair_ratio"], quiet["of_fair"]) == (1, 1, 1)
+    assert (four["ratio"], four["fair_ratio"]) == pytest.approx((3, 3))
+    assert (sixteen["ratio"], sixteen["fair_ratio"], sixteen["of_fair"]) == pytest.approx((18, 9, 2))
+
+
+def test_the_quiet_machine_is_always_measured():
+    assert busy.counts("4,16,4") == [0, 4, 16]
+
+
+def test_a_negative_number_of_competitors_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["busy", "model", "--competitors", "-1"])
+    with pytest.raises(SystemExit):
+        busy.main()
+    assert "competitors" in capsys.readouterr().err
