@@ -31,7 +31,8 @@ WAIT_S = 120.0
 BUILTIN = pathlib.Path(__file__).parents[2] / "engine" / "builtin" / "model"
 STORY = str(LONG["messages"][0]["content"])
 # The tools that Open WebUI offers with every message are about 12,400 tokens of the built-in model, whose context holds
-# 2,048: the server leaves them out. The same weights with a longer context answer nonsense there, so that what they say is prescribed.
+# 2,048: the server leaves them out. The same weights with a longer context answer nonsense there, so that what they
+# say is prescribed.
 LONG_MODEL, LONG_CONTEXT = "long", 32768
 
 # Open WebUI asks for title, tags and follow-up questions in words, and reads each from a JSON object. This model writes

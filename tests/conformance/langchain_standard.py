@@ -25,9 +25,9 @@ OTHER_MODEL = os.environ["PEQUOD_OTHER_MODEL"]
 
 def statuses() -> Counter[str]:
     """The number of responses that the server has sent to requests for a model, by status."""
-    lines = httpx.get(f"{URL}/metrics", timeout=60).text.splitlines()
+    page = httpx.get(f"{URL}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=60).raise_for_status()
     counts: Counter[str] = Counter()
-    for line in lines:
+    for line in page.text.splitlines():
         if line.startswith("http_requests_total{") and 'method="POST"' in line:
             counts[re.search(r'status="(\w+)"', line)[1]] += int(float(line.rpartition(" ")[2]))
     return counts
