@@ -5,13 +5,13 @@
 In turns, each for --seconds:
 
 capacity   so many requests at a time as the engine runs and half as many again: it is always full, nobody is refused
-overload   arrivals of a Poisson process, three times as many a second as were completed at capacity, from four keys;
-           the first sends half of them
+overload   arrivals of a Poisson process, three times as many a second as were completed at capacity (the best
+           until then), from four keys; the first sends half of them
 
 Measured in either is what comes after --ramp, when the queue has filled. `goodput`: tokens a second of requests that
 are answered to their end; that of the overload must be at least 95 % of the mean of the capacities before and after it.
-A refusal (503 or 429) must come within 100 ms at the 99th percentile, timed from before its connection is made, and
-/live, which another process asks ten times a second, within 100 ms each time. The clients have the machine's last core
+A refusal (503 or 429) must come within 100 ms at the 99th percentile, and /live within 100 ms each time, asked by a
+process that does nothing else and timed from before the connection is made. The clients have the machine's last core
 for themselves and the server the others: what it costs to send three times the load is not the server's. On a machine
 that is busy with other work too, `of_capacity_by_cpu` compares tokens by the server's processor time instead.
 """
@@ -50,7 +50,7 @@ SEQS = 16
 QUEUED = 32
 RAMP_S = 10.0  # until the queue is full
 GOODPUT, LATE_S = 0.95, 0.1
-LIVE_EVERY_S = 0.1
+PROBE_EVERY_S = 0.1
 
 
 class Window(NamedTuple):
@@ -109,7 +109,7 @@ async def overload(targets: dict[str, Target], prompts: Prompts, window: Window,
         "goodput_by_key": {name: goodput(each, window) for name, each in by_key.items()},
         "ttft_s": quantiles([shot.ttft for shot in shots if shot.ok and shot.ttft is not None]),
         "refused": {status: len(each) for status, each in refused.items()},
-        "refusal_s": quantiles(waits),
+        "refusal_of_clients_s": quantiles(waits),  # as noticed between the pieces of their streams
         "sent_late_s": quantiles(late),  # by this client, which has no more time than the server
         "errors": sorted({s.error for s in shots if s.error and not any(s in each for each in refused.values())}),
     }
@@ -137,36 +137,53 @@ def quantiles(values: list[float]) -> dict[str, float] | None:
     return {"p50": cuts[49], "p95": cuts[94], "p99": cuts[98], "max": max(values), "count": len(values)}
 
 
-def ask_live(url: str, over: Event, path: str) -> None:
-    """In a process of its own: ask /live until it is over, and write the seconds of each answer."""
+def probe(url: str, over: Event, path: str, refused: bool) -> None:
+    """In a process that does nothing else, until it is over: ask /live and, to be `refused`, for too many choices.
+
+    A client that reads sixteen streams notices each step of a refusal late. SEQS choices at once are refused whenever
+    more than half of the queue is taken.
+    """
+    body = {"prompt": "a", "max_tokens": 1, "n": SEQS}
+    headers = {"Authorization": f"Bearer {list(KEYS)[-1]}"}
     found = []
-    with httpx.Client(base_url=url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=url, headers=headers, timeout=60, limits=limits) as client:
         client.get("/live")
-        while not over.wait(LIVE_EVERY_S):
+        while not over.wait(PROBE_EVERY_S):
             began = time.perf_counter()
-            status = client.get("/live").status_code
-            found.append((time.perf_counter() - began, status))
+            live = client.get("/live").status_code
+            middle = time.perf_counter()
+            status, retry = 0, False
+            if refused:
+                asked = client.post("/v1/completions", json=body)
+                status, retry = asked.status_code, "retry-after" in asked.headers
+            found.append((live, middle - began, status, retry, time.perf_counter() - middle))
     pathlib.Path(path).write_text(json.dumps(found))
 
 
-async def watched(server: Server, work: Callable[[], Any]) -> dict[str, Any]:
-    """What `work` gives, with the times of /live and the server's processor time meanwhile."""
+async def watched(server: Server, work: Callable[[], Any], refused: bool = False) -> dict[str, Any]:
+    """What `work` gives, with what the probe saw and the server's processor time meanwhile."""
     before = cpu_seconds(server.process.pid)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/live.json"
+        path = f"{folder}/probe.json"
         over = context.Event()
-        process = context.Process(target=ask_live, args=(server.url, over, path))
+        process = context.Process(target=probe, args=(server.url, over, path, refused))
         process.start()
         try:
             found = await work()
         finally:
             over.set()
             await asyncio.to_thread(process.join)
-        answers = json.loads(pathlib.Path(path).read_text())
-    live = {"live_s": quantiles([seconds for seconds, _ in answers])}
-    spent = {"cpu_s": cpu_seconds(server.process.pid) - before}
-    return {**found, **live, **spent, "live_not_200": sum(status != 200 for _, status in answers)}
+        seen = json.loads(pathlib.Path(path).read_text())
+    return {
+        **found,
+        "cpu_s": cpu_seconds(server.process.pid) - before,
+        "live_s": quantiles([live_s for _, live_s, *_ in seen]),
+        "live_not_200": sum(status != 200 for status, *_ in seen),
+        "refusal_s": quantiles([asked_s for *_, status, _, asked_s in seen if status in (429, 503)]),
+        "refusals_without_retry_after": sum(not retry for *_, status, retry, _ in seen if status in (429, 503)),
+    }
 
 
 async def measure(server: Server, window: Window, rounds: int, seed: int) -> dict[str, Any]:
@@ -176,8 +193,8 @@ async def measure(server: Server, window: Window, rounds: int, seed: int) -> dic
     prompts = Prompts(targets["busy"], seed)
     full, over = [await watched(server, lambda: capacity(targets, prompts, window))], []
     for _ in range(rounds):
-        rate = FACTOR * full[-1]["goodput"] / OUTPUT
-        over.append(await watched(server, lambda rate=rate: overload(targets, prompts, window, rate)))
+        rate = FACTOR * max(each["goodput"] for each in full) / OUTPUT
+        over.append(await watched(server, lambda rate=rate: overload(targets, prompts, window, rate), refused=True))
         full.append(await watched(server, lambda: capacity(targets, prompts, window)))
         mean = (full[-2]["goodput"] + full[-1]["goodput"]) / 2
         over[-1]["of_capacity"] = over[-1]["goodput"] / mean
