@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import hashlib
+import inspect
 import json
 import re
 
@@ -231,3 +232,16 @@ def test_an_exception_that_nobody_catches_is_logged_without_its_text(tmp_path, c
     assert sum("ValueError at " in line and " break_off" in line for line in caplog.messages) == 1
     assert "the event loop reports: a socket" in caplog.messages
     assert "canary-" not in caplog.text
+
+
+def test_no_route_waits_for_a_thread(tmp_path):
+    """FastAPI calls what is no coroutine in one of 40 threads: /live would wait until one is free."""
+
+    def calls(dependant):
+        yield dependant.call
+        for below in dependant.dependencies:
+            yield from calls(below)
+
+    app = build_app(Settings(model=str(tmp_path)), FakeEngine())
+    called = {call for route in app.routes for call in calls(route.dependant)}
+    assert [call for call in called if not inspect.iscoroutinefunction(call)] == []
