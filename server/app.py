@@ -63,6 +63,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_exception_handler(errors.log_stray)
         # Nothing here may take time: the port answers only after it.
         await engine.start()
         tasks = [asyncio.create_task(state.load(), name="load"), asyncio.create_task(tick(state), name="tick")]

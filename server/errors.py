@@ -8,6 +8,7 @@ Texts are fixed sentences: they name fields and limits and never repeat a value 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -245,6 +246,18 @@ def from_exception(error: Exception) -> ApiError:
             return ApiError(status, "The request was refused.", headers=dict(error.headers or {}))
     log.error("%s at %s", type(error).__name__, place(error))
     return internal()
+
+
+def log_stray(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an exception that no caller catches, as the event loop's exception handler.
+
+    The loop's own handler writes the exception's text, and the arguments of the callback that raised it.
+    """
+    error = context.get("exception")
+    if error is None:
+        log.error("the event loop reports: %s", str(context.get("message")).partition("<")[0].strip())
+    else:
+        log.error("%s at %s, in a task or callback that nobody waits for", type(error).__name__, place(error))
 
 
 def place(error: BaseException) -> str:

@@ -310,8 +310,8 @@ def _first(errors: BaseExceptionGroup[Any]) -> Any:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def pequod(request: Request) -> Pequod:
-    """The state of the app that serves a request."""
+async def pequod(request: Request) -> Pequod:
+    """The state of the app that serves a request. A coroutine: FastAPI would call a function in a thread."""
     state: Pequod = request.app.state.pequod
     return state
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from .. import settings
+from ..command_line import hide
 from ..settings import Loaded, SettingsError
 
 TITLES = {"model": "model", "engine": "engine", "http": "HTTP", "limits": "limits", "logs": "logs and metrics"}
@@ -94,7 +95,8 @@ def _items(word: str) -> list[str]:
     try:
         return settings.split(word)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{word[:64]} {error}") from None
+        # Without the word: it may be a key.
+        raise argparse.ArgumentTypeError(f"the value {error}") from None
 
 
 def add_settings(parser: Parser, *groups: str, model: bool = True, extra: Sequence[str] = ()) -> None:
@@ -115,7 +117,7 @@ def add_settings(parser: Parser, *groups: str, model: bool = True, extra: Sequen
 
 
 def settings_from(arguments: argparse.Namespace) -> Loaded:
-    """The settings that the flags, the environment and the TOML file make together."""
+    """The settings that the flags, the environment and the TOML file make together; keys leave the command line."""
     given = {name: value for name, value in vars(arguments).items() if name in settings.FIELDS}
     for name, value in given.items():
         if settings.shape(name)[0] is list:
@@ -131,6 +133,8 @@ def settings_from(arguments: argparse.Namespace) -> Loaded:
     for sentence in settings.misspelt(os.environ):
         warn(sentence)
     loaded = settings.load(given, config)
+    secrets = (*loaded.settings.api_key, loaded.settings.metrics_key)
+    hide(secret.get_secret_value() for secret in secrets if secret is not None)
     if loaded.settings.local_files_only:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported, here and in the engine
     return loaded

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..command_line import hide
 from . import Parser, UsageError, add_settings, settings_from, warn
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ def run(arguments: argparse.Namespace, child: Child | None = None) -> int:
     """
     began = time.monotonic()
     settings = settings_from(arguments).settings
-    hide(secret.get_secret_value() for secret in (*settings.api_key, settings.metrics_key) if secret is not None)
     check_tls(settings)
     with listen(settings) as listener:
         return serve(settings, listener, began, child)

@@ -32,7 +32,7 @@ OPEN = ("queued", "in_progress")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def check_query(request: Request, _: UserDep) -> None:
+async def check_query(request: Request, _: UserDep) -> None:
     """Raise 400 for a query parameter that the route does not have; only for those who may know what it has."""
     known = {param.alias for param in request.scope["route"].dependant.query_params}
     for name in request.query_params:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import hashlib
+import inspect
 import json
 import re
 
@@ -209,3 +211,40 @@ def test_a_failure_in_mid_stream_is_logged_without_its_text(tmp_path, caplog):
     asyncio.run(run())
     assert "ValueError at" in caplog.text
     assert "ishmael" not in caplog.text
+
+
+def test_an_exception_that_nobody_catches_is_logged_without_its_text(tmp_path, caplog):
+    async def fail():
+        raise ValueError("canary-1")
+
+    def break_off(text):
+        raise ValueError(text)
+
+    async def run():
+        async with serving(model_folder(tmp_path / "m")):
+            loop = asyncio.get_running_loop()
+            task = loop.create_task(fail())
+            loop.call_soon(break_off, "canary-2")
+            await asyncio.wait([task])
+            del task  # and with it the last who could ask what became of it
+            gc.collect()
+            loop.call_exception_handler({"message": "a socket <canary-3> is lost"})
+
+    asyncio.run(run())
+    assert sum("ValueError at " in line and " fail" in line for line in caplog.messages) == 1
+    assert sum("ValueError at " in line and " break_off" in line for line in caplog.messages) == 1
+    assert "the event loop reports: a socket" in caplog.messages
+    assert "canary-" not in caplog.text
+
+
+def test_no_route_waits_for_a_thread(tmp_path):
+    """FastAPI calls what is no coroutine in one of 40 threads: /live would wait until one is free."""
+
+    def calls(dependant):
+        yield dependant.call
+        for below in dependant.dependencies:
+            yield from calls(below)
+
+    app = build_app(Settings(model=str(tmp_path)), FakeEngine())
+    called = {call for route in app.routes for call in calls(route.dependant)}
+    assert [call for call in called if not inspect.iscoroutinefunction(call)] == []

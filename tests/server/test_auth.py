@@ -7,6 +7,7 @@ import re
 
 import pytest
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 
 from server import app as app_module
 from server.auth import roles
@@ -39,21 +40,50 @@ def test_an_app_with_a_route_that_states_no_role_is_not_built(tmp_path, monkeypa
         app_module.build_app(app_module.Settings(model=str(tmp_path)), FakeEngine())
 
 
-def test_without_the_key_every_closed_route_says_401(tmp_path):
+OTHERS = ("POST", "PUT", "PATCH", "DELETE", "TRACE", "OPTIONS", "BREW")
+API_KEY, METRICS_KEY = "first-key", "metrics-key"
+SENT = {"none": {}} | {
+    f"{name} as {header}": {header: form.format(key)}
+    for name, key in (("wrong", "first-ke"), ("API", API_KEY), ("metrics", METRICS_KEY))
+    for header, form in (("Authorization", "Bearer {}"), ("X-Api-Key", "{}"))
+}
+# Who gets past the door, by role: the beginning of the names above.
+OPENS = {"public": ("none", "wrong", "API", "metrics"), "metrics_reader": ("metrics",), "user": ("API",)}
+APP = app_module.build_app(app_module.Settings(model="builtin"), FakeEngine())
+
+
+@pytest.mark.parametrize("route", APP.routes, ids=lambda route: f"{'-'.join(sorted(route.methods))}-{route.path}")
+def test_a_route_answers_who_has_the_key_of_its_role_and_nobody_else(tmp_path, route):
+    (role,) = roles(route)
+    path = re.sub(r"\{.*?\}", "fake", route.path)
+    taken = {method for other in APP.routes if other.path == route.path for method in other.methods}
+    taken |= {"HEAD"} if "GET" in taken else set()
+    own = route.methods | ({"HEAD"} if "GET" in route.methods else set())
+
     async def run():
-        async with serving(model_folder(tmp_path / "m"), api_key=["first-key", "second-key"]) as (client, app):
-            for route in app.routes:
-                path = re.sub(r"\{.*?\}", "fake", route.path)
-                for method in route.methods:
-                    answer = await client.request(method, path, json={} if method == "POST" else None)
-                    if roles(route) & {"user", "metrics_reader"}:
-                        assert answer.status_code == 401, path
-                        assert answer.json()["error"]["code"] == "invalid_api_key"
-                        assert answer.headers["www-authenticate"] == "Bearer"
-                    else:
-                        assert answer.status_code in (200, 307), path
+        async with serving(model_folder(tmp_path / "m"), api_key=[API_KEY], metrics_key=METRICS_KEY) as (client, _):
+            for name, headers in SENT.items():
+                for method in sorted(own):
+                    # No JSON, and ids of nothing: who has no key is not told.
+                    body = {"content": b"{"} if method in ("POST", "DELETE") else {}
+                    answer = await client.request(method, path, headers=headers, **body)
+                    if name.startswith(OPENS[role]):
+                        assert answer.status_code not in (401, 403, 405), (method, name)
+                        continue
+                    assert answer.status_code == 401, (method, name)
+                    assert answer.headers["www-authenticate"] == "Bearer"
+                    if method != "HEAD":
+                        assert answer.json()["error"]["code"] in ("invalid_api_key", "authentication_error")
+                for method in set(OTHERS) - taken:
+                    answer = await client.request(method, path, headers=headers)
+                    assert answer.status_code == 405, (method, name)
+                    assert set(answer.headers["allow"].split(", ")) <= taken
 
     asyncio.run(run())
+
+
+def test_no_route_is_reached_but_by_http():
+    assert all(type(route) is APIRoute for route in APP.routes), "a mount or a websocket has no role that is checked"
 
 
 @pytest.mark.parametrize(

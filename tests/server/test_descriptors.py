@@ -76,7 +76,7 @@ def test_keys_that_are_flags_are_not_in_the_list_of_processes():
         pids = [path for path in Path("/proc").glob("[0-9]*") if _parent(path) == running.process.pid]
         assert pids
         for path in pids:
-            assert b"canary" not in (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+            assert b"canary-" not in (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
         answer = running.client.get("/v1/models", headers={"Authorization": "Bearer canary-one"})
         assert answer.status_code == 200
 
@@ -84,7 +84,7 @@ def test_keys_that_are_flags_are_not_in_the_list_of_processes():
 def test_keys_of_the_environment_are_not_the_engines():
     with Server(env={"PEQUOD_API_KEY": "canary-one", "pequod_metrics_key": "canary-two"}) as running:
         engine = Path(f"/proc/{running.engine_pid}/environ").read_bytes()
-        assert b"canary" not in engine and b"PATH=" in engine
+        assert b"canary-" not in engine and b"PATH=" in engine
         assert running.client.get("/v1/models").status_code == 401
 
 
