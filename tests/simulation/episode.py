@@ -68,6 +68,7 @@ class Visit:
     due_s: float | None
     pause_s: float  # mean, between two reads
     stops_reading: int | None  # after this many reads
+    started_at: float = 0.0  # its generation; 0.0: it has not
     due_at: float = math.inf
     requests: list[EngineRequest] = field(default_factory=list)
     outcome: str = ""
@@ -121,6 +122,7 @@ class Stream(Reader):
         self.episode = episode
         self.output: list[int] = []
         self.is_first = True
+        self.first_at: float | None = None  # when the first token was read
         self.has_ended = False
         self.failed: str | None = None  # the engine's reason
 
@@ -159,7 +161,10 @@ class Stream(Reader):
         is_scored = params.prompt_logprobs is not None and self.is_first and delta.token_ids
         scores = [-entry.logprob for entry in delta.prompt_logprobs or ()]
         assert scores == (list(request.prompt_ids[1:]) if is_scored else []), f"{name} has scores of another prompt"
-        self.is_first = self.is_first and not delta.token_ids
+        if self.is_first and delta.token_ids:
+            self.is_first, self.first_at = False, self.episode.loop.now
+        if self.stats is not None and self.first_at is not None:
+            assert self.stats.first_token <= self.first_at, f"{name} forgets its first token's time"
         if delta.finish_reason not in (None, "stop", "length"):
             self.failed = delta.error or delta.finish_reason
             self.episode.failed(self)
@@ -197,6 +202,7 @@ class Episode:
         self.tasks: dict[asyncio.Task[None], Visit] = {}
         self.admitted: dict[int, Visit] = {}
         self.is_draining = False
+        self.cut_at = math.inf  # when the drain ends every stream
         self.memory_errors = 0
         self._expected: dict[int, tuple[list[int], str]] = {}
 
@@ -316,12 +322,11 @@ class Episode:
         self.is_draining = True
         self.app.begin_drain()
         began = self.loop.now
+        self.cut_at = began + plan.drain_s
         is_idle = await self.app.drained(plan.drain_s)
         took_s = self.loop.now - began
         assert took_s <= plan.drain_s + CUT_S + 1e-6, f"the drain took {took_s} s"
         assert not is_idle or not self.limits.open_choices, "the drain says that nothing is open, and something is"
-        left = [visit.number for visit in self.admitted.values() if not visit.is_slow]
-        assert not left, f"requests {left} go on after the drain's deadline"
 
     # Clients
 
@@ -355,7 +360,7 @@ class Episode:
             gone_at=now + world.duration(some_s) if hangs_up and rng.random() < 0.7 else None,
             cancelled_at=now + world.duration(some_s) if hangs_up and rng.random() < 0.5 else None,
             due_s=world.duration(some_s) if rng.random() < 0.05 else None,
-            pause_s=rng.choice((10, 100)) * plan.step_s if world.chance(plan.slow) else 0.0,
+            pause_s=rng.choice((10, 100, 1000)) * plan.step_s if world.chance(plan.slow) else 0.0,
             stops_reading=rng.randint(0, 5) if world.chance(plan.slow / 4) else None,
         )
 
@@ -403,6 +408,7 @@ class Episode:
         assert not self.is_draining, "a request was admitted after the drain had begun"
         self.admitted[visit.number] = visit
         await while_connected(request, self._tokenize(visit, ticket))
+        visit.started_at = self.loop.now
         visit.due_at = max(self.loop.now, due.at) if due is not None else math.inf
         streams = self._streams(visit)
         track = app.metrics.track(str(visit.number), visit.n, [len(prompt) for prompt in visit.prompts], 1)
@@ -413,11 +419,11 @@ class Episode:
         reads = 0
         async with generation.running(request.receive):
             async for outputs in generation.outputs():
-                assert len(generation._ready) <= len(streams) + 1, "outputs pile up before a slow reader"
                 if visit.stops_reading is not None and reads >= visit.stops_reading:
                     await patiently(generation, lambda _: asyncio.Event().wait(), outputs)
                 if visit.pause_s:
                     await asyncio.sleep(self.world.duration(visit.pause_s))
+                assert len(generation._ready) <= len(streams) + 1, "outputs pile up before a slow reader"
                 reads += 1
             visit.outcome = "complete"
         visit.cause = track.cause or ""
@@ -451,7 +457,10 @@ class Episode:
             )
             if world.chance(self.plan.poison):
                 kinds = (*STEP_FAULTS, "compile") if visit.params.grammar else STEP_FAULTS
-                world.poison[request.id] = rng.choice(kinds), 0 if visit.is_pooled else rng.choice((0, 0, 1, 5))
+                at = 0 if visit.is_pooled else rng.choice((0, 1, 4))
+                world.poison[request.id] = rng.choice(kinds), at
+                if at and rng.random() < 0.5:  # its end comes while it has tokens that nobody has read
+                    visit.pause_s = 20.0
             elif world.chance(self.plan.row_errors):
                 world.bad_rows[request.id] = rng.choice((0, 3))
             visit.requests.append(request)
@@ -518,6 +527,8 @@ class Episode:
         left = [request.id for request in visit.requests if request.id in self.engine._open]
         assert not left, f"requests {left} are open, and their client has gone"
         assert visit.is_slow or self.loop.now <= visit.due_at + 1e-6, "a request goes on after its deadline"
+        is_late = visit.started_at > 0 and self.loop.now > max(self.cut_at, visit.started_at) + 1e-6
+        assert visit.is_slow or not (is_late and self.app.deadline_passed.is_set()), "a request outlives the drain"
         assert not any(ticket.is_open for ticket in visit.caller.tickets), "a ticket was leaked"
         self._check_books()
 

@@ -64,7 +64,7 @@ class Plan:
         names = ("whale", "ship", "sea")[: rng.choice((1, 2, 3, 3))]
         step_s = rng.choice((0.002, 0.01, 0.05))
         kills = rng.choice(("poison", "faults", "outside", "all", "none", "none"))
-        is_doomed = kills in ("faults", "outside") and rng.random() < 0.1
+        is_doomed = kills in ("faults", "outside") and rng.random() < 0.2
         loads = rng.randint(0, MAX_RESTARTS) if kills != "none" else 0
         return cls(
             config=config,
@@ -78,13 +78,13 @@ class Plan:
             most_open=rng.choice((4, 16, 48)),
             abort=rng.choice((0.0, 0.05, 0.3)),
             slow=rng.choice((0.0, 0.05, 0.3)),
-            poison=rng.choice((0.01, 0.05)) if kills in ("poison", "all") else 0.0,
+            poison=rng.choice((0.02, 0.1)) if kills in ("poison", "all") else 0.0,
             row_errors=rng.choice((0.0, 0.03)),
-            out_of_memory=rng.choice((0.0, 0.0, 0.01)),
+            out_of_memory=rng.choice((0.0, 0.0, 0.01, 0.1)),
             faults=0.01 if kills in ("faults", "all") else 0.0,
             kill_s=step_s * rng.choice((30, 200)) if kills in ("outside", "all") else None,
             loading_faults=tuple(rng.choice(LOADING_FAULTS) for _ in range(loads)),
             is_doomed=is_doomed,
             drain_at=rng.random() if rng.random() < 0.3 else None,
-            drain_s=rng.choice((0.0, 0.5, 30.0)),
+            drain_s=rng.choice((0.0, 0.1, 0.5, 30.0)),
         )
