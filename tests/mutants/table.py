@@ -50,16 +50,17 @@ def mutants() -> list[Mutant]:
 def plant(mutant: Mutant | None, folder: Path) -> None:
     """Make a copy of the tree in a folder, with the mutant in it; None: as it is."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, copy_function=_link)
+        shutil.copytree(ROOT / name, folder / name, copy_function=_copy)
     shutil.copy(ROOT / "pyproject.toml", folder)
     if mutant is not None:
-        (folder / mutant.file).unlink()  # a link to the original, perhaps
         (folder / mutant.file).write_text(mutant.source())
 
 
-def _link(source: str, target: str) -> None:
-    """A hard link costs no time and no space; between two file systems there is none."""
+def _copy(source: str, target: str) -> None:
+    """Link what is large, such as weights and compiled kernels, and only read; copy the rest."""
     try:
+        if os.path.getsize(source) < 1 << 20:
+            raise OSError
         os.link(source, target)
-    except OSError:
+    except OSError:  # or it is on another file system
         shutil.copy2(source, target)

@@ -20,6 +20,9 @@ from collections import Counter
 
 from .episode import Episode, settings
 
+PARTS = 16  # of a long run, whoever makes them: the trace must not depend on the number of processors
+LONG = 50_000  # steps
+
 
 def simulate(seed: int, first: int, stride: int, steps: int, episode_steps: int) -> tuple[int, Counter[str], str]:
     """Every stride-th episode from the first one, until they have made the steps; returns steps, counts and a hash."""
@@ -50,20 +53,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--episode", type=int, help="run only this one, as a failure tells")
     parser.add_argument("--episode-steps", type=int, default=400)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that share the episodes")
+    parser.add_argument("--workers", type=int, default=cores(), help="processes of a long run")
     args = parser.parse_args(argv)
     began = time.perf_counter()
-    if args.episode is not None or args.workers == 1:
-        steps = 1 if args.episode is not None else args.steps
-        parts = [simulate(args.seed, args.episode or 0, 1, steps, args.episode_steps)]
+    if args.episode is not None:
+        parts = [simulate(args.seed, args.episode, 1, 1, args.episode_steps)]
+    elif args.steps < LONG:
+        parts = [simulate(args.seed, 0, 1, args.steps, args.episode_steps)]
     else:
+        share = -(-args.steps // PARTS)
         with concurrent.futures.ProcessPoolExecutor(args.workers) as pool:
-            shares = [-(-args.steps // args.workers)] * args.workers
             futures = [
-                pool.submit(simulate, args.seed, worker, args.workers, share, args.episode_steps)
-                for worker, share in enumerate(shares)
+                pool.submit(simulate, args.seed, part, PARTS, share, args.episode_steps) for part in range(PARTS)
             ]
-            parts = [future.result() for future in futures]
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        parts = [future.result() for future in futures]
     seconds = time.perf_counter() - began
     counts = sum((part[1] for part in parts), Counter[str]())
     steps = sum(part[0] for part in parts)
@@ -72,6 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{steps / seconds:.0f} steps/s, {seconds:.0f} s")
     print(f"trace {hashlib.sha256(''.join(part[2] for part in parts).encode()).hexdigest()}")
     return 0
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":
