@@ -286,6 +286,11 @@ class Runner(FakeRunner):
         self.requests: dict[int, EngineRequest] = {}
         self.untold: dict[int, int] = {}  # tokens that a grammar forced before the first one was sampled
 
+    @property
+    def scheduler(self) -> Scheduler:
+        assert self.process.worker.loop is not None
+        return self.process.worker.loop.scheduler
+
     def launch(self, batch: Batch) -> Runner:
         self.batch = batch
         return self
@@ -305,7 +310,9 @@ class Runner(FakeRunner):
             self.process.suffer(world.rng.choice(STEP_FAULTS))
             return StepTokens([])
         tokens = self.compute(batch, self.requests, self.tokens)
-        if not world.is_over and world.chance(world.plan.out_of_memory):
+        # Two faults in one step are rare unless the one attracts the other.
+        times = 20 if any(self.scheduler.by_id[row.seq_id].aborted for row in batch.rows) else 1
+        if not world.is_over and world.chance(times * world.plan.out_of_memory):
             world.faults["memory"] += 1
             raise StepOutOfMemory
         for index, row in enumerate(batch.rows):
