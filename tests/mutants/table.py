@@ -16,7 +16,7 @@ SAMPLER = (
     " or bad_word_counts or only_allowed"
 )
 CHECKS = {
-    "simulation": ["tests.simulation", "--steps", "15000", "--seed", "1", "--workers", "1"],
+    "simulation": ["tests.simulation", "--steps", "30000", "--seed", "1", "--workers", "1"],
     "scheduler": ["engine.sim", "--steps", "20000", "--seed", "1"],
     "sampler": ["pytest", "-q", "-x", "tests/engine/test_sampler.py", "-k", SAMPLER],
 }

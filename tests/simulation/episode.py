@@ -49,6 +49,7 @@ from .virtual import VirtualLoop, virtual_time
 STALL_S = 3.0
 # Until everything has ended once nobody comes any more: minutes for readers that are cut off, and for several deaths.
 PATIENCE_S = 3600.0
+STOPS = (STOP, 5, 11, 23)  # none of which a grammar forces
 OUT_OF_MEMORY = "ran out of memory"
 
 
@@ -338,8 +339,8 @@ class Episode:
         pooling = Pooling(kind=rng.choice(POOLINGS)) if rng.random() < 0.1 else None
         params = SamplingParams(
             max_tokens=0 if pooling else rng.choice((1, rng.randint(1, 8), rng.randint(1, 100), 1000)),
-            min_tokens=rng.choice((0, 0, rng.randint(0, 5))),
-            stop_ids=rng.choice(((STOP,), ())),
+            min_tokens=rng.choice((0, 0, rng.randint(0, 20))),
+            stop_ids=rng.choice(((STOP,), STOPS, ())),
             logprobs=rng.choice((None, None, 0)) if pooling is None else None,
             prompt_logprobs=rng.choice((None, None, None, 0)) if pooling is None else None,
             presence_penalty=rng.choice((0.0, 0.0, 1.0)),
