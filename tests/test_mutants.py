@@ -12,7 +12,7 @@ MUTANTS = mutants()
 def test_a_mutant_has_its_place_and_is_python(mutant):
     compile(mutant.source(), mutant.file, "exec")
     assert mutant.source() != (ROOT / mutant.file).read_text()
-    assert mutant.check in CHECKS or all((ROOT / path).exists() for path in mutant.check.split())
+    assert mutant.check in CHECKS or (ROOT / mutant.check.partition("::")[0]).exists()
 
 
 def test_there_are_mutants_of_each_part():

@@ -28,12 +28,12 @@ class Mutant(NamedTuple):
     old: str  # occurs once in the file
     new: str
     why: str  # what would be wrong
-    check: str  # one of CHECKS, or files of tests
+    check: str  # one of CHECKS, or a file of tests, or one test
 
     @property
     def command(self) -> list[str]:
         """Arguments of `python -m` that must fail where the mutant is."""
-        return CHECKS.get(self.check) or ["pytest", "-q", "-x", *self.check.split()]
+        return CHECKS.get(self.check) or ["pytest", "-q", "-x", self.check]
 
     def source(self) -> str:
         """The file with the fault in it; raises ValueError when the place is not there, or not only once."""
