@@ -8,7 +8,7 @@ SUITES ?= openresponses langchain lm-eval vllm sglang guidellm aiperf
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install dev serve test quick lint oracle clients conformance sim path wheel-test image-test asan test-gpu clean
+.PHONY: help install dev serve test quick lint oracle clients conformance sim mutants path wheel-test image-test asan test-gpu clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -100,9 +100,14 @@ RUNNABLE = $(if $(shell command -v npm),$(SUITES),$(filter-out openresponses,$(S
 conformance: install $(RUNNABLE:%=$(CONFORMANCE)-%/.installed)
 	@$(BIN)/python -m tests.conformance $(SUITES:%=--suite %) $(ARGS)
 
-## make sim          the scheduler alone, 200,000 steps
-sim: install
-	@$(BIN)/python -m engine.sim --steps 200000 --seed 1
+## make sim          the scheduler alone, then the whole server under faults, 200,000 steps each; ARGS="--steps 2000000"
+sim: dev
+	@$(BIN)/python -m engine.sim --steps 200000 --seed 1 $(ARGS)
+	@$(BIN)/python -m tests.simulation --steps 200000 --seed 1 $(ARGS)
+
+## make mutants      sow each fault of tests/mutants/mutants.toml into a copy; its check must catch it; ARGS="--write"
+mutants: dev
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 ## make path         the files to read in an afternoon, in their order
 path:

@@ -325,8 +325,8 @@ class Scheduler:
         for seq in self._in_turn():
             if budget <= 0 or len(self.running) >= self.max_seqs:
                 break
-            if self._cohort and seq.id not in self._cohort:
-                break
+            if self._cohort and seq.id not in self._cohort:  # in turn, but another flow's; members may come after it
+                continue
             hits = self._match(seq)
             if hits is None:  # a running sequence is filling the block that this one needs next
                 continue

@@ -113,6 +113,11 @@ class FakeRunner:
         for entered in batch.entered:
             assert entered.seq_id not in self.tables, "a sequence entered twice"
             self.tables[entered.seq_id] = []
+            request = requests[entered.seq_id]
+            history = tokens[entered.seq_id] if request.params.uses_history else []
+            assert entered.params == request.params, "a sequence entered with parameters that are not its own"
+            assert entered.prompt_len == len(request.prompt_ids), "the sampler counts positions from another place"
+            assert entered.token_ids == history, "the sampler's history is not the sequence's tokens"
         drawn: list[list[int]] = []
         for row in batch.rows:
             table = self.tables[row.seq_id]
@@ -120,6 +125,7 @@ class FakeRunner:
                 table.append(block)
                 self.holders.setdefault(block, set()).add(row.seq_id)
         scores: dict[int, list[TokenLogprob]] = {}
+        logprobs: dict[int, list[TokenLogprob]] = {}
         ended: set[int] = set()
         embeddings: dict[int, bytes] = {}
         for index, row in enumerate(batch.rows):
@@ -149,14 +155,45 @@ class FakeRunner:
                 assert sorted(states) == wanted, "hidden states are missing, or were not asked for"
                 embeddings[index] = embed(own if pooling.kind == "last" else [states[i] for i in wanted], pooling.kind)
             assert len(row.scored) in (0, row.num_logits - row.draws), "a position is scored and not computed"
-            drawn.append([draw(own)] if row.draws else [])
-            if row.draws and requests[row.seq_id].params.grammar:
-                drawn[-1] += forced([*own, *drawn[-1]], MOST_FORCED)  # the scheduler cuts what is too much
-                if is_whole(own + drawn[-1]):
-                    ended.add(index)
+            run, is_ended = self.draws(own, requests[row.seq_id].params) if row.draws else ([], False)
+            drawn.append(run)
+            if is_ended:
+                ended.add(index)
+            if run and requests[row.seq_id].params.logprobs is not None:
+                logprobs[index] = [TokenLogprob(-float(token)) for token in run]
             if row.scored:
                 scores[index] = [TokenLogprob(-float(token)) for token in row.scored]
-        return StepTokens(drawn, prompt_logprobs=scores, ended=frozenset(ended), embeddings=embeddings)
+        return StepTokens(drawn, logprobs, scores, ended=frozenset(ended), embeddings=embeddings)
+
+    def draws(self, own: list[int], params: SamplingParams) -> tuple[list[int], bool]:
+        """What a row samples, with the tokens that its grammar forces after it, and whether its output then ends."""
+        drawn = [draw(own)]
+        if not params.grammar:
+            return drawn, False
+        drawn += forced([*own, *drawn], MOST_FORCED)  # the scheduler cuts what is too much
+        return drawn, is_whole(own + drawn)
+
+
+def check_batch(scheduler: Scheduler, batch: Batch, runs: set[int], preempted: int, batched: set[int]) -> None:
+    """The rules of a step that has just been scheduled.
+
+    `runs`: ids of the sequences that were running before it; `preempted`: sequences that it preempted; `batched`: ids
+    that were there when the last static batch was formed.
+    """
+    assert 0 < batch.num_tokens <= scheduler.budget, "a step is over its budget"
+    assert scheduler.config.max_seqs and len(batch.rows) <= scheduler.config.max_seqs, "more rows than may run"
+    ids = [row.seq_id for row in batch.rows]
+    assert len(set(ids)) == len(ids), "a sequence is in a step twice"
+    running = {seq.id for seq in scheduler.running}
+    assert set(ids) <= running, "a row is not running"
+    # A limit that a lack of memory has lowered may be below what runs already.
+    assert len(running) <= scheduler.max_seqs or running <= runs, "somebody was admitted above the limit"
+    if scheduler.config.policy != "prefill-first":
+        assert set(ids) == running, "a running sequence was left out of a step"
+    if preempted:
+        assert running <= runs, "somebody was admitted in a step that preempted"
+    if scheduler.config.policy == "static":
+        assert running <= batched, "a static batch was joined"
 
 
 @dataclass(eq=False)
@@ -232,6 +269,8 @@ class Episode:
                 min_tokens=rng.choice((0, 0, rng.randint(0, 5))),
                 stop_ids=rng.choice(((STOP,), ())),
                 prompt_logprobs=rng.choice((None, None, None, 0)),
+                logprobs=rng.choice((None, None, 0)),
+                presence_penalty=rng.choice((0.0, 0.0, 1.0)),  # the runner is then given the history
                 grammar=rng.choice((None, None, ("sim", ""))) if pooling is None else None,
                 pooling=pooling,
             ),
@@ -277,7 +316,7 @@ class Episode:
         self.steps += 1
         preempted = scheduler.num_preempted - before
         self.preempted += preempted
-        self.check_batch(batch, runs, preempted)
+        check_batch(scheduler, batch, runs, preempted, self.batched)
         if self.rng.random() < 0.02:
             self.abort(self.rng.choice(batch.rows).seq_id)  # while it is in flight
         out_of_memory = self.rng.random() < 0.002
@@ -290,26 +329,14 @@ class Episode:
         rows = [(row.seq_id, row.start, len(row.token_ids)) for row in batch.rows]
         trace.update(repr((rows, stats.waiting, stats.blocks_free, stats.blocks_cached, stats.prefix_hits)).encode())
 
-    def check_batch(self, batch: Batch, runs: set[int], preempted: int) -> None:
-        scheduler = self.scheduler
-        assert 0 < batch.num_tokens <= scheduler.budget, "a step is over its budget"
-        assert len(batch.rows) <= scheduler.max_seqs, "more rows than may run"
-        ids = [row.seq_id for row in batch.rows]
-        assert len(set(ids)) == len(ids), "a sequence is in a step twice"
-        running = {seq.id for seq in scheduler.running}
-        assert set(ids) <= running, "a row is not running"
-        if scheduler.config.policy != "prefill-first":
-            assert set(ids) == running, "a running sequence was left out of a step"
-        if preempted:
-            assert running <= runs, "somebody was admitted in a step that preempted"
-        if scheduler.config.policy == "static":
-            assert running <= self.batched, "a static batch was joined"
-
     def take(self, deltas: list[TokenDelta], failed: bool = False) -> None:
         for delta in deltas:
             assert delta.id in self.requests, f"request {delta.id} was told twice that it ended"
             request, untold = self.requests[delta.id], self.untold[delta.id]
             if delta.token_ids:
+                is_scored = request.params.logprobs is not None and not request.params.grammar
+                scores = [-entry.logprob for entry in delta.logprobs or ()]
+                assert not is_scored or scores == list(delta.token_ids), "a token's score is another token's"
                 known = self.tokens[delta.id][len(self.tokens[delta.id]) - untold :]
                 assert list(delta.token_ids[:untold]) == known, "what was forced at first was not delivered"
                 self.tokens[delta.id] += delta.token_ids[untold:]

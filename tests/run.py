@@ -1,4 +1,4 @@
-"""`make test` and `make quick`: style, types, the simulator, then the tests; prints how long it took."""
+"""`make test` and `make quick`: style, types, the simulators, then the tests; prints how long it took."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ CHECKS = [
     ["ruff", "format", "--check", "-q", "."],
     ["mypy"],
     ["engine.sim", "--steps", "200000", "--seed", "1"],
+    ["tests.simulation", "--steps", "200000", "--seed", "1"],
 ]
 # A worker of the tests takes up to 2 GB with its servers.
 MAX_WORKERS = 8

@@ -20,6 +20,7 @@ from engine import (
     ModelError,
     ProcessEngine,
     SamplingParams,
+    TokenDelta,
     channel,
 )
 from server.__main__ import main as pequod
@@ -49,6 +50,23 @@ def run(main) -> None:
             await main()
 
     asyncio.run(limited())
+
+
+def test_a_reader_with_unread_tokens_gets_these_and_then_the_error():
+    async def main() -> None:
+        engine = ProcessEngine(CONFIG)
+        stream = engine.generate(request(1))
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        engine._receive([TokenDelta(id=1, token_ids=(5,))], None)
+        assert (await waiting).token_ids == (5,)
+        engine._receive([TokenDelta(id=1, token_ids=(6,)), TokenDelta(id=1, token_ids=(7,))], None)
+        engine._fail(EngineDied("the engine died"))
+        assert (await anext(stream)).token_ids == (6, 7)
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(anext(stream), 10)
+
+    run(main)
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, ProcessEngine])

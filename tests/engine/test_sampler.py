@@ -366,15 +366,17 @@ def test_penalties_follow_the_tokens_as_they_come():
 def test_a_slot_forgets_who_was_there():
     logits = random_logits(1, 12)
     heavy = params(
-        temperature=0.0, repetition_penalty=5.0, logit_bias={1: 100}, min_tokens=5, stop_ids=(3,), logprobs=4, seed=-1
-    )
+        temperature=0.0, repetition_penalty=5.0, logit_bias={1: 100}, min_tokens=5, stop_ids=(3,), logprobs=4, seed=-1,
+        allowed_ids=(1, 3), bad_words=((int(logits.argmax()),),),
+    )  # fmt: skip
     for first in (heavy, params(top_k=-3, min_p=2.0)):
         sampler = Sampler(1, VOCAB, CPU)
         sampler.add(0, Entered(1, first, 2, [1, 2]))
         sampler.remove(0)
-        sampler.add(0, Entered(2, params(temperature=0.0), 2, []))
+        best = int(logits.argmax())
+        sampler.add(0, Entered(2, params(temperature=0.0, stop_ids=(best,)), 2, []))
         drawn = sampler.sample(logits.clone(), np.array([0]), np.array([2]))
-        assert drawn.token_ids == [int(logits.argmax())]
+        assert drawn.token_ids == [best]
         assert not drawn.logprobs and not drawn.errors and not sampler.problems
 
 

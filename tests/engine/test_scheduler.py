@@ -309,6 +309,15 @@ def test_the_stats_of_a_step_tell_what_happened_in_it():
     assert driver.scheduler.stats(driver.batch, {}, 12.0).prefix_queries == 0, "told once"
 
 
+def test_a_static_batch_of_one_flow_goes_on_when_another_flow_would_be_next():
+    """In turn, the flow that has been served least is first; it is in no batch yet, and nobody may wait for it."""
+    driver = Driver(num_blocks=4, policy="static", max_seqs=2)
+    driver.add("a", prompt=12, max_tokens=1, flow="whale").add("b", prompt=12, max_tokens=1, flow="whale")
+    driver.add("c", prompt=2, max_tokens=1, flow="ship")
+    assert [driver.step() for _ in range(4)] == [{"a": 12}, {"b": 12}, {"c": 2}, {}]
+    assert driver.ends() == {"a": "length", "b": "length", "c": "length"}
+
+
 def test_a_static_batch_is_formed_once_also_when_a_step_cannot_take_all_of_it():
     driver = Driver(policy="static", max_batched_tokens=8, max_seqs=4)
     for name in "abc":

@@ -1,0 +1,1 @@
+"""Admission, the engine's client and supervisor, and the engine itself in virtual time, under a plan of faults."""

@@ -1,0 +1,483 @@
+"""The engine's process in virtual time: the real worker's mail, loop, scheduler and blocks over a fake runner.
+
+What the process does wrong, it does because the world says so: `World` is what the episode and its processes share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import random
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine import EngineInfo, EngineRequest, SamplingParams, TokenDelta, channel, worker
+from engine.batch import Batch, StepTokens
+from engine.fair import FairLock
+from engine.loop import EngineLoop, StepOutOfMemory
+from engine.scheduler import Scheduler
+from engine.service import OUTPUT_COST
+from engine.sim import MOST_FORCED, STOP, VOCAB, FakeRunner, check_batch, draw, is_whole
+from tests.fakes import INFO
+
+from .plan import STEP_FAULTS, Plan
+from .virtual import Socket, VirtualLoop
+
+LOAD_S = 0.2
+NOT_FINITE = "the logits are not finite numbers"
+
+
+@dataclass(eq=False)
+class World:
+    """What an episode and its processes share: the plan, the one source of randomness, and the books of both sides."""
+
+    plan: Plan
+    rng: random.Random
+    loop: VirtualLoop
+    trace: hashlib._Hash
+    info: EngineInfo
+    poison: dict[int, tuple[str, int]] = field(default_factory=dict)  # request -> fault, tokens of output when it comes
+    bad_rows: dict[int, int] = field(default_factory=dict)  # request -> tokens of output when its logits are no numbers
+    closed: dict[int, float] = field(default_factory=dict)  # request -> when the client has done with it
+    steps: int = 0
+    preempted: int = 0
+    lives: int = 0
+    unready: int = 0  # lives in a row that have not become ready
+    was_ready: bool = False
+    blame: Counter[int] = field(default_factory=Counter)  # poison -> deaths that it has caused
+    faults: Counter[str] = field(default_factory=Counter)  # what has really happened
+    loading: list[str] = field(default_factory=list)  # faults of the next starts
+    is_doomed: bool = False
+    is_over: bool = False  # no more faults: the rest must come to its end
+    patience_s: float = 0.0  # for which an aborted request may still be in steps
+
+    def chance(self, share: float) -> bool:
+        return share > 0 and self.rng.random() < share
+
+    def duration(self, mean_s: float) -> float:
+        return self.rng.expovariate(1 / mean_s) if mean_s else 0.0
+
+    def latency(self) -> float:
+        return min(self.duration(self.plan.latency_s), 10 * self.plan.latency_s)
+
+    def cut(self, data: bytes) -> int:
+        """Where a write is divided; 0: not at all."""
+        return self.rng.randrange(len(data)) if self.rng.random() < 0.02 else 0
+
+
+def forced(tokens: list[int], most: int) -> list[int]:
+    """The tokens that a grammar leaves no choice about, at most `most`: the very ones that would be sampled."""
+    run: list[int] = []
+    while len(run) < most:
+        token = draw(tokens + run)
+        if token % 3 or token == STOP or is_whole([*tokens, *run, token]):
+            break
+        run.append(token)
+    return run
+
+
+def undisturbed(request: EngineRequest, max_len: int) -> tuple[list[int], str]:
+    """The output and the finish reason of a request in an engine of its own, where nothing ever goes wrong."""
+    params = request.params
+    tokens, output = list(request.prompt_ids), []
+    while True:
+        token = draw(tokens)
+        output.append(token)
+        tokens.append(token)
+        if token in params.stop_ids and len(output) >= params.min_tokens:
+            return output, "stop"
+        if params.grammar and is_whole(tokens):
+            return output, "stop"
+        if len(output) >= params.max_tokens or len(tokens) >= max_len:
+            return output, "length"
+
+
+class Child:
+    """In the place of the supervisor's Child: a process that runs a Worker."""
+
+    def __init__(self, world: World, processes: list[Process]) -> None:
+        fault = ""
+        if world.was_ready and (world.loading or world.is_doomed):
+            fault = world.loading.pop(0) if world.loading else "die"
+        if fault == "scarce":
+            world.faults[fault] += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        self.ours, theirs = Socket.pair(world.loop, world.latency, world.cut)
+        self.process = Process(world, theirs, fault)
+        processes.append(self.process)
+
+    def news(self) -> dict[str, str | None]:
+        return {}
+
+
+class Process:
+    """What the supervisor has of a process, and the tasks that run in it."""
+
+    def __init__(self, world: World, socket: Socket, loading_fault: str) -> None:
+        world.lives += 1
+        world.unready += 1
+        self.pid = world.lives
+        self.returncode: int | None = None
+        self.world = world
+        self.socket = socket
+        self.worker = Worker(world, self, loading_fault)
+        self.ran: set[int] = set()  # requests that the engine has begun to work on
+        self._main = world.loop.create_task(self.worker.main())
+
+    @property
+    def is_alive(self) -> bool:
+        return self.returncode is None
+
+    def kill(self) -> None:
+        self.die(-9)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("engine", timeout or 0)
+        return self.returncode
+
+    def die(self, code: int) -> None:
+        if self.is_alive:
+            self.returncode = code
+            self.stand_still()
+            self.socket.close()
+
+    def stand_still(self) -> None:
+        """As a process that was stopped: nothing of it runs, and its socket is open."""
+        self.worker.stop()
+        self._main.cancel()
+
+    def suffer(self, fault: str) -> None:
+        """One of STEP_FAULTS, in the step that runs now."""
+        self.world.faults[fault] += 1
+        match fault:
+            case "die":
+                self.die(-11)
+            case "stop":
+                self.stand_still()
+            case "hang":
+                self.worker.thread.hangs = True
+
+
+class Thread:
+    """The model thread: a call takes its time, and never returns where the thread hangs."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.hangs = False
+
+    def run(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.world.loop.call_later(self.world.duration(self.world.plan.step_s), self._finish, future, func, args)
+
+    def _finish(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if future.done():  # the process has ended
+            return
+        try:
+            result = func(*args)
+        except StepOutOfMemory as error:
+            future.set_exception(error)
+        except Exception as error:
+            self.world.loop.fail(error)
+        else:
+            if not self.hangs and not future.done():
+                future.set_result(result)
+
+
+class Worker(worker._Worker):
+    """The real worker with another way to load: a fake runner under a scheduler that is watched."""
+
+    def __init__(self, world: World, process: Process, loading_fault: str) -> None:
+        self.world = world
+        self.process = process
+        self.loading_fault = loading_fault
+        self.pipe = channel.Channel(channel.Downward)
+        self.thread = Thread(world)
+        self.loop: EngineLoop | None = None
+        self.share = 0.0
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+    async def main(self) -> None:
+        await self.pipe.open(self.process.socket)
+        load = await self.pipe.receive()
+        if load is None:
+            self.process.die(0)
+            return
+        loop = asyncio.get_running_loop()
+        self.tasks = [loop.create_task(work) for work in (self._listen(), self._beat(), self._engine(load))]
+
+    async def _listen(self) -> None:
+        await self._take_mail()
+        self.process.die(0)  # the server has died or has closed its end
+
+    async def _engine(self, load: channel.Load) -> None:
+        world = self.world
+        await asyncio.sleep(world.duration(LOAD_S))
+        self.share = 0.5
+        if self.loading_fault:
+            world.faults["loading"] += 1
+        match self.loading_fault:
+            case "die":
+                self.process.die(1)
+                return
+            case "stop":
+                self.process.stand_still()
+                return
+            case "refuse":
+                self.pipe.send(channel.Failed("ModelError", "the weights are gone"))
+                self.process.die(2)
+                return
+        runner = Runner(world, self.process, load.config.block_size)
+        scheduler = WatchedScheduler(world, load.config)
+        outbox = Outbox(self.pipe, runner, self.process)
+        self.loop = Loop(scheduler, runner, outbox, self.thread, Grammars(world, self.process))
+        self.pipe.send(channel.Ready(world.info))
+        world.was_ready, world.unready = True, 0
+        try:
+            await self.loop.run()
+        except Exception as error:  # the checks of the loop itself among them
+            world.loop.fail(error)
+
+
+class Loop(EngineLoop):
+    """Keeps the runner's books of what was asked."""
+
+    def add(self, request: EngineRequest) -> None:
+        self.runner.requests[request.id] = request
+        self.runner.tokens[request.id] = [*request.prompt_ids, *request.output_ids]
+        super().add(request)
+
+
+class Outbox(worker._Outbox):
+    """The real outbox; what goes through it is what the runner's sequences hold from then on."""
+
+    def __init__(self, pipe: channel.Channel, runner: Runner, process: Process) -> None:
+        super().__init__(pipe)
+        self.runner = runner
+        self.process = process
+
+    def started(self, ids: list[int]) -> None:
+        self.process.ran.update(ids)
+        super().started(ids)
+
+    def send(self, deltas: list[TokenDelta], stats: Any) -> None:
+        for delta in deltas:
+            untold = self.runner.untold.pop(delta.id, 0) if delta.token_ids else 0
+            self.runner.tokens[delta.id] += delta.token_ids[untold:]
+        super().send(deltas, stats)
+
+
+class Runner(FakeRunner):
+    """The fake runner as an engine loop calls it, with the faults of the plan."""
+
+    def __init__(self, world: World, process: Process, block_size: int) -> None:
+        super().__init__(block_size, world.rng)
+        self.world = world
+        self.process = process
+        self.requests: dict[int, EngineRequest] = {}
+        self.untold: dict[int, int] = {}  # tokens that a grammar forced before the first one was sampled
+
+    @property
+    def scheduler(self) -> Scheduler:
+        assert self.process.worker.loop is not None
+        return self.process.worker.loop.scheduler
+
+    def launch(self, batch: Batch) -> Runner:
+        self.batch = batch
+        return self
+
+    def sample(self) -> StepTokens:
+        world, batch = self.world, self.batch
+        world.steps += 1
+        rows = [(row.seq_id, row.start, len(row.token_ids)) for row in batch.rows]
+        world.trace.update(repr((round(world.loop.now, 6), rows)).encode())
+        for row in batch.rows:
+            fault, at = world.poison.get(row.seq_id, ("", -1))
+            if fault in STEP_FAULTS and (row.draws or row.embeds) and self.length(row.seq_id) == at:
+                world.blame[row.seq_id] += 1
+                self.process.suffer(fault)
+                return StepTokens([])
+        if not world.is_over and world.chance(world.plan.faults):
+            self.process.suffer(world.rng.choice(STEP_FAULTS))
+            return StepTokens([])
+        tokens = self.compute(batch, self.requests, self.tokens)
+        # Two faults in one step are rare unless the one attracts the other.
+        times = 20 if any(self.scheduler.by_id[row.seq_id].aborted for row in batch.rows) else 1
+        if not world.is_over and world.chance(times * world.plan.out_of_memory):
+            world.faults["memory"] += 1
+            raise StepOutOfMemory
+        for index, row in enumerate(batch.rows):
+            if row.draws and self.length(row.seq_id) == world.bad_rows.get(row.seq_id):
+                tokens.errors[index] = NOT_FINITE
+        return tokens
+
+    def length(self, seq_id: int) -> int:
+        """Tokens of output that a sequence has, those of its earlier lives too."""
+        return len(self.tokens[seq_id]) - len(self.requests[seq_id].prompt_ids) - self.untold.get(seq_id, 0)
+
+    def draws(self, own: list[int], params: SamplingParams) -> tuple[list[int], bool]:
+        drawn = [draw(own)]
+        if not params.grammar:
+            return drawn, False
+        if not is_whole(own + drawn):
+            drawn += forced(own + drawn, MOST_FORCED)
+            if len(drawn) <= MOST_FORCED and draw(own + drawn) % 3 == 0 and is_whole([*own, *drawn, draw(own + drawn)]):
+                drawn.append(draw(own + drawn))  # a run may end with the token that completes the output
+        return drawn, is_whole(own + drawn)
+
+
+class Grammars:
+    """In the place of the engine's grammars: compiles in turns, forces tokens, and may kill the process."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self.world = world
+        self.process = process
+        self.turns = FairLock()
+        self.matchers: dict[int, Matcher] = {}
+
+    def rows(self, _: Batch) -> list[int]:
+        return []  # the fake runner knows what is forced
+
+    async def compile(self, request: EngineRequest) -> Matcher:
+        async with self.turns.turn(request.flow):
+            await asyncio.sleep(self.world.duration(self.world.plan.step_s))
+            if self.world.poison.get(request.id, ("",))[0] == "compile":
+                self.world.blame[request.id] += 1
+                self.process.suffer("die")
+                await asyncio.Event().wait()
+        assert self.process.worker.loop is not None
+        return Matcher(request, self.process.worker.loop.runner)
+
+    def add(self, request_id: int, matcher: Matcher) -> None:
+        self.matchers[request_id] = matcher
+
+    def remove(self, request_id: int) -> None:
+        self.matchers.pop(request_id, None)
+
+    def close(self) -> None:
+        """There is no thread to stop."""
+
+
+class Matcher:
+    """What a grammar forces behind a request's output."""
+
+    def __init__(self, request: EngineRequest, runner: Runner) -> None:
+        self.request = request
+        self.runner = runner
+
+    def begin(self, most: int) -> list[int]:
+        tokens = self.runner.tokens[self.request.id]
+        run = forced(tokens, most)
+        tokens += run
+        self.runner.untold[self.request.id] = len(run)
+        return run
+
+
+class WatchedScheduler(Scheduler):
+    """The real scheduler; each of its steps is held against the rules, and each flow's service against own books."""
+
+    def __init__(self, world: World, config: Any) -> None:
+        super().__init__(config, config.num_blocks, VOCAB, world.loop.time)
+        self.world = world
+        self.batched: set[int] = set()
+        self.charged: set[int] = set()  # sequences whose prompt was charged
+        self.made_way = 0  # sequences that this step preempted for another flow
+
+    def add(self, request: EngineRequest, forced: list[int] | None = None) -> TokenDelta | None:
+        flows = {seq.request.flow for seq in self.by_id.values()}
+        delta = super().add(request, forced)
+        assert delta is None, f"a possible request was refused: {delta}"
+        if flows and request.flow not in flows:
+            least = min(map(self.service.of, flows))
+            assert self.service.of(request.flow) >= least, "a flow has saved up service while it was away"
+        return delta
+
+    def schedule(self) -> Batch | None:
+        before = {seq.id: seq.request.flow for seq in self.running}
+        served = {flow: self.service.of(flow) for flow in {seq.request.flow for seq in self.by_id.values()}}
+        preempted = self.num_preempted
+        if not before:
+            self.batched = set(self.by_id)
+        batch = super().schedule()
+        if batch is None:
+            assert self.is_idle, "requests wait and nothing runs"
+            return None
+        self.world.preempted += self.num_preempted - preempted
+        for_want_of_blocks = self.num_preempted - preempted - self.made_way
+        check_batch(self, batch, set(before), for_want_of_blocks, self.batched)
+        if self.num_preempted == preempted:
+            self._check_turns(before)
+        for row in batch.rows:
+            closed_at = self.world.closed.get(row.seq_id)
+            late_s = 0.0 if closed_at is None else self.world.loop.now - closed_at
+            assert late_s <= self.world.patience_s, f"request {row.seq_id} is computed long after its end"
+            seq = self.by_id[row.seq_id]
+            if seq.id not in self.charged:
+                self.charged.add(seq.id)
+                served[seq.request.flow] += (len(seq.tokens) - row.start) / seq.request.weight
+        self._check_served(served)
+        return batch
+
+    def _make_way(self) -> None:
+        before = self.num_preempted
+        super()._make_way()
+        self.made_way = self.num_preempted - before
+
+    def _check_turns(self, before: dict[int, str]) -> None:
+        """No flow that runs something starts a new sequence before one that runs nothing and waits."""
+        if self.config.policy not in ("fcfs", "prefill-first"):
+            return
+        running = {seq.request.flow for seq in self.running}
+        fresh = [seq for seq in self.running if seq.id not in before and not seq.preemptions]
+        passed = {seq.request.flow for seq in self.waiting} - running
+        assert not (passed and any(seq.request.flow in before.values() for seq in fresh)), "a flow was passed over"
+
+    def _check_served(self, expected: dict[str, float]) -> None:
+        for seq in self.by_id.values():
+            flow = seq.request.flow
+            assert abs(self.service.of(flow) - expected[flow]) < 1e-6, "a flow was charged for what it has not had"
+
+    def update(self, batch: Batch, tokens: StepTokens) -> list[TokenDelta]:
+        served = {flow: self.service.of(flow) for flow in {seq.request.flow for seq in self.by_id.values()}}
+        for index, row in enumerate(batch.rows):
+            seq = self.by_id[row.seq_id]
+            if not seq.aborted and index not in tokens.errors and index not in tokens.embeddings:
+                served[seq.request.flow] += OUTPUT_COST * len(tokens.token_ids[index]) / seq.request.weight
+        deltas = super().update(batch, tokens)
+        self._check_served(served)
+        self._check_ended(batch)
+        return deltas
+
+    def abandon(self, batch: Batch) -> list[TokenDelta]:
+        deltas = super().abandon(batch)
+        assert any(delta.finish_reason for delta in deltas), "a step without memory has failed nobody"
+        self._check_ended(batch)
+        assert self.budget >= self.max_seqs >= 1, "a step could not serve what runs"
+        return deltas
+
+    def _check_ended(self, batch: Batch) -> None:
+        assert not any(seq.aborted for seq in self.by_id.values()), "an aborted request outlives its step"
+        assert not any(seq.num_inflight for seq in self.by_id.values()), "tokens are in flight and no step is"
+
+
+def info_of(plan: Plan) -> EngineInfo:
+    config = plan.config
+    assert config.max_len and config.max_seqs and config.max_batched_tokens
+    return replace(
+        INFO,
+        max_len=min(config.max_len, plan.num_blocks * config.block_size),
+        vocab_size=VOCAB,
+        block_size=config.block_size,
+        num_blocks=plan.num_blocks,
+        max_seqs=config.max_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+    )
