@@ -318,7 +318,7 @@ class Settings(BaseSettings):
     stall_seconds: float = setting(
         "limits",
         60.0,
-        "time without a completed step, while there is work, after which the engine is restarted",
+        "time without a sign of life, or without a step while there is work, until the engine is restarted",
         "SECONDS",
         gt=0,
         le=86400,
@@ -332,7 +332,7 @@ class Settings(BaseSettings):
     max_stored_responses: int = setting(
         "limits",
         10_000,
-        "maximum stored responses; beyond it the key with the most loses its longest unused one",
+        "maximum stored responses; beyond it the key that stores the most loses its least recently used one",
         "N",
         ge=1,
         le=2**31 - 1,
@@ -340,7 +340,7 @@ class Settings(BaseSettings):
     max_stored_bytes: Annotated[Bytes, Field(ge=1024, le=2**50)] = setting(
         "limits",
         64 << 20,
-        "maximum size of stored responses; beyond it the key with the most loses its longest unused",
+        "maximum size of stored responses; beyond it the key that stores the most loses its least recently used",
         "SIZE",
     )
     ignore_fields: Names = setting(
