@@ -332,7 +332,7 @@ class Settings(BaseSettings):
     max_stored_responses: int = setting(
         "limits",
         10_000,
-        "maximum stored responses; beyond it the key that stores the most loses its least recently used one",
+        "maximum stored responses; beyond it the key with the most loses its least recently used one",
         "N",
         ge=1,
         le=2**31 - 1,
@@ -340,7 +340,7 @@ class Settings(BaseSettings):
     max_stored_bytes: Annotated[Bytes, Field(ge=1024, le=2**50)] = setting(
         "limits",
         64 << 20,
-        "maximum size of stored responses; beyond it the key that stores the most loses its least recently used",
+        "maximum size of stored responses; beyond it the key with the most loses its least recently used",
         "SIZE",
     )
     ignore_fields: Names = setting(
