@@ -13,37 +13,12 @@ from torch import Tensor
 
 from ..kernels import build, library
 from ..kernels.library import DTYPES, address, cache_dtypes
+from ..kernels.structures import Call
 from ..types import ConfigError
 from . import AttentionMeta, LayerKV, held
 
 # Of the processor's memory pages: one walk of their tables per 2 MB of keys and values instead of per 4 KB.
 HUGE_PAGES, HUGE_BYTES = 14, 2 << 20
-
-
-class Call(ctypes.Structure):
-    """A step and the shape of a layer, as pages.h has it."""
-
-    _fields_ = [
-        ("query_start", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("block_table", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("q_token", ctypes.c_int64),
-        ("q_head", ctypes.c_int64),
-        ("k_token", ctypes.c_int64),
-        ("k_head", ctypes.c_int64),
-        ("v_token", ctypes.c_int64),
-        ("v_head", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    ]
 
 
 def variant(isa: str) -> tuple[ctypes.CDLL, str]:

@@ -37,7 +37,7 @@ OBJECTS = {
 } | {name: (f"{name}.cpp", []) for name in ("machine", "threads")}
 # Sums are written as they are meant: no reordering, and multiply-adds fused only where the source says so. gcc 12
 # takes its own headers for wrong (uninitialized).
-OPTIONS = ["-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"]
+OPTIONS = ["-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-strict-aliasing"]
 OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 LINKED = ["-shared", "-fPIC", "-pthread", "-Wl,--as-needed"]
 # More options, for both: the tests under a sanitizer. A library that was built with others is another library.

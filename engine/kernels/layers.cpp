@@ -5,6 +5,7 @@
 // Order. A row's sum of squares has four sums side by side, joined at the end; its size alone says how. Each result is
 // rounded where torch rounds it: behind the norm, behind its weight, and behind each product of a rotation. Rows are
 // shared out among the threads whole.
+#include "handed.h"
 #include "pages.h"
 #include "work.h"
 
@@ -120,38 +121,6 @@ struct Turn {
 };
 
 // -- all layers --------------------------------------------------------------------------------------------------------
-//
-// The Python classes of the same names have the same fields in the same order.
-
-struct Multiplied {
-  int32_t (*multiply)(const Matrix*, const void* x, const void* residual, void* y, int64_t rows, int32_t threads);
-  const Matrix* matrix;
-  int32_t apply(const void* x, const void* residual, void* y, int64_t rows, int32_t threads) const {
-    return multiply(matrix, x, residual, y, rows, threads);
-  }
-};
-
-struct Layer {
-  Multiplied qkv, output, gate_up, down;
-  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
-  int64_t call;                                             // which of the step's
-};
-
-struct Stack {
-  const Layer* layers;
-  int64_t num_layers, hidden, heads, kv_heads, head_dim;
-  int32_t (*attend)(const Call* call, const void* q, const void* k, const void* v, void* cache, void* out,
-                    const float* sinks, int32_t threads);
-  float eps;
-  int32_t threads;
-  // The step's.
-  int64_t tokens, num_angles;
-  const int64_t* positions;
-  const float* angles;
-  const Call* const* calls;
-  void* const* caches;                     // one of each layer
-  void *x, *normed, *line, *seen, *inner;  // x: what goes in and comes out; the others are room for what is between
-};
 
 template <class Number, class Held>
 int32_t compute(const Stack& s) {

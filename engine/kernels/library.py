@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..types import ConfigError
-from . import build
+from . import build, structures
 
 # The most capable first, each with the bit that pequod_features() has for it; `best_first` tells which to take.
 ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
@@ -26,61 +26,6 @@ DOT_PAYS = 32  # the processor's dot product of bfloat16 is worth taking: measur
 CHOICES = ("auto", *ISAS, "torch")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 COUNTED = 3  # kinds of kernels whose time is counted apart: products, attention, others
-
-
-class Matrix(ctypes.Structure):
-    """A packed weight, as work.h has it."""
-
-    _fields_ = [
-        ("panels", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("outputs", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("num_panels", ctypes.c_int64),
-        ("gated", ctypes.c_int32),
-        ("wide", ctypes.c_int32),
-    ]
-
-
-class Part(ctypes.Structure):
-    """Rows of a plain weight, as packing.h has them."""
-
-    _fields_ = [
-        ("weight", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("file", ctypes.c_int32),
-    ]
-
-
-class Progress(ctypes.Structure):
-    """How far a packing has come, and why it went no further, as packing.h has it."""
-
-    _fields_ = [("num_bytes", ctypes.c_int64), ("error", ctypes.c_int32), ("wrong", ctypes.c_int32)]
-
-
-class Weight(ctypes.Structure):
-    """A plain weight and where it is to be packed, as packing.h has it."""
-
-    _fields_ = [
-        ("parts", ctypes.c_void_p),
-        ("panels", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("num_parts", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("number_bytes", ctypes.c_int64),
-        ("num_panels", ctypes.c_int64),
-        ("bits", ctypes.c_int32),
-        ("gated", ctypes.c_int32),
-    ]
-
-
-class Multiplied(ctypes.Structure):
-    """A product and the weight that is its own, as layers.cpp has it."""
-
-    _fields_ = [("multiply", ctypes.c_void_p), ("matrix", ctypes.c_void_p)]
 
 
 def cache_dtypes() -> list[tuple[torch.dtype, torch.dtype, str]]:
@@ -177,6 +122,7 @@ class Clock:
 def load(path: Path) -> tuple[ctypes.CDLL, int]:
     """The library and the processor's features. OSError when it cannot be loaded."""
     library = ctypes.CDLL(str(path))
+    structures.check(library)
     features = library.pequod_features()
     if features & ISAS["avx512bf16"] and library.dot_pays_avx512bf16():
         features |= DOT_PAYS

@@ -32,6 +32,12 @@ EXPORT int32_t pequod_features() {
   return (int32_t)found;
 }
 
+// -- what Python hands over ------------------------------------------------------------------------------------------
+
+// In the order of structures.py.
+EXPORT const int64_t pequod_sizes[] = {sizeof(Matrix),     sizeof(WeightPart), sizeof(Progress), sizeof(PlainWeight),
+                                       sizeof(Multiplied), sizeof(Call), sizeof(Layer),    sizeof(Stack)};
+
 // -- memory ----------------------------------------------------------------------------------------------------------
 
 struct Buffer {

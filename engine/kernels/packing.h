@@ -13,26 +13,7 @@ namespace {
 
 const int64_t CHUNK = 512 << 10;  // bytes of a plain weight that a thread takes at once, or one panel
 
-// The Python classes of the same names have the same fields in the same order.
-struct Part {
-  const char* weight;  // [rows, columns]; or null, and they lie in a file
-  int64_t rows, offset;
-  int32_t file;
-};
-
-struct Progress {
-  int64_t num_bytes;     // of plain weights that are packed
-  int32_t error, wrong;  // errno, 0 where a file ends early; the file that could not be read
-};
-
-struct Weight {
-  const Part* parts;  // all of them in memory, or all in files
-  void* panels;
-  void* scales;  // of a quantized weight
-  int64_t num_parts, rows, columns, number_bytes, num_panels;
-  int32_t bits;   // of a quantized weight
-  int32_t gated;  // gate before up
-
+struct Weight : PlainWeight {
   int64_t row_bytes() const { return columns * number_bytes; }
   int64_t per_panel() const { return gated ? LANES : WIDTH; }
   int64_t half() const { return gated ? rows / 2 : rows; }
@@ -63,7 +44,7 @@ struct Rows {
       at -= first * weight.per_panel();
       return room + (up ? at - weight.half() + (last - first) * weight.per_panel() : at) * weight.row_bytes();
     }
-    const Part* part = weight.parts;
+    const WeightPart* part = weight.parts;
     for (; at >= part->rows; ++part) at -= part->rows;
     return part->weight + at * weight.row_bytes();
   }
@@ -78,7 +59,7 @@ struct Rows {
   }
 
   bool read(int64_t from, int64_t to, char* place, Progress* progress) const {
-    for (const Part* part = weight.parts; from < to; from -= part->rows, to -= part->rows, ++part) {
+    for (const WeightPart* part = weight.parts; from < to; from -= part->rows, to -= part->rows, ++part) {
       if (from >= part->rows) continue;
       int64_t left = ((to < part->rows ? to : part->rows) - from) * weight.row_bytes();
       int64_t at = part->offset + from * weight.row_bytes();

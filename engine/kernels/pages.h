@@ -14,22 +14,11 @@
 // largest number's size / 127. The 16 scales of a page's keys lie behind their cell, and those of its values behind
 // theirs; in the plain layout each lies behind its key or value. So they are part of the run.
 #pragma once
+#include "handed.h"
 #include "numbers.h"
 
 #include <float.h>
 #include <math.h>
-
-// A step and the shape of a layer. The Python class of the same name has the same fields in the same order.
-struct Call {
-  const int32_t* query_start;  // [rows + 1]
-  const int32_t* seq_lens;     // [rows]
-  const int32_t* block_table;  // [rows, width]
-  const int64_t* slots;        // [tokens]
-  int64_t rows, width, heads, kv_heads, head_dim, block_size;
-  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // from one to the next, in numbers
-  int64_t window;                                             // 0: none
-  float scale, softcap;                                       // 0: none
-};
 
 namespace {
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .library import Kernels, Matrix, Multiplied, Part, Progress, Weight, address
+from .library import Kernels, address
+from .structures import Matrix, Multiplied, PlainWeight, Progress, WeightPart
 
 SLAB = 64 << 20  # bytes
 LINE = 64  # of a cache
@@ -34,7 +35,7 @@ class Packing:
         """`slab`: bytes, at least, of the pieces of memory that panels are put into side by side."""
         self._kernels, self._slab_bytes = kernels, slab
         # By whether they are quantized, and with the place in a file where each begins.
-        self._weights: dict[bool, list[tuple[tuple[int, int], Weight]]] = {False: [], True: []}
+        self._weights: dict[bool, list[tuple[tuple[int, int], PlainWeight]]] = {False: [], True: []}
         self._kept: list[Any] = []
         self._slab = torch.empty(0, dtype=torch.int32)
         self._progress = Progress()
@@ -55,7 +56,7 @@ class Packing:
     def add(self, packed: Packed, parts: Sequence[Tensor | Stored], gated: bool) -> None:
         """Let these rows, one part behind the other, become what `packed` multiplies by."""
         assert len({isinstance(part, Stored) for part in parts}) == 1, "parts in memory and in files"
-        places = (Part * len(parts))()
+        places = (WeightPart * len(parts))()
         for place, part in zip(places, parts, strict=True):
             if part.dtype != packed.dtype or part.shape[1:] != (packed.columns,):
                 raise ValueError(f"a part of {tuple(part.shape)} in {part.dtype} of a weight in {packed.dtype}")
@@ -65,7 +66,7 @@ class Packing:
             else:
                 assert part.is_contiguous()
                 place.weight = part.data_ptr()
-        weight = Weight(
+        weight = PlainWeight(
             ctypes.addressof(places),
             packed.panels.data_ptr(),
             None if packed.scales is None else packed.scales.data_ptr(),
@@ -88,7 +89,7 @@ class Packing:
         progress, threads = ctypes.addressof(self._progress), torch.get_num_threads()
         for weights, pack in zip(self._weights.values(), (self._kernels.pack, self._kernels.quantize), strict=True):
             weights.sort(key=lambda entry: entry[0])
-            row = (Weight * len(weights))(*(weight for _, weight in weights))
+            row = (PlainWeight * len(weights))(*(weight for _, weight in weights))
             weights.clear()
             failed = pack(ctypes.addressof(row), len(row), progress, threads)
             if failed == 1:

@@ -1,20 +1,8 @@
-// What the Python side hands over, and what all kernels need.
+// What all kernels need.
 #pragma once
-#include <stdint.h>
+#include "handed.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-
-// A packed weight. The Python class of the same name has the same fields in the same order.
-struct Matrix {
-  const void* panels;  // see product.h
-  const void* scales;  // of a quantized weight, see quantized.cpp; else null
-  const float* bias;   // one panel's width for each panel, or null
-  int64_t outputs;     // columns of the result
-  int64_t columns;     // numbers in an input row
-  int64_t num_panels;
-  int32_t gated;  // a panel is half gate, half up: the result is silu(gate) * up
-  int32_t wide;   // the result is float32, whatever the input is
-};
 
 // What one thread does of a piece of work; the calling thread is thread 0.
 typedef void (*Share)(void* work, int thread);

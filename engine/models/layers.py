@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.library import Kernels, Multiplied
+from ..kernels.library import Kernels
 from ..kernels.product import Packed, Packing, Quantized, Stored
+from ..kernels.structures import Multiplied
 
 # Rows that torch's form of a weight is made for: a decode step's, where the form matters most.
 PACK_ROWS = 16

@@ -14,56 +14,15 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
-from ..attention.cpu import Call, Paged, describe
-from ..kernels.library import Kernels, Multiplied
+from ..attention.cpu import Paged, describe
+from ..kernels import structures
+from ..kernels.library import Kernels
+from ..kernels.structures import Call, Multiplied
 from .rope import Rotary
 
 if TYPE_CHECKING:
     from .decoder import Layer
     from .spec import DecoderSpec
-
-
-class _Layer(ctypes.Structure):
-    """A layer, as layers.cpp has it."""
-
-    _fields_ = [
-        ("qkv", Multiplied),
-        ("output", Multiplied),
-        ("gate_up", Multiplied),
-        ("down", Multiplied),
-        ("attention_norm", ctypes.c_void_p),
-        ("mlp_norm", ctypes.c_void_p),
-        ("q_norm", ctypes.c_void_p),
-        ("k_norm", ctypes.c_void_p),
-        ("call", ctypes.c_int64),
-    ]
-
-
-class _Stack(ctypes.Structure):
-    """The layers and a step, as layers.cpp has them."""
-
-    _fields_ = [
-        ("layers", ctypes.c_void_p),
-        ("num_layers", ctypes.c_int64),
-        ("hidden", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("attend", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-        ("threads", ctypes.c_int32),
-        ("tokens", ctypes.c_int64),
-        ("num_angles", ctypes.c_int64),
-        ("positions", ctypes.c_void_p),
-        ("angles", ctypes.c_void_p),
-        ("calls", ctypes.c_void_p),
-        ("caches", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("normed", ctypes.c_void_p),
-        ("line", ctypes.c_void_p),
-        ("seen", ctypes.c_void_p),
-        ("inner", ctypes.c_void_p),
-    ]
 
 
 class Stack:
@@ -75,9 +34,9 @@ class Stack:
         self._spec, self._rotary, self._kept = spec, rotary, layers
         self._dtype = layers[0].attention_norm.weight.dtype
         self._windows = list(dict.fromkeys(layer.window for layer in layers))
-        self._layers = (_Layer * len(layers))(
+        self._layers = (structures.Layer * len(layers))(
             *(
-                _Layer(
+                structures.Layer(
                     *products[4 * index : 4 * index + 4],
                     layer.attention_norm.weight.data_ptr(),
                     layer.mlp_norm.weight.data_ptr(),
@@ -89,7 +48,7 @@ class Stack:
             )
         )
         self._compute = {cache: call for (dtype, cache), call in kernels.layers.items() if dtype == self._dtype}
-        self._stack = _Stack(
+        self._stack = structures.Stack(
             layers=ctypes.addressof(self._layers),
             num_layers=len(layers),
             hidden=spec.hidden_size,

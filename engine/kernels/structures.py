@@ -1,0 +1,141 @@
+"""The structures that the kernels are handed, field by field as handed.h has them."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class Matrix(ctypes.Structure):
+    """A packed weight."""
+
+    _fields_ = [
+        ("panels", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("num_panels", ctypes.c_int64),
+        ("gated", ctypes.c_int32),
+        ("wide", ctypes.c_int32),
+    ]
+
+
+class WeightPart(ctypes.Structure):
+    """Rows of a plain weight."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("file", ctypes.c_int32),
+    ]
+
+
+class Progress(ctypes.Structure):
+    """How far a packing has come, and why it went no further."""
+
+    _fields_ = [("num_bytes", ctypes.c_int64), ("error", ctypes.c_int32), ("wrong", ctypes.c_int32)]
+
+
+class PlainWeight(ctypes.Structure):
+    """A plain weight, and where it is to be packed."""
+
+    _fields_ = [
+        ("parts", ctypes.c_void_p),
+        ("panels", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("number_bytes", ctypes.c_int64),
+        ("num_panels", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
+    ]
+
+
+class Call(ctypes.Structure):
+    """A step and the shape of a layer, for attention."""
+
+    _fields_ = [
+        ("query_start", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("q_token", ctypes.c_int64),
+        ("q_head", ctypes.c_int64),
+        ("k_token", ctypes.c_int64),
+        ("k_head", ctypes.c_int64),
+        ("v_token", ctypes.c_int64),
+        ("v_head", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+class Multiplied(ctypes.Structure):
+    """A product and the weight that is its own."""
+
+    _fields_ = [("multiply", ctypes.c_void_p), ("matrix", ctypes.c_void_p)]
+
+
+class Layer(ctypes.Structure):
+    """A layer of a decoder."""
+
+    _fields_ = [
+        ("qkv", Multiplied),
+        ("output", Multiplied),
+        ("gate_up", Multiplied),
+        ("down", Multiplied),
+        ("attention_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("call", ctypes.c_int64),
+    ]
+
+
+class Stack(ctypes.Structure):
+    """All layers of a decoder, and a step."""
+
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        ("num_layers", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("attend", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        ("tokens", ctypes.c_int64),
+        ("num_angles", ctypes.c_int64),
+        ("positions", ctypes.c_void_p),
+        ("angles", ctypes.c_void_p),
+        ("calls", ctypes.c_void_p),
+        ("caches", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("normed", ctypes.c_void_p),
+        ("line", ctypes.c_void_p),
+        ("seen", ctypes.c_void_p),
+        ("inner", ctypes.c_void_p),
+    ]
+
+
+# In the order of `pequod_sizes` in machine.cpp.
+HANDED = (Matrix, WeightPart, Progress, PlainWeight, Multiplied, Call, Layer, Stack)
+
+
+def check(library: ctypes.CDLL) -> None:
+    """Raise ValueError unless the library's structures are as large as these."""
+    sizes = [*(ctypes.c_int64 * len(HANDED)).in_dll(library, "pequod_sizes")]
+    for kind, size in zip(HANDED, sizes, strict=True):
+        if ctypes.sizeof(kind) != size:
+            raise ValueError(f"{kind.__name__} has {size} bytes in the library and {ctypes.sizeof(kind)} here")
