@@ -12,8 +12,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from engine import ConfigError, FairLock, ModelError, read_text
 
 from .generic_tools import renders_tools
-from .protocol.conversation import SWITCHES
-from .rendering import MAX_CHARACTERS, Message, Renderer, TemplateError
+from .rendering import MAX_CHARACTERS, SWITCHES, Message, Renderer, TemplateError
 from .text import text_offsets
 from .tokenizer import Tokenizer
 

@@ -27,6 +27,8 @@ REPLY = struct.Struct("<cQ")  # a kind, and the bytes of the text that follows
 MAX_REPLY = 4 * MAX_CHARACTERS  # in UTF-8
 RENDERED, REFUSED, EXHAUSTED = b"r", b"e", b"m"  # the prompt; why there is none; memory has run out
 
+SWITCHES = ("enable_thinking", "thinking")  # what templates call the variable that turns thinking on or off
+
 NO_TEMPLATE = (
     "This model has no chat template, so it cannot serve chat: use /v1/completions, or start the server with "
     "--chat-template FILE."

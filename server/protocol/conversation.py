@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ..rendering import SWITCHES
 from .common import Json
 from .sampling import Drawing
 from .wire import clash
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from ..prompts import RenderOptions
 
 
-SWITCHES = ("enable_thinking", "thinking")  # what templates call the variable that turns thinking on or off
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
