@@ -1,18 +1,18 @@
-"""Three times the load that the server can carry, from several keys: what it completes, refuses, and says of itself.
+"""Ten times the load that the server can carry, from several keys: what it completes, refuses, and says of itself.
 
     python -m benchmarks.overload --json benchmarks/results/overload.json
 
 In turns, each for --seconds:
 
 capacity   so many requests at a time as the engine runs and half as many again: it is always full, nobody is refused
-overload   arrivals of a Poisson process, three times as many a second as were completed at capacity (the best
+overload   arrivals of a Poisson process, --factor times as many a second as were completed at capacity (the best
            until then), from four keys; the first sends half of them
 
 Measured in either is what comes after --ramp, when the queue has filled. `goodput`: tokens a second of requests that
 are answered to their end; that of the overload must be at least 95 % of the mean of the capacities before and after it.
 A refusal (503 or 429) must come within 100 ms at the 99th percentile, and /live within 100 ms each time, asked by a
 process that does nothing else and timed from before the connection is made. The clients have the machine's last core
-for themselves and the server the others: what it costs to send three times the load is not the server's. On a machine
+for themselves and the server the others: what it costs to send such a load is not the server's. On a machine
 that is busy with other work too, `of_capacity_by_cpu` compares tokens by the server's processor time instead.
 """
 
@@ -42,7 +42,6 @@ from tests.live import Server
 from .traffic import about, write
 
 KEYS = {"busy": 3, "one": 1, "two": 1, "three": 1}  # arrivals by key, as parts of all
-FACTOR = 3.0
 # Tokens. What a refusal costs is the same for all models, but a request of 64 tokens to the built-in one only ten times
 # that. A server of a real model is never so near to it.
 INPUT, OUTPUT = 128, 256
@@ -186,14 +185,14 @@ async def watched(server: Server, work: Callable[[], Any], refused: bool = False
     }
 
 
-async def measure(server: Server, window: Window, rounds: int, seed: int) -> dict[str, Any]:
+async def measure(server: Server, window: Window, rounds: int, seed: int, factor: float) -> dict[str, Any]:
     targets = {name: await connect(server.url, None, name, ask=name == "busy") for name in KEYS}
     for target in targets.values():
         target.wishes = targets["busy"].wishes
     prompts = Prompts(targets["busy"], seed)
     full, over = [await watched(server, lambda: capacity(targets, prompts, window))], []
     for _ in range(rounds):
-        rate = FACTOR * max(each["goodput"] for each in full) / OUTPUT
+        rate = factor * max(each["goodput"] for each in full) / OUTPUT
         over.append(await watched(server, lambda rate=rate: overload(targets, prompts, window, rate), refused=True))
         full.append(await watched(server, lambda: capacity(targets, prompts, window)))
         mean = (full[-2]["goodput"] + full[-1]["goodput"]) / 2
@@ -228,6 +227,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--ramp", type=float, default=RAMP_S, help="seconds before them")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--factor", type=float, default=10.0, help="arrivals in overload, as a multiple of the capacity"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
@@ -237,7 +239,7 @@ def main() -> int:
     flags = ("--max-num-seqs", str(SEQS), "--max-num-queued-reqs", str(QUEUED), "--api-key", *KEYS)
     with Server(args.model, *flags) as server:
         os.sched_setaffinity(0, cores[-1:])
-        found = asyncio.run(measure(server, Window(args.ramp, args.seconds), args.rounds, args.seed))
+        found = asyncio.run(measure(server, Window(args.ramp, args.seconds), args.rounds, args.seed, args.factor))
     verdict = judge(found)
     for name, value in verdict.items():
         print(f"{name:30} {value}")
