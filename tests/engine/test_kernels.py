@@ -312,6 +312,7 @@ def test_whether_the_dot_product_pays_is_asked_where_there_is_one(monkeypatch, h
     features = ISAS["avx512"] | (ISAS["avx512bf16"] if has else 0)
     fake = SimpleNamespace(pequod_features=lambda: features, dot_pays_avx512bf16=asked)
     monkeypatch.setattr(library.ctypes, "CDLL", lambda path: fake)
+    monkeypatch.setattr(library.structures, "check", lambda found: None)
     assert library.load.__wrapped__(Path("library.so")) == (fake, features | (library.DOT_PAYS if pays else 0))
 
 

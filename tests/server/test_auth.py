@@ -56,7 +56,8 @@ APP = app_module.build_app(app_module.Settings(model="builtin"), FakeEngine())
 def test_a_route_answers_who_has_the_key_of_its_role_and_nobody_else(tmp_path, route):
     (role,) = roles(route)
     path = re.sub(r"\{.*?\}", "fake", route.path)
-    taken = {method for other in APP.routes if other.path == route.path for method in other.methods}
+    # /v1/responses/compact could be the path of a response too: what is taken there has its own row.
+    taken = {method for other in APP.routes if other.path_regex.match(path) for method in other.methods}
     taken |= {"HEAD"} if "GET" in taken else set()
     own = route.methods | ({"HEAD"} if "GET" in route.methods else set())
 
