@@ -87,6 +87,8 @@ class Background:
         await asyncio.gather(*(self._stop(id, error, "drain") for id in [*self._jobs]))
 
     async def _stop(self, id: str, failure: Exception, cause: str) -> None:
+        if id not in self._jobs:  # it has come to its end meanwhile
+            return
         job, task = self._jobs[id]
         job.generation.stop(failure, cause)
         await asyncio.wait([task])

@@ -17,7 +17,7 @@ def read_keys(path: Path) -> dict[str, float]:
     """
     try:
         data = path.read_bytes()
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # editors of Windows begin files with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
     if len(data) > MAX_BYTES:

@@ -97,16 +97,20 @@ class Renderer:
     def _ask(self, method: str, *args: Any, **options: Any) -> str:
         if not self._sources:
             raise TemplateError(NO_TEMPLATE)
-        child = self._running()
-        if child is None:
-            raise TemplateError(FAILED)
-        try:
-            kind, text = child.ask((method, args, options))
-        except (OSError, EOFError, ValueError, RecursionError):  # it has died, or what came is no reply
-            with self._lock:
-                self._end()
-            # The signal of the alarm that the child has set for itself.
-            raise TemplateError(TOO_SLOW if child.process.returncode == -signal.SIGALRM else FAILED) from None
+        for attempt in range(2):  # what has died once may have been killed; what dies twice dies of the template
+            child = self._running()
+            if child is None:
+                raise TemplateError(FAILED)
+            try:
+                kind, text = child.ask((method, args, options))
+                break
+            except (OSError, EOFError, ValueError, RecursionError):  # it has died, or what came is no reply
+                with self._lock:
+                    self._end()
+                if child.process.returncode == -signal.SIGALRM:  # the alarm that the child has set for itself
+                    raise TemplateError(TOO_SLOW) from None
+                if attempt:
+                    raise TemplateError(FAILED) from None
         if kind == RENDERED:
             return text
         if kind == EXHAUSTED:  # the rest of its memory may not do for the next request

@@ -30,7 +30,7 @@ from .templates import ChatTemplates
 
 def main() -> None:
     # Ctrl-C and a supervisor's SIGTERM reach the whole group; requests are rendered until the server has drained.
-    fd, _ = begin_child(signal.SIGINT, signal.SIGTERM)
+    fd, _ = begin_child(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # The default action ends the process, also where it never gets back from C code to Python.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
@@ -68,6 +68,8 @@ def reply(templates: ChatTemplates, method: str, args: tuple[Any, ...], options:
         return REFUSED, FAILED.encode()
     except MemoryError:
         return EXHAUSTED, TOO_LARGE.encode()
+    except Exception:  # its text and its traceback could hold what users wrote
+        return REFUSED, FAILED.encode()
 
 
 if __name__ == "__main__":

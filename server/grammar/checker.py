@@ -51,7 +51,7 @@ class Verdict(Struct, frozen=True, array_like=True):
     id: int
     problem: str | None  # half a sentence; None: the grammar can be used
     seconds: float  # of CPU time that the check took
-    ended: Literal["done", "time", "crash"]
+    ended: Literal["done", "time", "crash", "killed"]
 
 
 class Frames:
@@ -124,6 +124,9 @@ def verdict_of(job_id: int, pid: int, written: bytes) -> Verdict:
         return msgspec.msgpack.decode(written, type=Verdict)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return Verdict(job_id, TOO_LONG, 0.0, "time")
+    # The kernel when memory is short, or a fork that could not begin: this says nothing about the grammar.
+    if os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL:
+        return Verdict(job_id, TOO_LARGE, 0.0, "killed")
     return Verdict(job_id, TOO_LARGE, 0.0, "crash")
 
 

@@ -57,7 +57,12 @@ class Checker:
         body = msgspec.msgpack.encode(job)
         self._writer.write(len(body).to_bytes(4, "little") + body)
         try:
-            return await verdict
+            return await asyncio.shield(verdict)
+        except asyncio.CancelledError:
+            # The fork runs on until its limits end it: whoever comes next must not start another one beside it.
+            await asyncio.wait([verdict])
+            verdict.exception()
+            raise
         finally:
             self._pending.pop(job.id, None)
 
@@ -137,11 +142,12 @@ class Gate:
         task, waiters = self._checking[digest]
         waiters.append(None)
         try:
-            # Others may wait for the same grammar: whoever hangs up does not end the check, but the last one does.
+            # Others may wait for the same grammar: only when the last of them hangs up nobody waits any more.
             return await asyncio.shield(task)
         finally:
             waiters.pop()
             if not waiters:
+                self._forget(digest, task)  # whoever comes with it now begins anew
                 task.cancel()
 
     async def _check(self, grammar: Grammar, caller: str, digest: bytes) -> Verdict:
@@ -158,13 +164,20 @@ class Gate:
                 self._known.popitem(last=False)
             return verdict
         finally:
+            self._forget(digest, asyncio.current_task())
+
+    def _forget(self, digest: bytes, task: object) -> None:
+        if digest in self._checking and self._checking[digest][0] is task:
             del self._checking[digest]
 
     async def _tried(self, grammar: Grammar, cpu_s: float) -> Verdict:
-        try:
-            return await self.checker.check(grammar.kind, grammar.text, cpu_s)
-        except Gone:  # it has been killed from outside: a grammar ends only its own fork
-            return await self.checker.check(grammar.kind, grammar.text, cpu_s)
+        """Check a grammar, and once more where something else than the grammar has ended the checker or its fork."""
+        for _ in range(2):
+            with suppress(Gone):
+                verdict = await self.checker.check(grammar.kind, grammar.text, cpu_s)
+                if verdict.ended != "killed":
+                    return verdict
+        raise Gone
 
     async def close(self) -> None:
         """Stop the checker's process; whoever waits gets an error."""

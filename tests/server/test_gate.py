@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from server.errors import ApiError
 from server.grammar import gate as gate_module
-from server.grammar.checker import TOO_LARGE, TOO_LONG
+from server.grammar.checker import TOO_LARGE, TOO_LONG, Verdict
 from server.grammar.gate import Gate
 from server.grammar.schemas import Grammar
 from tests.live import alive
@@ -189,3 +190,76 @@ def test_the_checker_ends_with_its_parent():
         run(test)
     finally:
         del os.environ["PEQUOD_API_KEY"]
+
+
+class Waiting:
+    """A checker whose verdicts come when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[asyncio.Future[Verdict]] = []
+
+    async def check(self, kind: str, text: str, cpu_s: float) -> Verdict:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return await self.asked[-1]
+
+    async def close(self) -> None:
+        pass
+
+
+def test_who_hangs_up_keeps_its_turn_until_the_fork_has_ended():
+    async def test(gate: Gate) -> None:
+        await verdict(gate, "regex", "a")
+        checker = gate.checker
+        checker._writer, real = SimpleNamespace(write=lambda data: None), checker._writer
+        checking = asyncio.create_task(checker.check("regex", "b", 1.0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        [waiting] = checker._pending.values()
+        checking.cancel()
+        await asyncio.sleep(0.01)
+        assert not checking.done(), "the fork still runs"
+        waiting.set_result(Verdict(1, None, 0.0, "done"))
+        with pytest.raises(asyncio.CancelledError):
+            await checking
+        checker._writer = real
+
+    run(test)
+
+
+def test_who_comes_as_the_last_one_hangs_up_begins_anew():
+    async def main() -> None:
+        gate = Gate()
+        gate.checker = Waiting()
+        grammar = Grammar("regex", "a", "f")
+        first = asyncio.create_task(gate.check(grammar, "a"))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0)
+        second = asyncio.create_task(gate.check(grammar, "a"))
+        await asyncio.sleep(0.01)
+        gate.checker.asked[-1].set_result(Verdict(1, None, 0.5, "done"))
+        assert (await second).compile_s == 0.5
+        assert first.cancelled()
+
+    asyncio.run(main())
+
+
+def test_a_check_that_is_killed_is_tried_again_and_not_remembered_as_bad():
+    async def main() -> None:
+        gate = Gate()
+        gate.checker = Waiting()
+        grammar = Grammar("regex", "a", "f")
+        for ends, status in ((("killed", "killed"), 503), (("killed", "done"), None), ((), None)):
+            checking = asyncio.create_task(gate.check(grammar, "a"))
+            for ended in ends:
+                await asyncio.sleep(0.01)
+                problem = TOO_LARGE if ended == "killed" else None
+                gate.checker.asked[-1].set_result(Verdict(1, problem, 0.0, ended))
+            if status is None:
+                assert await checking
+            else:
+                with pytest.raises(ApiError) as refused:
+                    await checking
+                assert refused.value.status == status
+
+    asyncio.run(main())
