@@ -7,9 +7,8 @@ from .client import Engine, EngineStatus, LocalEngine
 from .config import EngineConfig
 from .fair import FairLock
 from .files import LIST_BYTES, read_file, read_json, read_text
-from .grammar import GRAMMARS_BUSY
+from .grammar import GRAMMARS_BUSY, grammar_trial
 from .grammar import problem as grammar_problem
-from .grammar import trial as grammar_trial
 from .hub import Folder, fetch
 from .process import begin_child, spawn
 from .supervisor import Child, ProcessEngine

@@ -78,7 +78,7 @@ def problem(kind: str, text: str) -> str | None:
     return shown(messages[0]) if failed else None
 
 
-def trial(width: int) -> Trial:
+def grammar_trial(width: int) -> Trial:
     """What compiles grammars for a model with logits of this width, to see whether they can be."""
     from .trial import Trial
 
