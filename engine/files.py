@@ -71,6 +71,6 @@ def read_json(path: Path, most: int = SMALL_BYTES) -> dict[str, Any] | None:
 
 
 def check_values(path: Path, data: bytes) -> None:
-    """Raise ModelError for JSON of so many values that they would fill the memory."""
+    """Raise ModelError for JSON with more values than memory should hold."""
     if sum(data.count(mark) for mark in OPENS_A_VALUE) > MAX_VALUES:
         raise ModelError(f"{path} holds more than {MAX_VALUES:,} values")

@@ -47,7 +47,7 @@ class Service:
             self._absent.popitem(last=False)
 
     def charge(self, flow: str, tokens: float, weight: float) -> None:
-        """The flow has been served so many tokens."""
+        """Count tokens that the flow has been served."""
         self._served[flow] += tokens / weight
 
     def of(self, flow: str) -> float:

@@ -1,4 +1,4 @@
-"""A file of API keys: one in a line, with the weight of its shares behind it where that is not 1."""
+"""A file of API keys: one per line, followed by the weight of its share where that is not 1."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Lane:
             return await asyncio.get_running_loop().run_in_executor(self._thread, _guarded, work)
 
     def begin(self, work: Callable[[], object]) -> None:
-        """Do work before all that comes later; nobody is told how it ends."""
+        """Start work ahead of everything submitted later, and ignore its result."""
         self._thread.submit(work)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class Trial:
 
 
 def _bytes_alone() -> str:
-    """A tokenizer.json whose tokens 0 to 255 are the bytes, with an end token behind them."""
+    """A tokenizer.json whose tokens 0 to 255 are the bytes, followed by an end token."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

@@ -190,5 +190,5 @@ def refusal(field: str, problem: str) -> ApiError:
 
 
 def busy() -> ApiError:
-    """503: so many grammars wait to be checked or compiled that one has waited too long."""
+    """503: a grammar has waited too long to be checked or compiled."""
     return unavailable("Too many grammars are being compiled.", "grammars_busy", RETRY_S)
