@@ -181,6 +181,8 @@ class ProcessEngine(Client):
                 for request_id in message.ids:
                     if request_id in self._open:
                         self._suspects.ran(request_id)
+                    else:
+                        self._suspects.ran_closed()
             case channel.Alive():
                 self.status.stalled_s = message.stalled_s
                 if self.status.phase != "ready":  # a restart stays one until requests are taken again

@@ -23,7 +23,8 @@ class Suspects:
     """All ids are of requests that are open; those that end are taken out with `ended`."""
 
     def __init__(self) -> None:
-        self._ran: set[int] = set()  # in this life of the engine
+        self._ran: set[int] = set()  # in this life of the engine, and is open
+        self._has_closed = False  # whether a request that is no longer open has run in this life too
         self._deaths: dict[int, int] = {}  # at which a request was running, until it has come far
         self._came: dict[int, int] = {}  # tokens since the last of them
         self._doubtful: set[int] = set()  # was running at the last death, and is not past it
@@ -37,6 +38,10 @@ class Suspects:
     def ran(self, request_id: int) -> None:
         """The engine has begun to work on a request."""
         self._ran.add(request_id)
+
+    def ran_closed(self) -> None:
+        """The engine has begun to work on a request that has ended in the meantime."""
+        self._has_closed = True
 
     def has_run(self, request_id: int) -> bool:
         """Whether it has, in this life."""
@@ -57,7 +62,9 @@ class Suspects:
         """A request is over, however it was; returns whether others may run now that might not before."""
         self._deaths.pop(request_id, None)
         self._came.pop(request_id, None)
-        self._ran.discard(request_id)
+        if request_id in self._ran:
+            self._ran.remove(request_id)
+            self._has_closed = True  # the engine may learn of it too late: it can still be what kills it
         return self._clear(request_id)
 
     def _clear(self, request_id: int) -> bool:
@@ -78,13 +85,14 @@ class Suspects:
         `open_ids`: all requests, in the order of their arrival.
         """
         ran, self._ran = self._ran, set()
+        has_closed, self._has_closed = self._has_closed, False
         running = [request_id for request_id in open_ids if request_id in ran]
         suspects = [each for each in running if (each in self._group if self._group else each in self._doubtful)]
         for request_id in running:
             self._deaths[request_id] = self._deaths.get(request_id, 0) + 1
             self._came[request_id] = 0
         self._doubtful = set(running)
-        if suspects and running == suspects[:1]:
+        if suspects and running == suspects[:1] and not has_closed:
             return suspects[0]
         if suspects:
             self._groups[:0] = halves(suspects)

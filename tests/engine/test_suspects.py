@@ -134,3 +134,26 @@ def test_a_group_is_cleared_when_each_has_come_further_or_has_ended():
 def test_halves():
     assert halves([1, 2, 3]) == [[1, 2], [3]]
     assert halves([1]) == [[1]]
+
+
+def test_who_is_left_alone_by_one_that_hung_up_is_not_blamed_for_it():
+    """A request that kills may end for its client while the engine, which learns of it later, is still at it."""
+    suspects = Suspects()
+    for each in (0, 1):
+        suspects.ran(each)
+    assert suspects.died([0, 1]) is None
+    for each in (0, 1):
+        suspects.ran(each)
+    suspects.ended(1)
+    assert suspects.died([0]) is None, "1 was running too"
+    suspects.ran(0)
+    assert suspects.died([0]) == 0, "now it was alone"
+
+
+def test_what_ended_before_the_engine_began_with_it_counts_as_running_too():
+    suspects = Suspects()
+    suspects.ran(0)
+    assert suspects.died([0]) is None
+    suspects.ran(0)
+    suspects.ran_closed()
+    assert suspects.died([0]) is None
