@@ -6,7 +6,7 @@ In turns, each for --seconds:
 
 capacity   so many requests at a time as the engine runs and half as many again: it is always full, nobody is refused
 overload   arrivals of a Poisson process, --factor times as many a second as were completed at capacity (the best
-           until then), from four keys; the first sends half of them
+           until then, and with what the probe asks for), from four keys; the first sends half of them
 
 Measured in either is what comes after --ramp, when the queue has filled. `goodput`: tokens a second of requests that
 are answered to their end; that of the overload must be at least 95 % of the mean of the capacities before and after it.
@@ -192,7 +192,7 @@ async def measure(server: Server, window: Window, rounds: int, seed: int, factor
     prompts = Prompts(targets["busy"], seed)
     full, over = [await watched(server, lambda: capacity(targets, prompts, window))], []
     for _ in range(rounds):
-        rate = factor * max(each["goodput"] for each in full) / OUTPUT
+        rate = factor * max(each["goodput"] for each in full) / OUTPUT - 1 / PROBE_EVERY_S
         over.append(await watched(server, lambda rate=rate: overload(targets, prompts, window, rate), refused=True))
         full.append(await watched(server, lambda: capacity(targets, prompts, window)))
         mean = (full[-2]["goodput"] + full[-1]["goodput"]) / 2
