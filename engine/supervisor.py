@@ -28,6 +28,8 @@ STALL_S = 60.0  # without a step while there is work, or without a sign of life,
 LOADING_STALL_S = 15.0
 WATCH_S = 0.25
 END_S = 1.0  # between the end of a process's socket and its own
+# Until a killed process is gone, with its memory. One that the kernel cannot end must not hold up the event loop.
+KILLED_S = 30.0
 # A step of a large model on a slow machine may take longer than STALL_S. It has this many times its own limit.
 SLOW_STEP_FACTOR = 4.0
 # What the system lacks for a moment: no fault of the engine, which is started again as soon as there is enough.
@@ -138,7 +140,14 @@ class ProcessEngine(Client):
             watch.cancel()
             self._channel.close()
             child.process.kill()
-            child.process.wait()
+            await self._buried(child)
+
+    async def _buried(self, child: Child) -> None:
+        """Wait for the end of a process that has been killed."""
+        try:
+            await asyncio.to_thread(child.process.wait, KILLED_S)
+        except subprocess.TimeoutExpired:
+            log.error("the engine's process %d was killed and does not end", child.process.pid)
 
     async def _log_end(self, child: Child) -> None:
         """Its socket is closed: say how the process has ended, which it does in a moment if it has not."""
@@ -257,7 +266,7 @@ class ProcessEngine(Client):
             entry.is_sent = False
         guilty = self._suspects.died(self._open)
         if guilty is not None:
-            log.error("a request has killed the engine several times and is ended")
+            log.error("engine request %d has killed the engine several times and is ended", guilty)
             self._end(self._open[guilty], EngineDied("the engine died several times while this request was running"))
 
     def _send_add(self, request: EngineRequest) -> None:
