@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .door import MAX_HEAD, head_too_large
@@ -31,6 +32,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0  # of what is not yet complete, the chunk that it began in left out
         self._header_bytes = 0  # of names and values, also of the trailers of a chunked body
         self._rest_bytes: int | None = None  # of a request that is answered already; None: there is none
+        self._plain_head: bytes | None = None  # of a request that asks for another protocol: it is parsed in its place
         self.is_parting = False  # all is said, and whatever still comes is dropped
         self.most_connections, self.limit_concurrency = self.limit_concurrency, None
         self._timer: asyncio.TimerHandle | None = None
@@ -58,11 +60,23 @@ class Connection(HttpToolsProtocol):
         if self.is_parting:
             return
         has_begun = self._in_head
-        super().data_received(data)
+        self._parse(data)
         if has_begun and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD:
                 self._refuse(head_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._refuse(ApiError(400, "This is not an HTTP/1.1 request.", code="invalid_http"))
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._plain_head is not None:
+                head, self._plain_head = self._plain_head, None
+                self.parser = httptools.HttpRequestParser(self)  # the other one reads no body after such a head
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                self._parse(head + data[upgrade.args[0] :])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -76,13 +90,33 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self._get_upgrade() is not None:
+            self._plain_head = self._without_upgrade()
+            return
         self._end_idle()  # it began again if the answer before this request ended within its head
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
         self.cycle.transport = _Outlet(self, self.cycle)
 
+    def _without_upgrade(self) -> bytes:
+        """The head of the request without its wish for another protocol, which a server may ignore (RFC 9110, 7.8).
+
+        Java's client sends `Upgrade: h2c` with its first request to each server.
+        """
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        dropped = (b"upgrade", b"http2-settings")
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [token for token in value.split(b",") if token.strip().lower() not in dropped]
+                lines.append(b"connection:" + b",".join(kept))
+            elif name not in dropped:
+                lines.append(b"%s: %s" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
+
     def on_message_complete(self) -> None:
+        if self._plain_head is not None:
+            return
         super().on_message_complete()
         if self._rest_bytes is not None:  # the next request may come
             self._rest_bytes = None
@@ -93,9 +127,6 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body:
             self._begin_rest()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "This is not an HTTP/1.1 request.", code="invalid_http"))
 
     def part(self) -> None:
         """Close the connection behind an answer while the client may still send.

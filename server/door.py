@@ -65,16 +65,6 @@ class Door:
         kind = (header(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
         if method == "POST" and header(headers, b"origin") is not None and kind != b"application/json":
             raise ApiError(415, "A web page must send Content-Type: application/json.", code="invalid_content_type")
-        if method == "POST" and b"upgrade" in (header(headers, b"connection") or b"").lower():
-            # The HTTP parser takes what follows such a head for another protocol and not for a body.
-            raise ApiError(
-                400,
-                "This server speaks HTTP/1.1 and upgrades no connection: send no Upgrade header (curl: --http1.1; "
-                "Java: HttpClient.Version.HTTP_1_1).",
-                param="Upgrade",
-                code="upgrade_unsupported",
-                headers={"Connection": "close"},
-            )
         length = header(headers, b"content-length") or b""
         if length.isdigit():
             self.state.limits.check_announced(int(length))

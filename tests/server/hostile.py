@@ -283,7 +283,7 @@ RAW = [
     Raw("HTTP/2 at once", lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),
     Raw("an upgrade to HTTP/2", lambda: head(
         "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__", JSON,
-        "Content-Length: 15") + b'{"prompt": "a"}', (400,)),
+        "Content-Length: 15") + b'{"prompt": "a"}', (200,)),
     Raw("an upgrade to websockets", lambda: head(
         "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAA",
         first="GET /v1/completions HTTP/1.1"), (405,)),

@@ -141,15 +141,3 @@ def test_unknown_routes_and_methods_are_told_in_the_envelope(tmp_path):
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
     asyncio.run(run())
-
-
-def test_a_post_that_asks_for_http2_is_told_so_and_not_that_its_body_is_empty(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "x"}
-            answer = await client.post("/tokenize", content=b"", headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "upgrade_unsupported")
-            assert answer.headers["connection"] == "close"
-            assert (await client.get("/v1/models", headers=headers)).status_code == 200
-
-    asyncio.run(run())
