@@ -11,6 +11,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from engine import ConfigError, FairLock, ModelError, read_text
 
+from .errors import unavailable
 from .generic_tools import renders_tools
 from .rendering import MAX_CHARACTERS, SWITCHES, Message, Renderer, TemplateError
 from .text import text_offsets
@@ -21,6 +22,7 @@ T = TypeVar("T")
 # Tokenizing this much takes some hundredths of a second: below it, texts are counted and not guessed at (a run of
 # unknown characters can be one token, and normalizing can drop characters), and wait for nobody's large ones.
 ORDINARY = 65_536
+RETRY_S = 5  # after which a chat template's process may be had again
 CHARACTERS_PER_TOKEN = 4  # about, in most languages
 
 
@@ -192,7 +194,7 @@ class Prompts:
         """Token ids of a conversation; raises TemplateError and TextTooLong. `fits`: see encode."""
         stop = threading.Event()
         most = self.max_len if fits else None
-        size = characters(messages) + characters(tools)
+        size = characters([messages, tools, options])
 
         def work() -> list[int]:
             text = self._renderer(size).render(messages, tools, **options)
@@ -211,7 +213,7 @@ class Prompts:
         **options: Unpack[RenderOptions],
     ) -> str:
         """The text of a conversation's prompt; raises TemplateError."""
-        size = characters(messages) + characters(tools)
+        size = characters([messages, tools, options])
         return await self._run(lambda: self._renderer(size).render(messages, tools, **options), size, caller)
 
     async def decode(self, ids: Sequence[int], skip_special: bool = True, *, caller: str = "") -> str:
@@ -264,9 +266,11 @@ class Prompts:
         return ids
 
     async def _run(self, work: Callable[[], T], size: int, caller: str, stop: threading.Event | None = None) -> T:
-        """Do work about `size` characters; `stop` is set when nobody waits for it any more."""
+        """Do work on about `size` characters; `stop` is set when nobody waits for it any more. Raises 503."""
         try:
             return await (self._ordinary if size <= ORDINARY else self._large).run(caller, work)
+        except OSError:  # the chat template's process cannot be started
+            raise unavailable("Texts cannot be prepared at the moment.", "templates_unavailable", RETRY_S) from None
         finally:
             if stop is not None:
                 stop.set()
@@ -277,5 +281,5 @@ def characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(characters, value.values()))
+        return sum(len(key) + characters(each) for key, each in value.items())
     return sum(map(characters, value)) if isinstance(value, list) else 1

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from engine import ConfigError
-from server.prompts import NativePanic, Prompts, TextTooLong
+from server.errors import ApiError
+from server.prompts import NativePanic, Prompts, TextTooLong, characters
 from server.rendering import TemplateError
 from server.tokenizer import Tokenizer
 from tests.toys import byte_fallback
@@ -196,3 +197,22 @@ def test_cancelled_work_does_not_run(made: Make, monkeypatch: pytest.MonkeyPatch
     asyncio.run(main())
     prompts.close()
     assert seen == ["first"]
+
+
+def test_names_count_as_characters_too() -> None:
+    assert characters([{"ab": ["cde", 1]}, None]) == 7
+
+
+def test_a_template_whose_process_cannot_be_started_is_no_error_of_the_server(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("server.rendering.spawn", refuse)
+    prompts = Prompts(made("byte level"), chat_template=TEMPLATE)
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(prompts.chat(HELLO))
+    assert (refused.value.status, refused.value.code) == (503, "templates_unavailable")
+    assert refused.value.retry_after
+    prompts.close()
