@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .errors import invalid
 from .generic_tools import FORMAT as GENERIC
 from .grammar.gate import refusal
-from .grammar.schemas import MAX_SOURCE, Grammar
+from .grammar.schemas import MAX_SOURCE, Grammar, telling
 from .limits import Caller
 from .parsers import Formats, MessageParser, ends_reasoning, markers, message_parser, reasoning_opened
 from .parsers.forced import call_grammar
@@ -165,7 +165,7 @@ async def checked_tools(app: Pequod, caller: Caller, calling: Calling) -> dict[s
                 raise refusal(
                     tool.field, "the arguments of a function are an object, and 'type' at '/type' says otherwise"
                 )
-            schemas[tool.name] = {**tool.parameters, "type": "object"}
+            schemas[tool.name] = telling({**tool.parameters, "type": "object"})
             await app.grammars.check(Grammar("json_schema", json.dumps(schemas[tool.name]), tool.field), caller.flow)
     return schemas
 

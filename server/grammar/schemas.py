@@ -26,6 +26,22 @@ UNSUPPORTED = {
     "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
     "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "x-guidance",
 }  # fmt: skip
+# What says nothing about an answer where it has one of these values; it is left out.
+EMPTY: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "propertyNames": (True, {}),
+    "$recursiveAnchor": (False,),
+}
+# What llguidance can hold a text to. Any other format is an annotation, as JSON Schema has it for those that nobody
+# knows: pydantic writes `password`, `binary`, `path` and others.
+FORMATS = {
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+}  # fmt: skip
 # Where schemas stand within a schema.
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -45,6 +61,40 @@ class Grammar(NamedTuple):
     def pair(self) -> tuple[str, str]:
         """As SamplingParams has it."""
         return self.kind, self.text
+
+
+def of_schema(schema: Any, field: str, *, is_raw: bool = False) -> Grammar:
+    """The grammar of answers that follow a JSON schema, which may be given as its text."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):  # it is refused
+            return Grammar("json_schema", schema, field, is_raw)
+    return Grammar("json_schema", written(telling(schema)), field, is_raw)
+
+
+def telling(schema: Any) -> Any:
+    """A schema without the keywords in it that say nothing about an answer."""
+    text = written(schema)
+    is_telling = not any(f'"{keyword}"' in text for keyword in (*EMPTY, "format"))
+    if is_telling or not isinstance(schema, dict) or len(text) > MAX_SOURCE:  # the last is refused
+        return schema
+    copy = json.loads(text)
+    for place in walk(copy):
+        if place.depth > MAX_DEPTH:
+            return schema  # it is refused
+        for keyword, values in EMPTY.items():
+            # By type too: 0 equals False.
+            if any(place.schema.get(keyword) is each or place.schema.get(keyword) == each == {} for each in values):
+                del place.schema[keyword]
+        if isinstance(name := place.schema.get("format"), str) and name not in FORMATS:
+            del place.schema["format"]
+    return copy
+
+
+def written(value: Any) -> str:
+    """A schema as its text."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def wrong(kind: str, text: str) -> str | None:

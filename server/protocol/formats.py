@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ..grammar.schemas import MAX_SOURCE, Grammar
+from ..grammar.schemas import MAX_SOURCE, Grammar, of_schema
 from .sampling import Sampling, Text
 from .wire import LABEL, Wire, clash
 
@@ -108,7 +108,7 @@ def of_format(value: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) ->
     if isinstance(value, JsonObjectFormat):
         return Grammar("json_schema", ANY_OBJECT, "response_format")
     if isinstance(value, JsonSchemaFormat):
-        return Grammar("json_schema", written(value.json_schema.schema_), "response_format.json_schema.schema")
+        return of_schema(value.json_schema.schema_, "response_format.json_schema.schema")
     return None
 
 
@@ -118,17 +118,11 @@ def of_outputs(value: StructuredOutputs | None) -> Grammar | None:
         return None
     field = "structured_outputs"
     if value.json_ is not None:
-        text = value.json_ if isinstance(value.json_, str) else written(value.json_)
-        return Grammar("json_schema", text, f"{field}.json", True)
+        return of_schema(value.json_, f"{field}.json", is_raw=True)
     if value.regex is not None:
         return Grammar("regex", value.regex, f"{field}.regex", True)
     if value.choice is not None:
-        return Grammar("choice", written(value.choice), f"{field}.choice", True)
+        return Grammar("choice", json.dumps(value.choice, ensure_ascii=False), f"{field}.choice", True)
     if value.grammar is not None:
         return Grammar("lark", value.grammar, f"{field}.grammar", True)
     return Grammar("json_schema", ANY_OBJECT, field, True) if value.json_object else None
-
-
-def written(value: Any) -> str:
-    """A schema as its text."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

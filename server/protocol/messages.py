@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
-from ..grammar.schemas import Grammar
+from ..grammar.schemas import Grammar, of_schema
 from .chat import CacheMark
 from .common import Json
 from .conversation import Calling, Conversation, Tool, thinking_variables
-from .formats import Schema, StructuredOutputs, of_outputs, written
+from .formats import Schema, StructuredOutputs, of_outputs
 from .messages_content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns
 from .sampling import MAX_INT, MAX_STOPS, Count, StopText, Text
 from .tools import MAX_TOOLS
@@ -327,9 +327,9 @@ class MessagesRequest(MessagesPrompt, Conversation):
     def answer_grammar(self) -> Grammar | None:
         config = self.output_config
         if config is not None and config.format is not None:
-            return Grammar("json_schema", written(config.format.schema_), "output_config.format.schema")
+            return of_schema(config.format.schema_, "output_config.format.schema")
         if self.output_format is not None:
-            return Grammar("json_schema", written(self.output_format.schema_), "output_format.schema")
+            return of_schema(self.output_format.schema_, "output_format.schema")
         return of_outputs(self.structured_outputs)
 
     @property

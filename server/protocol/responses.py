@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ..grammar.schemas import Grammar
+from ..grammar.schemas import Grammar, of_schema
 from .chat import Labels, Metadata, TemplateKwargs
 from .common import Json
 from .conversation import (
@@ -29,7 +29,6 @@ from .formats import (
     StructuredOutputs,
     TextFormat,
     of_outputs,
-    written,
 )
 from .responses_items import ItemId, Items, as_turns, in_namespace
 from .sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Stop, Text
@@ -399,7 +398,7 @@ class ResponsesRequest(Labels, Conversation):
         if isinstance(format, JsonObjectFormat):
             return Grammar("json_schema", ANY_OBJECT, "text.format")
         if isinstance(format, FlatSchemaFormat):
-            return Grammar("json_schema", written(format.schema_), "text.format.schema")
+            return of_schema(format.schema_, "text.format.schema")
         return of_outputs(self.structured_outputs)
 
     @property

@@ -86,7 +86,6 @@ SCHEMA_FIELD = "response_format.json_schema.schema"
         ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "/properties/a/$ref"),
         ({"properties": {"a": {"$ref": "https://example.org/b"}}}, "/properties/a/$ref"),
         ({"properties": {"a": {"type": "strin"}}}, "/properties/a/type"),
-        ({"properties": {"a": {"type": "string", "format": "colour"}}}, "/properties/a/format"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "/properties/a/pattern"),
         ({"properties": {"a": {"oneOf": [{"type": "string"}, {"minLength": 3}]}}}, "/properties/a/oneOf"),
         ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"pattern": "("}}}, "/$defs/b/pattern"),
@@ -99,6 +98,30 @@ def test_a_keyword_that_cannot_be_kept_is_named_with_its_place(folder, bad, plac
     assert (status, param) == (400, SCHEMA_FIELD)
     assert f"'{place}'" in message, message
     assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("given", "followed"),
+    [
+        ({"type": "array", "uniqueItems": False}, {"type": "array"}),
+        ({"properties": {"a": {"type": "string", "format": "password"}}}, {"properties": {"a": {"type": "string"}}}),
+        ({"type": "string", "format": "date-time"}, {"type": "string", "format": "date-time"}),
+        ({"dependentRequired": {}, "unevaluatedProperties": True, "type": "object"}, {"type": "object"}),
+        (
+            {"properties": {"format": {"const": "x"}, "uniqueItems": {"type": "null"}}, "enum": [{"format": "x"}]},
+            {"properties": {"format": {"const": "x"}, "uniqueItems": {"type": "null"}}, "enum": [{"format": "x"}]},
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["response_format", "structured_outputs", "text"])
+def test_keywords_that_say_nothing_are_left_out(folder, given, followed, where):
+    body = schema(given) if where == "response_format" else {
+        "structured_outputs": {"json": json.dumps(given) if where == "text" else given}
+    }  # fmt: skip
+    engine = FakeEngine(saying("{}"))
+    assert ask(folder, CHAT, {**BASE[CHAT], **body}, engine).status_code == 200
+    assert json.loads(engine.requests[0].params.grammar[1]) == followed
 
 
 @BOTH
