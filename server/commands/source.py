@@ -309,7 +309,7 @@ class OverHttp:
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     raise _refusal(response.status_code, await response.aread())
-                async for event in _events(response.aiter_bytes()):
+                async for event in events(response.aiter_bytes()):
                     if "error" in event:
                         raise Failure(_told(event, "message") or "the server broke the answer off")
                     if usage := event.get("usage"):
@@ -326,7 +326,7 @@ class OverHttp:
         answer.generated_tokens = answer.generated_tokens or events  # a server without usage: one token an event
 
 
-async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
     """The JSON of a server-sent event stream, to its [DONE]. Lines end at line feeds and nowhere else."""
     rest = b""
     async for chunk in chunks:
