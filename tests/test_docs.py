@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from server import limits
+from server.http import admission as limits
 from tests.server.test_metrics import Bench
 
 ROOT = Path(__file__).parent.parent

@@ -4,7 +4,7 @@ import json
 
 from msgspec.structs import replace
 
-from server.protocol.messages_answer import MessagesAnswer
+from server.api.anthropic.response import MessagesAnswer
 from tests.fakes import INFO, FakeEngine, model_folder
 from tests.server.wire import LIBRARY, ask, saying
 

@@ -1,6 +1,6 @@
 """What the tests of the Responses API share: tools, requests, and readers of answers."""
 
-from server.protocol.responses_object import ResponseAnswer
+from server.api.responses.schema import ResponseAnswer
 from tests.fakes import TEMPLATE, FakeEngine, model_folder
 from tests.server.wire import LIBRARY, RESPONSES, ask, run, saying
 

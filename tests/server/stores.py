@@ -9,9 +9,9 @@ import sqlite3
 import sys
 from pathlib import Path
 
-from server import store as module
-from server.errors import ApiError
-from server.store import Record, Store
+from server.api.responses import store as module
+from server.api.responses.store import Record, Store
+from server.http.errors import ApiError
 from tests.fakes import until
 
 FULL = "database or disk is full"

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from server import app as app_module
-from server.auth import roles
+from server.http.auth import roles
 from tests.fakes import FakeEngine, model_folder, serving
 
 PUBLIC = {"/live", "/ready", "/health", "/version", "/docs", "/openapi.json", "/"}

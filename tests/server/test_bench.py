@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from server.__main__ import main
-from server.bench import invariance, kernels, snapshot
-from server.bench.client import Shot
-from server.bench.limits import Probe
-from server.bench.processes import tree
-from server.bench.session import flags
-from server.bench.steps import StepLog, decoding, phases, prefilling
-from server.commands import Failure, Parser, bench
+from server.cli.bench import invariance, kernels, snapshot
+from server.cli.bench.client import Shot
+from server.cli.bench.limits import Probe
+from server.cli.bench.processes import tree
+from server.cli.bench.session import flags
+from server.cli.bench.steps import StepLog, decoding, phases, prefilling
+from server.cli.commands import Failure, Parser, bench
 from tests.live import WAIT_S, Server, eventually
 from tests.server.test_bench_client import Other
 

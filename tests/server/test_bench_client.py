@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from server.bench.client import Ask, connect
-from server.bench.figures import notes, summarize
-from server.bench.load import Prompts, run
-from server.commands import Failure, UsageError
+from server.cli.bench.client import Ask, connect
+from server.cli.bench.figures import notes, summarize
+from server.cli.bench.load import Prompts, run
+from server.cli.commands import Failure, UsageError
 from tests.fakes import INFO, FakeEngine, listening, model_folder, serving
 from tests.toys import byte_level
 
@@ -252,7 +252,7 @@ def test_requests_keep_their_places_and_their_times():
 
     class Target:
         async def send(self, ask, began):
-            from server.bench.client import Shot
+            from server.cli.bench.client import Shot
 
             seen.append(ask.at)
             running.append(1)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.bench import figures, options
-from server.bench.client import IDS, Shot
-from server.bench.load import Arrival, Prompts, Run, fixed, poisson, read_trace, scaled
-from server.bench.show import number, table
-from server.commands import UsageError
+from server.cli.bench import figures, options
+from server.cli.bench.client import IDS, Shot
+from server.cli.bench.load import Arrival, Prompts, Run, fixed, poisson, read_trace, scaled
+from server.cli.bench.show import number, table
+from server.cli.commands import UsageError
 
 
 def target(takes_ids: bool = True, words_per_token: float = 1.0):

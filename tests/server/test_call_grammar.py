@@ -16,8 +16,8 @@ from engine import builtin
 from engine.grammar import limits, source
 from engine.grammar.table import Table
 from server.grammar.schemas import wrong
+from server.grammar.tool_calls import arguments, call_grammar
 from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, join, markers, message_parser
-from server.parsers.forced import arguments, call_grammar
 from server.parsers.formats import BLOCKS
 from tests.server.test_parsers import read
 

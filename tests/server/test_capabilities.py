@@ -13,8 +13,8 @@ from pydantic import Field
 
 from engine import fetch
 from server.app import build_app
-from server.body import models
-from server.protocol.wire import Refused, RefusedKinds, Wire, table
+from server.http.body import models
+from server.http.fields import Refused, RefusedKinds, Wire, table
 from server.settings import Settings
 from tests.fakes import FakeEngine
 from tests.live import Server

@@ -5,8 +5,8 @@ import asyncio
 import openai
 import pytest
 
-from server.protocol.chat import ChatRequest
-from server.protocol.chat_answer import ChatAnswer, ChatChunk
+from server.api.chat.request import ChatRequest
+from server.api.chat.response import ChatAnswer, ChatChunk
 from tests.fakes import FakeEngine, listening, model_folder, serving
 from tests.server.wire import (
     CHAT,

@@ -14,8 +14,8 @@ import pytest
 
 from server import settings
 from server.__main__ import COMMANDS, main
-from server.commands import UsageError, bench
-from server.commands.serve import listen
+from server.cli.commands import UsageError, bench
+from server.cli.commands.serve import listen
 from server.settings import Settings
 from tests.live import Server, eventually
 

@@ -28,11 +28,13 @@ from engine import (
     ModelError,
     TokenDelta,
 )
-from server import banner, logs, settings
+from server import settings
 from server.__main__ import main
-from server.commands import plan
+from server.cli import banner
+from server.cli.commands import plan
+from server.observability import logs
 from server.settings import Settings
-from server.tokenizer import Tokenizer
+from server.tokenization.tokenizer import Tokenizer
 
 BUILTIN = Path(engine.__file__).parent / "builtin" / "model"
 INFO = EngineInfo(
@@ -252,7 +254,7 @@ def test_chat_tells_how_to_go_on_when_the_conversation_is_full(pequod, fake):
 
 
 def test_chat_without_a_template_ends_before_the_first_question(pequod, fake, monkeypatch):
-    monkeypatch.setattr("server.prompts.Prompts.has_template", False)
+    monkeypatch.setattr("server.tokenization.encoder.Prompts.has_template", False)
     code, out, err = pequod("chat", stdin="Hello\n")
     assert (code, out) == (2, "")
     assert "--chat-template" in err and err.count("\n") == 1
@@ -268,8 +270,8 @@ def test_continuing_text_with_the_built_in_model_is_told_to_be_nonsense(pequod, 
 
 
 def test_ctrl_c_stops_one_answer_and_not_the_conversation(fake, monkeypatch, capsys):
-    from server.commands.chat import Talk
-    from server.commands.source import InProcess, Options
+    from server.cli.commands.chat import Talk
+    from server.cli.source import InProcess, Options
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     with asyncio.Runner() as runner:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.protocol.completions import CompletionAnswer, CompletionRequest
+from server.api.completions.request import CompletionAnswer, CompletionRequest
 from tests.fakes import FakeEngine, model_folder
 from tests.server.wire import COMPLETIONS, END, LIBRARY, Odds, ask, chunks, float32, ids, joined, odds, saying, whole
 from tests.toys import byte_fallback

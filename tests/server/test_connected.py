@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import ClientDisconnect
 
-from server import prompts as prompts_module
-from server.connected import SOON_S, while_connected
-from server.prompts import ORDINARY, NativePanic, Prompts, TextTooLong
-from server.tokenizer import Tokenizer
+from server.http.disconnect import SOON_S, while_connected
+from server.tokenization import encoder as prompts_module
+from server.tokenization.encoder import ORDINARY, NativePanic, Prompts, TextTooLong
+from server.tokenization.tokenizer import Tokenizer
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
 from tests.live import WAIT_S
 from tests.server.wire import COMPLETIONS

@@ -45,13 +45,13 @@ def sockets(request, tmp_path):
 @pytest.fixture
 def hasty(monkeypatch):
     """A server that waits a short time for what nobody reads."""
-    monkeypatch.setattr("server.connection.REST_S", 1.0)
+    monkeypatch.setattr("server.http.connection.REST_S", 1.0)
 
 
 @pytest.fixture
 def patient(monkeypatch):
     """A server that waits for longer than any test."""
-    monkeypatch.setattr("server.connection.REST_S", 1000.0)
+    monkeypatch.setattr("server.http.connection.REST_S", 1000.0)
 
 
 async def read_answer(reader):
@@ -75,7 +75,7 @@ async def send_until_cut(writer, piece):
 
 
 def test_a_head_that_trickles_is_cut_off(sockets, monkeypatch):
-    monkeypatch.setattr("server.connection.HEAD_S", 0.1)
+    monkeypatch.setattr("server.http.connection.HEAD_S", 0.1)
 
     async def use(connect, app, engine):
         for sent in (b"", b"GET /ready HT", READY[:-2]):
@@ -90,7 +90,7 @@ def test_a_head_that_trickles_is_cut_off(sockets, monkeypatch):
 
 
 def test_a_next_head_has_a_time_of_its_own(sockets, monkeypatch):
-    monkeypatch.setattr("server.connection.HEAD_S", 1.0)
+    monkeypatch.setattr("server.http.connection.HEAD_S", 1.0)
 
     async def use(connect, app, engine):
         reader, writer = await connect()
@@ -196,7 +196,7 @@ def test_what_does_not_end_is_answered_and_then_cut(sockets, hasty):
 
 
 def test_the_rest_has_a_bound_in_bytes(sockets, patient, monkeypatch):
-    monkeypatch.setattr("server.connection.REST_BYTES", MB)
+    monkeypatch.setattr("server.http.connection.REST_BYTES", MB)
 
     async def use(connect, app, engine):
         for length in (10**10, 7 * MB):
@@ -221,7 +221,7 @@ def test_who_hangs_up_behind_the_answer_is_let_go(sockets, patient):
 
 
 def test_behind_an_unread_body_the_next_request_is_served(sockets, monkeypatch):
-    monkeypatch.setattr("server.connection.REST_BYTES", 300_000)  # of each body anew
+    monkeypatch.setattr("server.http.connection.REST_BYTES", 300_000)  # of each body anew
 
     async def use(connect, app, engine):
         reader, writer = await connect()

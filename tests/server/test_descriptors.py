@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from server.commands.serve import SPARE_DESCRIPTORS
+from server.cli.commands.serve import SPARE_DESCRIPTORS
 from tests.live import Server, eventually
 from tests.server.wire import CHAT, QUESTION
 
@@ -98,7 +98,7 @@ def test_a_burst_of_connections_is_accepted_in_few_turns_of_the_loop():
     """As many as there are descriptors of the listening socket, in each turn."""
     code = """
 import asyncio, contextlib, socket, threading, uvloop
-from server.graceful import ACCEPTS_PER_TURN
+from server.http.server import ACCEPTS_PER_TURN
 
 async def main(doubles):
     listener = socket.socket()

@@ -17,8 +17,8 @@ import engine
 from engine import ConfigError, EngineDied, EngineInfo, ModelError
 from server import settings
 from server.__main__ import main
-from server.commands import doctor
-from server.commands.doctor import Finding
+from server.cli.commands import doctor
+from server.cli.commands.doctor import Finding
 from server.settings import Settings
 
 TORCH = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "devices": []}
@@ -239,7 +239,7 @@ def test_a_model_is_looked_at_when_it_is_named(monkeypatch, tmp_path):
         return SimpleNamespace(path=tmp_path)
 
     monkeypatch.setattr(engine, "fetch", fetch, raising=False)
-    monkeypatch.setattr("server.commands.plan.make", lambda _: (2, {"error": "too large", "try": ["a", "b", "c"]}))
+    monkeypatch.setattr("server.cli.commands.plan.make", lambda _: (2, {"error": "too large", "try": ["a", "b", "c"]}))
     (tmp_path / "config.json").write_text("{}")
     found = {finding.name: finding for finding in doctor.model(Settings(model=str(tmp_path)))}
     assert (found["model"].level, found["model"].text) == ("fail", "too large")

@@ -8,7 +8,7 @@ import re
 import pytest
 from fastapi import Depends
 
-from server.auth import user
+from server.http.auth import user
 from tests.fakes import model_folder, serving
 
 

@@ -12,8 +12,8 @@ import torch
 from msgspec.structs import replace
 
 from engine import EngineDied, Pooling, fetch
-from server.protocol.embeddings import EmbeddingRequest
-from server.tokenizer import Tokenizer
+from server.api.embeddings.request import EmbeddingRequest
+from server.tokenization.tokenizer import Tokenizer
 from tests.fakes import INFO, FakeEngine, embedded, listening, model_folder, serving, until
 from tests.live import Server
 from tests.server.test_generation import metric
@@ -236,7 +236,7 @@ def test_many_requests_share_the_engine_and_leave_the_queue_to_others(folder):
 
 
 def test_more_inputs_than_the_server_holds_get_503(folder, monkeypatch):
-    monkeypatch.setattr("server.limits.MAX_OPEN_INPUTS", 60)
+    monkeypatch.setattr("server.http.admission.MAX_OPEN_INPUTS", 60)
 
     async def main():
         engine = FakeEngine()

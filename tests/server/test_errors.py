@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine import EngineDied, ModelError, RequestError
-from server.body import (
+from server.api.chat.request import ChatRequest
+from server.http.body import (
     FEW_MARKS,
     MAX_ELEMENTS,
     MAX_NODES,
@@ -24,8 +25,7 @@ from server.body import (
     parse,
     without_texts,
 )
-from server.errors import ApiError, from_engine, from_exception, from_validation, invalid
-from server.protocol.chat import ChatRequest
+from server.http.errors import ApiError, from_engine, from_exception, from_validation, invalid
 
 
 class Strict(BaseModel):
@@ -178,7 +178,7 @@ def test_the_count_of_names_arrays_and_objects_is_exact(value, monkeypatch):
         return 1 + sum(map(nodes, value)) if isinstance(value, list) else 0
 
     for few in (FEW_MARKS, 0):  # escaped marks one by one, and all at once
-        monkeypatch.setattr("server.body.FEW_MARKS", few)
+        monkeypatch.setattr("server.http.body.FEW_MARKS", few)
         assert count(without_texts(json.dumps(value).encode()), NODES) == nodes(value)
 
 

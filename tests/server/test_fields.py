@@ -2,11 +2,11 @@
 
 import pytest
 
+from server.api.chat.request import ChatRequest
+from server.api.completions.request import CompletionRequest
 from server.app import build_app
-from server.body import models
-from server.protocol.chat import ChatRequest
-from server.protocol.completions import CompletionRequest
-from server.protocol.wire import Refused, kinds
+from server.http.body import models
+from server.http.fields import Refused, kinds
 from server.settings import Settings
 from tests.fakes import FakeEngine, model_folder
 from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, QUESTION, RESPONSES, ask, ids, run, saying

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.errors import ApiError
-from server.grammar import gate as gate_module
-from server.grammar.checker import TOO_LARGE, TOO_LONG, Verdict
-from server.grammar.gate import Gate
+from server.grammar import checker as gate_module
+from server.grammar.checker import Gate
+from server.grammar.checker_worker import TOO_LARGE, TOO_LONG, Verdict
 from server.grammar.schemas import Grammar
+from server.http.errors import ApiError
 from tests.live import alive
 from tests.server.grammar_shapes import DEEP, rule_chain
 
@@ -81,10 +81,10 @@ def test_what_takes_too_long_is_refused_once(monkeypatch):
 
 def test_what_fills_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr(gate_module, "SLOW_S", 20.0)
-    code = "import server.grammar.checker as checker; checker.MEMORY_BYTES = 1 << 20; checker.main()"
+    code = "import server.grammar.checker_worker as checker; checker.MEMORY_BYTES = 1 << 20; checker.main()"
 
     def with_little_memory(module: str, fd: int, *arguments: str) -> subprocess.Popen:
-        assert module == "server.grammar.checker"
+        assert module == "server.grammar.checker_worker"
         command = [sys.executable, "-c", code, str(fd), str(os.getpid()), *arguments]
         return subprocess.Popen(command, pass_fds=[fd], cwd=Path(__file__).parents[2])
 

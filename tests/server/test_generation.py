@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from engine import EngineDied, TokenDelta
-from server import answer, generation
+from server.generation import choices as generation
+from server.generation import http_response as answer
 from tests.fakes import INFO, FakeEngine, listening, model_folder, serving, until
 from tests.live import WAIT_S
 from tests.server.wire import CHAT, COMPLETIONS, QUESTION, ask, chunks, events, ids, joined, saying

@@ -5,7 +5,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from server.generic_tools import described
+from server.tokenization.generic_tools import described
 from tests.fakes import INFO, FakeEngine, model_folder
 from tests.server.wire import CHAT, LIBRARY, QUESTION, ask, ids, saying
 

@@ -21,8 +21,8 @@ import asyncio, contextlib, sys, time
 from types import SimpleNamespace
 from fastapi import FastAPI
 from engine import EngineDied, EngineInfo, EngineStatus, ModelError
-from server.commands.serve import listen
-from server.graceful import GracefulServer
+from server.cli.commands.serve import listen
+from server.http.server import GracefulServer
 from server.settings import Settings
 
 case = sys.argv[1]

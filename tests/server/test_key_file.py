@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server.key_file import MAX_BYTES, read_keys
 from server.settings import Settings, SettingsError, load
+from server.settings_keys import MAX_BYTES, read_keys
 
 
 def test_a_key_in_each_line_with_its_weight(tmp_path):

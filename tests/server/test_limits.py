@@ -10,10 +10,10 @@ import pytest
 from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
 
-from server import limits as limits_module
-from server.auth import Keys, UserDep, user
-from server.errors import ApiError
-from server.limits import Caller, Limits
+from server.http import admission as limits_module
+from server.http.admission import Caller, Limits
+from server.http.auth import Keys, UserDep, user
+from server.http.errors import ApiError
 from server.settings import Settings
 from server.state import AppDep
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
@@ -212,7 +212,7 @@ def test_bodies_of_all_requests_are_bounded_together(tmp_path):
 
 
 def test_a_body_that_trickles_is_cut_off(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.door.PROGRESS_S", 0.05)
+    monkeypatch.setattr("server.http.middleware.PROGRESS_S", 0.05)
 
     async def run():
         async with serving(model_folder(tmp_path / "m")) as (_, app):
@@ -231,8 +231,8 @@ def test_a_body_that_trickles_is_cut_off(tmp_path, monkeypatch):
 
 
 def test_a_body_that_keeps_coming_may_take_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.door.PROGRESS_S", 0.2)
-    monkeypatch.setattr("server.door.PROGRESS_BYTES", 10)
+    monkeypatch.setattr("server.http.middleware.PROGRESS_S", 0.2)
+    monkeypatch.setattr("server.http.middleware.PROGRESS_BYTES", 10)
 
     async def run():
         async with serving(model_folder(tmp_path / "m")) as (_, app):
@@ -253,7 +253,7 @@ def test_a_body_that_keeps_coming_may_take_its_time(tmp_path, monkeypatch):
 
 def test_idle_uploads_of_one_client_keep_nobody_else_out(tmp_path, monkeypatch):
     """As many as would hold all bytes that bodies may have, each without its last byte."""
-    monkeypatch.setattr("server.door.PROGRESS_S", 1.0)
+    monkeypatch.setattr("server.http.middleware.PROGRESS_S", 1.0)
 
     async def run():
         async with serving(model_folder(tmp_path / "m"), max_body_bytes=100_000) as (_, app):
@@ -269,7 +269,7 @@ def test_idle_uploads_of_one_client_keep_nobody_else_out(tmp_path, monkeypatch):
                     idle.append(writer)
                 await until(lambda: limits.rejections["share"] >= 6)
                 assert 24 * 100_000 < limits.open_bytes < 26 * 100_000
-                monkeypatch.setattr("server.auth.address_of", lambda scope: "elsewhere")
+                monkeypatch.setattr("server.http.auth.address_of", lambda scope: "elsewhere")
                 assert (await client.post("/probe", content=b"x" * 50_000)).json() == {"bytes": 50_000}
                 await until(lambda: limits.open_bytes == 0, 30)  # they made no progress
                 for writer in idle:

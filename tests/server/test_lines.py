@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server import lines as lines_module
-from server.lines import LineWriter
-from server.logs import StepLog
+from server.observability import line_writer as lines_module
+from server.observability.line_writer import LineWriter
+from server.observability.logs import StepLog
 from tests.fakes import FakeEngine, model_folder, serving
 from tests.live import eventually, held_port
 from tests.server.wire import CHAT, QUESTION
@@ -117,7 +117,7 @@ def _request():
 
 
 def test_a_handler_that_fails_to_format_costs_one_line(capsys):
-    from server import logs
+    from server.observability import logs
 
     before = logging.getLogger().handlers[:], logging.getLogger().level
     try:

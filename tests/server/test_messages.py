@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from server.api.anthropic.request import CountTokensRequest, MessagesRequest
+from server.api.anthropic.response import MessagesAnswer, MessagesWriter
+from server.generation.output import Head, Output, Prompt, usage
 from server.parsers import Arguments, Call, Content, Reasoning
-from server.protocol.common import Head, Output, Prompt, usage
-from server.protocol.messages import CountTokensRequest, MessagesRequest
-from server.protocol.messages_answer import MessagesAnswer, MessagesWriter
 from tests.fakes import INFO, FakeEngine
 from tests.server.messages_wire import (
     ASKED,

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from server.errors import ApiError
-from server.protocol.messages_answer import MessagesError
+from server.api.anthropic.response import MessagesError
+from server.http.errors import ApiError
 from tests.fakes import INFO, FakeEngine, serving
 from tests.server.messages_wire import ASKED, COUNT, LOOK, MESSAGES, QUESTION, events, make_folder, refusal
 from tests.server.wire import ask, saying

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.protocol.messages import MessagesRequest
+from server.api.anthropic.request import MessagesRequest
 from tests.fakes import INFO
 from tests.server.messages_wire import ASKED, COUNT, LOOK, QUESTION, answer, make_folder, prompt
 from tests.server.wire import ask

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from engine import EngineRequest, RequestStats, Roofline, SamplingParams, StepStats
-from server.limits import Caller, Limits
-from server.metrics import FINE, Metrics, decades
+from server.http.admission import Caller, Limits
+from server.observability.metrics import FINE, Metrics, decades
 from server.settings import Settings
 from tests.fakes import INFO, FakeEngine, model_folder, serving, until
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, markers, reasoning_opened
-from server.templates import ChatTemplates
+from server.tokenization.chat_template import ChatTemplates
 
 # Templates in small, each with the marks that its family's have.
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

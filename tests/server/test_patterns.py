@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.grammar.patterns import ENOUGH, MAX_SHORTEST, is_too_long, shortest
+from server.grammar.regex_length import ENOUGH, MAX_SHORTEST, is_too_long, shortest
 
 
 @pytest.mark.parametrize(

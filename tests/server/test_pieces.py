@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import tokenizers
 
-from server import pieces as pieces_module
-from server.pieces import Cuts
-from server.tokenizer import Tokenizer
+from server.tokenization import split as pieces_module
+from server.tokenization.split import Cuts
+from server.tokenization.tokenizer import Tokenizer
 from tests.toys import byte_level
 
 PARTS = [

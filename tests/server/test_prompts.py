@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from engine import ConfigError
-from server.prompts import NativePanic, Prompts, TextTooLong
-from server.rendering import TemplateError
-from server.tokenizer import Tokenizer
+from server.tokenization.encoder import NativePanic, Prompts, TextTooLong
+from server.tokenization.renderer import TemplateError
+from server.tokenization.tokenizer import Tokenizer
 from tests.toys import byte_fallback
 
 Make = Callable[[str], Tokenizer]

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.rendering import FAILED, MAX_BYTES, TOO_LARGE, TOO_LONG, TOO_SLOW, Renderer, TemplateError
+from server.tokenization.renderer import FAILED, MAX_BYTES, TOO_LARGE, TOO_LONG, TOO_SLOW, Renderer, TemplateError
 from tests.fakes import model_folder, serving
 from tests.live import alive, eventually
 
@@ -97,7 +97,7 @@ HOSTILE = {
 # Renders each of the templates that come on standard input in a process with these limits, and prints what came of it.
 PROGRAM = """
 import json, resource, sys, time
-from server.rendering import Renderer, TemplateError
+from server.tokenization.renderer import Renderer, TemplateError
 
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # for a renderer that has no limit of its own
 for line in sys.stdin:
@@ -192,7 +192,7 @@ def test_closing_ends_a_rendering_that_is_under_way() -> None:
 
 def test_a_renderer_ends_with_its_parent() -> None:
     program = (
-        "from server.rendering import Renderer\n"
+        "from server.tokenization.renderer import Renderer\n"
         "renderer = Renderer({'default': 'x'}, {})\n"
         "renderer.check()\n"
         "print(renderer.pid, flush=True)\n"
@@ -209,7 +209,7 @@ def test_a_renderer_ends_with_its_parent() -> None:
 
 def test_a_renderer_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "jinja2.py").write_text("raise SystemExit('imported')")
-    program = "from server.rendering import Renderer; Renderer({'default': 'x'}, {}).check()"
+    program = "from server.tokenization.renderer import Renderer; Renderer({'default': 'x'}, {}).check()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, env=environment, timeout=60, check=True)
 

@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from server.protocol.responses_object import ResponseEvent
+from server.api.responses.schema import ResponseEvent
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
 from tests.server.responses_wire import CALL, CLOCK, LOGPROBS, SECOND, WEATHER, make_folder, respond
 from tests.server.test_equality import CASES, spelt, text_of

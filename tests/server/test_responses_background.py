@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from server.limits import Limits
-from server.protocol.responses_object import ResponseAnswer
+from server.api.responses.schema import ResponseAnswer
+from server.http.admission import Limits
 from tests.fakes import FakeEngine, serving, until
 from tests.server.responses_wire import make_folder
 from tests.server.wire import RESPONSES, run, saying

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from server.protocol.responses_items import as_turns
+from server.api.responses.items import as_turns
 from tests.fakes import FakeEngine
 from tests.server.responses_wire import WEATHER, make_folder, prompts, respond
 from tests.server.wire import RESPONSES, ask, run, saying

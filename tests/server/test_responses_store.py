@@ -7,8 +7,8 @@ import msgspec
 import openai
 import pytest
 
-from server.routes import responses as routes
-from server.store import Record
+from server.api.responses import routes
+from server.api.responses.store import Record
 from tests.fakes import FakeEngine, listening, serving, until
 from tests.server.responses_wire import CALL, WEATHER, make_folder, prompts
 from tests.server.stores import Faulty, written
@@ -293,7 +293,7 @@ def test_one_key_cannot_drive_out_the_responses_of_another(folder):
 
 
 def test_a_deletion_that_a_full_disk_refuses_is_a_503_until_it_is_done(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("server.store.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 0.01)
     path = tmp_path / "responses.db"
 
     async def use(client):
@@ -317,7 +317,7 @@ def test_a_deletion_that_a_full_disk_refuses_is_a_503_until_it_is_done(folder, t
 
 
 def test_a_background_response_leaves_no_earlier_version(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("server.store.FIRST_DELAY_S", 1000)
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     path = tmp_path / "responses.db"
     engine = FakeEngine(saying("the whale"))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from server import limits as limits_module
-from server.auth import address_of
-from server.errors import ApiError
-from server.limits import SMALL_BODY, Caller, Limits
+from server.http import admission as limits_module
+from server.http.admission import SMALL_BODY, Caller, Limits
+from server.http.auth import address_of
+from server.http.errors import ApiError
+from server.http.shares import Shared
 from server.settings import Settings
-from server.shares import Shared
 
 MB = 1 << 20
 

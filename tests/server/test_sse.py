@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from server import sse
+from server.http import sse
 
 
 def test_frame() -> None:

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from server.errors import ApiError
-from server.store import MAX_FAILURES, ROW_BYTES, Shares, Store
+from server.api.responses.store import MAX_FAILURES, ROW_BYTES, Shares, Store
+from server.http.errors import ApiError
 from tests.fakes import FakeEngine, model_folder, until
 from tests.server.stores import FULL, Faulty, blocked, names, record, reopened, use, written
 from tests.server.wire import RESPONSES, ask, run, saying
@@ -390,8 +390,8 @@ def test_a_write_takes_no_more_steps_with_many_records_and_owners():
 @pytest.fixture
 def impatient(monkeypatch):
     """Attempts follow each other within milliseconds."""
-    monkeypatch.setattr("server.store.FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("server.store.MAX_DELAY_S", 0.02)
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("server.api.responses.store.MAX_DELAY_S", 0.02)
 
 
 def test_nothing_is_lost_on_a_disk_that_was_full(tmp_path):
@@ -439,8 +439,8 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(tmp_path,
 
 
 def test_attempts_become_rare_and_try_a_few_records_each(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("server.store.FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("server.store.MAX_DELAY_S", 0.04)
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("server.api.responses.store.MAX_DELAY_S", 0.04)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
 
@@ -458,7 +458,7 @@ def test_attempts_become_rare_and_try_a_few_records_each(tmp_path, monkeypatch, 
 
 
 def test_new_records_make_no_attempts_of_their_own_on_a_full_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.store.FIRST_DELAY_S", 1000)
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
 
@@ -475,8 +475,8 @@ def test_new_records_make_no_attempts_of_their_own_on_a_full_disk(tmp_path, monk
 
 
 def test_a_new_record_brings_the_next_attempt_forward(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.store.FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("server.store.MAX_DELAY_S", 1000)
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("server.api.responses.store.MAX_DELAY_S", 1000)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
     store._delay_s = 1000
@@ -517,8 +517,8 @@ def test_what_cannot_be_written_stays_in_memory_within_the_bounds(tmp_path, impa
 
 
 def test_unwritten_records_have_a_bound_of_their_own_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.store.FIRST_DELAY_S", 1000)
-    monkeypatch.setattr("server.store.MAX_UNWRITTEN_BYTES", 3 * record("").num_bytes)
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
+    monkeypatch.setattr("server.api.responses.store.MAX_UNWRITTEN_BYTES", 3 * record("").num_bytes)
     store = Store(tmp_path / "store.db", 100, 1 << 30)
     disk = Faulty(store)
 
@@ -539,7 +539,7 @@ def test_unwritten_records_have_a_bound_of_their_own_in_memory(tmp_path, monkeyp
 
 
 def test_records_that_were_evicted_unwritten_leave_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.store.FIRST_DELAY_S", 1000)
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     store = Store(tmp_path / "store.db", 10, 1 << 20)
     disk = Faulty(store)
     disk.damaged = [str(i) for i in range(1000)]
@@ -570,7 +570,7 @@ def test_a_damaged_part_of_the_file_does_not_keep_the_rest_from_being_written(tm
 
 
 def test_small_records_are_written_where_large_ones_do_not_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.store.FIRST_DELAY_S", 1000)
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
     disk.damaged = [f"large {i}" for i in range(2 * MAX_FAILURES)]
@@ -675,8 +675,8 @@ def test_what_is_lost_is_counted_in_the_log(tmp_path, caplog):
 
 
 def test_an_end_while_the_disk_hangs_comes_soon(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("server.store.CLOSE_S", 0.05)
-    monkeypatch.setattr("server.store.INTERRUPT_S", 0.05)
+    monkeypatch.setattr("server.api.responses.store.CLOSE_S", 0.05)
+    monkeypatch.setattr("server.api.responses.store.INTERRUPT_S", 0.05)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     is_free = threading.Event()
 
@@ -695,7 +695,7 @@ def test_an_end_while_the_disk_hangs_comes_soon(tmp_path, monkeypatch, caplog):
 
 
 def test_an_end_interrupts_a_statement_that_takes_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.store.CLOSE_S", 0.05)
+    monkeypatch.setattr("server.api.responses.store.CLOSE_S", 0.05)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
 

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from engine import ConfigError
-from server import store_file
+from server.api.responses import store_file
+from server.api.responses.store import Record, Store
+from server.api.responses.store_file import APPLICATION_ID, VERSION
 from server.settings import Settings
-from server.store import Record, Store
-from server.store_file import APPLICATION_ID, VERSION
 from tests.fakes import FakeEngine
 from tests.server.stores import names, record, use, written
 
@@ -59,7 +59,7 @@ def test_a_killed_process_leaves_a_file_that_opens(tmp_path):
     path = tmp_path / "store.db"
     code = (
         "import asyncio, os, signal, sys, pathlib\n"
-        "from server.store import Record, Store\n"
+        "from server.api.responses.store import Record, Store\n"
         "async def main():\n"
         "    store = Store(pathlib.Path(sys.argv[1]), 100, 1 << 20)\n"
         "    store.put(Record('one', 'a', False, b'{}', b'[]'))\n"
@@ -81,8 +81,8 @@ def test_two_servers_do_not_share_a_file(tmp_path):
     first = Store(path, 100, 1 << 20)
     code = (
         "import pathlib, sys\n"
-        "from server import store_file\n"
-        "from server.store import Store\n"
+        "from server.api.responses import store_file\n"
+        "from server.api.responses.store import Store\n"
         "store_file.BUSY_S = 0.01\n"
         "Store(pathlib.Path(sys.argv[1]), 100, 1 << 20)\n"
     )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from server.templates import ChatTemplates, TemplateError
-from server.tokenizer import Tokenizer
+from server.tokenization.chat_template import ChatTemplates, TemplateError
+from server.tokenization.tokenizer import Tokenizer
 
 TOOLED = "{# tools #}"  # a template that has this renders tools by itself
 PLAIN = (

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.text import Piece, Stop, TextStream
-from server.tokenizer import Tokenizer
+from server.generation.detokenizer import Piece, Stop, TextStream
+from server.tokenization.tokenizer import Tokenizer
 
 Make = Callable[[str], Tokenizer]
 PROPERTY = settings(

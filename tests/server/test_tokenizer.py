@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine import ModelError
-from server.text import TextStream
-from server.tokenizer import ByteDecoder, PairDecoder, Tokenizer
+from server.generation.detokenizer import TextStream
+from server.tokenization.tokenizer import ByteDecoder, PairDecoder, Tokenizer
 from tests.toys import byte_fallback, byte_level
 
 Make = Callable[[str], Tokenizer]
@@ -265,6 +265,6 @@ def test_broken_folders_are_told_in_one_sentence(
 
 
 def test_the_server_side_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, server.prompts, server.text; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, server.tokenization.encoder, server.generation.detokenizer; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

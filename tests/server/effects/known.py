@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typing_extensions import is_typeddict
 
-from server.protocol.wire import Refused, RefusedKinds, Wire
+from server.http.fields import Refused, RefusedKinds, Wire
 
 TAGS = ("type", "role")
 
