@@ -20,7 +20,7 @@ from server.cli.bench.client import Shot
 from server.cli.bench.load import Run
 from server.cli.commands import Failure, UsageError
 from tests.live import Server
-from tests.server.test_bench_client import Other
+from tests.server.cli.bench.test_client import Other
 
 ROOT = Path(__file__).parent.parent
 
