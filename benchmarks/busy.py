@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import EngineConfig, EngineError, EngineRequest, ProcessEngine, SamplingParams
-from server.bench.session import machine
+from server.cli.bench.session import machine
 
 # Reports by a line that it runs, and ends by itself when this process has died without killing it.
 COMPETITOR = """

@@ -35,15 +35,15 @@ from typing import Any
 
 from benchmarks.contestants import Contestant, Elsewhere, enter, read_peers
 from engine import EngineError, Roofline, fetch
-from server.bench.client import IDS
-from server.bench.figures import Figures, median, notes, percentile, rounded, spread, summarize
-from server.bench.limits import Probe, probe
-from server.bench.options import whole
-from server.bench.processes import peak_bytes
-from server.bench.session import machine
-from server.commands import Failure, UsageError
+from server.cli.bench.client import IDS
+from server.cli.bench.figures import Figures, median, notes, percentile, rounded, spread, summarize
+from server.cli.bench.limits import Probe, probe
+from server.cli.bench.options import whole
+from server.cli.bench.processes import peak_bytes
+from server.cli.bench.session import machine
+from server.cli.commands import Failure, UsageError
 from server.settings import SettingsError, load
-from server.tokenizer import Tokenizer
+from server.tokenization.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # of which the limit is known, by torch's name

@@ -22,11 +22,11 @@ from typing import Any
 
 import httpx
 
-from server.bench.client import SILENCE_S, Ask, Shot, Target, connect
-from server.bench.figures import Figures
-from server.bench.load import Prompts, Run, run
-from server.bench.processes import Child, cpu_seconds, free_port
-from server.commands import Failure, UsageError
+from server.cli.bench.client import SILENCE_S, Ask, Shot, Target, connect
+from server.cli.bench.figures import Figures
+from server.cli.bench.load import Prompts, Run, run
+from server.cli.bench.processes import Child, cpu_seconds, free_port
+from server.cli.commands import Failure, UsageError
 
 START_S = 900.0
 IN_PROCESS = "in-process"

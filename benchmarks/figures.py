@@ -19,10 +19,10 @@ import statistics
 import subprocess
 import sys
 
-from server.bench.client import Ask, Shot, Target, connect
-from server.bench.load import Prompts, run
-from server.bench.processes import pequod
-from server.bench.session import machine
+from server.cli.bench.client import Ask, Shot, Target, connect
+from server.cli.bench.load import Prompts, run
+from server.cli.bench.processes import pequod
+from server.cli.bench.session import machine
 
 from .model import make
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.hostile --json /tmp/hostile.json
 
-The rows are those of tests/server/hostile.py. Two figures are held. Every refusal begins within 100 ms of the last byte
-of its row: that byte is held back until the server has read all others, and timed is from it to the answer's first
+The rows are those of tests/server/http/hostile.py. Two figures are held. Every refusal begins within 100 ms of the last
+byte of its row: that byte is held back until the server has read all others, and timed is from it to the answer's first
 byte, each row on a connection of its own and nothing beside it (0: the answer came before the last byte), the median
 of its rounds. And the bystander's ITL p95 is at most 1.5 times what it is without them, taken in turns in one run;
 there each row is sent at once.
@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 
 from tests.live import Server
-from tests.server.hostile import BODIES, Body
+from tests.server.http.hostile import BODIES, Body
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "seed": 7, "stream": True}
 PAUSE_S = 0.05  # between two hostile requests: one client's, not a flood

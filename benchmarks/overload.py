@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from server.bench.client import Ask, Shot, Target, connect
-from server.bench.load import Prompts, poisson, run
-from server.bench.processes import cpu_seconds
+from server.cli.bench.client import Ask, Shot, Target, connect
+from server.cli.bench.load import Prompts, poisson, run
+from server.cli.bench.processes import cpu_seconds
 from tests.live import Server
 
 from .traffic import about, write

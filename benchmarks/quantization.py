@@ -32,7 +32,7 @@ from engine import EngineConfig
 from engine.attention import AttentionMeta
 from engine.runner import Runner, build
 from engine.types import EngineInfo
-from server.bench.session import machine
+from server.cli.bench.session import machine
 
 from .model import make
 

@@ -24,9 +24,9 @@ from typing import Any
 import jsonschema
 
 from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams, StepStats, fetch
+from server.generation.detokenizer import TextStream
 from server.grammar.schemas import wrong
-from server.text import TextStream
-from server.tokenizer import Tokenizer
+from server.tokenization.tokenizer import Tokenizer
 
 PROMPT = "An example:"
 

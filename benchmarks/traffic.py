@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from server.bench.processes import tree
-from server.bench.session import machine
+from server.cli.bench.processes import tree
+from server.cli.bench.session import machine
 
 STORY = "Tell me a story about the sea."
 LOOK = {

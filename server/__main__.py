@@ -92,12 +92,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(name: str, rest: list[str], **given: object) -> int:
     """Run a command; `given` goes to its `run` beside the arguments."""
-    from .commands import execute, execute_group
+    from .cli.commands import execute, execute_group
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? and does not end the command
     try:
-        command = import_module(f".commands.{name}", __package__)
+        command = import_module(f".cli.commands.{name}", __package__)
         if name == "bench":  # whoever ends a measurement ends the servers that it has started, as by Ctrl-C
             signal.signal(signal.SIGTERM, _interrupt)
         if hasattr(command, "PARTS"):

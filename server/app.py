@@ -16,12 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import ConfigError, Engine
 
-from . import errors
 from .__main__ import version
-from .auth import roles
-from .door import Door
-from .logs import StepLog
-from .routes import ROUTERS
+from .api.routers import ROUTERS
+from .http import errors
+from .http.auth import roles
+from .http.middleware import Door
+from .observability.logs import StepLog
 from .settings import Settings
 from .state import Pequod
 
@@ -96,7 +96,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         title="Pequod",
         version=state.version,
         description="Language models over the OpenAI HTTP API.",
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere; routes/ops.py has one that does not
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere; api/ops/routes.py has one that does not
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,

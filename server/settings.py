@@ -24,8 +24,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from .key_file import read_keys
 from .parsers.formats import REASONING_FORMATS, TOOL_FORMATS
+from .settings_keys import read_keys
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

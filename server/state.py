@@ -17,22 +17,22 @@ from fastapi import Depends, Request
 
 from engine import Engine, EngineDied, EngineError, EngineInfo, ModelError
 
-from .auth import Keys
-from .background import Background
-from .defaults import read_defaults
-from .errors import not_found, place
-from .generic_tools import FORMAT as GENERIC
-from .generic_tools import renders_tools
-from .grammar.gate import Gate
-from .limits import Limits
-from .metrics import Metrics
+from .api.responses.background import Background
+from .api.responses.response import interrupted
+from .api.responses.store import Store
+from .grammar.checker import Gate
+from .http.admission import Limits
+from .http.auth import Keys
+from .http.errors import not_found, place
+from .http.excerpt import shown
+from .observability.metrics import Metrics
 from .parsers import Formats, detect
-from .prompts import Prompts
-from .protocol.responses_answer import interrupted
 from .settings import Settings
-from .shown import shown
-from .store import Store
-from .tokenizer import Tokenizer
+from .tokenization.encoder import Prompts
+from .tokenization.generation_defaults import read_defaults
+from .tokenization.generic_tools import FORMAT as GENERIC
+from .tokenization.generic_tools import renders_tools
+from .tokenization.tokenizer import Tokenizer
 
 HEARTBEAT_S = 5.0  # the engine's process beats twice a second; ten missed beats are no hiccup
 CUT_S = 5.0  # for streams to write their error event after the drain's deadline

@@ -12,19 +12,19 @@ settings.load_profile("same")
 
 # What takes long begins first, so that at the end no worker is alone with it.
 LONGEST = [
-    "server/test_openapi_fuzz.py",
+    "server/api/test_openapi_fuzz.py",
     "test_oracle.py",
-    "server/test_parsers.py",
+    "server/parsers/test_parsers.py",
     "server/test_kill.py",
-    "server/test_capabilities.py",
+    "server/api/ops/test_capabilities.py",
     "engine/test_builtin.py",
-    "server/test_bench.py",
+    "server/cli/commands/test_bench.py",
     "engine/test_cpu_attention.py",
-    "server/test_call_grammar.py",
+    "server/grammar/test_tool_calls.py",
     "server/test_unicode.py",
     "engine/test_embeddings.py",
     "engine/test_grammar_answers.py",
-    "server/test_hostile.py",
+    "server/http/test_hostile.py",
     "docker/test_docker.py",
     "test_wheel.py",
 ]

@@ -32,7 +32,7 @@ from engine import (
     TokenLogprob,
 )
 from server.app import build_app
-from server.connection import Connection
+from server.http.connection import Connection
 from server.settings import Settings
 from tests.live import WAIT_S
 from tests.toys import byte_level

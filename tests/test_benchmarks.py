@@ -13,7 +13,7 @@ from benchmarks.kill import FAULTS, has_cgroups
 from benchmarks.overload import Window, goodput
 from benchmarks.soak import COUNTS, grown, judge
 from benchmarks.traffic import Answer
-from server.bench.client import Shot
+from server.cli.bench.client import Shot
 
 
 def rounds(resident_kib, **counts):

@@ -16,11 +16,11 @@ import pytest
 from benchmarks import compare
 from benchmarks.contestants import Contestant, Elsewhere, Peer, enter, read_peers
 from engine import Roofline
-from server.bench.client import Shot
-from server.bench.load import Run
-from server.commands import Failure, UsageError
+from server.cli.bench.client import Shot
+from server.cli.bench.load import Run
+from server.cli.commands import Failure, UsageError
 from tests.live import Server
-from tests.server.test_bench_client import Other
+from tests.server.cli.bench.test_client import Other
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from server import limits
-from tests.server.test_metrics import Bench
+from server.http import admission as limits
+from tests.server.observability.test_metrics import Bench
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/operations.md").read_text(encoding="utf-8")

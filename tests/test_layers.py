@@ -14,7 +14,7 @@ from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams
 ROOT = pathlib.Path(__file__).parent.parent
 HEAVY = {"torch", "transformers"}
 # Runs in a child process of its own, for tokenizers that only transformers can read.
-CONVERTER = ROOT / "server/convert_tokenizer.py"
+CONVERTER = ROOT / "server/tokenization/convert.py"
 NO_TORCH = [
     "types", "config", "batch", "sequence", "blocks", "scheduler", "loop", "client", "channel", "sim", "hub", "files",
 ]  # fmt: skip
@@ -54,7 +54,7 @@ def test_the_server_imports_neither_torch_nor_transformers():
 
 
 @pytest.mark.parametrize(
-    "modules", [[f"engine.{name}" for name in NO_TORCH], ["engine", "server.app", "server.commands.serve"]]
+    "modules", [[f"engine.{name}" for name in NO_TORCH], ["engine", "server.app", "server.cli.commands.serve"]]
 )
 def test_no_torch_comes_in_by_a_detour(modules):
     code = f"import sys, {', '.join(modules)}; print([m for m in {sorted(HEAVY)} if m in sys.modules])"

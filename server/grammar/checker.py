@@ -1,177 +1,194 @@
-"""The grammar checker's process: `python -m server.grammar.checker FD PARENT WIDTH`, started by Checker in gate.py.
-
-A grammar is a program that strangers send: compiling it may take long, fill the memory or overflow the stack of the
-library that does it. Each one is checked in a fork of this process, which has limits on its CPU time and memory and a
-stack of its own; whatever happens there costs that one request. A fork takes a few milliseconds, for everything has
-been imported before.
-"""
+"""Gate: grammars are checked before a request is taken in, in a process that may die of them."""
 
 from __future__ import annotations
 
-import gc
-import os
-import resource
-import selectors
-import signal
+import asyncio
+import hashlib
+import itertools
+import logging
 import socket
-import threading
-import time
-from collections.abc import Callable
-from typing import Literal
+import subprocess
+from collections import OrderedDict
+from contextlib import suppress
 
 import msgspec
-from msgspec import Struct
 
-from engine import begin_child, grammar_trial
+from engine import FairLock, spawn
 
-from .schemas import wrong
+from ..http.errors import ApiError, invalid, unavailable
+from .checker_worker import Job, Verdict
+from .schemas import Grammar
 
-# Compiling recurses along the references of a grammar. The deepest chains that fit into the largest grammar need less
-# than 64 MB; what is not touched costs nothing.
-STACK_BYTES = 512 << 20
-MEMORY_BYTES = 512 << 20  # of one check, beside its stack and what this process has mapped itself
+CODE = "invalid_grammar"
+# CPU time of a check. Nearly all grammars take a few milliseconds. What takes longer is put into a line of its own, so
+# that forty slow ones do not hold up a quick one. The slowest of the size that is allowed take 0.3 s.
+QUICK_S, SLOW_S = 0.025, 1.0
+WAIT_S = 30.0  # for all checks that are before this one, and its own
+RETRY_S = 5
+MAX_KNOWN = 1024  # grammars whose verdict is remembered
 
-# What ends a check before its time, by the signal that ended its process: SIGPROF is that of its CPU time's limit.
-TOO_LONG = "it takes too long to compile"
-TOO_LARGE = "it is too large or too deeply nested to be compiled"
-
-
-class Job(Struct, frozen=True, array_like=True):
-    """A grammar to check within `cpu_s` seconds of CPU time."""
-
-    id: int
-    kind: str
-    text: str
-    cpu_s: float
+log = logging.getLogger("pequod.server")
 
 
-class Verdict(Struct, frozen=True, array_like=True):
-    """What a check has found."""
-
-    id: int
-    problem: str | None  # half a sentence; None: the grammar can be used
-    seconds: float  # of CPU time that the check took
-    ended: Literal["done", "time", "crash", "killed"]
+class Gone(Exception):
+    """The checker's process has died."""
 
 
-class Frames:
-    """Messages over a blocking socket: four bytes of length, then msgpack."""
+class Checker:
+    """The checker's process; started with the first grammar, and again when it has died."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self) -> None:
+        self.width = 1 << 18  # of the model's logits; the loaded model says how wide they are
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._pending: dict[int, asyncio.Future[Verdict]] = {}
+        self._ids = itertools.count(1)
 
-    def receive(self) -> Job | None:
-        """The next job; None when the server has gone."""
-        head = self._read(4)
-        body = head and self._read(int.from_bytes(head, "little"))
-        return msgspec.msgpack.decode(body, type=Job) if body else None
+    async def check(self, kind: str, text: str, cpu_s: float) -> Verdict:
+        """Check a grammar; raises Gone when the process dies, OSError when there is none."""
+        async with self._starting:
+            if self._writer is None:
+                await self._start()
+        assert self._writer is not None
+        job = Job(next(self._ids), kind, text, cpu_s)
+        verdict = self._pending[job.id] = asyncio.get_running_loop().create_future()
+        body = msgspec.msgpack.encode(job)
+        self._writer.write(len(body).to_bytes(4, "little") + body)
+        try:
+            return await asyncio.shield(verdict)
+        except asyncio.CancelledError:
+            # The fork runs on until its limits end it: whoever comes next must not start another one beside it.
+            await asyncio.wait([verdict])
+            verdict.exception()
+            raise
+        finally:
+            self._pending.pop(job.id, None)
 
-    def send(self, verdict: Verdict) -> None:
-        body = msgspec.msgpack.encode(verdict)
-        self._sock.sendall(len(body).to_bytes(4, "little") + body)
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                # From this thread: the system ends a child with the thread that started it.
+                self._process = spawn("server.grammar.checker_worker", theirs.fileno(), str(self.width))
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        self._reading = asyncio.create_task(self._read(reader), name="grammar checker")
 
-    def _read(self, size: int) -> bytes | None:
-        data = b""
-        while len(data) < size:
-            piece = self._sock.recv(size - len(data))
-            if not piece:
-                return None
-            data += piece
-        return data
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "little")
+                verdict = msgspec.msgpack.decode(await reader.readexactly(size), type=Verdict)
+                if verdict.id in self._pending and not self._pending[verdict.id].done():
+                    self._pending[verdict.id].set_result(verdict)
+        log.error("the grammar checker has died and is started again")
+        self._end()
 
+    def _end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        for waiting in self._pending.values():
+            if not waiting.done():
+                waiting.set_exception(Gone())
 
-def check(problem: Callable[[str, str], str | None], job: Job) -> Verdict:
-    """Check a grammar, on a thread with a large stack."""
-    found: list[str | None] = []
-    began = time.process_time()
-
-    def work() -> None:
-        found.append(wrong(job.kind, job.text) or problem(job.kind, job.text))
-
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    seconds = time.process_time() - began
-    # A panic of the library ends the thread without a result.
-    return Verdict(job.id, found[0], seconds, "done") if found else Verdict(job.id, TOO_LARGE, seconds, "crash")
-
-
-def run_child(problem: Callable[[str, str], str | None], job: Job, pipe: int) -> None:
-    """In a fork: check one grammar under its limits, write the verdict, and end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes its panics there, with pieces of the grammar
-    most = mapped_bytes() + STACK_BYTES + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
-    os.write(pipe, msgspec.msgpack.encode(check(problem, job)))
-
-
-def mapped_bytes() -> int:
-    """Virtual memory of this process; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
-
-
-def verdict_of(job_id: int, pid: int, written: bytes) -> Verdict:
-    """What a fork has found, or what its end says."""
-    _, status = os.waitpid(pid, 0)
-    if os.WIFEXITED(status) and written:
-        return msgspec.msgpack.decode(written, type=Verdict)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
-        return Verdict(job_id, TOO_LONG, 0.0, "time")
-    # The kernel when memory is short, or a fork that could not begin: this says nothing about the grammar.
-    if os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL:
-        return Verdict(job_id, TOO_LARGE, 0.0, "killed")
-    return Verdict(job_id, TOO_LARGE, 0.0, "crash")
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        self._end()
 
 
-def serve(sock: socket.socket, width: int) -> None:
-    """Fork for each job that comes, and send each verdict when its fork has ended, until the server goes."""
-    frames = Frames(sock)
-    problem = grammar_trial(width).problem
-    problem("regex", "a")  # what is made at the first use is made here, and not in every fork
-    wrong("json_schema", '{"type": "object"}')
-    gc.freeze()
-    running: dict[int, tuple[Job, int, list[bytes]]] = {}  # by the pipe's descriptor
-    with selectors.DefaultSelector() as selector:
-        selector.register(sock, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fd != sock.fileno():
-                    job, pid, written = running[key.fd]
-                    if piece := os.read(key.fd, 1 << 16):
-                        written.append(piece)
-                        continue
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    del running[key.fd]
-                    frames.send(verdict_of(job.id, pid, b"".join(written)))
-                    continue
-                new = frames.receive()
-                if new is None:
-                    return
-                ours, theirs = os.pipe()
-                pid = os.fork()
-                if pid == 0:
-                    try:
-                        run_child(problem, new, theirs)
-                    finally:
-                        os._exit(0)
-                os.close(theirs)
-                running[ours] = new, pid, []
-                selector.register(ours, selectors.EVENT_READ)
+class Gate:
+    """Lets good grammars pass. Callers take turns, and a verdict is remembered."""
+
+    def __init__(self) -> None:
+        self.checker = Checker()
+        self._quick, self._slow = FairLock(), FairLock()
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest, the oldest use first
+        self._checking: dict[bytes, tuple[asyncio.Task[Verdict], list[None]]] = {}  # with one entry for each waiter
+
+    async def check(self, grammar: Grammar, caller: str) -> Grammar:
+        """Return the grammar with the CPU time that compiling it takes.
+
+        Raises 400 when it cannot be used, and 503 when too many are checked.
+        """
+        try:
+            async with asyncio.timeout(WAIT_S):
+                verdict = await self._verdict(grammar, caller)
+        except TimeoutError:
+            raise busy() from None
+        except (Gone, OSError):
+            raise unavailable("Grammars cannot be checked at the moment.", "grammars_unavailable", RETRY_S) from None
+        if verdict.problem is not None:
+            raise refusal(grammar.field, verdict.problem)
+        return grammar._replace(compile_s=verdict.seconds)
+
+    async def _verdict(self, grammar: Grammar, caller: str) -> Verdict:
+        digest = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode("utf-8", "surrogatepass")).digest()
+        if digest in self._known:
+            self._known.move_to_end(digest)
+            return self._known[digest]
+        if digest not in self._checking:
+            self._checking[digest] = asyncio.create_task(self._check(grammar, caller, digest)), []
+        task, waiters = self._checking[digest]
+        waiters.append(None)
+        try:
+            # Others may wait for the same grammar: only when the last of them hangs up nobody waits any more.
+            return await asyncio.shield(task)
+        finally:
+            waiters.pop()
+            if not waiters:
+                self._forget(digest, task)  # whoever comes with it now begins anew
+                task.cancel()
+
+    async def _check(self, grammar: Grammar, caller: str, digest: bytes) -> Verdict:
+        try:
+            async with self._quick.turn(caller):
+                verdict = await self._tried(grammar, QUICK_S)
+            if verdict.ended == "time":
+                async with self._slow.turn(caller):
+                    verdict = await self._tried(grammar, SLOW_S)
+            if verdict.ended == "crash":
+                log.warning("checking a grammar of %d characters ended the checker's fork", len(grammar.text))
+            self._known[digest] = verdict
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+            return verdict
+        finally:
+            self._forget(digest, asyncio.current_task())
+
+    def _forget(self, digest: bytes, task: object) -> None:
+        if digest in self._checking and self._checking[digest][0] is task:
+            del self._checking[digest]
+
+    async def _tried(self, grammar: Grammar, cpu_s: float) -> Verdict:
+        """Check a grammar, and once more where something else than the grammar has ended the checker or its fork."""
+        for _ in range(2):
+            with suppress(Gone):
+                verdict = await self.checker.check(grammar.kind, grammar.text, cpu_s)
+                if verdict.ended != "killed":
+                    return verdict
+        raise Gone
+
+    async def close(self) -> None:
+        """Stop the checker's process; whoever waits gets an error."""
+        await self.checker.close()
 
 
-def main() -> None:
-    fd, [width] = begin_child(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    with socket.socket(fileno=fd) as sock:
-        serve(sock, int(width))
+def refusal(field: str, problem: str) -> ApiError:
+    """400 for a grammar; `problem` is half a sentence."""
+    return invalid(f"Invalid '{field}': {problem}.", field, CODE)
 
 
-if __name__ == "__main__":
-    main()
+def busy() -> ApiError:
+    """503: a grammar has waited too long to be checked or compiled."""
+    return unavailable("Too many grammars are being compiled.", "grammars_busy", RETRY_S)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from engine import grammar_problem
 
-from ..shown import shown
-from .patterns import MAX_SHORTEST, is_too_long, shortest
+from ..http.excerpt import shown
+from .regex_length import MAX_SHORTEST, is_too_long, shortest
 
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SOURCE = 64 << 10  # bytes

@@ -26,12 +26,13 @@ import yaml
 
 from engine import EngineInfo, EngineStatus
 from engine.kernels import build as kernels
-from server import graceful, store
 from server.__main__ import COMMANDS
-from server.auth import Keys
-from server.door import Door, bare_host
-from server.limits import Limits
-from server.metrics import Metrics
+from server.api.responses import store
+from server.http import server as graceful
+from server.http.admission import Limits
+from server.http.auth import Keys
+from server.http.middleware import Door, bare_host
+from server.observability.metrics import Metrics
 from server.settings import FIELDS, PREFIX, Settings
 from tests.docker import image
 from tests.live import Server, eventually, free_port

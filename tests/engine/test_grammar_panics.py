@@ -13,7 +13,7 @@ from engine.grammar import grammars as grammars_module
 from engine.grammar.compiler import STACKS, thread_with_large_stack
 from engine.grammar.grammars import PANICKED, Grammars
 from tests.engine.grammars import CONFIG, SCHEMA, deltas, output, request
-from tests.server.grammar_shapes import DEEP
+from tests.server.grammar.shapes import DEEP
 
 
 class PanicException(BaseException):

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from engine.grammar import GrammarError, limits, source
 from engine.grammar.table import MAX_ADDED, Table, _named_apart
-from server.tokenizer import Tokenizer
+from server.tokenization.tokenizer import Tokenizer
 from tests.toys import MADE, byte_level
 
 

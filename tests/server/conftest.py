@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from server.tokenizer import Tokenizer
+from server.tokenization.tokenizer import Tokenizer
 from tests.toys import MADE
 
 GIVEN = {"qwen3": "tokenizers/qwen3", "gpt2": "tokenizers/gpt2", "stories260k": "models/stories260k"}

@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 
 from engine import ConfigError, EngineRequest, SamplingParams
 from server.app import build_app
-from server.auth import user
+from server.http.auth import user
 from server.settings import Settings
 from tests.fakes import INFO, FakeEngine, listening, model_folder, serving, until
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import pytest
 
-from server.bench.processes import tree
-from server.shown import SHOWN
+from server.cli.bench.processes import tree
+from server.http.excerpt import SHOWN
 from tests.live import WAIT_S, Server, eventually
-from tests.server.effects.places import EXAMPLES
-from tests.server.hostile import head
+from tests.server.api.effects.places import EXAMPLES
+from tests.server.http.hostile import head
 from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 
 pytestmark = pytest.mark.slow

@@ -234,9 +234,9 @@ from engine import EngineConfig, EngineError
 from engine.grammar.grammars import Grammars
 from engine.models import hf
 from engine.runner import build
-from server.defaults import read_defaults
-from server.prompts import Prompts
-from server.tokenizer import Tokenizer
+from server.tokenization.generation_defaults import read_defaults
+from server.tokenization.encoder import Prompts
+from server.tokenization.tokenizer import Tokenizer
 
 
 def text(folder):

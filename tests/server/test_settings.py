@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from server import settings
-from server.commands import TITLES
-from server.commands import _default as default_text
+from server.cli.commands import TITLES
+from server.cli.commands import _default as default_text
 from server.settings import Settings, SettingsError, load, misspelt, num_bytes, read_toml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

@@ -11,10 +11,10 @@ import pytest
 from fastapi.responses import StreamingResponse
 
 from engine import ConfigError, EngineDied, ModelError
-from server.auth import UserDep
-from server.defaults import read_defaults
-from server.limits import Caller
+from server.http.admission import Caller
+from server.http.auth import UserDep
 from server.state import AppDep
+from server.tokenization.generation_defaults import read_defaults
 from tests.fakes import FakeEngine, listening, model_folder, serving
 from tests.live import WAIT_S
 

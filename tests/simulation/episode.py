@@ -30,16 +30,16 @@ from engine.fair import FairLock
 from engine.scheduler import POOLINGS
 from engine.sim import STOP, VOCAB, embed
 from engine.supervisor import MAX_RESTARTS, ProcessEngine
-from server import generation as generation_module
 from server import state as state_module
-from server.answer import patiently
-from server.connected import while_connected
-from server.errors import ApiError
-from server.generation import Due, Generation, Reader, unfinished
-from server.limits import INPUTS_DEPTH, Caller
-from server.protocol.common import Output
+from server.generation import choices as generation_module
+from server.generation.choices import Due, Generation, Reader, unfinished
+from server.generation.http_response import patiently
+from server.generation.output import Output
+from server.http.admission import INPUTS_DEPTH, Caller
+from server.http.disconnect import while_connected
+from server.http.errors import ApiError
+from server.http.shares import SHARE
 from server.settings import Settings
-from server.shares import SHARE
 from server.state import CUT_S, Pequod
 
 from .plan import STEP_FAULTS, Plan

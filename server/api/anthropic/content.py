@@ -1,0 +1,220 @@
+"""What messages hold in Anthropic's form, and what becomes of it: turns as chat templates read them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...generation.output import Json
+from ...http.fields import LABEL, RefusedKinds, Wire, refused
+from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
+from ..sampling import Text
+
+MAX_NAME = 128  # of a tool: agents put the name of the tool's server before it
+
+ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=r"^[a-zA-Z0-9_.-]+$")]
+
+# Claude Code's first system block. It tells accounting what has changed since the last request; as a part of the
+# prompt it would only keep every prompt from beginning like the one before.
+ACCOUNTING = "x-anthropic-billing-header:"
+
+
+# What Anthropic's own tools leave in a conversation, what is no text, and what steers a conversation there.
+OTHER_BLOCKS = """
+    advisor_tool_result bash_code_execution_tool_result code_execution_tool_result compaction container_upload document
+    fallback image mcp_tool_listing mcp_tool_result mcp_tool_use search_result server_tool_use
+    text_editor_code_execution_tool_result tool_addition tool_removal tool_search_tool_result web_fetch_tool_result
+    web_search_tool_result
+"""
+
+
+class Block(Wire):
+    """A part of a message."""
+
+    cache_control: Annotated[CacheMark | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+
+
+class TextBlock(Block):
+    """Text."""
+
+    type: Literal["text"]
+    text: Text
+    """Part of the prompt."""
+    citations: Annotated[Any, refused([])] = None
+
+
+class ThinkingBlock(Block):
+    """What the model thought, as an earlier answer had it; the signature is not looked at."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    """Told to the template, which may leave it out of the prompt."""
+    signature: Annotated[Text | None, LABEL] = None
+    """Accepted, and not looked at."""
+
+
+class RedactedThinkingBlock(Block):
+    """Thinking that another server has encrypted: accepted, and left out of the prompt."""
+
+    type: Literal["redacted_thinking"]
+    data: Annotated[Text, LABEL]
+    """Accepted, and left out of the prompt."""
+
+
+class ToolUseBlock(Block):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: Name
+    """What its result names; told to the template, few of which write it."""
+    name: ToolName
+    """Part of the prompt."""
+    input: dict[str, Any]
+    """Part of the prompt."""
+    caller: Annotated[Any, refused({"type": "direct"})] = None
+    toolset_name: Annotated[Any, refused()] = None
+
+
+ResultBlocks = Annotated[
+    list[
+        Annotated[
+            TextBlock, RefusedKinds("type", ("browser_state", "document", "image", "search_result", "tool_reference"))
+        ]
+    ],
+    Field(max_length=MAX_PARTS, fail_fast=True),
+]
+
+
+class ToolResultBlock(Block):
+    """What a tool gave back."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    """Which call it answers; told to the template with the call's name."""
+    content: Text | ResultBlocks | None = None
+    """Part of the prompt."""
+    is_error: bool | None = None
+    """true: the model reads `Error: ` before the content, and `Error` where there is none."""
+    toolset_name: Annotated[Any, refused()] = None
+
+
+UserBlock = Annotated[
+    TextBlock | ToolResultBlock,
+    Field(discriminator="type"),
+    RefusedKinds("type", ("redacted_thinking", "thinking", "tool_use", *OTHER_BLOCKS.split())),
+]
+AssistantBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
+    Field(discriminator="type"),
+    RefusedKinds("type", ("tool_result", *OTHER_BLOCKS.split())),
+]
+
+
+class UserTurn(Wire):
+    """What the person says, and what the tools gave back."""
+
+    role: Literal["user"]
+    content: Text | Annotated[list[UserBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+    """Part of the prompt."""
+
+
+class AssistantTurn(Wire):
+    """What the model said before; the content of an earlier answer can be sent back as it came."""
+
+    role: Literal["assistant"]
+    content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+    """Part of the prompt."""
+
+
+SystemBlock = Annotated[TextBlock, RefusedKinds("type", ("tool_addition", "tool_removal"))]
+Texts = Text | Annotated[list[SystemBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class SystemTurn(Wire):
+    """What the application tells the model in the middle of the conversation."""
+
+    role: Literal["system"]
+    content: Texts
+    """Part of the prompt, where it stands, as a reminder in the person's turn."""
+
+    clear_at: Annotated[Any, refused("never")] = None
+    output_config: Annotated[Any, refused({}, hint="Send the request's own output_config.")] = None
+
+
+Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
+Messages = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def turns(system: str | list[TextBlock] | None, messages: list[Turn]) -> list[Json]:
+    """The conversation in the form of chat completions; neighbouring messages of one role are one turn."""
+    told = [text for text in texts(system or []) if not text.startswith(ACCOUNTING)]
+    made: list[Json] = [{"role": "system", "content": content(told)}] if told else []
+    names: dict[str, str] = {}  # of the tools, by the id of the call
+    for is_answer, group in itertools.groupby(messages, lambda message: message.role == "assistant"):
+        parts = [part for message in group for part in blocks(message)]
+        if is_answer:
+            made.append(said(parts))
+            names |= {part.id: part.name for part in parts if isinstance(part, ToolUseBlock)}
+        else:
+            made += asked(parts, names)
+    return made
+
+
+def blocks(message: UserTurn | AssistantTurn | SystemTurn) -> list[Block]:
+    """The parts of a message.
+
+    A late system message stays where it is, as text of the person's turn: few templates take one there, and moved to
+    the front, where the server puts those of chat completions, it would change the beginning of every prompt.
+    """
+    if isinstance(message, SystemTurn):
+        text = "\n".join(texts(message.content))
+        return [TextBlock(type="text", text=f"<system-reminder>\n{text}\n</system-reminder>")]
+    if isinstance(message.content, str):
+        return [TextBlock(type="text", text=message.content)]
+    return list(message.content)
+
+
+def said(parts: list[Block]) -> Json:
+    """The assistant's turn."""
+    turn: Json = {"role": "assistant", "content": content(texts(parts))}
+    thinking = "\n".join(part.thinking for part in parts if isinstance(part, ThinkingBlock) and part.thinking)
+    if thinking:
+        turn["reasoning_content"] = thinking
+    calls = [part for part in parts if isinstance(part, ToolUseBlock)]
+    if calls:
+        turn["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.input)}}
+            for call in calls
+        ]
+    return turn
+
+
+def asked(parts: list[Block], names: dict[str, str]) -> Iterator[Json]:
+    """The turns of what the person says and the tools gave back, in their order."""
+    for is_result, group in itertools.groupby(parts, lambda part: isinstance(part, ToolResultBlock)):
+        if not is_result:
+            yield {"role": "user", "content": content(texts(group))}
+            continue
+        for part in group:
+            assert isinstance(part, ToolResultBlock)
+            given = texts(part.content or [])
+            if part.is_error:
+                given = [f"Error: {given[0]}", *given[1:]] if any(given) else ["Error"]
+            turn = {"role": "tool", "tool_call_id": part.tool_use_id, "content": content(given)}
+            name = names.get(part.tool_use_id)
+            yield turn if name is None else {**turn, "name": name}
+
+
+def texts(parts: str | Iterable[Block]) -> list[str]:
+    """The texts among the parts."""
+    return [parts] if isinstance(parts, str) else [part.text for part in parts if isinstance(part, TextBlock)]
+
+
+def content(texts: list[str]) -> str | list[Json]:
+    """Texts as the content of a message."""
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)

@@ -1,0 +1,362 @@
+"""POST /v1/messages on the wire, in Anthropic's form: what comes in; what goes out is in response.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+
+from ...generation.output import Json
+from ...grammar.schemas import Grammar, of_schema
+from ...http.fields import LABEL, MAX_LABEL, RefusedKinds, Wire, clash, refused
+from ..chat.request import CacheMark
+from ..conversation import Calling, Conversation, Tool, thinking_variables
+from ..response_format import Schema, StructuredOutputs, of_outputs
+from ..sampling import MAX_INT, MAX_STOPS, Count, StopText, Text
+from ..tools import MAX_TOOLS
+from .content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns
+
+if TYPE_CHECKING:
+    from ...tokenization.encoder import RenderOptions
+
+# What Claude Code sends with every request: it asks for nothing.
+KEEP_THINKING = [{"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})]
+
+
+# Tools that Anthropic runs, or whose schemas only its models know.
+BUILT_IN_TOOLS = """
+    advisor_20260301 bash_20241022 bash_20250124 browser_toolset_20260801 code_execution_20250522
+    code_execution_20250825 code_execution_20260120 code_execution_20260521 computer_20241022 computer_20250124
+    computer_20251124 computer_toolset_20260801 mcp_toolset memory_20250818 text_editor_20241022 text_editor_20250124
+    text_editor_20250429 text_editor_20250728 tool_search_tool_bm25 tool_search_tool_bm25_20251119
+    tool_search_tool_regex tool_search_tool_regex_20251119 web_fetch_20250910 web_fetch_20260209 web_fetch_20260309
+    web_fetch_20260318 web_search_20250305 web_search_20260209 web_search_20260318
+"""
+
+
+class MessagesTool(Wire):
+    """A tool that the client runs, of the only kind that there is: its name, what it is for, and its input's schema."""
+
+    type: Literal["custom"] | None = None
+    """custom: the client runs it; the only kind."""
+    name: ToolName
+    """Part of the prompt, and what a call has."""
+    description: Text | None = None
+    """Part of the prompt."""
+    input_schema: Schema
+    """The JSON schema of the input, an object."""
+    strict: bool | None = None
+    """true: the input follows the schema also where the model is free to call the tool or not."""
+    cache_control: Annotated[CacheMark | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+    eager_input_streaming: Annotated[bool | None, LABEL] = None
+    """Accepted: the input of a call is streamed as it is written."""
+    allowed_callers: Annotated[Any, refused(["direct"])] = None
+    defer_loading: Annotated[Any, refused(False)] = None
+    input_examples: Annotated[Any, refused([])] = None
+
+
+class AutoToolChoice(Wire):
+    """The model decides."""
+
+    type: Literal["auto"]
+    disable_parallel_tool_use: bool | None = None
+    """true: at most one call."""
+
+
+class AnyToolChoice(Wire):
+    """At least one call."""
+
+    type: Literal["any"]
+    disable_parallel_tool_use: bool | None = None
+    """true: exactly one call."""
+
+
+class OneToolChoice(Wire):
+    """One call of this tool."""
+
+    type: Literal["tool"]
+    name: ToolName
+    """One of the tools' names."""
+    disable_parallel_tool_use: Annotated[bool | None, LABEL] = None
+    """Accepted: it is one call in any case."""
+
+
+class NoToolChoice(Wire):
+    """No call."""
+
+    type: Literal["none"]
+
+
+class ThinkingEnabled(Wire):
+    """The model thinks, for at most so many tokens."""
+
+    type: Literal["enabled"]
+    budget_tokens: Count
+    """The thinking ends after this many tokens at the latest."""
+    display: Literal["summarized", "omitted"] | None = None
+    """omitted: the answer is without the text of its thinking."""
+    block_binding: Annotated[Any, refused({})] = None
+
+
+class ThinkingAdaptive(Wire):
+    """The model thinks as much as it wants."""
+
+    type: Literal["adaptive"]
+    display: Literal["summarized", "omitted"] | None = None
+    """omitted: the answer is without the text of its thinking."""
+    block_binding: Annotated[Any, refused({})] = None
+
+
+class ThinkingDisabled(Wire):
+    """The model does not think, if its template knows how to tell it."""
+
+    type: Literal["disabled"]
+
+
+class MessagesFormat(Wire):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    """The only format."""
+    schema_: Annotated[Schema, Field(alias="schema")]
+    """The answer follows it."""
+
+
+class OutputConfig(Wire):
+    """How much effort goes into the answer, and what it looks like."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """How much the model is to think, where its template knows `reasoning_effort`; agents send it to every model."""
+    format: MessagesFormat | None = None
+    """The answer's text follows a JSON schema."""
+    task_budget: Annotated[Any, refused()] = None
+
+
+class MessagesPrompt(Wire):
+    """What makes the prompt: the fields that messages and the counting of their tokens share."""
+
+    system: Text | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    """What the application tells the model. A block with Claude Code's accounting header is left out."""
+    messages: Messages
+    """The conversation: texts, tool calls, their results and earlier thinking. After a last message of the assistant
+    the answer goes on with it."""
+    tools: (
+        Annotated[
+            list[Annotated[MessagesTool, RefusedKinds("type", tuple(BUILT_IN_TOOLS.split()))]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    """Tools that the model may call, and the client runs."""
+    tool_choice: (
+        Annotated[AutoToolChoice | AnyToolChoice | OneToolChoice | NoToolChoice, Field(discriminator="type")] | None
+    ) = None
+    """auto: the model decides; any: at least one call; tool: one call of this one; none: no call, and the prompt does
+    not tell of the tools. disable_parallel_tool_use: at most one call."""
+    thinking: (
+        Annotated[
+            ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled,
+            Field(discriminator="type"),
+            RefusedKinds("type", ("between_tools",)),
+        ]
+        | None
+    ) = None
+    """Told to the template as `enable_thinking`; absent: as the template has it, and at most half of max_tokens where
+    the answer must follow a schema or be a call. budget_tokens ends the thinking; display omitted leaves its text out
+    of the answer."""
+    output_config: OutputConfig | None = None
+    """How much effort goes into the answer, and what it looks like."""
+
+    cache_control: Annotated[CacheMark | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+    billing_policy: Annotated[Any, refused()] = None
+    compaction: Annotated[Any, refused()] = None
+    context_management: Annotated[
+        Any, refused({}, {"edits": []}, *KEEP_THINKING, hint="Shorten the conversation before it is sent.")
+    ] = None
+    mcp_servers: Annotated[Any, refused([])] = None
+    speed: Annotated[Any, refused("standard")] = None
+
+    @field_validator("messages")
+    @classmethod
+    def _can_go_on(cls, value: Messages) -> Messages:
+        last = value[-1]
+        if isinstance(last, AssistantTurn) and any(isinstance(part, ToolUseBlock) for part in last.content):
+            raise clash("must not end with a tool_use: its tool_result comes next")
+        return value
+
+    @field_validator("tools")
+    @classmethod
+    def _names_differ(cls, value: list[MessagesTool] | None) -> list[MessagesTool] | None:
+        if value and len({tool.name for tool in value}) < len(value):
+            raise clash("must not hold two tools of the same name")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
+        names = [tool.name for tool in info.data.get("tools") or ()]
+        if isinstance(value, AnyToolChoice) and not names:
+            raise clash("must be absent, none or auto where there are no tools")
+        if isinstance(value, OneToolChoice) and value.name not in names:
+            raise clash("must name one of the tools")
+        return value
+
+    @property
+    def turns(self) -> list[Json]:
+        return turns(self.system, self.messages)
+
+    @property
+    def render_options(self) -> RenderOptions:
+        effort = self.output_config.effort if self.output_config else None
+        goes_on = isinstance(self.messages[-1], AssistantTurn)
+        return {
+            "template_kwargs": thinking_variables(self.thinks, effort, None),
+            "add_generation_prompt": not goes_on,
+            "continue_final_message": goes_on,
+        }
+
+    @property
+    def thinks(self) -> bool:
+        # As Anthropic's models, which think only where the request says so.
+        return self.thinking is not None and not isinstance(self.thinking, ThinkingDisabled)
+
+    @property
+    def calling(self) -> Calling | None:
+        choice = self.tool_choice
+        if not self.tools or isinstance(choice, NoToolChoice):
+            return None
+        tools = tuple(described(tool, index) for index, tool in enumerate(self.tools))
+        if isinstance(choice, OneToolChoice):
+            named = tuple(tool for tool in tools if tool.name == choice.name)
+            return Calling(named, is_required=True, is_parallel=False, told=tools)
+        is_parallel = choice is None or not choice.disable_parallel_tool_use
+        return Calling(tools, isinstance(choice, AnyToolChoice), is_parallel)
+
+
+def described(tool: MessagesTool, index: int) -> Tool:
+    """A tool as the rest of the server knows it."""
+    return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), f"tools[{index}].input_schema")
+
+
+class MessagesRequest(MessagesPrompt, Conversation):
+    """POST /v1/messages."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "builtin",
+                    "max_tokens": 100,
+                    "messages": [{"role": "user", "content": "What is continuous batching?"}],
+                },
+                {
+                    "model": "builtin",
+                    "max_tokens": 32000,
+                    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+                    "messages": [{"role": "user", "content": [{"type": "text", "text": "What is 7 + 5?"}]}],
+                    "temperature": 0,
+                    "stream": True,
+                },
+            ]
+        }
+    )
+
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)]
+    """The most tokens of the answer; more than fit mean as many as fit. 0: the prompt is only read into the cache."""
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    """Texts that end the answer, and are not part of it."""
+    output_format: MessagesFormat | None = None
+    """output_config.format, where older clients have it."""
+    structured_outputs: StructuredOutputs | None = None
+    """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
+
+    metadata: Annotated[
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)] | None],
+            Field(max_length=16),
+        ]
+        | None,
+        LABEL,
+    ] = None
+    """Accepted for accounting elsewhere."""
+    diagnostics: Annotated[
+        Annotated[dict[Literal["previous_message_id"], Annotated[str, Field(max_length=MAX_LABEL)] | None], ()] | None,
+        LABEL,
+    ] = None
+    """Accepted: what the cache saved is in the usage."""
+    service_tier: Annotated[Literal["auto", "standard_only"] | None, LABEL] = None
+    """There is one tier; the usage says standard."""
+
+    container: Annotated[Any, refused()] = None
+    fallback_credit_token: Annotated[Any, refused()] = None
+    fallbacks: Annotated[Any, refused([])] = None
+    inference_geo: Annotated[Any, refused()] = None
+    thread: Annotated[Any, refused()] = None
+
+    @field_validator("output_format", "structured_outputs")
+    @classmethod
+    def _one_format(cls, value: Any, info: ValidationInfo) -> Any:
+        config = info.data.get("output_config")
+        if value is not None and (info.data.get("output_format") or (config and config.format)):
+            raise clash("must be absent where another field says what the answer looks like")
+        return value
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        return "max_tokens", self.max_tokens
+
+    @property
+    def only_scores(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def stop_field(self) -> str:
+        return "stop_sequences"
+
+    @property
+    def stops(self) -> list[str]:
+        return self.stop_sequences or []
+
+    @property
+    def answer_grammar(self) -> Grammar | None:
+        config = self.output_config
+        if config is not None and config.format is not None:
+            return of_schema(config.format.schema_, "output_config.format.schema")
+        if self.output_format is not None:
+            return of_schema(self.output_format.schema_, "output_format.schema")
+        return of_outputs(self.structured_outputs)
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        if isinstance(self.thinking, ThinkingEnabled):
+            return "thinking.budget_tokens", self.thinking.budget_tokens
+        return None
+
+    @property
+    def tells_thinking(self) -> bool:
+        """Whether the answer has the text of its thinking."""
+        return getattr(self.thinking, "display", None) != "omitted"
+
+
+class CountTokensRequest(MessagesPrompt):
+    """POST /v1/messages/count_tokens."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model": "builtin", "messages": [{"role": "user", "content": "What is 7 + 5?"}]}]
+        }
+    )
+
+    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
+    """One of the served names; absent: the first of them. Another name is a 404."""
+
+    @property
+    def message(self) -> MessagesRequest:
+        """A request with this prompt."""
+        return MessagesRequest.model_construct(**dict(self), max_tokens=1)

@@ -1,0 +1,79 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's form, which coding agents speak."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from ...generation.http_response import answer, text_error
+from ...generation.output_constraint import encode
+from ...http.auth import UserDep
+from ...http.body import body, described, streamed
+from ...http.disconnect import while_connected
+from ...http.errors import OPENAI_ERRORS
+from ...state import AppDep
+from ...tokenization.encoder import TextTooLong
+from ...tokenization.renderer import TemplateError
+from .request import CountTokensRequest, MessagesRequest
+from .response import MessagesAnswer, MessagesError, MessagesEvent, MessagesWriter, TokenCount
+
+router = APIRouter(tags=["generation"])
+
+STREAM = (
+    'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_1","type":"message","role":"assistant",'
+    '"model":"builtin","content":[],"stop_reason":null,"stop_sequence":null,"usage":{"input_tokens":14,'
+    '"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":0,"output_tokens_details":'
+    '{"thinking_tokens":0},"service_tier":"standard"}}}\n\n'
+    'event: ping\ndata: {"type":"ping"}\n\n'
+    'event: content_block_start\ndata: {"type":"content_block_start","index":0,"content_block":{"type":"text",'
+    '"text":""}}\n\n'
+    'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta",'
+    '"text":"Hello"}}\n\n'
+    'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
+    'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null},'
+    '"usage":{"input_tokens":14,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":2,'
+    '"output_tokens_details":{"thinking_tokens":0},"service_tier":"standard"}}\n\n'
+    'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": MessagesError, "description": told["description"]} for status, told in OPENAI_ERRORS.items()
+}
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": MessagesAnswer,
+        "description": "The answer; with stream true the events that make it",
+        "content": streamed(MessagesEvent, STREAM, is_typed=True),
+    },
+    **ERRORS,
+}
+COUNT_ERRORS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (400, 401, 404, 413, 503)}
+
+
+@router.post("/v1/messages", response_class=Response, responses=ANSWERS, openapi_extra=described(MessagesRequest))
+async def messages(
+    asked: Annotated[MessagesRequest, Depends(body(MessagesRequest))], app: AppDep, caller: UserDep, request: Request
+) -> Response:
+    """The next message of a conversation, in Anthropic's form."""
+    return await answer(app, caller, request, asked, encode=encode, write=MessagesWriter, prefix="msg_")
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    responses=COUNT_ERRORS,
+    openapi_extra=described(CountTokensRequest),
+)
+async def count_tokens(
+    asked: Annotated[CountTokensRequest, Depends(body(CountTokensRequest))],
+    app: AppDep,
+    caller: UserDep,
+    request: Request,
+) -> TokenCount:
+    """How many tokens the prompt of such a message has, without generating."""
+    app.check_model(asked.model)
+    app.require_ready()
+    try:
+        [prompt] = await while_connected(request, encode(app, caller, asked.message, fits=False))
+    except (TemplateError, TextTooLong) as error:
+        raise text_error(error, "messages") from None
+    return TokenCount(input_tokens=len(prompt.ids))

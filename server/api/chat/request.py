@@ -1,0 +1,413 @@
+"""Chat completions on the wire: the conversation that comes in; what goes out is in response.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from ...generation.output import Json
+from ...http.fields import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
+from ..conversation import Conversation, Effort, by_effort, is_thinking, thinking_variables
+from ..response_format import Structured
+from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Text
+from ..tools import ToolChoiceFields, ToolsField
+
+if TYPE_CHECKING:
+    from ...tokenization.encoder import RenderOptions
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_TOOL_CALLS = 256
+MAX_TEMPLATE_KWARGS = 64
+# What the server itself tells the template; the fields of the request are the way to set them.
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+ONLY_TEXT = "The models read text alone."
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
+
+
+# What is worth caching is marked with it; here equal beginnings of prompts are always found.
+CacheMark = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=64)]], Field(max_length=8)
+]
+
+
+class TextPart(Wire):
+    """A part of a message's content; text is the only kind that this server takes."""
+
+    type: Literal["text"]
+    text: Text
+    """Part of the prompt; the template puts the parts together."""
+    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+    cache_control: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+
+    file: Annotated[Any, refused(hint=ONLY_TEXT)] = None
+    image_url: Annotated[Any, refused(hint=ONLY_TEXT)] = None
+    input_audio: Annotated[Any, refused(hint=ONLY_TEXT)] = None
+    refusal: Annotated[Any, refused(hint="Send it as text.")] = None
+
+
+Parts = Annotated[
+    list[Annotated[TextPart, RefusedKinds("type", ("file", "image_url", "input_audio", "refusal"))]],
+    Field(max_length=MAX_PARTS, fail_fast=True),
+]
+Content = Text | Parts
+
+
+class Instruction(Wire):
+    """What the application tells the model."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    """Part of the prompt; late ones are read together with the first."""
+    name: Name | None = None
+    """Told to the template, few of which write it."""
+
+
+class UserMessage(Wire):
+    """What the person says."""
+
+    role: Literal["user"]
+    content: Content
+    """Part of the prompt."""
+    name: Name | None = None
+    """Told to the template, few of which write it."""
+
+
+class CalledFunction(Wire):
+    """A function that the model called, with its arguments as JSON text."""
+
+    name: Name
+    """Part of the prompt."""
+    arguments: Text
+    """A JSON object as text; part of the prompt."""
+    parsed_arguments: Annotated[Any, LABEL, Field(exclude=True)] = None
+    """Accepted: the arguments once more, which the streaming helper of OpenAI's SDK sends back."""
+
+
+class ToolCall(Wire):
+    """One call that the model made."""
+
+    type: Literal["function"] = "function"
+    id: Name
+    """Told to the template, few of which write it."""
+    function: CalledFunction
+    """The function, and what it was called with."""
+    index: Annotated[Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)] | None, LABEL, Field(exclude=True)] = None
+    """Accepted: clients that send streamed calls back keep it; the order of the calls is that of the list."""
+
+
+ToolCalls = Annotated[
+    list[Annotated[ToolCall, RefusedKinds("type", ("custom",))]], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)
+]
+
+
+class ReasoningDetail(Wire):
+    """A piece of reasoning in OpenRouter's form."""
+
+    type: Literal["reasoning.text", "reasoning.summary", "reasoning.encrypted"]
+    text: Text | None = None
+    """What the model thought; told to the template."""
+    summary: Text | None = None
+    """The same in short."""
+    data: Annotated[Text | None, LABEL] = None
+    """Accepted: what is encrypted is nobody's to read here."""
+    id: Annotated[Name | None, LABEL] = None
+    """Accepted: names the piece."""
+    format: Annotated[Name | None, LABEL] = None
+    """Accepted: says which provider wrote it."""
+    index: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, LABEL] = None
+    """Accepted: the order of the pieces is that of the list."""
+    signature: Annotated[Text | None, LABEL] = None
+    """Accepted: pieces are not signed here."""
+
+
+class AssistantMessage(Wire):
+    """What the model said before; a message of an earlier answer can be sent back as it came."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    """Part of the prompt; absent only beside tool_calls."""
+    name: Name | None = None
+    """Told to the template, few of which write it."""
+    reasoning_content: Text | None = None
+    """What the model thought; told to the template, which may leave it out of the prompt."""
+    reasoning: Text | None = None
+    """The same under the name that other servers have for it; told to the template."""
+    reasoning_details: Annotated[list[ReasoningDetail], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    """The same in OpenRouter's form; told to the template where neither of the other two is there."""
+    tool_calls: ToolCalls | None = None
+    """The calls that the model made; part of the prompt."""
+    refusal: Annotated[Any, refused()] = None
+    annotations: Annotated[Any, refused([])] = None
+    audio: Annotated[Any, refused()] = None
+    function_call: Annotated[Any, refused()] = None
+    # What clients add to the messages that they give their users, who send them back as they are.
+    parsed: Annotated[Any, LABEL, Field(exclude=True)] = None
+    """Accepted: the content once more, which `.parse()` of OpenAI's SDK adds."""
+    provider_specific_fields: Annotated[Any, LABEL, Field(exclude=True)] = None
+    """Accepted: LiteLLM adds the fields that it does not know."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls:
+            raise clash("an assistant message needs content or tool_calls")
+        return self
+
+
+class ToolMessage(Wire):
+    """What a tool gave back."""
+
+    role: Literal["tool"]
+    content: Content
+    """Part of the prompt."""
+    tool_call_id: Name
+    """Which call it answers; told to the template, few of which write it."""
+    name: Name | None = None
+    """Told to the template, few of which write it."""
+
+
+Message = Annotated[
+    Instruction | UserMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
+    RefusedKinds("role", ("function",)),
+]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+TemplateValue = Annotated[bool | int | float | Text, OneError("must be a string, a number, true, false or null")] | None
+
+
+def _not_our_own(value: Json) -> Json:
+    if any(name in value for name in OWN_VARIABLES):
+        raise clash("must not set what the request itself tells the template")
+    return value
+
+
+TemplateKwargs = Annotated[
+    dict[Name, TemplateValue], Field(max_length=MAX_TEMPLATE_KWARGS), AfterValidator(_not_our_own)
+]
+
+
+class TemplateOptions(ToolsField):
+    """How the chat template is to render the messages."""
+
+    chat_template_kwargs: TemplateKwargs | None = None
+    """Variables for the chat template."""
+    add_generation_prompt: bool | None = None
+    """false: the prompt does not begin the assistant's message."""
+    continue_final_message: bool | None = None
+    """The answer goes on with the last message."""
+
+    chat_template: Annotated[Any, refused(hint="The server has --chat-template.")] = None
+    documents: Annotated[Any, refused([])] = None
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _continued_or_answered(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("add_generation_prompt"):
+            raise clash("must not be true together with add_generation_prompt")
+        return value
+
+    @property
+    def render_options(self) -> RenderOptions:
+        """Arguments for Prompts.chat and Prompts.render. What is continued gets no new answer's beginning."""
+        continued = bool(self.continue_final_message)
+        begun = self.add_generation_prompt
+        return {
+            "add_generation_prompt": not continued if begun is None else begun,
+            "continue_final_message": continued,
+            "template_kwargs": self.chat_template_kwargs,
+        }
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_LABEL)]], Field(max_length=16)
+]
+
+
+class Labels(Wire):
+    """What OpenAI's own server reads and nobody else, of chat completions and responses alike."""
+
+    metadata: Annotated[Metadata | None, LABEL] = None
+    """Accepted, and part of the answer."""
+    prompt_cache_key: Annotated[Name | None, LABEL] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+    safety_identifier: Annotated[Name | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+    service_tier: Annotated[Literal["auto", "default", "flex", "priority", "scale"] | None, LABEL] = None
+    """There is one tier; the response says default."""
+
+
+class ThinkingSwitch(Wire):
+    """Whether the model is to think, as agents that know Anthropic's models say it."""
+
+    type: Literal["enabled", "disabled"]
+    """Told to the template as enable_thinking."""
+    budget_tokens: Count | None = None
+    """The reasoning ends after this many tokens at the latest."""
+
+
+class ReasoningSettings(Wire):
+    """How the model is to think, in OpenRouter's form."""
+
+    effort: Effort | None = None
+    """As reasoning_effort."""
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    """The reasoning ends after this many tokens at the latest."""
+    enabled: bool | None = None
+    """Told to the template as enable_thinking."""
+    exclude: bool | None = None
+    """true: the response is without its reasoning, which is thought and counted nevertheless."""
+
+
+class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Conversation):
+    """POST /v1/chat/completions."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"model": "builtin", "messages": [{"role": "user", "content": "What is continuous batching?"}]},
+                {
+                    "model": "builtin",
+                    "messages": [
+                        {"role": "system", "content": "Answer in one sentence."},
+                        {"role": "user", "content": "What is 7 + 5?"},
+                    ],
+                    "temperature": 0.7,
+                    "max_completion_tokens": 64,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                },
+            ]
+        }
+    )
+
+    messages: Messages
+    """The conversation; contents are texts or parts of type text."""
+
+    max_completion_tokens: Limit | None = None
+    """The most tokens of a completion; absent, -1 or more than fit: as many as fit."""
+    logprobs: bool | None = None
+    """The answer has the log-probability of each token, in the model's own distribution."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Beside it those of this many most likely tokens."""
+
+    reasoning_effort: Effort | None = None
+    """How much the model is to think: told to the template. Where that can only turn thinking on or off, none turns it
+    off and every other effort on; where it cannot do that either, the effort changes nothing."""
+    enable_thinking: bool | None = None
+    """Whether the model is to think, where its template knows that; the same as in chat_template_kwargs."""
+    thinking: ThinkingSwitch | None = None
+    """The same in the form of some agents."""
+    reasoning: ReasoningSettings | None = None
+    """The same in OpenRouter's form."""
+    include_reasoning: bool | None = None
+    """false: the answer is without its reasoning, which is thought and counted nevertheless."""
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
+    must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
+
+    store: Annotated[bool | None, LABEL] = None
+    """Accepted: nothing is stored."""
+    prediction: Annotated[Any, LABEL] = None
+    """Accepted: it could make the response faster, and changes none of its tokens."""
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL] = None
+    """Accepted: models here are not told how much to say."""
+
+    add_special_tokens: Annotated[Any, refused(False)] = None
+    audio: Annotated[Any, refused()] = None
+    echo: Annotated[Any, refused(False)] = None
+    function_call: Annotated[Any, refused("none", "auto")] = None
+    functions: Annotated[Any, refused([])] = None
+    modalities: Annotated[Any, refused(["text"])] = None
+    moderation: Annotated[Any, refused()] = None
+    prompt_cache_options: Annotated[Any, refused({})] = None
+    prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
+    mm_processor_kwargs: Annotated[Any, refused({})] = None
+    media_io_kwargs: Annotated[Any, refused({})] = None
+    return_prompt_text: Annotated[Any, refused(False, hint="POST /apply-template tells it.")] = None
+    web_search_options: Annotated[Any, refused()] = None
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_limit(cls, value: int | None, info: ValidationInfo) -> int | None:
+        older = info.data.get("max_tokens")
+        if value is not None and older is not None and value != older:
+            raise clash("must be the same as max_tokens where both are given")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise clash("must be absent unless logprobs is true")
+        return value
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    @property
+    def turns(self) -> list[Json]:
+        return as_dicts(self.messages)
+
+    @property
+    def render_options(self) -> RenderOptions:
+        told = thinking_variables(self.thinks, self.effort, self.chat_template_kwargs)
+        return {**super().render_options, "template_kwargs": told}
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model is to think."""
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+
+    @property
+    def thinks(self) -> bool | None:
+        switched = self.thinking.type == "enabled" if self.thinking else None
+        enabled = self.reasoning.enabled if self.reasoning else None
+        own = self.chat_template_kwargs
+        return is_thinking(own, self.enable_thinking, switched, enabled, by_effort(self.effort))
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        if self.thinking_token_budget is not None:
+            return "thinking_token_budget", self.thinking_token_budget
+        if self.reasoning and self.reasoning.max_tokens is not None:
+            return "reasoning.max_tokens", self.reasoning.max_tokens
+        if self.thinking and self.thinking.budget_tokens is not None:
+            return "thinking.budget_tokens", self.thinking.budget_tokens
+        return None
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether the response has the text of the reasoning."""
+        is_excluded = self.reasoning is not None and self.reasoning.exclude is True
+        return self.include_reasoning is not False and not is_excluded
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def as_dicts(messages: list[Message]) -> list[Json]:
+    """Messages as chat templates read them."""
+    return [_as_dict(message) for message in messages]
+
+
+def _as_dict(message: Message) -> Json:
+    told = message.model_dump(exclude_none=True)
+    details = told.pop("reasoning_details", ())
+    if details and not ("reasoning" in told or "reasoning_content" in told):
+        texts = (detail.get("text") or detail.get("summary") for detail in details)
+        told["reasoning_content"] = "\n".join(text for text in texts if text)
+    return told

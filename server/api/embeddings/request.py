@@ -1,0 +1,147 @@
+"""Embeddings on the wire: texts or token ids in, a vector of length 1 for each out."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from ...generation.output import PromptTokensDetails
+from ...http.fields import LABEL, MAX_LABEL, Wire, clash, refused
+from ..completions.request import MAX_PROMPT_IDS, form, listed
+from ..sampling import MAX_INT, MAX_TEXT, Count, TokenId
+
+MAX_INPUTS = 2048  # of one request, as OpenAI has it
+AS_TEXT = "Send as input what /apply-template makes of the messages."
+
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+
+
+class EmbeddingRequest(Wire):
+    """POST /v1/embeddings."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"model": "builtin", "input": "The sea is", "dimensions": 8},
+                {"model": "builtin", "input": ["a whale", "a ship"], "pooling": "mean", "encoding_format": "base64"},
+            ]
+        }
+    )
+
+    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
+    """One of the served names; absent: the first of them. Another name is a 404."""
+    input: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[Texts, Tag("texts")]
+        | Annotated[Ids, Tag("ids")]
+        | Annotated[IdLists, Tag("id_lists")],
+        Discriminator(form),
+    ]
+    """A text, token ids, or a list of either; each gets a vector, in their order."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """float: numbers; base64: the bytes of float32, little-endian, which clients ask for because they are shorter."""
+    dimensions: Count | None = None
+    """Only this many numbers, the first ones, at length 1 again; at most the model's hidden size."""
+    pooling: Literal["last", "mean"] | None = None
+    """last: the last token's hidden state; mean: the mean over all tokens, which are then computed without the prefix
+    cache, as it holds keys and values and no hidden states."""
+
+    add_special_tokens: bool | None = None
+    """false: a text does not get the tokens that the tokenizer puts around one."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """Longer inputs are cut to this many tokens; -1: to as many as the model takes. Absent: they are a 400."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Which end is cut off: left, the default, keeps the last tokens, right the first; only with
+    truncate_prompt_tokens."""
+    priority: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
+    """Lower is served first; only under --scheduling-policy priority."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL)] | None = None
+    """Cached prefixes are shared only among requests with the same salt."""
+
+    user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+
+    # vLLM's and llama.cpp's
+    add_generation_prompt: Annotated[Any, refused(False, hint=AS_TEXT)] = None
+    chat_template: Annotated[Any, refused(hint=AS_TEXT)] = None
+    chat_template_kwargs: Annotated[Any, refused({}, hint=AS_TEXT)] = None
+    content: Annotated[Any, refused(hint="Send input.")] = None
+    continue_final_message: Annotated[Any, refused(False, hint=AS_TEXT)] = None
+    embd_normalize: Annotated[Any, refused(2, hint="Vectors have length 1.")] = None
+    embed_dtype: Annotated[Any, refused("float32")] = None
+    endianness: Annotated[Any, refused("native", "little", hint="base64 is little-endian.")] = None
+    media_io_kwargs: Annotated[Any, refused({})] = None
+    messages: Annotated[Any, refused(hint=AS_TEXT)] = None
+    mm_processor_kwargs: Annotated[Any, refused({})] = None
+    normalize: Annotated[Any, refused(True, hint="Vectors have length 1.")] = None
+    padding: Annotated[Any, refused("do_not_pad")] = None
+    request_id: Annotated[Any, refused(hint="Send the header X-Request-Id.")] = None
+    task: Annotated[Any, refused("embed")] = None
+    use_activation: Annotated[Any, refused(True, hint="Vectors have length 1.")] = None
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _leaves_something(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise clash("must be -1 or at least 1")
+        return value
+
+    @field_validator("truncation_side")
+    @classmethod
+    def _of_something(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("truncate_prompt_tokens") is None:
+            raise clash("must be absent unless truncate_prompt_tokens is set")
+        return value
+
+    @property
+    def inputs(self) -> list[str] | list[list[int]]:
+        """The inputs, each by itself."""
+        return listed(self.input)
+
+    def cut(self, ids: list[int], longest: int) -> list[int]:
+        """An input of at most the length asked for; `longest` is what the model takes."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return ids
+        most = longest if most == -1 else most
+        return ids[:most] if self.truncation_side == "right" else ids[-most:]
+
+    def written(self, embedding: bytes) -> msgspec.Raw:
+        """A vector (float32, little-endian) as JSON; 9 significant digits give a float32 back bit for bit."""
+        if self.encoding_format == "base64":
+            return msgspec.Raw(b'"' + base64.b64encode(embedding) + b'"')
+        numbers = struct.unpack(f"<{len(embedding) // 4}f", embedding)
+        return msgspec.Raw(b"[" + b",".join([b"%.9g" % number for number in numbers]) + b"]")
+
+
+class Embedding(Wire):
+    """The vector of one input."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Wire):
+    """What the vectors cost, in tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingAnswer(Wire):
+    """A vector for each input, in their order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage

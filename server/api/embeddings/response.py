@@ -1,0 +1,145 @@
+"""From a request for embeddings to the bytes of its answer: the line of http_response.py, with vectors for text."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine import EngineInfo, EngineRequest, Pooling, SamplingParams, TokenDelta
+
+from ...generation.choices import Generation, Reader, unfinished
+from ...generation.http_response import check_priority, check_token_ids, encoded, patiently, time_limit
+from ...generation.output import Output, Prompt
+from ...http.admission import INPUTS_DEPTH, Caller
+from ...http.disconnect import while_connected
+from ...http.errors import CONTEXT_CODE, deadline, invalid
+from ...state import Pequod
+from .request import EmbeddingRequest
+
+
+async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
+    """Take a request in, or raise the ApiError that it deserves; nothing has been sent when this returns."""
+    began = app.metrics.clock()
+    model = app.check_model(body.model)
+    app.require_ready()
+    due = time_limit(app, request)
+    info = app.engine.info
+    assert info is not None
+    check_priority(app, body.priority)
+    check_vector(info, body)
+    ticket = app.limits.admit_inputs(caller, len(body.inputs))
+    try:
+        async with asyncio.timeout(due and due.left_s):
+            prompts = await while_connected(request, encoded(encode(app, caller, info, body), "input"))
+    except TimeoutError:
+        raise deadline() from None
+    check_lengths(info, prompts)
+    ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
+    track = app.metrics.track(request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
+    track.began = began
+    vectors = [Vector(index, asked, body) for index, asked in enumerate(engine_requests(app, caller, body, prompts))]
+    window = INPUTS_DEPTH * app.limits.max_seqs
+    generation = Generation(app, vectors, 1, track, due, window=window, places=app.limits.input_places)
+    return Embeddings(generation, vectors, model)
+
+
+def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:
+    """Raise 400 unless the model has vectors of the size asked for."""
+    if not info.hidden_size:
+        raise invalid(f"There are no embeddings here: {info.architecture} tells no hidden states.", "model")
+    if (body.dimensions or 0) > info.hidden_size:
+        told = f"{body.dimensions} are asked for, and this model's vectors have {info.hidden_size}"
+        raise invalid(f"Invalid 'dimensions': {told}.", "dimensions")
+
+
+async def encode(app: Pequod, caller: Caller, info: EngineInfo, body: EmbeddingRequest) -> list[Prompt]:
+    """The inputs as token ids."""
+    assert app.prompts is not None
+    prompts = []
+    for given in body.inputs:
+        if isinstance(given, str):
+            special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
+            ids = await app.prompts.encode(given, special, caller=caller.flow, fits=fits)
+        else:
+            check_token_ids(info, given, "input")
+            ids = given
+        prompts.append(Prompt(tuple(body.cut(ids, info.max_len))))
+    return prompts
+
+
+def check_lengths(info: EngineInfo, prompts: list[Prompt]) -> None:
+    """Raise 400 when an input is longer than what the model takes. It may be as long: nothing is drawn behind it."""
+    for index, prompt in enumerate(prompts):
+        if len(prompt.ids) > info.max_len:
+            told = f"Input {index} has {len(prompt.ids)} tokens, and the context holds {info.max_len} (--max-model-len)"
+            raise invalid(f"{told}; truncate_prompt_tokens cuts it.", "input", CONTEXT_CODE)
+
+
+def engine_requests(app: Pequod, caller: Caller, body: EmbeddingRequest, prompts: list[Prompt]) -> list[EngineRequest]:
+    """One request per input."""
+    pooling = Pooling(kind=body.pooling or "last", dimensions=body.dimensions)
+    params = SamplingParams(max_tokens=0, pooling=pooling)
+    salt = app.keys.salt_for(caller, body.cache_salt)
+    return [
+        EngineRequest(
+            id=app.new_id(),
+            prompt_ids=prompt.ids,
+            params=params,
+            priority=body.priority or 0,
+            cache_salt=salt,
+            flow=caller.flow,
+            weight=caller.weight,
+        )
+        for prompt in prompts
+    ]
+
+
+class Vector(Reader):
+    """The vector of one input, written as JSON when it comes: all at the end would hold up every other stream."""
+
+    def __init__(self, index: int, request: EngineRequest, body: EmbeddingRequest) -> None:
+        super().__init__(index, request)
+        self.body = body
+        self.written = msgspec.Raw(b"null")
+
+    def read(self, delta: TokenDelta) -> Output:
+        if delta.embedding is None:
+            raise unfinished(delta)
+        self.stats = delta.stats
+        self.written = self.body.written(delta.embedding)
+        return Output(self.index, finish_reason=delta.finish_reason)
+
+
+class Embeddings(Response):
+    """Waits for all vectors and sends them; an error leaves as an ordinary exception."""
+
+    def __init__(self, generation: Generation, vectors: list[Vector], model: str) -> None:
+        super().__init__()
+        self.generation = generation
+        self.vectors = vectors
+        self.model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.generation.running(receive):
+            async for _ in self.generation.outputs():
+                pass
+            response = Response(self._json(), media_type="application/json")
+            await response(scope, receive, lambda message: patiently(self.generation, send, message))
+
+    def _json(self) -> bytes:
+        usage = self.generation.usage()
+        return msgspec.json.encode(
+            {
+                "object": "list",
+                "data": [
+                    {"object": "embedding", "index": vector.index, "embedding": vector.written}
+                    for vector in self.vectors
+                ],
+                "model": self.model,
+                "usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens", "prompt_tokens_details")},
+            }
+        )

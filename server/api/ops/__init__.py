@@ -1,0 +1,1 @@
+"""Health, version, models, metrics, and the page about the API."""

@@ -1,0 +1,207 @@
+"""What operators and tools ask: health, version, models, metrics, and the page about the API."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse
+
+from ...http.auth import metrics_reader, public, user
+from ...http.body import models as models_of
+from ...http.errors import OPENAI_ERRORS
+from ...http.fields import FieldRow, Kind, Wire, table
+from ...observability.metrics import CONTENT_TYPE
+from ...state import AppDep, Health, Pequod
+
+RETRY_READY_S = 2  # a probe that was told no may look again soon: asking costs nothing
+
+router = APIRouter(tags=["operation"])
+PUBLIC = [Depends(public)]
+USER = [Depends(user)]
+
+
+def healthy(good: str, bad: str) -> dict[int | str, dict[str, Any]]:
+    """For the `responses=` of the health routes."""
+    return {200: {"description": good, "model": Health}, 503: {"description": bad, "model": Health}}
+
+
+@router.get("/live", dependencies=PUBLIC, responses=healthy("The process works", "Only a new process can help"))
+async def live(app: AppDep) -> Response:
+    """200 unless only a new process can help: the engine has failed for good."""
+    return JSONResponse(app.health().body(), 200 if app.is_alive() else 503)
+
+
+READY = healthy("New work is taken", "New work is refused; state says why")
+
+
+@router.get("/ready", dependencies=PUBLIC, responses=READY)
+@router.get("/health", dependencies=PUBLIC, responses=READY)
+async def ready(app: AppDep) -> Response:
+    """200 when new work is taken and gets on; otherwise 503. `state` says why."""
+    health = app.health()
+    if health.is_ready:
+        return JSONResponse(health.body())
+    return JSONResponse(health.body(), 503, {"Retry-After": str(RETRY_READY_S)})
+
+
+@router.get("/version", dependencies=PUBLIC)
+async def version(app: AppDep) -> dict[str, Any]:
+    """What serves: version, and once it is loaded the model, the device and whether results are exact."""
+    told: dict[str, Any] = {"version": app.version, "model": app.model_names[0]}
+    if (info := app.engine.info) is not None:
+        told |= {
+            "architecture": info.architecture,
+            "implementation": info.implementation,
+            "attention": info.attention,
+            "device": info.device,
+            "dtype": info.dtype,
+            "quantization": info.quantization,
+            "kv_cache_dtype": info.kv_dtype,
+            "exact": info.exact,
+            "torch": info.torch,
+            "max_model_len": info.max_len,
+            "weights_hash": info.weights_hash,
+            "system_fingerprint": app.fingerprint,
+        }
+    return told
+
+
+class Card(Wire):
+    """A model as /v1/models tells it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["pequod"] = "pequod"
+    max_model_len: int | None  # null until the model is loaded, unless it was set
+
+
+class Cards(Wire):
+    """The names under which requests may ask for the model."""
+
+    object: Literal["list"] = "list"
+    data: list[Card]
+
+
+def card(app: Pequod, name: str) -> Card:
+    """One served name."""
+    info = app.engine.info
+    length = info.max_len if info is not None else app.settings.max_model_len
+    return Card(id=name, created=app.created, max_model_len=length)
+
+
+@router.get("/v1/models", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
+async def models(app: AppDep) -> Cards:
+    """The names under which requests may ask for the model."""
+    return Cards(data=[card(app, name) for name in app.model_names])
+
+
+# Hub ids hold a slash.
+@router.get("/v1/models/{model_id:path}", dependencies=USER, responses={s: OPENAI_ERRORS[s] for s in (401, 404)})
+async def model(model_id: str, app: AppDep) -> Card:
+    """One served name."""
+    return card(app, app.check_model(model_id))
+
+
+EFFORTS = ("reasoning_effort", "reasoning.effort", "output_config.effort")
+
+
+class Capability(Wire):
+    """A field of an endpoint's requests, by its path, or a kind of object in them that is refused."""
+
+    endpoint: str
+    field: str
+    kind: Kind
+    """effect; label: accepted, without influence on the tokens; refused: 400 with its place as param
+    (messages.0.content.0.image_url)"""
+    note: str
+
+
+@router.get("/v1/capabilities", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
+async def capabilities(request: Request) -> list[Capability]:
+    """The fields of each request, of the objects in it and of the elements of its lists, and what becomes of them.
+
+    `messages[].tool_calls` is a field of a list's elements, `thinking.budget_tokens` one of an object. Where several
+    kinds of object have a field of one name the path says whose it is: `messages[role=tool].content`,
+    `thinking{type=adaptive}.display`; `tools[type=custom]` is a kind that is refused. What is not told here is refused.
+    """
+    state: Pequod = request.app.state.pequod
+    return [
+        Capability(endpoint=path, field=row.field, **told(state, row))
+        for path, model in models_of(request.app.routes).items()
+        for row in table(model)
+    ]
+
+
+def told(app: Pequod, row: FieldRow) -> dict[str, Any]:
+    """The kind of a field and its note, with this model."""
+    if row.field in EFFORTS and app.prompts is not None and not app.prompts.takes_effort:
+        return {"kind": "label", "note": "Accepted: the model's chat template knows no levels of thinking."}
+    return {"kind": row.kind, "note": row.note}
+
+
+METRICS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Prometheus' text format",
+        "content": {"text/plain": {"schema": {"type": "string"}, "example": "vllm:num_requests_running 0\n"}},
+    },
+    401: OPENAI_ERRORS[401],
+}
+
+
+@router.get("/metrics", dependencies=[Depends(metrics_reader)], response_class=Response, responses=METRICS)
+async def metrics(app: AppDep) -> Response:
+    """Everything measured, for Prometheus; never waits for the engine."""
+    return Response(app.metrics.render(), media_type=CONTENT_TYPE)
+
+
+@router.get("/openapi.json", dependencies=PUBLIC, include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The description of this API."""
+    return Response(description(request.app), media_type="application/json")
+
+
+def description(app: FastAPI) -> bytes:
+    """The description as JSON, written once: it has hundreds of kilobytes."""
+    state: Pequod = app.state.pequod
+    if not state.description:
+        prefix = state.settings.root_path
+        schema = {**app.openapi(), "servers": [{"url": prefix}]} if prefix else app.openapi()
+        state.description = msgspec.json.encode(schema)
+    return state.description
+
+
+@router.get("/docs", dependencies=PUBLIC, include_in_schema=False)
+async def docs() -> Response:
+    """The same, to read and to try, from this server alone."""
+    page, policy = docs_page()
+    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+    return Response(page, media_type="text/html", headers=headers)
+
+
+@router.get("/", dependencies=PUBLIC, include_in_schema=False)
+async def index(request: Request) -> Response:
+    return RedirectResponse(request.scope.get("root_path", "") + "/docs")
+
+
+@cache
+def docs_page() -> tuple[str, str]:
+    """The page, and the policy that lets a browser run its own script and style and nothing else."""
+    page = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+
+    def hashed(tag: str) -> str:
+        match = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert match is not None
+        return "'sha256-" + base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode() + "'"
+
+    return page, (
+        f"default-src 'none'; script-src {hashed('script')}; style-src {hashed('style')}; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -1,0 +1,100 @@
+"""Background: responses whose work goes on without a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from ...http.errors import from_exception, unavailable
+
+if TYPE_CHECKING:
+    from starlette.types import Message
+
+    from ...generation.choices import Generation
+    from ...http.admission import Ticket
+    from .response import ResponsesWriter
+
+RETRY_S = 5
+
+
+class Cancelled(Exception):
+    """Somebody has asked for the work to be stopped."""
+
+
+class Job:
+    """One response on its way. Its writer has it kept whenever its status changes."""
+
+    def __init__(self, generation: Generation, writer: ResponsesWriter) -> None:
+        self.generation = generation
+        self.writer = writer
+
+    async def run(self) -> None:
+        """Work until the response has come to its end, however that is."""
+        failure: Exception | None = None
+        self.generation.start(no_client)
+        try:
+            await self._read()
+        except Exception as error:
+            self.generation.stop(error, "error")
+            failure = error
+        finally:
+            await self.generation.close()
+        usage = self.generation.usage()
+        if failure is None:
+            self.writer.closing(usage)
+        elif isinstance(failure, Cancelled):
+            self.writer.cancelled(usage)
+        else:
+            self.writer.failed(from_exception(failure), usage)
+
+    async def _read(self) -> None:
+        has_begun = False
+        async for taken in self.generation.outputs():
+            if taken and not has_begun:
+                has_begun = True
+                self.writer.keep("in_progress")
+            for output in taken:
+                self.writer.chunks(output, None)
+
+
+class Background:
+    """The jobs of one app, by the id of their response."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
+
+    def start(self, id: str, job: Job, tickets: list[Ticket]) -> None:
+        """Begin; the tickets are released when the work has ended."""
+
+        async def work() -> None:
+            try:
+                await job.run()
+            finally:
+                del self._jobs[id]
+                for ticket in tickets:
+                    ticket.release()
+
+        self._jobs[id] = job, asyncio.create_task(work(), name="background")
+
+    async def cancel(self, id: str) -> None:
+        """Stop a job; when this returns the engine has been told, and the response is kept. Unknown ids are ignored."""
+        if id in self._jobs:
+            await self._stop(id, Cancelled(), "cancelled")
+
+    async def close(self) -> None:
+        """Stop all jobs: the server ends."""
+        error = unavailable("The server shut down before the response was complete.", "draining", RETRY_S)
+        await asyncio.gather(*(self._stop(id, error, "drain") for id in [*self._jobs]))
+
+    async def _stop(self, id: str, failure: Exception, cause: str) -> None:
+        if id not in self._jobs:  # it has come to its end meanwhile
+            return
+        job, task = self._jobs[id]
+        job.generation.stop(failure, cause)
+        await asyncio.wait([task])
+
+
+async def no_client() -> Message:
+    """What a client says that never hangs up."""
+    await asyncio.Event().wait()
+    raise AssertionError

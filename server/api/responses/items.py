@@ -1,0 +1,221 @@
+"""The items of a response's input: what was said, thought and called so far, and the messages that they make."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ...generation.output import Json
+from ...http.fields import LABEL, MAX_LABEL, RefusedKinds, Wire, refused
+from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
+from ..sampling import Text
+
+MAX_ITEMS = MAX_MESSAGES  # of one request, and of a conversation with all that came before
+
+ItemId = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+NOT_TEXT = RefusedKinds("type", ("input_file", "input_image"))
+# What OpenAI's own tools leave in a conversation, and what steers it.
+OTHER_ITEMS = """
+    additional_tools apply_patch_call apply_patch_call_output code_interpreter_call compaction compaction_trigger
+    computer_call computer_call_output configuration_update custom_tool_call custom_tool_call_output file_search_call
+    image_generation_call local_shell_call local_shell_call_output mcp_approval_request mcp_approval_response mcp_call
+    mcp_list_tools program program_output shell_call shell_call_output tool_search_call tool_search_output
+    web_search_call
+"""
+
+
+class InputText(Wire):
+    """Text that the model reads."""
+
+    type: Literal["input_text"]
+    text: Text
+    """Part of the prompt."""
+    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
+    """Accepted: equal beginnings of prompts are found without it."""
+
+
+class OutputText(Wire):
+    """Text of an earlier answer, as it came."""
+
+    type: Literal["output_text"]
+    text: Text
+    """Part of the prompt."""
+    annotations: Annotated[list[Any] | None, LABEL] = None
+    """Accepted, and kept with the item."""
+    logprobs: Annotated[list[Any] | None, LABEL] = None
+    """Accepted, and kept with the item."""
+
+
+class Refusal(Wire):
+    """An earlier answer that declined; the model reads it as text."""
+
+    type: Literal["refusal"]
+    refusal: Text
+    """Part of the prompt."""
+
+
+MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type"), NOT_TEXT]
+MessageParts = Annotated[list[MessagePart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class MessageItem(Wire):
+    """What somebody says; a message of an earlier answer can be sent back as it came."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Text | MessageParts
+    """Part of the prompt."""
+    id: ItemId | None = None
+    """The name under which the item is stored and found again; absent: one that the server makes."""
+    status: Annotated[ItemStatus | None, LABEL] = None
+    """Accepted, and kept with the item."""
+    phase: Annotated[Literal["commentary", "final_answer"] | None, LABEL] = None
+    """Accepted, and kept with the item."""
+
+
+class FunctionCallItem(Wire):
+    """A call that the model made, with its arguments as JSON text."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    """Told to the template, few of which write it."""
+    name: Name
+    """Part of the prompt."""
+    arguments: Text
+    """A JSON object as text; part of the prompt."""
+    id: ItemId | None = None
+    """The name under which the item is stored and found again; absent: one that the server makes."""
+    status: Annotated[ItemStatus | None, LABEL] = None
+    """Accepted, and kept with the item."""
+
+    namespace: Name | None = None
+    """The group of functions that the function is one of; part of the prompt."""
+
+    async_: Annotated[Any, refused(False), Field(alias="async")] = None
+    caller: Annotated[Any, refused({"type": "direct"})] = None
+
+
+class FunctionCallOutputItem(Wire):
+    """What a called function gave back."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    """Which call it answers; told to the template, few of which write it."""
+    output: Text | Annotated[list[Annotated[InputText, NOT_TEXT]], Field(max_length=MAX_PARTS, fail_fast=True)]
+    """Part of the prompt."""
+    id: ItemId | None = None
+    """The name under which the item is stored and found again; absent: one that the server makes."""
+    status: Annotated[ItemStatus | None, LABEL] = None
+    """Accepted, and kept with the item."""
+
+    name: Annotated[Name | None, LABEL] = None
+    """Accepted: the call has it."""
+    namespace: Annotated[Name | None, LABEL] = None
+    """Accepted: the call has it."""
+
+    caller: Annotated[Any, refused({"type": "direct"})] = None
+
+
+class ReasoningText(Wire):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: Text
+    """Told to the template, which may leave it out of the prompt."""
+
+
+class SummaryText(Wire):
+    """What the model thought, in short."""
+
+    type: Literal["summary_text"]
+    text: Text
+    """Told to the template, which may leave it out of the prompt."""
+
+
+class ReasoningItem(Wire):
+    """What the model thought before it answered; where it has no content the template gets its summary."""
+
+    type: Literal["reasoning"]
+    id: ItemId | None = None
+    """The name under which the item is stored and found again; absent: one that the server makes."""
+    summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    """What the template is told where there is no content."""
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    """What the model thought; told to the template, which may leave it out of the prompt."""
+    encrypted_content: Annotated[Any, refused()] = None
+    status: Annotated[ItemStatus | None, LABEL] = None
+    """Accepted, and kept with the item."""
+
+
+class ItemReference(Wire):
+    """An item of a stored response, input or output, by its id."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: ItemId
+    """Of an item of the conversation that is gone on with, or of a stored response."""
+
+
+def typed(value: Any) -> Any:
+    """An item that has a role and no type is a message, and one that has only an id a reference."""
+    if not isinstance(value, dict) or value.get("type") is not None:
+        return value
+    return {**value, "type": "item_reference" if value.keys() - {"type"} == {"id"} else "message"}
+
+
+Item = Annotated[
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference,
+    Field(discriminator="type"),
+    BeforeValidator(typed),
+    RefusedKinds("type", tuple(OTHER_ITEMS.split())),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def as_turns(items: list[Json]) -> list[Json]:
+    """Items as messages of a chat: what the model thought, said and called in one go is one message.
+
+    A thought that was cut off before the model said anything is a message of its own.
+    """
+    turns: list[Json] = []
+    thought: list[str] = []  # for the assistant's next message
+    for item in items:
+        kind = item["type"]
+        if kind == "reasoning":
+            thought.append(reasoning_text(item))
+            continue
+        if thought and not (kind == "function_call" or item.get("role") == "assistant"):
+            turns.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(thought)})
+            thought = []
+        if kind == "function_call":
+            call = {"name": in_namespace(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
+            asked = {"id": item["call_id"], "type": "function", "function": call}
+            if thought or not turns or turns[-1]["role"] != "assistant":
+                turns.append({"role": "assistant", "content": ""})
+            turns[-1].setdefault("tool_calls", []).append(asked)
+        elif kind == "function_call_output":
+            turns.append({"role": "tool", "tool_call_id": item["call_id"], "content": plain(item["output"])})
+        else:
+            turns.append({"role": item["role"], "content": plain(item["content"])})
+        if thought:
+            turns[-1]["reasoning_content"] = "\n".join(thought)
+            thought = []
+    return turns
+
+
+def in_namespace(namespace: str | None, name: str) -> str:
+    """What the model knows a function by, which may be one of a group."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def reasoning_text(item: Json) -> str:
+    """What a reasoning item says."""
+    return "\n".join(part["text"] for part in item.get("content") or item.get("summary") or ())
+
+
+def plain(content: str | list[Json]) -> str | list[Json]:
+    """Content as chat templates read it."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part["refusal" if part["type"] == "refusal" else "text"]} for part in content]

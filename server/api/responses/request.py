@@ -1,0 +1,450 @@
+"""Responses on the wire: what is asked for. Its items are in items.py, the response in response.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from ...generation.output import Json
+from ...grammar.schemas import Grammar, of_schema
+from ...http.fields import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
+from ..chat.request import Labels, Metadata, TemplateKwargs
+from ..conversation import (
+    Calling,
+    Conversation,
+    Effort,
+    Tool,
+    by_effort,
+    calling_of,
+    check_choice,
+    is_thinking,
+    thinking_variables,
+)
+from ..response_format import (
+    ANY_OBJECT,
+    JsonObjectFormat,
+    NamedSchema,
+    StructuredOutputs,
+    TextFormat,
+    of_outputs,
+)
+from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Stop, Text
+from ..tools import MAX_TOOLS, NO_PARAMETERS, FunctionName
+from .items import ItemId, Items, as_turns, in_namespace
+
+if TYPE_CHECKING:
+    from ...tokenization.encoder import RenderOptions
+
+LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+BUILT_IN_CHOICES = """
+    apply_patch code_interpreter computer computer_use computer_use_preview custom file_search image_generation mcp
+    programmatic_tool_calling shell web_search_preview web_search_preview_2025_03_11
+"""
+
+
+# Tools
+
+
+class FlatFunction(Wire):
+    """A function that the model may call: its name, what it is for, and the JSON schema of its arguments."""
+
+    type: Literal["function"]
+    name: FunctionName
+    """Part of the prompt, and what a call has."""
+    description: Text | None = None
+    """Part of the prompt."""
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of the arguments, an object; absent: there are none."""
+    strict: bool | None = None
+    """true: arguments follow the schema also where the model is free to call the function or not."""
+
+    async_: Annotated[Any, refused(False), Field(alias="async")] = None
+    allowed_callers: Annotated[Any, refused(["direct"])] = None
+    defer_loading: Annotated[Any, refused(False)] = None
+    output_schema: Annotated[Any, refused()] = None
+
+
+class HostedTool(Wire):
+    """A tool that OpenAI runs, or that is called in a notation of its own: left out of the prompt.
+
+    With tool_choice auto the model may answer without any tool, so that this is such an answer.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+
+
+class NamespaceTool(Wire):
+    """A group of functions. The model knows each by the names of both, as in `group__function`."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    """Part of the prompt; a call of one of its functions has it as `namespace`."""
+    description: Annotated[Text | None, LABEL] = None
+    """Accepted: the functions have descriptions of their own."""
+    tools: Annotated[
+        list[Annotated[FlatFunction | HostedTool, Field(discriminator="type")]],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+    ]
+    """The functions. Tools in a notation of their own are left out of the prompt."""
+
+
+AnyTool = Annotated[FlatFunction | NamespaceTool | HostedTool, Field(discriminator="type")]
+
+
+class FlatNamed(Wire):
+    """A function that must be called, by its name."""
+
+    type: Literal["function"]
+    name: FunctionName
+    """One of the tools' names."""
+
+
+class FlatAllowed(Wire):
+    """The model sees all tools and may call only some."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    """auto: the model decides; required: at least one call."""
+    tools: Annotated[list[FlatNamed], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    """Those that may be called."""
+
+
+FlatChoice = Annotated[
+    Literal["none", "auto", "required"]
+    | Annotated[
+        FlatNamed | FlatAllowed, Field(discriminator="type"), RefusedKinds("type", tuple(BUILT_IN_CHOICES.split()))
+    ],
+    OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
+]
+
+
+# Text and reasoning
+
+Summary = Literal["auto", "concise", "detailed", "none"]
+
+
+class FlatSchemaFormat(NamedSchema):
+    """JSON that follows a schema. Every answer that ends by itself follows it, with `strict` and without."""
+
+    type: Literal["json_schema"]
+
+
+class TextOptions(Wire):
+    """What the answer's text must look like."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    """text, json_object (any JSON object), or json_schema: the answer follows the schema, with strict or without."""
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL] = None
+    """Accepted: models here are not told how much to say."""
+
+
+class ReasoningOptions(Wire):
+    """How the model is to think."""
+
+    effort: Effort | None = None
+    """How much the model is to think: told to the template. Where that can only turn thinking on or off, none turns it
+    off and every other effort on; where it cannot do that either, the effort changes nothing."""
+    context: Annotated[Any, refused("auto", hint="What the chat template keeps of it is rendered.")] = None
+    generate_summary: Annotated[Summary | None, LABEL] = None
+    """Accepted: the response has the whole reasoning."""
+    mode: Annotated[Any, refused("standard")] = None
+    summary: Annotated[Summary | None, LABEL] = None
+    """Accepted: the response has the whole reasoning."""
+
+
+class ResponseStreamOptions(Wire):
+    """What a stream tells beside the answer."""
+
+    include_obfuscation: Annotated[bool | None, LABEL] = None
+    """Accepted: no event is padded either way."""
+
+
+class ResponsesRequest(Labels, Conversation):
+    """POST /v1/responses."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"model": "builtin", "input": "What is continuous batching?"},
+                {
+                    "model": "builtin",
+                    "instructions": "Answer in one sentence.",
+                    "input": [{"role": "user", "content": "What is 7 + 5?"}],
+                    "temperature": 0.7,
+                    "max_output_tokens": 64,
+                    "stream": True,
+                },
+            ]
+        }
+    )
+
+    input: Text | Items
+    """What the answer is to: a text, or items: messages, function calls and their outputs, reasoning, references."""
+    instructions: Text | None = None
+    """What the application tells the model, before the input; not carried over to responses that follow."""
+    previous_response_id: ItemId | None = None
+    """The stored response that this one goes on with: its whole conversation comes before the input."""
+    store: bool | None = None
+    """false: the response cannot be asked for later, nor gone on with."""
+    background: bool | None = None
+    """true: the answer comes at once with status queued, and the work goes on without the connection."""
+
+    max_output_tokens: Limit | None = None
+    """The most tokens of an output, with its reasoning and calls; absent, -1 or more than fit: as many as fit."""
+    include: Annotated[list[Included], Field(max_length=16)] | None = None
+    """message.output_text.logprobs: the text has the log-probability of each of its tokens.
+    reasoning.encrypted_content: accepted, as clients that store nothing send it; the reasoning is told as plain text,
+    and goes on when it is sent back. The others are accepted too: they add to items that there are none of."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Beside it those of this many most likely tokens."""
+    text: TextOptions | None = None
+    """What the answer's text must look like."""
+    reasoning: ReasoningOptions | None = None
+    """How the model is to think."""
+
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions that the model may call, alone or in groups. Tools that OpenAI runs are left out of the prompt."""
+    tool_choice: FlatChoice | None = None
+    """auto: the model decides; none: no call, and the prompt does not tell of the tools; required: at least one call;
+    or a function that must be called, or allowed_tools: those that may or must be."""
+    parallel_tool_calls: bool | None = None
+    """false: at most one call."""
+
+    stream_options: ResponseStreamOptions | None = None
+    """What a stream tells beside the answer; only with stream true."""
+
+    stop: Stop = None
+    """Texts that end the answer, and are not part of it."""
+    structured_outputs: StructuredOutputs | None = None
+    """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
+    chat_template_kwargs: TemplateKwargs | None = None
+    """Variables for the chat template."""
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
+    must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
+    return_token_ids: bool | None = None
+    """The response has prompt_token_ids and token_ids."""
+
+    max_tool_calls: Annotated[Count | None, LABEL] = None
+    """Accepted: it bounds the calls of built-in tools, of which there are none."""
+    user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+    client_metadata: Annotated[Metadata | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+    truncation: Annotated[Literal["auto", "disabled"] | None, LABEL] = None
+    """Accepted: nothing is taken from the input; what is too long gets a 400 either way."""
+
+    access_programs: Annotated[Any, refused()] = None
+    background_options: Annotated[Any, refused({})] = None
+    context_management: Annotated[Any, refused([])] = None
+    conversation: Annotated[Any, refused(hint="Send previous_response_id.")] = None
+    image: Annotated[Any, refused({})] = None
+    moderation: Annotated[Any, refused()] = None
+    prompt: Annotated[Any, refused(hint="Send the text itself, as instructions and input.")] = None
+    prompt_cache_options: Annotated[Any, refused({})] = None
+    prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
+
+    _before: list[Json] = PrivateAttr(default_factory=list)
+    _own: list[Json] | None = PrivateAttr(default=None)
+
+    @field_validator("background")
+    @classmethod
+    def _can_be_found(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("store") is False:
+            raise clash("must be absent where store is false: nobody could ask for the response")
+        if value and info.data.get("stream"):
+            raise clash("must be absent where stream is true: ask for the response with GET")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and LOGPROBS not in (info.data.get("include") or ()):
+            raise clash(f"must be absent unless include holds {LOGPROBS}")
+        return value
+
+    @field_validator("tools")
+    @classmethod
+    def _names_differ(cls, value: list[AnyTool] | None) -> list[AnyTool] | None:
+        names = [tool.name for tool in functions(value)]
+        if len({*names}) < len(names):
+            raise clash("must not hold two functions of the same name")
+        if len(names) > MAX_TOOLS:
+            raise clash("must not hold more than 256 functions, those of all groups together")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
+        check_choice(value, chosen_names(value), [tool.name for tool in functions(info.data.get("tools"))])
+        return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _options_of_a_stream(
+        cls, value: ResponseStreamOptions | None, info: ValidationInfo
+    ) -> ResponseStreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise clash("must be absent unless stream is true")
+        return value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _one_grammar(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
+        text = info.data.get("text")
+        if value is not None and text is not None and not isinstance(text.format, TextFormat | None):
+            raise clash("must be absent where text.format names a format")
+        return value
+
+    # The conversation
+
+    @property
+    def given(self) -> list[Json]:
+        """The input as items, in the form in which they are stored."""
+        if self._own is not None:
+            return self._own
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return [item.model_dump(exclude_none=True) for item in self.input]
+
+    @property
+    def items(self) -> list[Json]:
+        """The whole conversation up to the answer."""
+        return [*self._before, *self.given]
+
+    def resolve(self, before: list[Json], own: list[Json]) -> None:
+        """Tell what came before the input, and the input with its references replaced."""
+        self._before, self._own = before, own
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    # What the server asks
+
+    @property
+    def prompt_field(self) -> str:
+        return "input"
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        return "max_output_tokens", self.max_output_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    @property
+    def turns(self) -> list[Json]:
+        told: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return told + as_turns(self.items)
+
+    @property
+    def thinks(self) -> bool | None:
+        return is_thinking(self.chat_template_kwargs, by_effort(self._effort))
+
+    @property
+    def render_options(self) -> RenderOptions:
+        return {"template_kwargs": thinking_variables(self.thinks, self._effort, self.chat_template_kwargs)}
+
+    @property
+    def _effort(self) -> Effort | None:
+        return self.reasoning.effort if self.reasoning else None
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        most = self.thinking_token_budget
+        return None if most is None else ("thinking_token_budget", most)
+
+    @property
+    def answer_grammar(self) -> Grammar | None:
+        format = self.text.format if self.text else None
+        if isinstance(format, JsonObjectFormat):
+            return Grammar("json_schema", ANY_OBJECT, "text.format")
+        if isinstance(format, FlatSchemaFormat):
+            return of_schema(format.schema_, "text.format.schema")
+        return of_outputs(self.structured_outputs)
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools as the rest of the server knows them."""
+        return tuple(functions(self.tools))
+
+    def called(self, name: str) -> Json:
+        """How a call of the function tells its name."""
+        for group in self.tools or ():
+            if isinstance(group, NamespaceTool):
+                for tool in group.tools:
+                    if isinstance(tool, FlatFunction) and in_namespace(group.name, tool.name) == name:
+                        return {"name": tool.name, "namespace": group.name}
+        return {"name": name}
+
+    @property
+    def calling(self) -> Calling | None:
+        choice = self.tool_choice
+        mode = choice.mode if isinstance(choice, FlatAllowed) else None
+        return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
+
+
+def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
+    """The functions that a choice names."""
+    if isinstance(choice, FlatNamed):
+        return [choice.name]
+    return [tool.name for tool in choice.tools] if isinstance(choice, FlatAllowed) else []
+
+
+def functions(tools: Sequence[AnyTool] | None) -> list[Tool]:
+    """The functions among the tools, as the rest of the server knows them."""
+    found = []
+    for index, tool in enumerate(tools or ()):
+        if isinstance(tool, FlatFunction):
+            found.append(described(tool, tool.name, f"tools[{index}]"))
+        elif isinstance(tool, NamespaceTool):
+            found += [
+                described(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{place}]")
+                for place, own in enumerate(tool.tools)
+                if isinstance(own, FlatFunction)
+            ]
+    return found
+
+
+def described(tool: FlatFunction, name: str, field: str) -> Tool:
+    """A function as the rest of the server knows it, under this name."""
+    parameters = NO_PARAMETERS if tool.parameters is None else tool.parameters
+    return Tool(name, tool.description, parameters, bool(tool.strict), f"{field}.parameters")

@@ -1,0 +1,307 @@
+"""What requests for generated text share: how tokens are drawn, what ends an answer, what bounds it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from engine import SamplingParams
+
+from ..grammar.schemas import Grammar
+from ..http.fields import LABEL, MAX_LABEL, Wire, clash
+from .extensions import LlamaCppFields, VllmFields
+
+MAX_TEXT = 8_000_000  # characters; the longest body that the server reads by default
+MAX_INT = 2**31 - 1
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_TEXT = 1024  # characters; as much may be held back at the end of a stream
+MAX_STOP_IDS = 256
+MAX_BIASES = 1024
+MIN_PENALTY = 1e-9  # logits are divided by it, and must stay finite in float32
+LEAST_TOP_P = 1e-12  # what 0 means: no second token is needed for it
+MAX_LOGPROBS = 20  # alternatives per token
+MAX_ALLOWED = 4096  # 16 rows of it are as much work in a step as one row of logits
+MAX_BAD_WORDS = 128  # each is compared with the end of the output before each draw
+MAX_BAD_WORD = 128  # characters
+
+
+def token_name(value: str) -> int:
+    """A token id that is a JSON name: its decimal digits as they stand, and nothing that Python would read as them."""
+    if not (value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_INT)) and str(int(value)) == value):
+        raise clash("the names must be token ids")
+    return int(value)
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+TokenName = Annotated[TokenId, BeforeValidator(token_name)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_TEXT)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD, pattern=r"\S")]
+Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+UNLIMITED = -1  # of an output, where clients send a number in any case: as many tokens as fit
+
+
+def _some(value: int) -> int:
+    if value == 0:
+        raise clash("must be at least 1, or -1 for as many as fit")
+    return value
+
+
+Limit = Annotated[int, Field(ge=UNLIMITED, le=MAX_INT), AfterValidator(_some)]
+
+
+def _not_empty(value: Any) -> Any:
+    """Stop texts without the empty ones, which some clients send for none."""
+    if isinstance(value, list):
+        return [text for text in value if text != ""]
+    return None if value == "" else value
+
+
+Stop = Annotated[
+    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
+    BeforeValidator(_not_empty),
+]
+
+
+class StreamOptions(Wire):
+    """What a stream tells beside the answer."""
+
+    include_usage: bool | None = None
+    """A last chunk tells the token counts of the whole answer; the others say `usage: null`."""
+    continuous_usage_stats: bool | None = None
+    """Every chunk with text has the token counts so far; only beside include_usage."""
+    include_obfuscation: Annotated[bool | None, LABEL] = None
+    """Accepted: no chunk is padded either way."""
+
+
+class Drawing(Wire):
+    """A request for generated text: the fields that every such API has, and what the server asks of each."""
+
+    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
+    """One of the served names; absent: the first of them. Another name is a 404."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0 always takes the most likely token; 1 draws from the model's own distribution."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Sample among the most likely tokens that together have at least this probability; 0: the most likely one."""
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """Draw among this many most likely tokens; -1 and 0: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Draw among tokens at least this likely, as a share of the most likely one's probability."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Taken once from the logit of each token that is in the output."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Taken from a token's logit for each time that it is in the output."""
+    repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    repeat_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
+    """repetition_penalty, under llama.cpp's name."""
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    """The same seed and request draw the same tokens; with n, each choice draws with one of its own."""
+    logit_bias: (
+        Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+    ) = None
+    """Added to the logits of these token ids; -100 forbids a token, 100 forces it."""
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None = (
+        None
+    )
+    """Only these tokens can be drawn."""
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    """Texts that are not drawn, as the tokenizer spells them at the start of a text and behind a space."""
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    """Nothing ends the answer before this many tokens."""
+    ignore_eos: bool | None = None
+    """The model's own end tokens do not end the answer."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    """Tokens that end the answer beside the model's own; they have no text."""
+    include_stop_str_in_output: bool | None = None
+    """The stop text that ended the answer is part of it."""
+    skip_special_tokens: bool | None = None
+    """false: special tokens are written out in the text."""
+    stream: bool | None = None
+    """The answer comes in pieces, as server-sent events."""
+    priority: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
+    """Lower is served first; only under --scheduling-policy priority."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL)] | None = None
+    """Cached prefixes are shared only among requests with the same salt."""
+
+    @field_validator("repeat_penalty")
+    @classmethod
+    def _one_penalty(cls, value: float | None, info: ValidationInfo) -> float | None:
+        other = info.data.get("repetition_penalty")
+        if value is not None and other is not None and value != other:
+            raise clash("must be the same as repetition_penalty where both are given")
+        return value
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that the prompts come from."""
+        return "prompt"
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts the request brings; each is answered `num_choices` times."""
+        return 1
+
+    @property
+    def num_choices(self) -> int:
+        return 1
+
+    @property
+    @abstractmethod
+    def limit(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value; -1: as many tokens as fit. More than fit mean the same."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives are told per token; None: no log-probabilities at all. Each API has its own way."""
+        return None
+
+    @property
+    def answer_grammar(self) -> Grammar | None:
+        """What the answer must look like; None: it may be any text."""
+        return None
+
+    @property
+    def scoring(self) -> tuple[str, int] | None:
+        """The field that asks for the prompt's own log-probabilities, and for how many alternatives."""
+        return None
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether the answer has no token of its own."""
+        return False
+
+    @property
+    def stop_field(self) -> str:
+        """The field that the stop strings come from."""
+        return "stop"
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end the answer."""
+        return []
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk tells the usage so far."""
+        return False
+
+    def params(
+        self,
+        defaults: dict[str, float | int],
+        *,
+        max_tokens: int,
+        seed: int,
+        eos_ids: tuple[int, ...],
+        grammar: Grammar | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        scores: bool = False,
+        vocab_size: int = 0,
+    ) -> SamplingParams:
+        """How the engine is to draw; where the request is silent, the model's `defaults` speak, then OpenAI's.
+
+        `grammar` as the server has checked it, `bad_words` as tokens; `scores`: this choice asks for the prompt's
+        log-probabilities, if the request does.
+        """
+
+        def chosen(name: str, default: float) -> float:
+            own = getattr(self, name)
+            if own is None and name == "repetition_penalty":
+                own = self.repeat_penalty
+            return own if own is not None else defaults.get(name, default)
+
+        ends = (() if self.ignore_eos else eos_ids) + tuple(self.stop_token_ids or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=seed,
+            temperature=float(chosen("temperature", 1.0)),
+            top_k=max(0, int(chosen("top_k", 0))),
+            top_p=max(float(chosen("top_p", 1.0)), LEAST_TOP_P),
+            min_p=float(chosen("min_p", 0.0)),
+            repetition_penalty=float(chosen("repetition_penalty", 1.0)),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias or {},
+            min_tokens=self.min_tokens or 0,
+            stop_ids=tuple(dict.fromkeys(ends)),
+            logprobs=self.num_logprobs,
+            grammar=grammar.pair if grammar else None,
+            prompt_logprobs=self._scored(vocab_size) if scores else None,
+            allowed_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=bad_words,
+        )
+
+    def _scored(self, vocab_size: int) -> int | None:
+        """Alternatives of each prompt token whose log-probabilities are wanted; None: not even its own."""
+        if self.scoring is None:
+            return None
+        return vocab_size if self.scoring[1] < 0 else self.scoring[1]
+
+
+class Sampling(Drawing, VllmFields, LlamaCppFields):
+    """Fields that chat and completions share beside those of every API."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers to each prompt."""
+    max_tokens: Limit | None = None
+    """The most tokens of a completion; more than fit, and -1, mean as many as fit."""
+    stop: Stop = None
+    """Texts that end the answer, and are not part of it."""
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
+    """The response has the log-probability of each prompt token, and of this many most likely ones at its position; -1:
+    of all tokens, as far as one response holds them."""
+
+    return_token_ids: bool | None = None
+    """The answer has prompt_token_ids and, per choice, token_ids."""
+
+    stream_options: StreamOptions | None = None
+    """What a stream tells beside the answer; only with stream true."""
+
+    user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
+    """Accepted for accounting elsewhere."""
+
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Accepted where it equals n; to choose among more completions, ask for them with logprobs."""
+
+    @field_validator("stream_options")
+    @classmethod
+    def _options_of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise clash("must be absent unless stream is true")
+        return value
+
+    @field_validator("best_of")
+    @classmethod
+    def _as_many_as_n(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value != (info.data.get("n") or 1):
+            raise clash("must equal n; to choose among more completions, ask for them with logprobs")
+        return value
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        return "max_tokens", self.max_tokens
+
+    @property
+    def scoring(self) -> tuple[str, int] | None:
+        return None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs)
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)

@@ -1,0 +1,1 @@
+"""POST /tokenize, /detokenize and /apply-template."""

@@ -1,0 +1,94 @@
+"""Token ids on the wire: text to ids, ids to text, and the prompt that a chat template makes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, model_validator
+
+from ...http.fields import MAX_LABEL, Wire, clash, refused
+from ..chat.request import Messages, TemplateOptions
+from ..completions.request import MAX_PROMPT_IDS
+from ..sampling import Text, TokenId
+
+ModelName = Annotated[str, Field(max_length=MAX_LABEL)]
+
+
+class TokenizeRequest(TemplateOptions):
+    """POST /tokenize: a text, or a conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "The sea is", "return_token_strs": True},
+                {"messages": [{"role": "user", "content": "Hello"}]},
+            ]
+        }
+    )
+
+    model: ModelName | None = None
+    """One of the served names."""
+    prompt: Text | None = None
+    """The text; instead of messages."""
+    messages: Messages | None = None
+    """The conversation, as the chat template writes it; instead of prompt."""
+    add_special_tokens: bool | None = None
+    """false: the text does not get the tokens that the tokenizer puts around one."""
+    return_token_strs: bool | None = None
+    """The answer has the vocabulary's spelling of each token."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise clash("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise clash("add_special_tokens goes with prompt: a chat template writes them itself")
+        given = TemplateOptions.model_fields.keys() & {name for name, value in self if value is not None}
+        if self.messages is None and given:
+            raise clash("chat template options go with messages")
+        return self
+
+
+class Tokens(Wire):
+    """Token ids, how many, and how many of them the model takes."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Wire):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [11, 12]}]})
+
+    model: ModelName | None = None
+    """One of the served names."""
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
+    """The token ids."""
+
+
+class Detokenized(Wire):
+    """The tokens' text, special tokens written out."""
+
+    prompt: str
+
+
+class TemplateRequest(TemplateOptions):
+    """POST /apply-template."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}]}]})
+
+    model: ModelName | None = None
+    """One of the served names."""
+    messages: Messages
+    """The conversation."""
+    add_special_tokens: Annotated[Any, refused(False)] = None
+
+
+class Templated(Wire):
+    """The prompt that the model would see."""
+
+    prompt: str
+    count: int

@@ -1,0 +1,90 @@
+"""POST /tokenize, /detokenize and /apply-template: what the model sees, without generating."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+
+from engine import EngineInfo
+
+from ...generation.http_response import check_token_ids, text_error
+from ...generation.output_constraint import as_tools
+from ...http.admission import Caller
+from ...http.auth import UserDep
+from ...http.body import body, described
+from ...http.disconnect import while_connected
+from ...http.errors import OPENAI_ERRORS
+from ...state import AppDep, Pequod
+from ...tokenization.encoder import Prompts, TextTooLong
+from ...tokenization.renderer import TemplateError
+from ..chat.request import as_dicts
+from .request import Detokenized, DetokenizeRequest, Templated, TemplateRequest, TokenizeRequest, Tokens
+
+router = APIRouter(tags=["tokens"])
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: OPENAI_ERRORS[status] for status in (400, 401, 404, 408, 413, 429, 503)
+}
+
+
+@router.post("/tokenize", responses=ERRORS, openapi_extra=described(TokenizeRequest))
+async def tokenize(
+    asked: Annotated[TokenizeRequest, Depends(body(TokenizeRequest))], app: AppDep, caller: UserDep, request: Request
+) -> Tokens:
+    """Token ids of a text, or of a conversation as the chat template writes it."""
+    prompts, info = loaded(app, asked.model)
+    ids = await while_connected(request, encode(prompts, caller, asked))
+    return Tokens(
+        count=len(ids),
+        max_model_len=info.max_len,
+        tokens=ids,
+        token_strs=await prompts.tokens(ids, caller=caller.flow) if asked.return_token_strs else None,
+    )
+
+
+@router.post("/detokenize", responses=ERRORS, openapi_extra=described(DetokenizeRequest))
+async def detokenize(
+    asked: Annotated[DetokenizeRequest, Depends(body(DetokenizeRequest))], app: AppDep, caller: UserDep
+) -> Detokenized:
+    """The text of token ids, special tokens written out."""
+    prompts, info = loaded(app, asked.model)
+    check_token_ids(info, asked.tokens, "tokens")
+    return Detokenized(prompt=await prompts.decode(asked.tokens, skip_special=False, caller=caller.flow))
+
+
+@router.post("/apply-template", responses=ERRORS, openapi_extra=described(TemplateRequest))
+async def apply_template(
+    asked: Annotated[TemplateRequest, Depends(body(TemplateRequest))], app: AppDep, caller: UserDep, request: Request
+) -> Templated:
+    """The prompt that the chat template makes of a conversation."""
+    prompts, _ = loaded(app, asked.model)
+
+    async def work() -> Templated:
+        messages, tools = as_dicts(asked.messages), as_tools(asked.offered)
+        text = await prompts.render(messages, tools, caller=caller.flow, **asked.render_options)
+        ids = await prompts.encode(text, add_special=False, caller=caller.flow, fits=False)
+        return Templated(prompt=text, count=len(ids))
+
+    try:
+        return await while_connected(request, work())
+    except (TemplateError, TextTooLong) as error:
+        raise text_error(error, "messages") from None
+
+
+def loaded(app: Pequod, model: str | None) -> tuple[Prompts, EngineInfo]:
+    """What the tokens of this server's model need; raises 404 and 503."""
+    app.check_model(model)
+    app.require_ready()
+    assert app.prompts is not None and app.engine.info is not None
+    return app.prompts, app.engine.info
+
+
+async def encode(prompts: Prompts, caller: Caller, asked: TokenizeRequest) -> list[int]:
+    try:
+        if asked.prompt is not None:
+            special = asked.add_special_tokens is not False
+            return await prompts.encode(asked.prompt, special, caller=caller.flow, fits=False)
+        messages, tools = as_dicts(asked.messages or []), as_tools(asked.offered)
+        return await prompts.chat(messages, tools, caller=caller.flow, fits=False, **asked.render_options)
+    except (TemplateError, TextTooLong) as error:
+        raise text_error(error, "messages" if asked.prompt is None else "prompt") from None

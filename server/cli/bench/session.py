@@ -1,0 +1,188 @@
+"""What every measurement begins with: a server, a client of it, prompts, and a place for the results."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import platform
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import settings
+from ..commands import UsageError, settings_from, warn
+from .client import Ask, Target, connect
+from .load import Prompts, Run, run
+from .processes import Child, peak_bytes, pequod
+from .steps import Step, StepLog
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from ...settings import Loaded
+
+START_S = 3600.0  # a large model is first downloaded
+
+
+class Session:
+    """A server under measurement. Made by `opened`."""
+
+    def __init__(self, target: Target, child: Child | None, seed: int, progress: Progress) -> None:
+        self.target = target
+        self.child = child  # None: it was there before
+        self.seed = seed
+        self.prompts = Prompts(target, seed)
+        self.progress = progress
+        self._steps = StepLog(child.folder / "steps.jsonl") if child is not None else None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the server was started here, so that its memory and its steps can be seen."""
+        return self.child is not None
+
+    async def send(self, asks: Sequence[Ask], concurrency: int | None = None, label: str = "requests") -> Run:
+        """Send requests with a bar that counts them."""
+        task = self.progress.add_task(label, total=len(asks))
+        try:
+            return await run(
+                self.target, asks, concurrency, on_done=lambda: self.progress.advance(task), died=self._died
+            )
+        finally:
+            self.progress.remove_task(task)
+
+    def steps(self) -> list[Step]:
+        """The engine's steps since the last call; none of a server that was there before."""
+        return self._steps.read() if self._steps is not None else []
+
+    def peak_bytes(self) -> int | None:
+        """The most memory that the server's processes have had; None where that cannot be seen."""
+        return peak_bytes(self.child.pid) if self.child is not None else None
+
+    def check_length(self, tokens: int) -> None:
+        """Raise UsageError when no request of so many tokens fits the model."""
+        if self.target.max_len is not None and tokens > self.target.max_len:
+            raise UsageError(f"{tokens} tokens of prompt and answer are more than the server's {self.target.max_len}")
+
+    def about(self) -> dict[str, Any]:
+        """The server and the machine, for the head of a result."""
+        return {
+            "server": {
+                "name": self.target.name,
+                "model": self.target.model,
+                "api": self.target.api,
+                "command": self.child.command if self.child is not None else None,
+                "version": self.target.version,
+            },
+            "machine": machine(),
+            "seed": self.seed,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+
+    def _died(self) -> str | None:
+        if self.child is None:
+            return None
+        with contextlib.suppress(Exception):
+            self.child.process.wait(1)
+        return self.child.died() if self.child.process.poll() is not None else None
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on beside the software."""
+    import os
+
+    name = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"processor": name, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
+
+
+def flags(arguments: argparse.Namespace) -> list[str]:
+    """The settings among the arguments as flags of `pequod serve`."""
+    words = [] if arguments.config is None else ["--config", str(arguments.config)]
+    for name, value in vars(arguments).items():
+        if name not in settings.FIELDS or name == "model":
+            continue
+        kind, flag = settings.shape(name)[0], settings.flag(name)
+        if kind is bool:
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif kind is list:
+            words += [word for items in value for word in (flag, *items)]
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+def start(arguments: argparse.Namespace, loaded: Loaded) -> Child:
+    """The Pequod that the arguments describe."""
+    return pequod(loaded.settings.model, flags(arguments))
+
+
+@contextlib.asynccontextmanager
+async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
+    """The server at --url, or a Pequod started for as long as the block lasts."""
+    loaded = settings_from(arguments)
+    values = loaded.settings
+    key = values.first_key
+    with bar() as progress:
+        if arguments.url is not None:
+            model = None if loaded.sources["model"] == "default" else values.model
+            target = await connect(arguments.url, model, key, arguments.api)
+            # Another seed each time: the server may remember the prompts of an earlier measurement.
+            seed = random.randrange(2**31) if values.seed is None else values.seed
+            child = None
+        else:
+            child = start(arguments, loaded)
+            task = progress.add_task(f"starting {values.model}", total=None)
+            try:
+                await child.ready(START_S)
+                target = await connect(child.url, values.names[0], key, arguments.api)
+            except BaseException:
+                child.stop()
+                raise
+            progress.remove_task(task)
+            seed = values.seed or 0
+        try:
+            yield Session(target, child, seed, progress)
+        finally:
+            await target.http.aclose()
+            if child is not None:
+                child.stop()
+
+
+def bar() -> Progress:
+    """Progress on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(
+        *columns,
+        console=Console(file=sys.stderr),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+        refresh_per_second=4,
+    )
+
+
+async def rounds(
+    session: Session, arguments: argparse.Namespace, asks: Callable[[], Sequence[Ask]], concurrency: int | None
+) -> list[Run]:
+    """The repetitions of one case: those of the warm-up are sent and forgotten, with their steps."""
+    for _ in range(arguments.warmup):
+        await session.send(asks(), concurrency, "warm-up")
+    session.steps()
+    return [
+        await session.send(asks(), concurrency, f"round {number + 1} of {arguments.rounds}")
+        for number in range(arguments.rounds)
+    ]
+
+
+def tell(sentences: Sequence[str]) -> None:
+    """Notes on stderr, each once."""
+    for sentence in dict.fromkeys(sentences):
+        warn(sentence)

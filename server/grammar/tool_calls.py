@@ -1,0 +1,337 @@
+"""Grammars of whole answers: calls in the model's own format, with arguments that are valid by construction, the
+answer's own schema, and an end to the reasoning before them.
+
+They are llguidance's dialect of Lark: a call's syntax is literal, and its arguments are a JSON schema within it. What
+is a token of its own in the model's vocabulary is written as <[id]>: llguidance does not spell such tokens in letters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..parsers.formats import BLOCKS, DEEPSEEK, MARKS, Formats
+from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
+from ..parsers.parts import Schema
+from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, types
+from .schemas import walk
+
+# As the engine writes JSON: no white space in which a model could lose itself.
+OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+ANNOTATIONS = ("description", "title", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
+COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties", "unevaluatedProperties")
+NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
+LINE, NAME = "\n", "name"
+# Keywords of an object whose properties can be written one by one,
+ONE_BY_ONE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
+
+
+class Forced(NamedTuple):
+    """A grammar, as the engine knows it, and the formats in which it makes the model write."""
+
+    kind: str
+    text: str
+    formats: Formats
+
+
+def call_grammar(
+    formats: Formats,
+    tools: Mapping[str, Schema],
+    *,
+    required: bool,
+    parallel: bool,
+    opened: bool,
+    special: Mapping[str, int],
+    content: str | None = None,
+    budget: int | None = None,
+) -> Forced:
+    """What makes a model call its tools with arguments that follow their schemas.
+
+    `required`: the answer is calls; else it may be text too, but where a call begins it must be valid, and there may be
+    no `tools` at all. `parallel`: there may be several calls. `opened`: the prompt ends inside of a block of reasoning,
+    which the model may write in any case if its format has one. `special`: ids of all added tokens of the vocabulary by
+    their texts, whether they are marked as special or not. `content`: the JSON schema of an answer that is no call;
+    None: it may be any text. `budget`: the most tokens of reasoning, without the
+    mark that ends it, which must be a token.
+    """
+    is_tagged = formats.tools == "qwen3_coder" and all(_can_be_tagged(schema) for schema in tools.values())
+    if formats.tools is None or (formats.tools == "qwen3_coder" and not is_tagged):
+        formats = formats._replace(tools="json")
+    lark = Lark(special, formats, opened, None if content is None else json.loads(content), budget)
+    writer = WRITERS[formats.tools or "json"] if tools or formats.tools == "gpt_oss" else _no_calls
+    lark.rules["start"] = writer(lark, tools, not required, parallel)
+    return Forced("lark", lark.text, formats)
+
+
+class Lark:
+    """A grammar in the making; rules are made where they are first asked for."""
+
+    def __init__(
+        self, special: Mapping[str, int], formats: Formats, opened: bool, content: Schema | None, budget: int | None
+    ) -> None:
+        self.rules: dict[str, str] = {}
+        self.formats = formats
+        self.opened = opened
+        self.has_content = content is not None
+        self._content = content
+        self._budget = budget
+        self._special = special
+
+    @property
+    def text(self) -> str:
+        return "".join(f"{name}: {body}\n" for name, body in self.rules.items())
+
+    def mark(self, text: str) -> str:
+        """A mark: its token, or its letters where it has none."""
+        return f"<[{self._special[text]}]>" if text in self._special else quoted(text)
+
+    def any_text(self) -> str:
+        """Any text; it has none of the tokens that are marks."""
+        self.rules["TEXT"] = "/(?s:.*)/"
+        return "TEXT"
+
+    def until(self, mark: str) -> str:
+        """Any text, and the first of these marks behind it."""
+        if mark in self._special:
+            return f"{self.any_text()}? {self.mark(mark)}"
+        name = f"until{len(self.rules)}"
+        self.rules[f"{name}[lazy]"] = f"{self.any_text()} {quoted(mark)}"
+        return name
+
+    def thought(self, mark: str) -> str:
+        """Text of reasoning, within the budget, and the mark that ends it."""
+        if self._budget is None:
+            return self.until(mark)
+        if self._budget == 0:
+            return self.mark(mark)
+        self.rules[f"thought[max_tokens={self._budget}]"] = self.any_text()
+        return f"thought {self.mark(mark)}"
+
+    def reasoning(self) -> str:
+        """What may come before the answer."""
+        if self.formats.reasoning is None or (self._budget == 0 and not self.opened):
+            return ""
+        opens, closes = BLOCKS[self.formats.reasoning]
+        self.rules["GAP"] = "/\\n{1,2}/"
+        inner = f"{self.thought(closes)} GAP?"
+        return inner if self.opened else f"({self.mark(opens)} {inner})?"
+
+    def content(self) -> str:
+        """An answer that is no call."""
+        return f"{self.any_text()}?" if self._content is None else self.schema(self._content)
+
+    def schema(self, schema: Schema) -> str:
+        """A value that follows a schema."""
+        name = f"value{len(self.rules)}"
+        self.rules[name] = f"%json {json.dumps({'x-guidance': OPTIONS, **schema}, ensure_ascii=False)}"
+        return name
+
+    def one_of(self, bodies: list[str]) -> str:
+        name = f"call{len(self.rules)}"
+        self.rules[name] = " | ".join(bodies)
+        return name
+
+
+def arguments(schema: Schema) -> Schema:
+    """The schema of a call's arguments without what is only for readers.
+
+    They are an object; and where the schema does not say what else may stand in it, nothing else does.
+    """
+    schema = json.loads(json.dumps(schema or NO_ARGUMENTS))
+    for place in walk(schema):
+        for keyword in ANNOTATIONS:
+            place.schema.pop(keyword, None)
+    schema["type"] = "object"
+    if "properties" in schema and not any(keyword in schema for keyword in COMPOSED):
+        schema["additionalProperties"] = False
+    return schema
+
+
+def quoted(text: str) -> str:
+    """Exactly this text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def pieces(*texts: str) -> str:
+    """Exactly these texts, one behind the other."""
+    return " ".join(quoted(text) for text in texts)
+
+
+class Syntax(NamedTuple):
+    """How a format writes calls; all but the first mark are rules."""
+
+    first: str  # the mark that says that calls begin
+    opens: str
+    call: str
+    between: str
+    closes: str
+
+
+def _marked(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
+    """Formats in which a mark begins the calls."""
+    syntax = SYNTAXES[lark.formats.tools or ""](lark, tools)
+    more = f"({syntax.between} {syntax.call})*" if parallel else ""
+    calls = f"{syntax.opens} {syntax.call} {more} {syntax.closes}"
+    if not is_free:
+        return f"{lark.reasoning()} {lark.mark(syntax.first)} {calls}"
+    before = lark.mark(syntax.first) if lark.has_content else lark.until(syntax.first)
+    return f"{lark.reasoning()} ({before} {calls} | {lark.content()})"
+
+
+def _bare(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
+    """Formats without marks: text is what does not begin with a bracket."""
+    if lark.formats.tools == "llama3_json":
+        call = _object(lark, tools, "parameters")
+        calls = f'{call} ("; " {call})*' if parallel else call
+    else:
+        call = _object(lark, tools)
+        calls = f'"[" {call} (", " {call})* "]"' if parallel else call
+    if not is_free:
+        return f"{lark.reasoning()} {calls}"
+    if lark.has_content:
+        return f"{lark.reasoning()} ({calls} | {lark.content()})"
+    lark.rules["PROSE"] = r"/(?s:[ \t\r\n]*[^ \t\r\n{\[].*)/"
+    return f"{lark.reasoning()} ({calls} | PROSE)?"
+
+
+def _harmony(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
+    """One call ends the answer, so there are never several. What ends the last message ends the answer as well."""
+    del parallel
+    end, again = lark.thought(ENDS[0]), f'{lark.mark(START)} "assistant"'
+    opens = f"{lark.mark(CHANNEL)} "
+    thought = f'"analysis" {lark.mark(MESSAGE)} {end} {again}'
+    begun = f"{end} {again}" if lark.opened else ""
+    calls = [
+        f'{quoted(f"commentary to=functions.{name} ")} {lark.mark(CONSTRAIN)} "json" {lark.mark(MESSAGE)} '
+        + lark.schema(arguments(schema))
+        for name, schema in tools.items()
+    ]
+    if not is_free:
+        return f"{begun} ({opens} {thought})? {opens} {lark.one_of(calls)}"
+    preamble = f'({opens} "commentary" {lark.mark(MESSAGE)} {lark.until(ENDS[0])} {again})?'
+    final = f'"final" {lark.mark(MESSAGE)} {lark.content()}'
+    answers = f"{lark.one_of(calls)} | {final}" if calls else final
+    return f"{begun} ({opens} {thought})? {'' if lark.has_content else preamble} {opens} ({answers})"
+
+
+def _no_calls(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
+    """Answers of models that have no tools to call."""
+    del tools, is_free, parallel
+    return f"{lark.reasoning()} {lark.content()}"
+
+
+def _hermes(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    opens, closes = MARKS["hermes"]
+    call = f'"\\n" {_object(lark, tools)} "\\n" {lark.mark(closes)}'
+    return Syntax(opens, "", call, f'"\\n" {lark.mark(opens)}', "")
+
+
+def _mistral(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    return Syntax(MARKS["mistral"][0], r"/ ?\[/", _object(lark, tools), '", "', '"]"')
+
+
+def _mistral_v11(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    first, _, between = MARKS["mistral_v11"]
+    calls = [f"{quoted(name)} {lark.mark(between)} {lark.schema(arguments(tools[name]))}" for name in tools]
+    return Syntax(first, "", lark.one_of(calls), lark.mark(first), "")
+
+
+def _deepseek(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    first, opens, between, closes, last = DEEPSEEK
+    is_old = lark.formats.tools == "deepseek_v3"
+    calls = []
+    for name, schema in tools.items():
+        value = lark.schema(arguments(schema))
+        if is_old:
+            call = f'"function" {lark.mark(between)} {quoted(f"{name}{LINE}```json{LINE}")} {value} "\\n```"'
+        else:
+            call = f"{quoted(name)} {lark.mark(between)} {value}"
+        calls.append(call)
+    call = f"{lark.mark(opens)} {lark.one_of(calls)} {lark.mark(closes)}"
+    return Syntax(first, "", call, quoted(LINE) if is_old else "", lark.mark(last))
+
+
+def _coder(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    opens, closes = MARKS["qwen3_coder"]
+    calls = []
+    for name, schema in tools.items():
+        given = arguments(schema)
+        shared: Schema = {key: given[key] for key in ("$defs", "definitions") if key in given}
+        written = []
+        for key, inner in given.get("properties", {}).items():
+            one = f"{quoted(f'{PARAMETER}{key}>{LINE}')} {_tagged(lark, inner, shared)} {quoted(LINE)}"
+            written.append(one if key in given.get("required", ()) else f"({one})?")
+        calls.append(f"{quoted(f'{FUNCTION}{name}>{LINE}')} {' '.join(written)} {quoted(END_FUNCTION + LINE)}")
+    call = f"{quoted(LINE)} {lark.one_of(calls)} {lark.mark(closes)}"
+    return Syntax(opens, "", call, f"{quoted(LINE)} {lark.mark(opens)}", "")
+
+
+SYNTAXES: dict[str, Callable[[Lark, Mapping[str, Schema]], Syntax]] = {
+    "hermes": _hermes,
+    "mistral": _mistral,
+    "mistral_v11": _mistral_v11,
+    "qwen3_coder": _coder,
+    "deepseek_v3": _deepseek,
+    "deepseek_v31": _deepseek,
+}
+WRITERS: dict[str, Callable[[Lark, Mapping[str, Schema], bool, bool], str]] = {
+    **dict.fromkeys(SYNTAXES, _marked),
+    "llama3_json": _bare,
+    "json": _bare,
+    "gpt_oss": _harmony,
+}
+
+
+def _object(lark: Lark, tools: Mapping[str, Schema], key: str = "arguments") -> str:
+    """One call as a JSON object."""
+    # Cut as llguidance cuts JSON: where the answer may be another object, both are read in the same pieces.
+    calls = [
+        f"{pieces('{', quoted(NAME), ': ', quoted(name), ', ', quoted(key), ': ')} {lark.schema(arguments(schema))} "
+        + quoted("}")
+        for name, schema in tools.items()
+    ]
+    return lark.one_of(calls)
+
+
+def _tagged(lark: Lark, schema: Any, shared: Schema) -> str:
+    """One value between its tags, with the tag that ends it: texts stand there without quotes."""
+    if "string" not in types({"properties": {"": schema}, **shared}, ""):
+        return f"{lark.schema({**shared, **schema})} {quoted(LINE + END_PARAMETER)}"
+    if "enum" in schema:
+        return f"({' | '.join(quoted(f'{text}{LINE}{END_PARAMETER}') for text in schema['enum'])})"
+    return lark.until(END_PARAMETER)
+
+
+def _can_be_tagged(schema: Schema) -> bool:
+    """Whether arguments can be written one by one, with texts that no schema has to look into."""
+    schema = arguments(schema)
+    properties = schema.get("properties", {})
+    if not (
+        schema.keys() <= ONE_BY_ONE and schema["type"] == "object" and {*schema.get("required", ())} <= {*properties}
+    ):
+        return False
+    if any(">" in name or "\n" in name for name in properties):
+        return False
+    for name, inner in properties.items():
+        found = types(schema, name)
+        if not isinstance(inner, dict):
+            return False
+        if "string" in found and not (inner.keys() <= {"type"} or _are_texts(inner)):
+            return False
+    return True
+
+
+def _are_texts(schema: Schema) -> bool:
+    listed = schema.get("enum")
+    return (
+        schema.keys() <= {"type", "enum"}
+        and isinstance(listed, list)
+        and all(isinstance(each, str) and END_PARAMETER not in each for each in listed)
+    )

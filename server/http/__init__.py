@@ -1,0 +1,1 @@
+"""HTTP: uvicorn's server and connections, middleware, keys, admission, request bodies, errors, server-sent events."""

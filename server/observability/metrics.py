@@ -1,0 +1,547 @@
+"""What Prometheus reads: counts of requests and tokens as they are delivered, and the engine's steps.
+
+Families under `pequod:` are ours. Those under `vllm:` have the names, labels and buckets of vLLM's V1 metrics, so that
+dashboards, autoscalers and routers made for it work unchanged. Both live in registries of one app: nothing is global.
+A scrape reads what is here and asks nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from engine import Engine, EngineInfo, RequestStats, StepStats
+
+from .logs import StepLog, dropped_lines, request_line
+from .phases import KERNELS, PHASES
+
+if TYPE_CHECKING:
+    from ..http.admission import Limits
+    from ..settings import Settings
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "cancelled", "error")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction with each further one: some fifty steps count
+MOST_GAPS = 4096  # per choice, for the median that the log tells
+
+# Pages of metrics that are written anew: a router that scrapes every 50 ms gets a new one each time.
+RENDERS_PER_S, RENDER_BURST = 20, 20
+
+TTFT = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+ITERATION = (1, *(2**i for i in range(3, 15)))
+CHOICES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
+HTTP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+# Small models take less than a millisecond per token and step, where vLLM's buckets have not begun.
+FINE = (*(m * 10.0**e for e in range(-4, 1) for m in (1, 2.5, 5)), 10.0)
+
+
+def decades(top: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50… up to `top`."""
+    return [m * 10**e for e in range(12) for m in (1, 2, 5) if m * 10**e <= top]
+
+
+class Metrics:
+    """All families of one app, and the tracks that feed them."""
+
+    def __init__(
+        self, settings: Settings, engine: Engine, limits: Limits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # A switch of the library for the whole process: it would double every family with a time of creation.
+        prometheus_client.disable_created_metrics()
+        self.engine = engine
+        self.limits = limits
+        self.model = settings.names[0]
+        self.clock = clock
+        self.last_step: StepStats | None = None
+        self.step_log: StepLog | None = None
+        self._life = 0  # of the engine, that last_step belongs to
+        self._shares: dict[str, _Share] = {}  # of the roofline, by phase
+        self.own = CollectorRegistry()
+        self.vllm = CollectorRegistry()
+        self._page = b""
+        self._renders, self._rendered_at = float(RENDER_BURST), self.clock()
+        self._rendered = [self.own] + [self.vllm] * (settings.metrics_compat == "vllm")
+
+        registry = self.own
+        self.http_requests = Counter(
+            "http_requests",
+            "HTTP requests by method, route and status of the response.",
+            ["method", "handler", "status"],
+            registry=registry,
+        )
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "Seconds from a request's head to the last byte of its response.",
+            ["method", "handler"],
+            buckets=HTTP,
+            registry=registry,
+        )
+        self.fine_gaps = Histogram(
+            "pequod:inter_token_latency_seconds",
+            "Inter-token latency (ITL) in seconds, in finer buckets than the vllm: family.",
+            buckets=FINE,
+            registry=registry,
+        )
+        step_seconds = Histogram(
+            "pequod:step_seconds",
+            "Seconds per engine step by phase; kernels is the part spent in our CPU kernels.",
+            ["phase"],
+            buckets=FINE,
+            registry=registry,
+        )
+        self.step_seconds = {phase: step_seconds.labels(phase) for phase in (*PHASES, KERNELS)}
+        self.grammar_masks = Histogram(
+            "pequod:grammar_mask_seconds",
+            "Seconds to compute the grammar masks of one step, in parallel with the forward pass.",
+            buckets=FINE,
+            registry=registry,
+        )
+        self.forced_tokens = Counter(
+            "pequod:grammar_forced_tokens",
+            "Tokens that were not sampled because a grammar allowed only one.",
+            registry=registry,
+        )
+        self.loop_lag = Histogram(
+            "pequod:event_loop_lag_seconds",
+            "Seconds by which the server's event loop woke up late.",
+            buckets=FINE,
+            registry=registry,
+        )
+        aborts = Counter(
+            "pequod:request_aborts",
+            "Requests aborted before they were complete, by cause.",
+            ["cause"],
+            registry=registry,
+        )
+        self.aborts = {cause: aborts.labels(cause) for cause in ABORT_CAUSES}
+        registry.register(_Now(self._own_now))
+
+        self._labels = {"model_name": self.model, "engine": "0"}
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"vllm:{name}", text, list(self._labels), registry=self.vllm).labels(**self._labels)
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens whose prefill is complete.")
+        self.prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
+        self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
+        self.preemptions = counter("num_preemptions", "Preemptions of sequences.")
+        self.prefix_queries = counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        success = Counter(
+            "vllm:request_success",
+            "Finished choices by reason.",
+            [*self._labels, "finished_reason"],
+            registry=self.vllm,
+        )
+        self.success = {reason: success.labels(**self._labels, finished_reason=reason) for reason in FINISH_REASONS}
+        self.iteration_tokens = self._histogram(
+            "iteration_tokens_total", "Prompt tokens computed and output tokens added per engine step.", ITERATION
+        )
+        self.ttft = self._histogram("time_to_first_token_seconds", "Time to first token (TTFT) in seconds.", TTFT)
+        self.gaps = self._histogram("inter_token_latency_seconds", "Inter-token latency (ITL) in seconds.", PER_TOKEN)
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean seconds per token after the first, per choice.", PER_TOKEN
+        )
+        self.latency = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to the end of a choice.", LATENCY
+        )
+        self.queue_seconds = self._histogram(
+            "request_queue_time_seconds", "Seconds in the queue, before the first step.", LATENCY
+        )
+        self.inference_seconds = self._histogram(
+            "request_inference_time_seconds", "Seconds from the first step to the last token.", LATENCY
+        )
+        self.prefill_seconds = self._histogram(
+            "request_prefill_time_seconds", "Seconds from the first step to the first token.", LATENCY
+        )
+        self.decode_seconds = self._histogram(
+            "request_decode_time_seconds", "Seconds from the first token to the last token.", LATENCY
+        )
+        self.preemptions_each = self._histogram("request_num_preemptions", "Preemptions per sequence.", PREEMPTIONS)
+        self.params_n = self._histogram("request_params_n", "Choices (n) per request.", CHOICES)
+        self.vllm.register(_Now(self._vllm_now))
+        self._lengths: tuple[Histogram, Histogram, Histogram] | None = None
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        family = Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.vllm)
+        return family.labels(**self._labels)
+
+    def bind(self, info: EngineInfo) -> None:
+        """Make the families whose buckets end at the model's length, which is known now."""
+        if self._lengths is None:
+            buckets = decades(info.max_len)
+            self._lengths = (
+                self._histogram("request_prompt_tokens", "Prompt tokens per finished choice.", buckets),
+                self._histogram("request_generation_tokens", "Generated tokens per finished choice.", buckets),
+                self._histogram("request_params_max_tokens", "max_tokens per request.", buckets),
+            )
+
+    @property
+    def lengths(self) -> tuple[Histogram, Histogram, Histogram]:
+        """Histograms of prompt tokens, generated tokens and max_tokens."""
+        assert self._lengths is not None, "a request came before the model was loaded"
+        return self._lengths
+
+    # What feeds them
+
+    def step(self, stats: StepStats) -> None:
+        """One engine step; registered in engine.on_step."""
+        self.last_step = stats
+        self._life = self.engine.status.restarts
+        if stats.rows:  # without: only the books changed, as after an abort between two steps
+            self.iteration_tokens.observe(stats.prompt_tokens + stats.output_tokens)
+        self.preemptions.inc(stats.preempted)
+        self.prefix_queries.inc(stats.prefix_queries)
+        self.prefix_hits.inc(stats.prefix_hits)
+        self.forced_tokens.inc(stats.forced_tokens)
+        if "masks" in stats.seconds:
+            self.grammar_masks.observe(stats.seconds["masks"])
+        for phase, seconds in stats.seconds.items():
+            if phase in self.step_seconds:
+                self.step_seconds[phase].observe(seconds)
+
+        if stats.rows:
+            self._share(stats)
+
+    def _share(self, stats: StepStats) -> None:
+        """What the step could have taken at best, and what it took."""
+        limit = self.engine.info.roofline if self.engine.info is not None else None
+        taken = sum(stats.seconds.get(phase, 0.0) for phase in PHASES)
+        if limit is not None and taken > 0:
+            phase = "prefill" if stats.prompt_tokens else "decode"
+            tokens = stats.prompt_tokens + stats.decode_tokens
+            least = limit.seconds(tokens, stats.context, stats.pairs, stats.logits)
+            self._shares.setdefault(phase, _Share()).add(least, taken)
+
+    def http(self, method: str, handler: str, status: int, seconds: float) -> None:
+        """One HTTP request; `handler` is a route's template, never a path that a client made up."""
+        method = method if method in METHODS else "OTHER"
+        self.http_requests.labels(method, handler, str(status)).inc()
+        self.http_seconds.labels(method, handler).observe(seconds)
+
+    def track(self, label: str, n: int, prompt_tokens: int | Sequence[int], max_tokens: int | None) -> Track:
+        """Begin to watch one request, of one prompt or several, with `n` choices each; max_tokens None: it asks for no
+        tokens at all."""
+        prompts = [prompt_tokens] if isinstance(prompt_tokens, int) else list(prompt_tokens)
+        return Track(self, label, n, prompts, max_tokens)
+
+    # A scrape
+
+    def render(self) -> bytes:
+        """The page, as CONTENT_TYPE says.
+
+        Always Prometheus' text format, which every scraper takes: in OpenMetrics the library writes the colons of our
+        names as underscores, and a Prometheus that asks for it first would find other names than the dashboards.
+
+        A page takes some milliseconds to write: whoever asks for it all the time gets the last one again.
+        """
+        now = self.clock()
+        self._renders = min(RENDER_BURST, self._renders + (now - self._rendered_at) * RENDERS_PER_S)
+        self._rendered_at = now
+        if self._renders >= 1 or not self._page:
+            self._renders -= 1
+            self._page = b"".join(generate_latest(registry) for registry in self._rendered)
+        return self._page
+
+    def running_waiting(self) -> tuple[int, int]:
+        """Choices that the engine computes, and those that wait for it, of the ones that are open here.
+
+        The engine tells its numbers with its steps; when the last request was aborted no further step comes, so that
+        what is open here bounds what can be running there.
+        """
+        running = min(self.engine.status.running, self.limits.open_choices)
+        return running, self.limits.open_choices - running
+
+    def _own_now(self) -> Iterator[Metric]:
+        status, info = self.engine.status, self.engine.info
+        yield CounterMetricFamily(
+            "pequod:engine_restarts", "Restarts of the engine process after it died or hung.", status.restarts
+        )
+        yield CounterMetricFamily(
+            "pequod:streams_resumed", "Sequences that continued in a new engine process.", status.streams_resumed
+        )
+        dropped = CounterMetricFamily(
+            "pequod:log_lines_dropped",
+            "Log lines dropped because the reader was too slow or a write failed; server: stderr, steps: --step-log.",
+            labels=["log"],
+        )
+        dropped.add_metric(["server"], dropped_lines())
+        dropped.add_metric(["steps"], self.step_log.dropped if self.step_log else 0)
+        yield dropped
+        free, cached, held, unaccounted = self._blocks()
+        blocks = GaugeMetricFamily(
+            "pequod:kv_blocks",
+            "KV cache blocks by state: held by sequences, cached for reuse, or free.",
+            labels=["state"],
+        )
+        for state, number in (("free", free), ("cached", cached), ("held", held)):
+            blocks.add_metric([state], number)
+        yield blocks
+        yield GaugeMetricFamily(
+            "pequod:kv_blocks_unaccounted",
+            "KV cache blocks that are in no state; anything but 0 is a bug.",
+            unaccounted,
+        )
+        if self._shares:
+            fractions = GaugeMetricFamily(
+                "pequod:roofline_fraction",
+                "Shortest time that this machine allows for the last steps, divided by their actual time; steps with"
+                " prompt tokens are prefill.",
+                labels=["phase"],
+            )
+            for phase, share in self._shares.items():
+                fractions.add_metric([phase], share.value)
+            yield fractions
+        if status.last_step:
+            yield GaugeMetricFamily(
+                "pequod:last_step_age_seconds",
+                "Seconds since the engine completed a step.",
+                max(0.0, self.clock() - status.last_step),
+            )
+        if info is not None:
+            memory = GaugeMetricFamily("pequod:memory_bytes", "Bytes of device memory by use.", labels=["kind"])
+            memory.add_metric(["weights"], info.weights_bytes)
+            memory.add_metric(["kv"], info.kv_bytes_per_token * info.block_size * info.num_blocks)
+            yield memory
+        resident = resident_bytes(getattr(self.engine, "pid", None))
+        if resident is not None:
+            yield GaugeMetricFamily(
+                "pequod:engine_resident_bytes", "Resident memory of the engine process in bytes.", resident
+            )
+
+    def _vllm_now(self) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+
+        def gauge(name: str, text: str, value: float, **more: str) -> GaugeMetricFamily:
+            family = GaugeMetricFamily(f"vllm:{name}", text, labels=[*names, *more])
+            family.add_metric([*values, *more.values()], value)
+            return family
+
+        running, waiting = self.running_waiting()
+        yield gauge("num_requests_running", "Sequences that are running.", running)
+        yield gauge("num_requests_waiting", "Sequences that are admitted and not running.", waiting)
+        reasons = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait, by reason: capacity, in the scheduler; deferred, for prompt or grammar before it.",
+            labels=[*names, "reason"],
+        )
+        queued = min(self.engine.status.waiting, waiting)
+        for reason, number in (("capacity", queued), ("deferred", waiting - queued)):
+            reasons.add_metric([*values, reason], number)
+        yield reasons
+        free, cached, held, _ = self._blocks()
+        total = free + cached + held
+        yield gauge(
+            "kv_cache_usage_perc",
+            "Fraction of KV cache blocks that sequences hold, 0 to 1.",
+            held / total if total else 0,
+        )
+        rejections = CounterMetricFamily(
+            "vllm:admission_rejections",
+            "Requests refused, by reason; share is a 429, the others are a 503.",
+            labels=[*names, "reason"],
+        )
+        for reason, number in self.limits.rejections.items():
+            rejections.add_metric([*values, reason], number)
+        yield rejections
+        info = self.engine.info
+        if info is not None:
+            sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+            sizes["cache_dtype"] = info.kv_dtype
+            yield gauge("cache_config_info", "KV cache configuration, in the labels; always 1.", 1, **sizes)
+
+    def _blocks(self) -> tuple[int, int, int, int]:
+        """Blocks free, cached, held and unaccounted. A new engine's are all free until it has stepped."""
+        last, info = self.last_step, self.engine.info
+        if last is None or self._life != self.engine.status.restarts:
+            return (info.num_blocks if info else 0), 0, 0, 0
+        return last.blocks_free, last.blocks_cached, last.blocks_held, last.blocks_unaccounted
+
+
+class Track:
+    """One request from its admission to the end of its last choice; feeds the families and writes the log line.
+
+    Choices have the index that the API gives them: prompt index * n + i.
+    """
+
+    def __init__(self, metrics: Metrics, label: str, n: int, prompts: list[int], max_tokens: int | None) -> None:
+        self.metrics = metrics
+        self.label = label
+        self.n = n
+        self.prompts = prompts  # tokens of each
+        self.began = metrics.clock()
+        self.choices = [_Choice() for _ in range(n * len(prompts))]
+        self.begun: set[int] = set()  # prompts of which a token has come
+        self.cached: dict[int, int] = {}  # by prompt: tokens found in the cache, as its first choice tells
+        self.cause: str | None = None  # of the abort
+        self.generates = max_tokens is not None
+        metrics.params_n.observe(n)
+        if max_tokens is not None:
+            metrics.lengths[2].observe(max_tokens)
+
+    def delivered(self, num_tokens: int, choice: int = 0) -> None:
+        """Tokens that are handed on to the client, now."""
+        mine, metrics = self.choices[choice], self.metrics
+        if num_tokens < 1 or mine.reason is not None:
+            return
+        now = metrics.clock()
+        metrics.generation_tokens.inc(num_tokens)
+        gaps = num_tokens
+        if mine.tokens == 0:
+            self._begin(choice // self.n)
+            mine.first = mine.last = now
+            metrics.ttft.observe(now - self.began)
+            gaps -= 1
+        mine.tokens += num_tokens
+        # Tokens that came together share the time since the one before: the sum stays the time that has passed.
+        for _ in range(gaps):
+            gap = (now - mine.last) / gaps
+            metrics.gaps.observe(gap)
+            metrics.fine_gaps.observe(gap)
+            if len(mine.gaps) < MOST_GAPS:
+                mine.gaps.append(gap)
+        mine.last = now
+
+    def finished(self, reason: str, stats: RequestStats | None = None, choice: int = 0) -> None:
+        """The end of one choice; only the first one counts."""
+        mine, metrics = self.choices[choice], self.metrics
+        if mine.reason is not None:
+            return
+        mine.reason = reason if reason in FINISH_REASONS else "error"
+        metrics.success[mine.reason].inc()
+        prompt = choice // self.n
+        metrics.lengths[0].observe(self.prompts[prompt])
+        if self.generates:
+            metrics.lengths[1].observe(mine.tokens)
+        metrics.latency.observe(metrics.clock() - self.began)
+        if mine.reason in ("stop", "length"):  # also an answer of no token, when a stop token was drawn first
+            self._begin(prompt)
+        if mine.tokens > 1:
+            metrics.per_token.observe((mine.last - mine.first) / (mine.tokens - 1))
+        if stats is not None:
+            metrics.preemptions_each.observe(stats.preemptions)
+            self._timings(mine, stats)
+            if choice % self.n == 0:
+                self.cached[prompt] = stats.cached_tokens
+                metrics.prompt_tokens_cached.inc(stats.cached_tokens)
+        if all(each.reason for each in self.choices):
+            self._log()
+
+    def _timings(self, mine: _Choice, stats: RequestStats) -> None:
+        metrics = self.metrics
+        if stats.scheduled:
+            mine.queued = max(0.0, stats.scheduled - stats.arrived)
+            metrics.queue_seconds.observe(mine.queued)
+        if stats.scheduled and stats.last_token:
+            # An embedding has no first token: all of its time is its prompt's.
+            metrics.prefill_seconds.observe(max(0.0, (stats.first_token or stats.last_token) - stats.scheduled))
+            if stats.first_token:
+                metrics.decode_seconds.observe(max(0.0, stats.last_token - stats.first_token))
+            metrics.inference_seconds.observe(max(0.0, stats.last_token - stats.scheduled))
+
+    def aborted(self, cause: str) -> None:
+        """End all choices that are open, for one of ABORT_CAUSES."""
+        still_open = [i for i, choice in enumerate(self.choices) if choice.reason is None]
+        if not still_open:
+            return
+        self.cause = cause if cause in ABORT_CAUSES else "error"
+        self.metrics.aborts[self.cause].inc()
+        for choice in still_open:
+            self.finished("error" if self.cause == "error" else "abort", None, choice)
+
+    def close(self) -> None:
+        """For a `finally`: whoever leaves choices open has lost the client."""
+        self.aborted("disconnect")
+
+    def _begin(self, prompt: int) -> None:
+        if prompt not in self.begun:
+            self.begun.add(prompt)
+            self.metrics.prompt_tokens.inc(self.prompts[prompt])
+
+    def _log(self) -> None:
+        first = min((choice.first for choice in self.choices if choice.tokens), default=None)
+        gaps = [gap for choice in self.choices for gap in choice.gaps]
+        queued = [choice.queued for choice in self.choices if choice.queued is not None]
+        reasons = [choice.reason for choice in self.choices if choice.reason]
+        request_line(
+            id=self.label,
+            model=self.metrics.model,
+            prompt_tokens=sum(self.prompts),
+            cached_tokens=sum(self.cached.values()),
+            output_tokens=sum(choice.tokens for choice in self.choices),
+            queue_s=max(queued) if queued else None,
+            ttft_s=None if first is None else first - self.began,
+            itl_p50_s=median(gaps) if gaps else None,
+            seconds=self.metrics.clock() - self.began,
+            finish=",".join(dict.fromkeys(reasons)),
+            cause=self.cause,
+        )
+
+
+class _Choice:
+    """What is known of one choice."""
+
+    __slots__ = ("first", "gaps", "last", "queued", "reason", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.first = 0.0
+        self.last = 0.0
+        self.gaps = array("f")
+        self.queued: float | None = None
+        self.reason: str | None = None
+
+
+class _Share:
+    """The least time of steps over their time; older steps count less."""
+
+    __slots__ = ("least", "taken")
+
+    def __init__(self) -> None:
+        self.least = 0.0
+        self.taken = 0.0
+
+    def add(self, least: float, taken: float) -> None:
+        self.least = self.least * ROOFLINE_DECAY + least
+        self.taken = self.taken * ROOFLINE_DECAY + taken
+
+    @property
+    def value(self) -> float:
+        return self.least / self.taken
+
+
+class _Now:
+    """Families whose values are looked up at the scrape."""
+
+    def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
+        self.collect = families
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def resident_bytes(pid: int | None) -> int | None:
+    """Resident memory of a process; None where the system does not tell."""
+    if pid is None:
+        return None
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

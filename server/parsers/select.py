@@ -1,0 +1,42 @@
+"""Which scanner reads which format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from .deepseek import DeepSeek
+from .formats import BLOCKS, Formats
+from .harmony import Harmony
+from .json_objects import Hermes, Llama, Mistral, Objects
+from .parts import MessageParser, Plain, Schema
+from .qwen_coder import Coder
+from .scanner import Scanner
+
+SCANNERS: dict[str, type[Scanner]] = {
+    "hermes": Hermes,
+    "llama3_json": Llama,
+    "mistral": Mistral,
+    "mistral_v11": Mistral,
+    "qwen3_coder": Coder,
+    "deepseek_v3": DeepSeek,
+    "deepseek_v31": DeepSeek,
+    "gpt_oss": Harmony,
+    "json": Objects,
+}
+
+
+def message_parser(
+    formats: Formats, *, tools: Mapping[str, Schema], opened: bool, new_id: Callable[[], str]
+) -> MessageParser:
+    """A parser of one choice's text, in which the tokens of `markers(formats)` are to be seen.
+
+    `tools`: the functions that may be called, with the schemas of their arguments; where there are none, the marks of
+    calls are text. `opened`: the prompt ends inside of a block of reasoning. `new_id` makes the ids of calls.
+    """
+    if "gpt_oss" in formats:  # the marks of calls and reasoning are the same
+        return Harmony(tools, BLOCKS["gpt_oss"], opened=opened, new_id=new_id)
+    block = BLOCKS[formats.reasoning] if formats.reasoning else None
+    scanner = SCANNERS[formats.tools] if formats.tools and tools else Scanner
+    if scanner is Scanner and block is None:
+        return Plain()
+    return scanner(tools, block, opened=opened, new_id=new_id)

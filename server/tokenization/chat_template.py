@@ -1,0 +1,302 @@
+"""Chat messages to prompt text, by the model's own template, rendered as transformers renders it.
+
+A template comes with the model: it runs in jinja's sandbox, which keeps it away from the system. What it may cost is
+bounded by the process that this is used in, see renderer.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .generic_tools import described, renders_tools
+from .renderer import FAILED, MAX_CHARACTERS, NO_TEMPLATE, TOO_LONG, Message, TemplateError
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+PROBE = "INSTRUCTIONS"
+CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is a block like any other."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("render"), [], [], body).set_lineno(line)
+
+    def render(self, caller: Macro) -> str:
+        return caller()
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """jinja's sandbox with what chat templates expect to find."""
+
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: now().strftime(form)
+        del self.globals["lipsum"]
+
+
+class ChatTemplate:
+    """One compiled template, and how it wants its messages."""
+
+    def __init__(self, source: str, environment: Environment) -> None:
+        try:
+            tree = environment.parse(source)
+            content = _Content(tree)
+            self._template = environment.from_string(tree)
+        except MemoryError:
+            raise
+        except Exception as error:  # also what Python says of the code that jinja makes: too deep, too large
+            line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise TemplateError(f"The model's chat template has a syntax error{line}.") from error
+        self.loops_over_content = content.is_looped_over()
+        self.tests_content = content.is_tested()
+        self.knows_tools = renders_tools(source)
+        self.knows_developer = any(const.value == "developer" for const in tree.find_all(nodes.Const))
+        self.takes_system: bool | None = None  # None: nobody has tried
+
+    def render(self, variables: dict[str, Any], limit: int) -> str:
+        """The text, at most `limit` characters."""
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._template.generate(variables):
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise TemplateError(TOO_LONG)
+        except (TemplateError, MemoryError):
+            raise
+        except Exception as error:  # whatever a template does wrong: undefined names, types, the sandbox's refusals
+            raise TemplateError(FAILED) from error
+        return "".join(parts)
+
+
+class ChatTemplates:
+    """A model's chat templates: `default`, perhaps `tool_use`; each compiled when first used."""
+
+    def __init__(
+        self,
+        templates: dict[str, str],
+        special_tokens: dict[str, str],
+        *,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._sources = templates
+        self._special_tokens = special_tokens
+        self._environment = Environment(now)
+        self._compiled: dict[str, ChatTemplate] = {}  # by name, so never more than the model has
+
+    def get(self, name: str = "default") -> ChatTemplate:
+        """A template by name, or the only one there is; raises TemplateError when it is missing or broken."""
+        if not self._sources:
+            raise TemplateError(NO_TEMPLATE)
+        if name not in self._sources:
+            name = "default" if "default" in self._sources else next(iter(self._sources))
+        if name not in self._compiled:
+            self._compiled[name] = ChatTemplate(self._sources[name], self._environment)
+        return self._compiled[name]
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        limit: int = MAX_CHARACTERS,
+    ) -> str:
+        """The prompt's text for messages as they are on the wire; raises TemplateError."""
+        template = self.get("tool_use" if tools else "default")
+        if not messages:
+            raise TemplateError("There are no messages.")
+        if not template.knows_tools:
+            messages = described(messages, tools, takes_system=self._takes_system(template))
+            tools = None
+        if add_generation_prompt and continue_final_message:
+            raise TemplateError("add_generation_prompt and continue_final_message exclude each other.")
+        chat = prepare(messages, template)
+        variables = {
+            **self._special_tokens,
+            "messages": chat,
+            "tools": tools or None,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        own = template_kwargs or {}
+        if clash := sorted(own.keys() & variables.keys()):
+            raise TemplateError(f"chat_template_kwargs cannot set {clash[0]}.")
+        variables |= own
+        if not continue_final_message:
+            return template.render(variables, limit)
+        final = _mark_end(chat)
+        return _cut_at_mark(template.render(variables, limit), final)
+
+    def _takes_system(self, template: ChatTemplate) -> bool:
+        """Whether the template writes system messages into the prompt: some refuse them, some leave them out."""
+        if template.takes_system is None:
+            chat = [{"role": "system", "content": PROBE}, {"role": "user", "content": "-"}]
+            variables = {**self._special_tokens, "messages": prepare(chat, template), "add_generation_prompt": True}
+            try:
+                template.takes_system = PROBE in template.render(variables, MAX_CHARACTERS)
+            except TemplateError:
+                template.takes_system = False
+        return template.takes_system
+
+
+def prepare(messages: list[Message], template: ChatTemplate) -> list[Message]:
+    """Copies of the messages in the form that the template wants; raises TemplateError."""
+    return _merge_instructions([_prepare(i, message, template) for i, message in enumerate(messages)], template)
+
+
+def _prepare(index: int, message: Message, template: ChatTemplate) -> Message:
+    # Many templates write "None" for a key that is there without a value.
+    message = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
+    content = message.get("content", "")
+    if isinstance(content, list):
+        if not all(_is_text(part) for part in content):
+            raise TemplateError(f"messages[{index}].content holds a part that is not text.")
+        if not template.loops_over_content:
+            content = "\n".join(part["text"] for part in content)
+        else:
+            content = [dict(part) for part in content]
+    elif template.loops_over_content and not template.tests_content:
+        content = [{"type": "text", "text": content}] if content else []
+    message["content"] = content
+    if "tool_calls" in message:
+        message["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
+    # The name that most templates read, and the one that gpt-oss's does.
+    reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as templates expect, and not the JSON text of the wire.
+
+    What is no object, such as a call that was cut off, stays text: the conversation can go on with it.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _merge_instructions(messages: list[Message], template: ChatTemplate) -> list[Message]:
+    """All system and developer messages as one, the first: few templates take a later one, and some drop it."""
+    own = [message for message in messages if message.get("role") in ("system", "developer")]
+    if not own:
+        return messages
+    first = dict(own[0])
+    if first["role"] == "developer" and not template.knows_developer:
+        first["role"] = "system"
+    contents = [message["content"] for message in own]
+    if any(isinstance(content, list) for content in contents):
+        first["content"] = [
+            part
+            for content in contents
+            for part in (content if isinstance(content, list) else [{"type": "text", "text": content}])
+        ]
+    else:
+        first["content"] = "\n\n".join(content for content in contents if content)
+    return [first, *(message for message in messages if message.get("role") not in ("system", "developer"))]
+
+
+def _mark_end(chat: list[Message]) -> str:
+    """Put a mark behind the last message's text, where the rendered prompt is to be cut; returns the text."""
+    content = chat[-1]["content"]
+    if isinstance(content, list):
+        if not content:
+            content.append({"type": "text", "text": ""})
+        text = content[-1]["text"]
+        content[-1]["text"] = text + CONTINUE_HERE
+    else:
+        text = content
+        chat[-1]["content"] = text + CONTINUE_HERE
+    return text
+
+
+def _cut_at_mark(prompt: str, final: str) -> str:
+    mark = CONTINUE_HERE.strip()
+    if final.strip() not in prompt or mark not in prompt:
+        raise TemplateError("The model's chat template does not keep the final message, so it cannot be continued.")
+    at = prompt.rindex(mark)
+    # Where the template trims a message's end, its own spacing before the mark goes with it.
+    return prompt[:at] if prompt.startswith(CONTINUE_HERE, at) else prompt[:at].rstrip()
+
+
+class _Content:
+    """What a template does with the content of messages."""
+
+    _TRANSPARENT = frozenset(("list", "reverse", "sort", "selectattr", "rejectattr"))
+
+    def __init__(self, tree: nodes.Template) -> None:
+        self._tree = tree
+        self._names = {"content"}  # what macros call it
+        for assign in tree.find_all(nodes.Assign):
+            if isinstance(assign.target, nodes.Name) and self._is(assign.node):
+                self._names.add(assign.target.name)
+
+    def is_looped_over(self) -> bool:
+        return any(self._is(loop.iter) for loop in self._tree.find_all(nodes.For))
+
+    def is_tested(self) -> bool:
+        kinds = ("string", "iterable", "sequence", "mapping")
+        return any(test.name in kinds and self._is(test.node) for test in self._tree.find_all(nodes.Test))
+
+    def _is(self, node: nodes.Node | None) -> bool:
+        match node:
+            case nodes.Filter():
+                return node.name in self._TRANSPARENT and self._is(node.node)
+            case nodes.CondExpr():
+                return self._is(node.expr1) or self._is(node.expr2)
+            case nodes.Getattr():
+                return node.attr == "content"
+            case nodes.Getitem():
+                return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+            case nodes.Name():
+                return node.name in self._names
+        return False
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes HTML, which would reach the model.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(str(message)[:1000])

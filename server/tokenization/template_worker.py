@@ -1,0 +1,66 @@
+"""`python -m server.tokenization.template_worker FD PARENT`: renders chat templates within the kernel's bounds.
+
+Renderer starts it. It gets the templates and then requests over its socket, as JSON, and sends a reply to each request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import socket
+from typing import Any, BinaryIO
+
+from engine import begin_child
+
+from .chat_template import ChatTemplates
+from .renderer import EXHAUSTED, FAILED, MAX_BYTES, REFUSED, RENDERED, REPLY, REQUEST, TOO_LARGE, TemplateError
+
+
+def main() -> None:
+    # Ctrl-C and a supervisor's SIGTERM reach the whole group; requests are rendered until the server has drained.
+    fd, _ = begin_child(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # The default action ends the process, also where it never gets back from C code to Python.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or this is macOS, which has none
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+    with socket.socket(fileno=fd) as sock, contextlib.suppress(EOFError, OSError):  # the server has gone
+        requests = sock.makefile("rb")
+        sources, special_tokens, seconds = received(requests)
+        templates = ChatTemplates(sources, special_tokens)
+        while True:
+            request = received(requests)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            kind, text = reply(templates, *request)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            sock.sendall(REPLY.pack(kind, len(text)) + text)
+
+
+def received(requests: BinaryIO) -> Any:
+    """Return what the server has sent next. Raises EOFError when it has gone."""
+    head = requests.read(REQUEST.size)
+    if len(head) < REQUEST.size:
+        raise EOFError
+    return json.loads(requests.read(*REQUEST.unpack(head)))
+
+
+def reply(templates: ChatTemplates, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Return the kind and the text of the reply to a request: a method of ChatTemplates and its arguments."""
+    try:
+        result = getattr(templates, method)(*args, **options)
+        return RENDERED, result.encode() if isinstance(result, str) else b""
+    except TemplateError as error:
+        return REFUSED, str(error).encode(errors="replace")
+    except UnicodeEncodeError:  # a lone surrogate, which only the template can have written
+        return REFUSED, FAILED.encode()
+    except MemoryError:
+        return EXHAUSTED, TOO_LARGE.encode()
+    except Exception:  # its text and its traceback could hold what users wrote
+        return REFUSED, FAILED.encode()
+
+
+if __name__ == "__main__":
+    main()

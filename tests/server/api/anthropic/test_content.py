@@ -1,0 +1,134 @@
+"""Messages in Anthropic's form: the prompt that a conversation becomes, and the count of its tokens."""
+
+import pytest
+
+from server.api.anthropic.request import MessagesRequest
+from tests.fakes import INFO
+from tests.server.api.anthropic.wire import ASKED, COUNT, LOOK, QUESTION, answer, make_folder, prompt
+from tests.server.wire import ask
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "fake")
+
+
+def test_the_conversation_reaches_the_template_as_turns(folder):
+    conversation = [
+        {"role": "user", "content": [{"type": "text", "text": "look"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "far?", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "I do", "citations": None},
+                {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"far": True}},
+                {"type": "tool_use", "id": "toolu_2", "name": "look", "input": {}, "caller": {"type": "direct"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "a ship"}]},
+                {"type": "tool_result", "tool_use_id": "toolu_2", "content": "fog", "is_error": True},
+                {"type": "text", "text": "and?"},
+                {"type": "tool_result", "tool_use_id": "toolu_3"},
+            ],
+        },
+        {"role": "user", "content": "well"},
+    ]
+    assert prompt(folder, system="brief", messages=conversation) == (
+        'system: brief; user: look; assistant: (far?)I dolook{"far": true}toolu_1look{}toolu_2; tool look: a ship; '
+        "tool look: Error: fog; user: and?; tool: ; user: well; assistant: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({}, "Error"),
+        ({"content": ""}, "Error"),
+        ({"content": []}, "Error"),
+        ({"content": [{"type": "text", "text": ""}]}, "Error"),
+        ({"content": "fog"}, "Error: fog"),
+        ({"content": [{"type": "text", "text": "fog"}, {"type": "text", "text": "ice"}]}, "Error: fog\nice"),
+    ],
+)
+def test_an_error_is_told_also_where_it_has_no_content(folder, content, told):
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True, **content}
+    assert prompt(folder, messages=[{"role": "user", "content": [result]}]) == f"tool: {told}; assistant: "
+
+
+def test_neighbouring_messages_of_one_role_are_one_turn(folder):
+    two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert prompt(folder, messages=two) == "user: a\nb; assistant: "
+
+
+def test_a_late_system_message_stays_where_it_is(folder):
+    late = [*QUESTION, {"role": "system", "content": "9 left"}]
+    told = prompt(folder, messages=late)
+    assert told == "user: the sea\n<system-reminder>\n9 left\n</system-reminder>; assistant: "
+    assert told.startswith(prompt(folder).removesuffix("; assistant: "))
+
+
+def test_the_answer_goes_on_with_a_last_message_of_the_assistant(folder):
+    begun = [*QUESTION, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    assert prompt(folder, messages=begun) == "user: the sea; assistant: It is"
+
+
+def test_an_accounting_header_is_no_part_of_the_prompt(folder):
+    def told(cch):
+        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={cch};"}
+        return prompt(folder, system=[header, {"type": "text", "text": "brief"}])
+
+    assert told("aa") == told("bb") == prompt(folder, system="brief")
+
+
+def test_thinking_and_effort_are_told_to_the_template(folder):
+    assert prompt(folder).startswith("user"), "without a word about thinking there is none, as Anthropic has it"
+    assert prompt(folder, thinking={"type": "disabled"}).startswith("user")
+    assert prompt(folder, thinking={"type": "adaptive"}).startswith("pensive user")
+    enabled = MessagesRequest.model_validate({**ASKED, "thinking": {"type": "enabled", "budget_tokens": 2000}})
+    assert enabled.render_options["template_kwargs"] == {"enable_thinking": True, "thinking": True}
+    assert enabled.thinking_budget == ("thinking.budget_tokens", 2000)
+    assert prompt(folder, output_config={"effort": "max"}).startswith("maxuser")
+
+
+def test_tools_and_the_choice_among_them(folder):
+    other = {**LOOK, "name": "listen"}
+    asked = MessagesRequest.model_validate({**ASKED, "tools": [LOOK, other]})
+    assert [tool.name for tool in asked.calling.tools] == ["look", "listen"]
+    assert asked.calling.tools[1].field == "tools[1].input_schema"
+
+    def calling(**choice):
+        return MessagesRequest.model_validate({**ASKED, "tools": [LOOK, other], "tool_choice": choice}).calling
+
+    assert (calling(type="auto").is_required, calling(type="any").is_required) == (False, True)
+    assert not calling(type="any", disable_parallel_tool_use=True).is_parallel
+    named = calling(type="tool", name="listen")
+    assert [tool.name for tool in named.tools] == ["listen"]
+    assert [tool.name for tool in named.in_prompt] == ["look", "listen"]
+    assert named.is_required
+    assert calling(type="none") is None
+    assert prompt(folder, tools=[LOOK, other]).startswith("<tool_call>look <tool_call>listen user")
+    assert prompt(folder, tools=[LOOK], tool_choice={"type": "none"}) == prompt(folder)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"system": "brief", "tools": [LOOK]},
+        {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+        {"messages": [*QUESTION, {"role": "assistant", "content": "It"}]},
+    ],
+)
+def test_counted_tokens_are_those_of_the_answers_usage(folder, more):
+    body = {key: value for key, value in {**ASKED, **more}.items() if key != "max_tokens"}
+    counted = ask(folder, COUNT, body).json()
+    assert counted == {"input_tokens": answer(folder, "a", **more)["usage"]["input_tokens"]}
+
+
+def test_what_does_not_fit_can_be_counted(folder):
+    long = [{"role": "user", "content": "sea " * 600}]
+    assert ask(folder, COUNT, {"messages": long}).json()["input_tokens"] > INFO.max_len

@@ -1,0 +1,29 @@
+"""Telling values for every field of every request, a module per API.
+
+EFFECTS: path -> field -> what asserts its effect on an Endpoint; LABELS: field -> a value that must change nothing;
+SDK_TYPES: path -> the SDKs' types of its requests, whose fields the server must know, but for HEADERS; KNOWN: path ->
+fields that clients know beside them; ENDPOINTS: path -> the Endpoint that reads its answers, where they are not
+OpenAI's.
+"""
+
+from tests.server.api.effects import chat, completions, embeddings, messages, responses, tokens
+
+MODULES = (chat, completions, embeddings, messages, responses, tokens)
+EFFECTS = {path: fields for module in MODULES for path, fields in module.EFFECTS.items()}
+KNOWN = {path: names for module in MODULES for path, names in getattr(module, "KNOWN", {}).items()}
+ENDPOINTS = {path: kind for module in MODULES for path, kind in getattr(module, "ENDPOINTS", {}).items()}
+SDK_TYPES = {path: types for module in MODULES for path, types in getattr(module, "SDK_TYPES", {}).items()}
+HEADERS = messages.HEADERS
+LABELS = {
+    **responses.LABELS,
+    **messages.LABELS,
+    **chat.LABELS,
+    "user": "Ann",
+    "metadata": {"a": "b"},
+    "safety_identifier": "s",
+    "service_tier": "auto",
+    "prompt_cache_key": "k",
+    "session_id": "1",
+    "store": False,
+    "stream_options.include_obfuscation": True,
+}

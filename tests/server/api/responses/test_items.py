@@ -1,0 +1,183 @@
+"""Responses: the input and what it becomes, and what is wrong with a body."""
+
+import json
+
+import pytest
+
+from server.api.responses.items import as_turns
+from tests.fakes import FakeEngine
+from tests.server.api.responses.wire import WEATHER, make_folder, prompts, respond
+from tests.server.wire import RESPONSES, ask, run, saying
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "fake")
+
+
+def refusal(folder, **body):
+    response = ask(folder, RESPONSES, {"input": "the sea", **body})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    return error["param"], error["code"]
+
+
+def test_a_text_is_the_users_message(folder):
+    assert prompts(folder, {"input": "the sea"}) == "user: the sea\nassistant: "
+    assert prompts(folder, {"input": "the sea", "instructions": "Sing."}).startswith("system: Sing.\n")
+
+
+def test_items_become_messages_in_their_order(folder):
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Sing"}, {"type": "input_text", "text": "!"}]},
+        {"type": "message", "role": "user", "content": "the sea"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "content": [{"type": "output_text", "text": "the ship", "annotations": []}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"place": "Nantucket"}'},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": '{"place": "Hull"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "wind"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ]  # fmt: skip
+    assert prompts(folder, {"input": items}) == (
+        "system: Sing\n!\nuser: the sea\nassistant: the ship\ntool: wind\n"
+        "tool: rain\nassistant: no\nassistant: <think>hm</think>[weather Nantucket][weather Hull]"
+    )
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        {"type": "message", "role": "user", "content": "and?"},
+        {"type": "message", "role": "developer", "content": "Sing."},
+        {"type": "function_call_output", "call_id": "c1", "output": "wind"},
+    ],
+    ids=["user", "developer", "output"],
+)
+def test_a_thought_that_was_cut_off_does_not_move_to_a_later_answer(between):
+    thoughts = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("hm", "so")]
+    said = {"type": "message", "role": "assistant", "content": "the ship"}
+    turns = as_turns([*thoughts, between, said])
+    assert turns[0] == {"role": "assistant", "content": "", "reasoning_content": "hm\nso"}
+    assert turns[2] == {"role": "assistant", "content": "the ship"}
+    [_, _, later] = as_turns([thoughts[0], between, thoughts[1], said])
+    assert later == {"role": "assistant", "content": "the ship", "reasoning_content": "so"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": None}, "input"),
+        ({"input": [{"role": "captain", "content": "a"}]}, "input.0.role"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+         "input.0.content.0.type"),
+        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input.0.type"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input.0.encrypted_content"),
+        ({"input": [{"id": "msg_none"}]}, "input.0.id"),
+        ({"input": [{"role": "user", "content": "a"}] * 4097}, "input"),
+        ({"input": "sea " * 2000}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": -2}, "max_output_tokens"),
+        ({"include": ["everything"]}, "include.0"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"tools": [{"type": "telepathy"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "sea", "tools": [WEATHER]}, {**WEATHER, "name": "sea__weather"}]},
+         "tools"),
+        ({"tools": [{"type": "namespace", "name": "sea", "tools": [{"type": "captain", "name": "a"}]}]},
+         "tools.0.tools.0.type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "clock"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "background"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "structured_outputs"),
+        ({"max_tokens": 5}, "max_tokens"),
+    ],
+    ids=lambda case: str(case)[:50],
+)  # fmt: skip
+def test_what_is_wrong_is_named(folder, body, param):
+    assert refusal(folder, **body)[0] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"truncation": "disabled"}, {"reasoning": {"summary": "auto", "effort": "medium"}}, {"include": []},
+        {"truncation": "auto"}, {"reasoning": {"summary": "detailed", "effort": "high"}},
+        {"text": {"verbosity": "high"}},
+        {"include": ["message.input_image.image_url"]}, {"max_output_tokens": 10_000}, {"max_output_tokens": -1},
+        {"tools": [{"type": "file_search", "vector_store_ids": ["x"]}, {"type": "custom", "name": "patch"}]},
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+        {"include": ["reasoning.encrypted_content"]},
+        {"text": {"format": {"type": "text"}, "verbosity": "medium"}}, {"tool_choice": "auto"}, {"background": False},
+        {"metadata": None}, {"service_tier": "auto"}, {"store": None}, {"max_tool_calls": 1}, {"conversation": None},
+        {"input": [{"type": "message", "role": "user", "content": [], "phase": None}]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_asks_for_nothing_passes(folder, body):
+    respond(folder, **body)
+
+
+def test_the_length_of_a_prompt_is_told_without_an_answer(folder):
+    body = {"model": "fake", "input": "the sea", "instructions": "Sing."}
+    engine = FakeEngine(saying("a"))
+
+    async def use(client):
+        first = (await client.post(RESPONSES, json=body)).json()
+        asked = {**body, "input": "and?", "previous_response_id": first["id"]}
+        made = (await client.post(RESPONSES, json=asked)).json()
+        counted = await client.post(f"{RESPONSES}/input_tokens", json=asked)
+        wrong = await client.post(f"{RESPONSES}/input_tokens", json={**asked, "input": []})
+        return made, counted, wrong
+
+    made, counted, wrong = run(folder, use, engine)
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input")
+    assert len(engine.requests) == 2
+
+
+def test_conversations_are_not_compacted(folder):
+    async def use(client):
+        return await client.post(f"{RESPONSES}/compact", json={"model": "fake", "input": "the sea"})
+
+    response = run(folder, use)
+    assert response.status_code == 404
+    assert "compact" in response.json()["error"]["message"]
+
+
+def test_functions_of_a_group_have_its_name_before_theirs(folder):
+    group = {"type": "namespace", "name": "sea", "tools": [WEATHER, {"type": "custom", "name": "patch"}]}
+    body = {"input": "How is it?", "tools": [group, {"type": "web_search"}]}
+    call = '<tool_call>\n{"name": "sea__weather", "arguments": {"place": "Hull"}}\n</tool_call>'
+    engine = FakeEngine(saying(call))
+    answer = ask(folder, RESPONSES, body, engine).json()
+    [item] = answer["output"]
+    assert (item["namespace"], item["name"], json.loads(item["arguments"])) == ("sea", "weather", {"place": "Hull"})
+    assert [tool["type"] for tool in answer["tools"]] == ["namespace", "web_search"], "as they came"
+    again = [item, {"type": "function_call_output", "call_id": item["call_id"], "output": "fog"}]
+    assert "[sea__weather Hull]" in prompts(folder, {**body, "input": again})
+
+
+def test_the_response_tells_its_penalties(folder):
+    answer = ask(folder, RESPONSES, {"input": "a", "presence_penalty": 0.5}, FakeEngine(saying("a"))).json()
+    assert (answer["presence_penalty"], answer["frequency_penalty"]) == (0.5, 0.0)

@@ -1,0 +1,354 @@
+"""Responses that are stored: gone on with, got, listed, deleted, and seen by their key alone."""
+
+import asyncio
+import threading
+
+import msgspec
+import openai
+import pytest
+
+from server.api.responses import routes
+from server.api.responses.store import Record
+from tests.fakes import FakeEngine, listening, serving, until
+from tests.server.api.responses.stores import Faulty, written
+from tests.server.api.responses.wire import CALL, WEATHER, make_folder, prompts
+from tests.server.wire import LIBRARY, RESPONSES, run, saying
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "fake")
+
+
+def test_a_conversation_goes_on_whole_but_without_its_instructions(folder):
+    told = prompts(
+        folder,
+        {"input": "the sea", "instructions": "Sing."},
+        {"input": "the ship"},
+        {"input": "the end", "instructions": "Talk."},
+    )
+    assert told == (
+        "system: Talk.\nuser: the sea\nassistant: the whale\nuser: the ship\n"
+        "assistant: the whale\nuser: the end\nassistant: "
+    )
+
+
+def test_calls_go_on_with_their_outputs(folder):
+    async def main():
+        engine = FakeEngine(saying(f"<think>hm</think>{CALL}", "It is windy."))
+        async with serving(folder, engine) as (_, app), listening(app) as url:
+            sdk = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+            first = await sdk.responses.create(model="fake", input="the weather?", tools=[WEATHER])
+            call = next(item for item in first.output if item.type == "function_call")
+            output = {"type": "function_call_output", "call_id": call.call_id, "output": "wind"}
+            last = await sdk.responses.create(
+                model="fake", input=[output], previous_response_id=first.id, tools=[WEATHER]
+            )
+            assert last.output_text == "It is windy."
+            told = LIBRARY.decode(engine.requests[-1].prompt_ids)
+            assert "<think>hm</think>[weather Nantucket]" in told
+            assert "tool: wind" in told
+            # The same by sending everything again, and by references.
+            again = [{"role": "user", "content": "the weather?"}, *first.output, output]
+            await sdk.responses.create(model="fake", input=again, tools=[WEATHER], store=False)
+            assert LIBRARY.decode(engine.requests[-1].prompt_ids) == told
+            named = [{"type": "item_reference", "id": item.id} for item in first.output]
+            await sdk.responses.create(model="fake", input=[again[0], *named, output], tools=[WEATHER])
+            assert LIBRARY.decode(engine.requests[-1].prompt_ids) == told
+
+    asyncio.run(main())
+
+
+def test_a_conversation_has_a_bound_also_where_it_is_only_referred_to(folder):
+    async def use(client):
+        made = (await client.post(RESPONSES, json={"input": "the sea " * 100})).json()
+        item = {"type": "item_reference", "id": routes.item_id("msg", made["id"], 0)}
+        for body in (
+            {"input": [item] * 4096, "previous_response_id": made["id"]},  # too many items
+            {"input": [item] * 4000},  # too much text
+            {"input": [item, {"type": "item_reference", "id": item["id"][:-1] + "f"}]},
+        ):
+            answer = await client.post(RESPONSES, json=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"].startswith("input")
+
+    run(folder, use, FakeEngine(saying("the whale")))
+
+
+def test_a_call_that_was_cut_off_is_not_gone_on_with(folder):
+    async def use(client):
+        first = (await client.post(RESPONSES, json={"input": "a", "tools": [WEATHER], "max_output_tokens": 40})).json()
+        assert first["output"][-1]["type"] == "function_call"
+        assert first["output"][-1]["status"] == "incomplete"
+        body = {"input": "b", "previous_response_id": first["id"]}
+        assert (await client.post(RESPONSES, json=body)).status_code == 200
+
+    run(folder, use, FakeEngine(saying(CALL)))
+
+
+def test_a_stored_response_is_got_and_deleted(folder):
+    async def use(client):
+        made = await client.post(RESPONSES, json={"input": "the sea"})
+        path = f"{RESPONSES}/{made.json()['id']}"
+        assert (await client.get(path)).json() == made.json()
+        assert (await client.get(path, params={"stream": "true"})).json()["error"]["param"] == "stream"
+        assert (await client.get(path, params={"colour": "red"})).json()["error"]["param"] == "colour"
+        gone = {"id": made.json()["id"], "object": "response", "deleted": True}
+        assert (await client.delete(path)).json() == gone
+        for answer in (await client.get(path), await client.delete(path), await client.post(f"{path}/cancel")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+        body = {"input": "a", "previous_response_id": made.json()["id"]}
+        error = (await client.post(RESPONSES, json=body)).json()["error"]
+        assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+
+    run(folder, use, FakeEngine(saying("the whale")))
+
+
+def test_what_is_not_to_be_stored_is_not(folder):
+    async def use(client):
+        made = (await client.post(RESPONSES, json={"input": "the sea", "store": False})).json()
+        assert made["store"] is False
+        assert (await client.get(f"{RESPONSES}/{made['id']}")).status_code == 404
+        body = {"input": "a", "previous_response_id": made["id"]}
+        assert (await client.post(RESPONSES, json=body)).json()["error"]["param"] == "previous_response_id"
+
+    run(folder, use, FakeEngine(saying("the whale")))
+
+
+def test_a_response_belongs_to_the_key_that_made_it(folder):
+    async def use(client):
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in ("a", "b"))
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True}, headers=mine)).json()
+        path = f"{RESPONSES}/{made['id']}"
+        for method, where in [
+            ("GET", path),
+            ("DELETE", path),
+            ("POST", f"{path}/cancel"),
+            ("GET", f"{path}/input_items"),
+        ]:
+            assert (await client.request(method, where, headers=other)).status_code == 404
+            assert (await client.request(method, where)).status_code == 401
+        item = {"type": "item_reference", "id": routes.item_id("msg", made["id"], 0)}
+        for body in ({"input": "a", "previous_response_id": made["id"]}, {"input": [item]}):
+            assert (await client.post(RESPONSES, json=body, headers=other)).status_code == 400
+        assert (await client.get(path, headers=mine)).status_code == 200
+        assert (await client.post(RESPONSES, json={"input": [item]}, headers=mine)).status_code == 200
+
+    run(folder, use, FakeEngine(saying("the whale")), api_key=["a", "b"])
+
+
+def test_input_items_come_in_pages(folder):
+    async def use(client):
+        first = (await client.post(RESPONSES, json={"input": "the sea"})).json()
+        body = {"input": [{"role": "user", "content": "b"}], "previous_response_id": first["id"]}
+        path = f"{RESPONSES}/{(await client.post(RESPONSES, json=body)).json()['id']}/input_items"
+
+        async def page(**params):
+            return (await client.get(path, params=params)).json()
+
+        def texts(page):
+            return [item["content"][0]["text"] for item in page["data"]]
+
+        assert texts(await page(order="asc")) == ["the sea", "the whale", "b"]
+        newest = await page(limit=2)
+        assert (texts(newest), newest["has_more"]) == (["b", "the whale"], True)
+        assert (newest["first_id"], newest["last_id"]) == tuple(item["id"] for item in newest["data"])
+        rest = await page(after=newest["last_id"])
+        assert (texts(rest), rest["has_more"]) == (["the sea"], False)
+        wrong = {"limit": 0, "order": "x", "after": "y"}
+        assert [(await page(**{name: value}))["error"]["param"] for name, value in wrong.items()] == [*wrong]
+
+    run(folder, use, FakeEngine(saying("the whale")))
+
+
+def long_record(count=20):
+    """A stored response whose conversation is 30 MB of JSON and few tokens."""
+    entry = {"token": "the whale" * 30, "logprob": -0.123456, "bytes": [], "top_logprobs": []}
+    part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": [entry] * (100_000 // count)}
+    message = {"type": "message", "role": "assistant", "content": [part]}
+    items = [{"id": f"msg_{'0' * 32}{i:04x}", **message} for i in range(count)]
+    answer = {"status": "completed", "background": True, "output": []}
+    data = msgspec.json.encode(items)
+    assert len(data) > 30 << 20
+    return Record(f"resp_{'0' * 32}", "", False, msgspec.json.encode(answer), data), items
+
+
+def test_the_event_loop_turns_while_a_long_conversation_is_decoded(folder, monkeypatch):
+    stored, items = long_record()
+    seen = {}
+    sizes = []
+
+    async def main():
+        turns, loop_thread = 0, threading.get_ident()
+
+        async def count():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        def watch(name):
+            work = getattr(routes, name)
+
+            def watched(*args):
+                before = turns
+                result = work(*args)
+                seen.setdefault(name, []).append((threading.get_ident() == loop_thread, turns - before))
+                return result
+
+            monkeypatch.setattr(routes, name, watched)
+
+        def unpack(data):
+            sizes.append(len(bytes(data)))
+            return msgspec.json.decode(data)
+
+        monkeypatch.setattr(routes, "unpacked", unpack)
+        for name in ("page_of", "all_items", "is_background"):
+            watch(name)
+        async with serving(folder, FakeEngine(saying("the whale")), max_stored_bytes="1GiB") as (client, app):
+            app.state.pequod.store.put(stored)
+            counter = asyncio.create_task(count())
+            path = f"{RESPONSES}/{stored.id}"
+            page = await client.get(f"{path}/input_items", params={"order": "asc"})
+            body = {"input": "b", "previous_response_id": stored.id}
+            assert (await client.post(RESPONSES, json=body)).status_code == 200
+            reference = {"type": "item_reference", "id": items[-1]["id"]}
+            assert (await client.post(RESPONSES, json={"input": [reference]})).status_code == 200
+            assert (await client.post(f"{path}/cancel")).status_code == 200
+            counter.cancel()
+        assert msgspec.json.decode(page.content)["data"] == items
+
+    asyncio.run(main())
+    assert {name: len(calls) for name, calls in seen.items()} == {"page_of": 1, "all_items": 2, "is_background": 1}
+    for calls in seen.values():
+        assert not any(on_loop for on_loop, _ in calls)
+    assert all(turns > 0 for name in ("page_of", "all_items") for _, turns in seen[name])
+    assert max(sizes) < len(stored.items) / 15, "msgspec holds the interpreter's lock as long as a call takes"
+
+
+def test_a_page_decodes_its_own_items_alone(monkeypatch):
+    stored, items = long_record(count=100)
+    decoded = []
+
+    def unpack(data):
+        decoded.append(msgspec.json.decode(data))
+        return decoded[-1]
+
+    monkeypatch.setattr(routes, "unpacked", unpack)
+    page = msgspec.json.decode(routes.page_of(stored.items, 2, "desc", items[50]["id"]))
+    assert [item["id"] for item in page["data"]] == [items[49]["id"], items[48]["id"]]
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (items[49]["id"], items[48]["id"], True)
+    assert len(decoded) == 2
+    last = msgspec.json.decode(routes.page_of(stored.items, 5, "asc", items[-1]["id"]))
+    assert last == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", ""), ("GET", "/ID"), ("POST", "/ID/cancel"), ("DELETE", "/ID"), ("GET", "/ID/input_items")],
+)
+def test_unknown_parameters_of_the_query_are_refused(folder, method, path):
+    async def use(client):
+        id = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
+        url = RESPONSES + path.replace("ID", id)
+        body = None if path else {"input": "the sea"}
+        response = await client.request(method, url, params={"colour": "blue"}, json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("colour", "unknown_parameter")
+        assert (await client.get(f"{RESPONSES}/{id}")).status_code == 200, "nothing has been done"
+        keyless = await client.request(method, url, params={"colour": "blue"}, json=body, headers={"authorization": ""})
+        assert keyless.status_code == 401
+
+    async def with_key(client):
+        client.headers["authorization"] = "Bearer key-1"
+        await use(client)
+
+    run(folder, with_key, FakeEngine(saying("the whale")), api_key=["key-1"])
+
+
+def test_the_store_is_bounded(folder):
+    async def use(client):
+        made = [(await client.post(RESPONSES, json={"input": "the sea"})).json()["id"] for _ in range(4)]
+        found = [(await client.get(f"{RESPONSES}/{id}")).status_code for id in made]
+        assert found == [404, 404, 200, 200]
+
+    run(folder, use, FakeEngine(saying("the whale")), max_stored_responses=2)
+
+
+def test_one_key_cannot_drive_out_the_responses_of_another(folder):
+    async def use(client):
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in ("a", "b"))
+
+        async def make(headers):
+            return (await client.post(RESPONSES, json={"input": "the sea"}, headers=headers)).json()["id"]
+
+        kept = await make(mine)
+        made = [await make(other) for _ in range(6)]
+        statuses = [(await client.get(f"{RESPONSES}/{id}", headers=other)).status_code for id in made]
+        assert statuses == [404] * 4 + [200] * 2
+        assert (await client.get(f"{RESPONSES}/{kept}", headers=mine)).status_code == 200
+
+    run(folder, use, FakeEngine(saying("the whale")), api_key=["a", "b"], max_stored_responses=3)
+
+
+def test_a_deletion_that_a_full_disk_refuses_is_a_503_until_it_is_done(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 0.01)
+    path = tmp_path / "responses.db"
+
+    async def use(client):
+        store = client._transport.app.state.pequod.store
+        disk = Faulty(store)
+        made = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
+        await written(store)
+        disk.is_full = True
+        for _ in range(2):
+            answer = await client.delete(f"{RESPONSES}/{made}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_failed")
+            assert "retry-after" in answer.headers
+            assert (await client.get(f"{RESPONSES}/{made}")).status_code == 404
+        disk.is_full = False
+        await until(lambda: store._num_pending() == (0, 0))
+        assert (await client.delete(f"{RESPONSES}/{made}")).status_code == 404
+        return made
+
+    made = run(folder, use, FakeEngine(saying("the whale")), response_store=path)
+    assert run(folder, lambda client: client.get(f"{RESPONSES}/{made}"), response_store=path).status_code == 404
+
+
+def test_a_background_response_leaves_no_earlier_version(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
+    path = tmp_path / "responses.db"
+    engine = FakeEngine(saying("the whale"))
+
+    async def use(client):
+        store = client._transport.app.state.pequod.store
+        engine.hold()
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()["id"]
+        await written(store)
+        Faulty(store).is_full = True
+        engine.let_go()
+        await until(lambda: made in store._changes and not store._changes[made].record.is_open)
+        for _ in range(2):  # they drive it out of memory
+            assert (await client.post(RESPONSES, json={"input": "a"})).status_code == 200
+        assert (await client.get(f"{RESPONSES}/{made}")).status_code == 404
+        assert store._num_pending() == (2, 1)
+
+    run(folder, use, engine, response_store=path, max_stored_responses=2)
+
+
+def test_a_file_keeps_responses_over_a_restart(folder, tmp_path):
+    path = tmp_path / "responses.db"
+    engine = FakeEngine(saying("the whale"))
+
+    async def make(client):
+        return (await client.post(RESPONSES, json={"input": "the sea"})).json()
+
+    async def go_on(client):
+        assert (await client.get(f"{RESPONSES}/{made['id']}")).json() == made
+        body = {"input": "more", "previous_response_id": made["id"]}
+        assert (await client.post(RESPONSES, json=body)).status_code == 200
+
+    made = run(folder, make, response_store=path)
+    run(folder, go_on, engine, response_store=path)
+    assert "the sea" in LIBRARY.decode(engine.requests[-1].prompt_ids)

@@ -1,0 +1,257 @@
+"""doctor: each finding on a machine that has it and on one that has not."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from msgspec import structs
+
+import engine
+from engine import ConfigError, EngineDied, EngineInfo, ModelError
+from server import settings
+from server.__main__ import main
+from server.cli.commands import doctor
+from server.cli.commands.doctor import Finding
+from server.settings import Settings
+
+TORCH = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "devices": []}
+GPU = {"name": "H200", "bytes": 140 << 30, "capability": "9.0"}
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(settings.PREFIX) or name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def healthy(monkeypatch, tmp_path):
+    """A machine without torch's start-up time: torch's facts and the engine's answer are given."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "torch_facts", lambda: TORCH)
+    monkeypatch.setattr(doctor, "engine", lambda _: iter([Finding("engine", "ok", "answers")]))
+
+
+def levels(findings) -> dict[str, str]:
+    return {finding.name: finding.level for finding in findings}
+
+
+def test_each_finding_that_is_not_ok_has_a_fix(healthy, capsys):
+    code = main(["doctor", "--json", "--port", "0"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is (code == 0)
+    names = [finding["name"] for finding in told["findings"]]
+    assert names[:3] == ["python", "system", "cpu"]
+    assert {"memory", "packages", "port", "cache", "disk", "open files", "torch", "engine", "can run"} <= set(names)
+    assert all(finding["fix"] for finding in told["findings"] if finding["level"] != "ok")
+
+
+def test_text_output_and_exit_code_0(healthy, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "memory", lambda: iter([Finding("memory", "warn", "little", "buy more")]))
+    assert main(["doctor", "--port", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "warn  memory     little\n" in out
+    assert "fix: buy more\n" in out
+    assert "0 failed" in out.splitlines()[-1]
+    assert "\x1b" not in out
+
+
+def test_a_failure_is_exit_code_1_and_ends_what_builds_on_it(healthy, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "torch_facts", lambda: Finding("torch", "fail", "cannot be imported", "pip install it"))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "fail  torch" in out and "fix: pip install it" in out
+    assert "engine" not in out
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch):
+    failed = SimpleNamespace(returncode=1, stderr="Traceback\nImportError: libtorch.so", stdout="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    finding = doctor.torch_facts()
+    assert isinstance(finding, Finding)
+    assert (finding.level, finding.text) == ("fail", "cannot be imported: ImportError: libtorch.so")
+
+    def late(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", late)
+    finding = doctor.torch_facts()
+    assert isinstance(finding, Finding) and finding.level == "fail"
+
+
+def test_torch_tells_its_facts_in_a_child():
+    facts = doctor.torch_facts()
+    assert isinstance(facts, dict)
+    assert set(facts) == set(TORCH)
+    assert levels(doctor.torch_findings(facts))["torch"] == "ok"
+
+
+def test_torch_builds(monkeypatch):
+    assert levels(doctor.torch_findings({**TORCH, "version": "2.9.1"}))["torch"] == "warn"
+    found = list(doctor.torch_findings({**TORCH, "cuda": "13.0", "devices": [GPU, GPU]}))
+    assert [finding.name for finding in found] == ["torch", "gpu", "gpu"]
+    assert "H200, 140.0 GiB" in found[1].text
+    monkeypatch.setattr(Path, "exists", lambda self: str(self) == "/dev/nvidiactl")
+    assert levels(doctor.torch_findings(TORCH))["gpu"] == "warn"  # a GPU, and torch for CPUs
+    assert levels(doctor.torch_findings({**TORCH, "cuda": "13.0"}))["gpu"] == "warn"  # a GPU, and no driver
+
+
+def test_capacity_counts_the_gpu_where_there_is_one():
+    assert "59.9 B" in doctor.capacity({**TORCH, "devices": [{**GPU, "bytes": 140 * 10**9}]}).text
+    assert "on the CPU" in doctor.capacity(TORCH).text
+
+
+def test_a_container_with_less_time_than_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(doctor, "cgroup", lambda name: ["150000 100000", "max 100000"] if name == "cpu.max" else [])
+    found = {finding.name: finding for finding in doctor.cpu()}
+    assert found["cpu limit"].level == "warn"
+    assert "--threads 1" in found["cpu limit"].fix
+    monkeypatch.setattr(doctor, "cgroup", lambda _: ["max 100000"])
+    assert "cpu limit" not in levels(doctor.cpu())
+
+
+def test_an_old_cpu(monkeypatch):
+    monkeypatch.setattr(doctor, "cpu_facts", lambda: ("Old", {"sse2"}))
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    assert levels(doctor.cpu())["cpu"] == "warn"
+
+
+def test_a_container_with_less_memory(monkeypatch):
+    limits = {"memory.max": ["max", str(3 << 30)], "memory.current": [str(2 << 30)]}
+    monkeypatch.setattr(doctor, "cgroup", limits.__getitem__)
+    total, available = doctor.memory_facts()
+    assert total == 3 << 30
+    assert available <= 1 << 30
+    assert levels(doctor.memory())["memory"] == "warn"
+
+
+def test_a_package_that_is_missing(monkeypatch):
+    monkeypatch.setattr(doctor, "PACKAGES", ("tokenizers", "no-such-package"))
+    (finding,) = doctor.packages()
+    assert (finding.level, finding.fix) == ("fail", "pip install no-such-package")
+
+
+def test_a_port_in_use():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert doctor.port(Settings(port=port)).level == "warn"
+    assert doctor.port(Settings(port=port)).level == "ok"
+
+
+def test_the_cache_folder_is_where_the_hub_library_has_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert doctor.cache_folder() == tmp_path / ".cache/huggingface/hub"
+    monkeypatch.setenv("HF_HOME", "/a")
+    assert doctor.cache_folder() == Path("/a/hub")
+    monkeypatch.setenv("HF_HUB_CACHE", "/b")
+    assert doctor.cache_folder() == Path("/b")
+
+
+def test_a_cache_that_cannot_be_written_and_a_full_disk(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "not" / "yet"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    assert levels(doctor.disk()) == {"cache": "warn", "disk": "warn"}
+
+
+def test_few_open_files(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    assert doctor.open_files().level == "warn"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, resource.RLIM_INFINITY))
+    assert doctor.open_files().level == "ok"
+
+
+def test_openmp_runtimes_are_counted_by_file(monkeypatch, tmp_path):
+    maps = "\n".join(
+        [
+            "7f00-7f01 r-xp 00000000 08:01 1 /x/torch/lib/libgomp-a.so.1",
+            "7f01-7f02 rw-p 00000000 08:01 1 /x/torch/lib/libgomp-a.so.1",
+            "7f03-7f04 r-xp 00000000 08:01 2 /usr/lib/libomp.so.5",
+            "7f05-7f06 r-xp 00000000 08:01 3 /usr/lib/libc.so.6",
+            "7f07-7f08 rw-p 00000000 00:00 0 [heap]",
+        ]
+    )
+    monkeypatch.setattr(Path, "read_text", lambda self, *_, **__: maps)
+    assert doctor.openmp(1) == ["/usr/lib/libomp.so.5", "/x/torch/lib/libgomp-a.so.1"]
+    monkeypatch.undo()
+    assert doctor.openmp(None) is None
+
+
+def answer(monkeypatch, result):
+    async def given(_):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(doctor, "_answer", given)
+    return {finding.name: finding for finding in doctor.engine(Settings())}
+
+
+def test_the_engine_answers(monkeypatch):
+    info = EngineInfo(
+        model="builtin", architecture="A", max_len=64, vocab_size=9, block_size=16, num_blocks=8, max_seqs=2,
+        max_batched_tokens=8, dtype="float32", device="cpu", attention="reference", implementation="native",
+        exact=False, num_params=5, weights_bytes=20, kv_bytes_per_token=4, weights_hash="h", load_seconds=0.1,
+        torch="2", kv_dtype="float32",
+    )  # fmt: skip
+    found = answer(monkeypatch, (info, ["/a/libgomp.so.1"]))
+    assert [finding.level for finding in found.values()] == ["ok"] * 5
+    assert "rounding" in found["results"].text
+    assert found["products"].text == "computed by torch"
+    assert found["attention"].text == "computed by the reference backend, keys and values in float32"
+    ours = structs.replace(info, product="avx512")
+    assert "our own kernels for avx512" in answer(monkeypatch, (ours, None))["products"].text
+    rounded = structs.replace(ours, quantization="int8")
+    assert answer(monkeypatch, (rounded, None))["products"].text.endswith("for avx512, of weights in int8")
+    lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++")
+    told = answer(monkeypatch, (lost, None))["products"]
+    assert (told.level, told.text, told.fix) == ("warn", "no CPU kernels", "install g++")
+    assert answer(monkeypatch, (info, ["/a/libgomp.so.1", "/b/libomp.so"]))["openmp"].level == "warn"
+    assert "openmp" not in answer(monkeypatch, (info, None))
+
+
+def test_settings_that_cannot_be_are_what_is_to_mend(monkeypatch):
+    found = answer(monkeypatch, ConfigError("--quantization int8 needs kernels"))["engine"]
+    assert (found.level, found.text) == ("fail", "--quantization int8 needs kernels")
+    assert found.fix == "change the setting that it names"
+
+
+@pytest.mark.parametrize("error", [ModelError("no weights"), EngineDied("killed"), TimeoutError()])
+def test_an_engine_that_does_not_answer(monkeypatch, error):
+    found = answer(monkeypatch, error)
+    assert found["engine"].level == "fail" and found["engine"].fix
+
+
+def test_a_model_is_looked_at_when_it_is_named(monkeypatch, tmp_path):
+    def fetch(*_, **__):
+        return SimpleNamespace(path=tmp_path)
+
+    monkeypatch.setattr(engine, "fetch", fetch, raising=False)
+    monkeypatch.setattr("server.cli.commands.plan.make", lambda _: (2, {"error": "too large", "try": ["a", "b", "c"]}))
+    (tmp_path / "config.json").write_text("{}")
+    found = {finding.name: finding for finding in doctor.model(Settings(model=str(tmp_path)))}
+    assert (found["model"].level, found["model"].text) == ("fail", "too large")
+    assert found["model"].fix == "a; or b; or c"
+    assert found["weights"].level == "fail"
+    assert found["tokenizer"].level == "fail"
+
+
+def test_a_model_that_is_not_there(monkeypatch):
+    def fetch(*_, **__):
+        raise ModelError("there is no such model")
+
+    monkeypatch.setattr(engine, "fetch", fetch, raising=False)
+    (finding,) = doctor.model(Settings(model="nobody/nothing"))
+    assert (finding.level, finding.text) == ("fail", "there is no such model")

@@ -1,0 +1,333 @@
+"""What a call grammar lets through, drawn at random, is what the parser of its format reads as valid calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from llguidance import LLMatcher
+
+from engine import builtin
+from engine.grammar import limits, source
+from engine.grammar.table import Table
+from server.grammar.schemas import wrong
+from server.grammar.tool_calls import arguments, call_grammar
+from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, join, markers, message_parser
+from server.parsers.formats import BLOCKS
+from tests.server.parsers.test_parsers import read
+
+TOOLS = {
+    "find_ship": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "description": "as painted"},
+            "masts": {"type": "integer", "minimum": 1, "maximum": 5},
+            "rig": {"type": "string", "enum": ["brig", "full\n", '"a\\b"']},
+            "logs": {"type": "array", "items": {"enum": ["</parameter>", "}", 3]}, "maxItems": 2},
+            "at": {"$ref": "#/$defs/place"},
+            "note": {"type": ["string", "null"]},
+        },
+        "required": ["name", "logs"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "boolean"}}, "additionalProperties": False}},
+    },
+    "find": {"type": "object", "properties": {"deep": {"type": "boolean"}}},
+    "ring_bell": {},
+}
+EACH = pytest.mark.parametrize("tools", TOOL_FORMATS)
+ENDINGS = [
+    '"',
+    '"}',
+    "}",
+    "]",
+    '"]',
+    ",",
+    ":",
+    "\n",
+    " ",
+    "1",
+    "\n</parameter>",
+    "</think>",
+    "<|end|>",
+    "</",
+    "<",
+    "[",
+    "{",
+]
+
+
+class Drawer:
+    """Draws answers from grammars, as a model would whose every logit is the same, but for a wish to come to an end."""
+
+    def __init__(self, path) -> None:
+        self.library = tokenizers.Tokenizer.from_file(str(path))
+        size = self.library.get_vocab_size()
+        self.special = {token.content: i for i, token in self.library.get_added_tokens_decoder().items()}
+        self.table = Table(path.read_bytes(), size)
+        self.endings = [self.library.encode(text, add_special_tokens=False).ids for text in ENDINGS]
+
+    def matcher(self, lark: str) -> LLMatcher:
+        matcher = LLMatcher(self.table.library, source("lark", lark), limits=limits(), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def allows(self, lark: str, text: str) -> bool:
+        matcher = self.matcher(lark)
+        ids = self.library.encode(text, add_special_tokens=False).ids
+        return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+    def draw(self, lark: str, chance: random.Random, most: int = 500) -> str | None:
+        """One whole answer; None when it did not come to an end."""
+        matcher = self.matcher(lark)
+        bits = np.zeros(-(-self.table.library.vocab_size // 32), np.int32)
+        ids: list[int] = []
+        while len(ids) < most:
+            if matcher.is_stopped() or (matcher.is_accepting() and chance.random() < 0.3):
+                return self.library.decode(ids, skip_special_tokens=False)
+            ending = chance.choice(self.endings)
+            if chance.random() < 0.6 and matcher.validate_tokens(ending) == len(ending):
+                matcher.consume_tokens(ending)
+                ids += ending
+                continue
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            assert not matcher.is_error(), matcher.get_error()
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+            token = int(chance.choice(allowed[allowed != self.table.end_id]))
+            assert matcher.consume_token(token), self.library.id_to_token(token)
+            ids.append(token)
+        return None
+
+
+@pytest.fixture(scope="module")
+def small() -> Drawer:
+    return Drawer(builtin.path() / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory) -> Drawer:
+    """The small vocabulary, in which all marks are tokens."""
+    path = tmp_path_factory.mktemp("marked") / "tokenizer.json"
+    library = tokenizers.Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
+    library.add_special_tokens(sorted(mark for name in REASONING_FORMATS for mark in markers(Formats(None, name))))
+    library.save(str(path))
+    return Drawer(path)
+
+
+@pytest.fixture(scope="module")
+def large(data) -> Drawer:
+    """Qwen3's vocabulary, in which marks of calls and reasoning are tokens."""
+    return Drawer(data / "tokenizers/qwen3/tokenizer.json")
+
+
+def formats_of(tools: str, reasoning: bool = True) -> Formats:
+    return Formats(tools, "gpt_oss" if tools == "gpt_oss" else "think" if reasoning else None)
+
+
+def check(text: str, formats: Formats, tools, opened: bool = False) -> int:
+    """Read an answer; all its calls are valid. Gives how many there are."""
+    ids = itertools.count()
+    reader = message_parser(formats, tools=tools, opened=opened, new_id=lambda: str(next(ids)))
+    message = join([*reader.feed(text), *reader.finish()])
+    for call in message.calls:
+        jsonschema.validate(json.loads(call.arguments), tools[call.name] or {"type": "object"})
+    return len(message.calls)
+
+
+def draw_all(drawer: Drawer, formats: Formats, tools, times: int, **options) -> list[int]:
+    """How many calls the answers have that came to an end."""
+    made = call_grammar(formats, tools, special=drawer.special, **options)
+    assert wrong(made.kind, made.text) is None
+    counts = []
+    for seed in range(times):
+        text = drawer.draw(made.text, random.Random(seed))
+        if text is not None:
+            counts.append(check(text, made.formats, tools, options["opened"]))
+    return counts
+
+
+@EACH
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
+def test_what_is_drawn_are_valid_calls(small, tools, opened):
+    formats = formats_of(tools)
+    several = draw_all(small, formats, TOOLS, 12, required=True, parallel=True, opened=opened)
+    single = draw_all(small, formats, TOOLS, 12, required=True, parallel=False, opened=opened)
+    assert len(several) >= 4 and len(single) >= 4, "most answers come to an end"
+    assert min(several) >= 1 and set(single) == {1}
+    assert max(several) > 1 or tools == "gpt_oss"
+
+
+@EACH
+def test_marks_that_are_tokens_are_drawn_as_tokens(large, tools):
+    counts = draw_all(large, formats_of(tools), TOOLS, 6, required=True, parallel=True, opened=False)
+    assert counts and min(counts) >= 1
+
+
+@EACH
+def test_a_named_function_is_called_once(small, tools):
+    made = call_grammar(
+        formats_of(tools, False), {"ring_bell": {}}, required=True, parallel=False, opened=False, special=small.special
+    )
+    texts = [small.draw(made.text, random.Random(seed)) for seed in range(5)]
+    messages = [read(made.formats, text, tools=TOOLS) for text in texts if text is not None]
+    assert messages
+    assert all([call.name for call in message.calls] == ["ring_bell"] for message in messages)
+
+
+@EACH
+def test_with_auto_the_answer_may_be_text_but_no_bad_call(small, tools):
+    formats = formats_of(tools)
+    made = call_grammar(formats, TOOLS, required=False, parallel=True, opened=False, special=small.special)
+    forced = call_grammar(formats, TOOLS, required=True, parallel=True, opened=False, special=small.special)
+    call = next(text for seed in range(50) if (text := small.draw(forced.text, random.Random(seed))) is not None)
+    prose = "<|channel|>final<|message|>The sea." if tools == "gpt_oss" else "The sea."
+    assert small.allows(made.text, prose) and not small.allows(forced.text, prose)
+    assert small.allows(made.text, call)
+    if tools not in ("json", "llama3_json", "gpt_oss"):
+        assert small.allows(made.text, f"The sea. {call}") or "<think>" in call
+        mark = call_grammar(formats, TOOLS, required=False, parallel=True, opened=False, special=small.special)
+        assert not small.allows(mark.text, f"{FIRST[tools]} and then")
+
+
+FIRST = {
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral_v11": "[TOOL_CALLS]",
+    "qwen3_coder": "<tool_call>",
+    "deepseek_v3": "<\uff5ctool▁calls▁begin\uff5c>",
+    "deepseek_v31": "<\uff5ctool▁calls▁begin\uff5c>",
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "^x"}}},
+        {"type": "object", "properties": {"a": {"type": "string", "enum": ["</parameter>"]}}},
+        {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
+        {"type": "object", "properties": {"a>b": {"type": "integer"}}},
+        {"type": "object", "properties": {}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {}}, "minProperties": 1},
+        {"anyOf": [{"type": "object"}]},
+    ],
+)
+def test_what_tags_cannot_say_is_said_in_json(small, schema):
+    made = call_grammar(
+        Formats("qwen3_coder", "think"), {"f": schema}, required=True, parallel=True, opened=False, special={}
+    )
+    assert made.formats == Formats("json", "think")
+
+
+def test_a_model_without_a_format_writes_json():
+    made = call_grammar(Formats(), TOOLS, required=True, parallel=False, opened=False, special={})
+    assert made.formats == Formats("json", None)
+
+
+def test_arguments_are_closed_where_nothing_says_otherwise():
+    assert arguments({}) == {"type": "object", "properties": {}, "additionalProperties": False}
+    described = {"properties": {"description": {"type": "string", "description": "of it"}}}
+    closed = {"type": "object", "properties": {"description": {"type": "string"}}, "additionalProperties": False}
+    assert arguments(described) == closed
+    assert described["properties"]["description"] == {"type": "string", "description": "of it"}, "the client's own"
+    for said in ({"additionalProperties": {"type": "integer"}}, {"anyOf": [{"required": ["a"]}]}):
+        schema = {"type": "object", "properties": {"a": {}}, **said}
+        assert arguments(schema) == schema
+
+
+def tool_sets(data):
+    """Functions of people's requests: [(id, {name: schema})]."""
+    for file in sorted((data / "function_calling").glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            case = json.loads(line)
+            yield case["id"], {tool["function"]["name"]: tool["function"]["parameters"] for tool in case["tools"]}
+
+
+def test_all_functions_of_the_collections_can_be_forced(data):
+    refused = {}
+    count = 0
+    for number, (case, tools) in enumerate(tool_sets(data)):
+        formats = formats_of(TOOL_FORMATS[number % len(TOOL_FORMATS)])
+        made = call_grammar(formats, tools, required=True, parallel=True, opened=False, special={})
+        count += 1
+        if (reason := wrong(made.kind, made.text)) is not None:
+            refused[case] = reason
+    assert count > 900
+    assert refused == {}
+
+
+@EACH
+def test_calls_drawn_for_the_collections_are_valid(data, small, tools):
+    ended = 0
+    for case, functions in itertools.islice(tool_sets(data), TOOL_FORMATS.index(tools), None, 120):
+        counts = draw_all(small, formats_of(tools, False), functions, 2, required=True, parallel=True, opened=False)
+        assert all(counts), case
+        ended += len(counts)
+    assert ended >= 4
+
+
+# Answers that are no calls
+
+
+WHALE = {
+    "type": "object",
+    "properties": {"teeth": {"type": "integer"}},
+    "required": ["teeth"],
+    "additionalProperties": False,
+}
+
+
+def shaped(drawer: Drawer, formats: Formats, tools=None, **more):
+    options = {"required": False, "parallel": True, "opened": False, "special": drawer.special}
+    return call_grammar(formats, tools or {}, **options | more).text
+
+
+@EACH
+@pytest.mark.parametrize("spelt", ["letters", "tokens"])
+def test_an_answer_follows_its_schema_or_is_a_call(request, small, tools, spelt):
+    drawer = small if spelt == "letters" else request.getfixturevalue("large")
+    formats = formats_of(tools)
+    lark = shaped(drawer, formats, TOOLS, content=json.dumps(WHALE))
+    assert wrong("lark", lark) is None
+    messages = []
+    for seed in range(16):
+        text = drawer.draw(lark, random.Random(seed))
+        if text is not None:
+            message = read(formats, text, tools=TOOLS)
+            assert bool(message.content) != bool(message.calls)
+            if message.content:
+                jsonschema.validate(json.loads(message.content), WHALE)
+            messages.append(message)
+    assert any(message.content for message in messages)
+    assert not drawer.allows(lark, "The sea.")
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
+def test_reasoning_comes_before_the_schema(small, opened):
+    lark = shaped(small, Formats(None, "think"), content=json.dumps(WHALE), opened=opened)
+    assert small.allows(lark, ("" if opened else "<think>\n") + 'Some.\n</think>\n\n{"teeth": 50}')
+    assert small.allows(lark, '{"teeth": 50}') is not opened
+    assert not small.allows(lark, ("" if opened else "<think>\n") + "Some.\n</think>\n\nFifty.")
+
+
+@pytest.mark.parametrize("reasoning", REASONING_FORMATS)
+def test_reasoning_ends_within_its_budget(marked, reasoning):
+    formats = Formats("gpt_oss" if reasoning == "gpt_oss" else None, reasoning)
+    opens, closes = BLOCKS[reasoning]
+    after = "<|start|>assistant<|channel|>final<|message|>" if reasoning == "gpt_oss" else "\n\n"
+    for budget in (0, 1, 7):
+        lark = shaped(marked, formats, budget=budget)
+        assert wrong("lark", lark) is None
+        for words in (0, 1, 7, 8):
+            thought = " whale" * words
+            assert len(marked.library.encode(thought).ids) == words
+            fits = words <= budget and (budget > 0 or reasoning == "gpt_oss")
+            assert marked.allows(lark, f"{opens}{thought}{closes}{after}Yes.") == fits, (budget, words)
+
+
+def test_a_budget_of_nothing_ends_a_block_that_the_prompt_opened(marked):
+    lark = shaped(marked, Formats(None, "think"), budget=0, opened=True)
+    assert marked.allows(lark, "</think>\n\nYes.")
+    assert not marked.allows(lark, "Hm.</think>\n\nYes.")

@@ -1,0 +1,315 @@
+"""What becomes of a connection whose client sends late, sends on, or hangs up; on bare sockets, on both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import httpx
+import pytest
+import uvloop
+
+from tests.fakes import FakeEngine, listening, model_folder, serving, until
+from tests.live import WAIT_S
+from tests.server.http.hostile import MB, head
+from tests.server.wire import COMPLETIONS
+
+JSON = "Content-Type: application/json"
+READY = head(first="GET /ready HTTP/1.1")
+NOWHERE = "POST /nowhere HTTP/1.1"
+SHORT = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
+
+
+@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def sockets(request, tmp_path):
+    """Lets `use(connect, app, engine)` talk to a listening app over bare sockets."""
+
+    def run(use, options=None, **settings):
+        async def main():
+            engine = FakeEngine()
+            async with (
+                serving(model_folder(tmp_path / "m"), engine, **settings) as (_, app),
+                listening(app, **options or {}) as url,
+            ):
+                host, port = url.removeprefix("http://").split(":")
+                await use(lambda: asyncio.open_connection(host, int(port)), app, engine)
+                limits = app.state.pequod.limits
+                await until(lambda: limits.open_bytes == limits.open_choices == 0)
+
+        request.param(main())
+
+    return run
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """A server that waits a short time for what nobody reads."""
+    monkeypatch.setattr("server.http.connection.REST_S", 1.0)
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A server that waits for longer than any test."""
+    monkeypatch.setattr("server.http.connection.REST_S", 1000.0)
+
+
+async def read_answer(reader):
+    """Status and body of the next answer."""
+    told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
+    length = int(told.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    return int(told.split()[1]), await asyncio.wait_for(reader.readexactly(length), WAIT_S)
+
+
+async def send_until_cut(writer, piece):
+    """Send on and on; ends when the server has closed the connection."""
+    async with asyncio.timeout(WAIT_S):
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+
+# Heads
+
+
+def test_a_head_that_trickles_is_cut_off(sockets, monkeypatch):
+    monkeypatch.setattr("server.http.connection.HEAD_S", 0.1)
+
+    async def use(connect, app, engine):
+        for sent in (b"", b"GET /ready HT", READY[:-2]):
+            reader, writer = await connect()
+            writer.write(sent)
+            answer = await asyncio.wait_for(reader.read(), WAIT_S)
+            assert b" 408 " in answer.split(b"\r\n")[0]
+            assert b"head_timeout" in answer
+            writer.close()
+
+    sockets(use)
+
+
+def test_a_next_head_has_a_time_of_its_own(sockets, monkeypatch):
+    monkeypatch.setattr("server.http.connection.HEAD_S", 1.0)
+
+    async def use(connect, app, engine):
+        reader, writer = await connect()
+        for _ in range(3):
+            writer.write(READY)
+            assert (await read_answer(reader))[0] == 200
+            await asyncio.sleep(0.4)
+        writer.close()
+
+    sockets(use)
+
+
+def test_blank_lines_are_no_next_request(sockets):
+    async def use(connect, app, engine):
+        reader, writer = await connect()
+        writer.write(READY)
+        assert (await read_answer(reader))[0] == 200
+        await send_until_cut(writer, b"\r\n")
+
+    sockets(use, {"timeout_keep_alive": 1})
+
+
+def test_a_request_whose_head_came_in_two_pieces_is_answered_to_its_end(sockets):
+    async def use(connect, app, engine):
+        engine.delay = 0.05
+        body = json.dumps({"prompt": "a", "max_tokens": 40}).encode()
+        whole = head(JSON, f"Content-Length: {len(body)}") + body
+        reader, writer = await connect()
+        writer.write(whole + whole[:30])  # the first answer ends within the second head
+        assert (await read_answer(reader))[0] == 200
+        writer.write(whole[30:])
+        assert (await read_answer(reader))[0] == 200  # in twice the time after which an idle connection is closed
+        writer.close()
+
+    sockets(use, {"timeout_keep_alive": 1})
+
+
+def test_who_closes_one_half_is_answered_and_who_hangs_up_is_forgotten(sockets):
+    async def use(connect, app, engine):
+        whole = head(JSON, f"Content-Length: {len(SHORT)}") + SHORT
+        for cut in range(0, len(whole), 17):
+            reader, writer = await connect()
+            writer.write(whole[:cut])
+            writer.close()
+        reader, writer = await connect()
+        writer.write(whole * 5)  # pipelined: answered in their order
+        for _ in range(5):
+            assert (await read_answer(reader))[0] == 200
+        writer.close()
+
+    sockets(use)
+
+
+H2C = ("Connection: Upgrade, HTTP2-Settings, keep-alive", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20, "in the head", "in the body"])
+def test_a_client_that_would_like_http2_is_answered_over_http1(sockets, cut):
+    async def use(connect, app, engine):
+        body = b'{"prompt": "a", "max_tokens": 1}'
+        sent = head(*H2C, JSON, f"Content-Length: {len(body)}")
+        at = {"in the head": len(sent) - 3, "in the body": len(sent) + 7}.get(cut, cut)
+        reader, writer = await connect()
+        for _ in range(2):  # the connection stays of use
+            writer.write((sent + body)[:at])
+            await asyncio.sleep(0.02)
+            writer.write((sent + body)[at:])
+            status, answer = await read_answer(reader)
+            assert (status, json.loads(answer)["object"]) == (200, "text_completion")
+        writer.close()
+
+    sockets(use)
+
+
+# Bodies that are answered before they have come
+
+
+def test_who_still_sends_gets_the_answer(sockets):
+    async def use(connect, app, engine):
+        url = "http://{}:{}".format(*(await connect())[1].get_extra_info("peername"))
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+            for num_bytes in (8 * MB + 1, 20 * MB):
+                answer = await client.post(COMPLETIONS, content=b" " * num_bytes)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+            async def pieces():
+                for _ in range(300):
+                    yield b" " * 65_536
+
+            assert (await client.post(COMPLETIONS, content=pieces())).status_code == 413  # chunked
+            upgrade = {"Connection": "Upgrade", "Upgrade": "h2c"}
+            answer = await client.post(COMPLETIONS, content=b" " * 20 * MB, headers=upgrade)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+    sockets(use)
+
+
+ENDLESS = {
+    "a length of 10 GB": (head(JSON, f"Content-Length: {10**10}"), b"a" * 1000, 413),
+    "a length that waits to be asked": (
+        head(JSON, f"Content-Length: {10**10}", "Expect: 100-continue"),
+        b"a" * 1000,
+        413,
+    ),
+    "chunks": (head(JSON, "Transfer-Encoding: chunked", first=NOWHERE), b"5\r\naaaaa\r\n", 404),
+    "a length that is in bounds": (head(JSON, "Content-Length: 1000000", first=NOWHERE), b"a", 404),
+    "no HTTP": (b"call me ishmael\r\n\r\n", b"a", 400),
+    "a header": (head().removesuffix(b"\r\n") + b"X-A: " + b"a" * MB, b"a", 431),
+    "an upgrade": (
+        head("Connection: Upgrade", "Upgrade: h2c", JSON, "Content-Length: 1000000", first=NOWHERE),
+        b"a",
+        404,
+    ),
+}
+
+
+def test_what_does_not_end_is_answered_and_then_cut(sockets, hasty):
+    async def use(connect, app, engine):
+        async def one(name, begin, piece, status):
+            reader, writer = await connect()
+            writer.write(begin)
+            assert ((await read_answer(reader))[0], name) == (status, name)
+            await send_until_cut(writer, piece)
+
+        await asyncio.gather(*(one(name, *row) for name, row in ENDLESS.items()))
+
+    sockets(use)
+
+
+def test_the_rest_has_a_bound_in_bytes(sockets, patient, monkeypatch):
+    monkeypatch.setattr("server.http.connection.REST_BYTES", MB)
+
+    async def use(connect, app, engine):
+        for length in (10**10, 7 * MB):
+            reader, writer = await connect()
+            writer.write(head(JSON, f"Content-Length: {length}", first=NOWHERE))
+            assert (await read_answer(reader))[0] == (413 if length > 8 * MB else 404)
+            await send_until_cut(writer, b"a" * 65_536)
+
+    sockets(use)
+
+
+def test_who_hangs_up_behind_the_answer_is_let_go(sockets, patient):
+    async def use(connect, app, engine):
+        reader, writer = await connect()
+        writer.write(head(JSON, f"Content-Length: {10**10}") + b"a" * 1000)
+        assert (await read_answer(reader))[0] == 413
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b"", "nothing more comes"
+        writer.close()
+        await writer.wait_closed()
+
+    sockets(use)
+
+
+def test_behind_an_unread_body_the_next_request_is_served(sockets, monkeypatch):
+    monkeypatch.setattr("server.http.connection.REST_BYTES", 300_000)  # of each body anew
+
+    async def use(connect, app, engine):
+        reader, writer = await connect()
+        for _ in range(3):
+            writer.write(head(JSON, "Content-Length: 200000", first=NOWHERE))
+            assert (await read_answer(reader))[0] == 404
+            writer.write(b"a" * 200_000)
+        writer.write(READY)
+        assert (await read_answer(reader))[0] == 200
+        writer.close()
+
+    sockets(use)
+
+
+def test_what_follows_a_refusal_is_no_request(sockets, hasty):
+    async def use(connect, app, engine):
+        reader, writer = await connect()
+        writer.write(head(JSON, f"Content-Length: {10**10}"))
+        assert (await read_answer(reader))[0] == 413
+        writer.write((head(JSON, f"Content-Length: {len(SHORT)}") + SHORT) * 3)
+        assert await reader.read() == b""
+        await send_until_cut(writer, b"a")
+        assert engine.requests == []
+
+    sockets(use)
+
+
+def test_garbage_behind_a_request_does_not_stand_in_its_answer(sockets):
+    body = json.dumps({"prompt": "a" * 50, "max_tokens": 40, "stream": True}).encode()
+
+    async def use(connect, app, engine):
+        engine.delay = 0.01
+        reader, writer = await connect()
+        writer.write(head(JSON, f"Content-Length: {len(body)}") + body)
+        answer = await asyncio.wait_for(reader.readuntil(b"data: "), WAIT_S)
+        writer.write(b"call me ishmael\r\n\r\n")
+        answer += await asyncio.wait_for(reader.read(), WAIT_S)
+        assert answer.count(b"HTTP/1.1") == 1
+        await until(lambda: engine.aborted)
+
+    sockets(use)
+
+
+def test_a_bad_chunk_ends_the_request_that_it_belongs_to(sockets, patient):
+    async def use(connect, app, engine):
+        reader, writer = await connect()
+        writer.write(head(JSON, "Transfer-Encoding: chunked") + b"5\r\naaaaa\r\n")
+        await until(lambda: app.state.pequod.limits.open_bytes)
+        writer.write(b"zz\r\n")
+        assert (await read_answer(reader))[0] == 400
+        await until(lambda: app.state.pequod.limits.open_bytes == 0)
+        writer.close()
+
+    sockets(use)
+
+
+def test_a_bad_chunk_behind_an_answer_gets_no_second_one(sockets, patient):
+    async def use(connect, app, engine):
+        reader, writer = await connect()
+        writer.write(head(JSON, "Transfer-Encoding: chunked", first=NOWHERE) + b"5\r\naaaaa\r\n")
+        assert (await read_answer(reader))[0] == 404
+        writer.write(b"zz\r\n")
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+        writer.close()
+
+    sockets(use)

@@ -1,0 +1,125 @@
+"""Formats: which one a chat template belongs to, what of it must be visible, and where reasoning begins and ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, markers, reasoning_opened
+from server.tokenization.chat_template import ChatTemplates
+
+# Templates in small, each with the marks that its family's have.
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+HERMES = (
+    "{% if tools %}Functions: {{ tools | tojson }}\nCall one like this: "
+    '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>{% endif %}'
+) + CHATML
+CODER = (
+    "{% if tools %}{{ tools | tojson }} Call one so: <tool_call>\n<function=its_name>\n<parameter=its_parameter>\n"
+    "value\n</parameter>\n</function>\n</tool_call>{% endif %}"
+) + CHATML
+GLM = "{% if tools %}{{ tools }} <tool_call>name\n<arg_key>k</arg_key>\n<arg_value>v</arg_value></tool_call>{% endif %}"
+LLAMA3 = (
+    '{% if tools %}{{ tools | tojson }} Answer with {"name": the function, "parameters": an object}{% endif %}'
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
+)
+LLAMA3_TEXT = LLAMA3[LLAMA3.index("{% for") :]
+MISTRAL = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
+    "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}"
+)
+MISTRAL_NEW = MISTRAL.replace(
+    "{{ m.tool_calls | tojson }}", "{{ m.tool_calls[0].name }}[ARGS]{{ m.tool_calls[0].args }}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"  # noqa: RUF001
+    "{{ t.type }}<｜tool▁sep｜>{{ t.name }}\n```json\n{{ t.args }}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"  # noqa: RUF001
+    "{% endfor %}{{ m.content.split('</think>')[-1] }}{% endfor %}{% if tools %}{% endif %}"
+)
+DEEPSEEK_NEW = (
+    DEEPSEEK.replace("{{ t.type }}", "{{ t.name }}").replace("{{ t.name }}\n```json\n", "").replace("\n```", "")
+)
+GPT_OSS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.thinking %}<|channel|>analysis{% endif %}<|message|>"
+    "{{ m.content }}<|end|>{% endfor %}{% if tools %}{{ tools }}{% endif %}<|start|>assistant"
+)
+SEED = (
+    "{% for m in messages %}{{ m.role }}<seed:think>{{ m.reasoning_content }}</seed:think>{{ m.content }}{% endfor %}"
+)
+COMMAND = "{% for m in messages %}<|START_THINKING|>{{ m.thinking }}<|END_THINKING|>{{ m.content }}{% endfor %}"
+MAGISTRAL = MISTRAL_NEW + "{# [THINK]draft[/THINK] #}"
+KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "formats"),
+    [
+        (CHATML, Formats(None, None)),
+        (HERMES, Formats("hermes", None)),
+        (HERMES + "<think>\n\n</think>\n\n", Formats("hermes", "think")),
+        (CODER, Formats("qwen3_coder", None)),
+        (GLM, Formats("json", None)),
+        (LLAMA3, Formats("llama3_json", None)),
+        (LLAMA3_TEXT, Formats(None, None)),
+        (MISTRAL, Formats("mistral", None)),
+        (MISTRAL_NEW, Formats("mistral_v11", None)),
+        (MAGISTRAL, Formats("mistral_v11", "mistral")),
+        (DEEPSEEK, Formats("deepseek_v3", "think")),
+        (DEEPSEEK_NEW, Formats("deepseek_v31", "think")),
+        (GPT_OSS, Formats("gpt_oss", "gpt_oss")),
+        (SEED, Formats(None, "seed_oss")),
+        (COMMAND, Formats(None, "command")),
+        (KIMI, Formats(None, "kimi")),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML, Formats("json", None)),
+        ("", Formats(None, None)),
+    ],
+)
+def test_formats_are_seen_in_the_template(template, formats):
+    assert detect(template) == formats
+
+
+def test_the_template_of_qwen3(data):
+    template = json.loads((data / "tokenizers/qwen3/tokenizer_config.json").read_text())["chat_template"]
+    formats = detect(template)
+    assert formats == Formats("hermes", "think")
+    assert markers(formats) == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+    templates = ChatTemplates({"default": template}, {})
+    asked = [{"role": "user", "content": "Is it <think>"}]
+    for thinking in (True, False):
+        prompt = templates.render(asked, None, template_kwargs={"enable_thinking": thinking})
+        assert not reasoning_opened(formats, prompt), "it begins to think by itself, or has ended it"
+
+
+@pytest.mark.parametrize("reasoning", REASONING_FORMATS)
+def test_a_prompt_can_end_inside_of_reasoning(reasoning):
+    formats = Formats("gpt_oss" if reasoning == "gpt_oss" else None, reasoning)
+    closes = ends_reasoning(formats)
+    assert closes is not None
+    opens = {"gpt_oss": "<|channel|>analysis<|message|>", "command": "<|START_THINKING|>"}.get(
+        reasoning, closes.replace("/", "")
+    )
+    assert reasoning_opened(formats, f"assistant\n{opens}\n")
+    assert reasoning_opened(formats, opens)
+    assert not reasoning_opened(formats, f"{opens}\n\n{closes}\n\n")
+    assert not reasoning_opened(formats, f"{opens} is how it begins")
+    assert not reasoning_opened(Formats(None, None), opens)
+
+
+def test_models_that_do_not_reason_have_nothing_to_end():
+    assert ends_reasoning(Formats("hermes", None)) is None
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS)
+def test_no_mark_stands_within_another(tools):
+    """The scanner counts on it."""
+    for reasoning in REASONING_FORMATS:
+        marks = markers(Formats(tools, reasoning))
+        assert not [(a, b) for a in marks for b in marks if a != b and a in b]
+
+
+def test_what_is_visible_without_calls_are_the_marks_of_reasoning():
+    assert markers(Formats(None, "think")) == {"<think>", "</think>"}
+    assert markers(Formats(None, None)) == markers(Formats("json", None)) == frozenset()
+    assert "<|channel|>" in markers(Formats(None, "gpt_oss"))

@@ -1,0 +1,49 @@
+"""A file of API keys, with the weights of their shares."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.settings import Settings, SettingsError, load
+from server.settings_keys import MAX_BYTES, read_keys
+
+
+def test_a_key_in_each_line_with_its_weight(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# the team\nfirst\n\n  second weight=2.5  \nthird\tweight=0.1\n")
+    assert read_keys(file) == {"first": 1.0, "second": 2.5, "third": 0.1}
+    assert Settings(api_key=["given"], api_key_file=file).keys == {"given": 1.0, **read_keys(file)}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "holds no key"),
+        ("# only a comment\n", "holds no key"),
+        ("canary\ncanary\n", "for the second time in line 2"),
+        ("a\ncanary weight=none\n", "in line 2"),
+        ("canary weight=0\n", "in line 1"),
+        ("canary weight=-1\n", "in line 1"),
+        ("canary weight=nan\n", "in line 1"),
+        ("canary weight=1e9\n", "in line 1"),
+        ("canary weight=1 more\n", "in line 1"),
+        ("canary wait=1\n", "in line 1"),
+        ("canary canary\n", "in line 1"),
+        ("a" * (MAX_BYTES + 1), "more than"),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_what_is_no_file_of_keys_is_refused_without_repeating_it(tmp_path, text, reason):
+    file = tmp_path / "keys"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SettingsError, match=reason) as caught:
+        load({"api_key_file": str(file)})
+    assert "--api-key-file" in str(caught.value) and "canary" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_leaves_no_server_open(tmp_path, monkeypatch):
+    with pytest.raises(SettingsError, match="is not a file"):
+        load({"api_key_file": str(tmp_path / "none")})
+    monkeypatch.setenv("PEQUOD_API_KEY_FILE", "")
+    with pytest.raises(SettingsError, match="is not a file"):
+        load({})
