@@ -10,19 +10,19 @@ import asyncio
 import json
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
 import httpx
 
-from engine import ProcessEngine
+from engine import Engine, ProcessEngine
 
 from . import settings
 from .app import build_app
-from .commands.source import events
-from .in_process import InProcess
+from .http.in_process import InProcess
+from .http.sse import read_events
 from .state import Pequod
 
 T = TypeVar("T")
@@ -166,14 +166,37 @@ class LLM:
 
 
 def _settings(options: Mapping[str, Any]) -> settings.Settings:
-    """The settings with these options; those about HTTP, limits and logs keep their defaults."""
-    known = {name: settings.group(name) in GROUPS for name in settings.FIELDS}
+    """The settings with these options; raises SettingsError."""
+    known = [name for name in settings.FIELDS if settings.group(name) in GROUPS]
     for name in options:
-        if not known.get(name):
-            near = settings.nearest(name, [each for each in known if known[each]])
+        if name not in known:
+            near = settings.nearest(name, known)
             raise settings.SettingsError(f"LLM has no option {name}" + (f"; did you mean {near}?" if near else ""))
-    others = {name: settings.FIELDS[name].get_default(call_default_factory=True) for name in known if not known[name]}
-    return settings.load({**others, **options}).settings
+    return settings.load(options).settings
+
+
+@asynccontextmanager
+async def running(
+    chosen: settings.Settings, loading: Callable[[Engine], AbstractAsyncContextManager[None]] | None = None
+) -> AsyncIterator[tuple[Pequod, httpx.AsyncClient]]:
+    """A loaded model: the state of its app, and a client that sends requests to it.
+
+    Settings about HTTP, limits and logs are those of a server: they are ignored. `loading` is entered with the engine
+    while it loads.
+    """
+    others = [name for name in settings.FIELDS if settings.group(name) not in GROUPS]
+    defaults = {name: settings.FIELDS[name].get_default(call_default_factory=True) for name in others}
+    engine = ProcessEngine(chosen.engine_config())
+    app = build_app(chosen.model_copy(update=defaults), engine)
+    state: Pequod = app.state.pequod
+    transport = InProcess(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None, trust_env=False) as client,
+    ):
+        async with loading(engine) if loading is not None else nullcontext():
+            await state.ready()
+        yield state, client
 
 
 class _Session:
@@ -233,13 +256,9 @@ class _Session:
 
     async def open(self) -> None:
         """Start the engine and wait until it is loaded."""
-        app = build_app(self.settings, ProcessEngine(self.settings.engine_config()))
-        await self._stack.enter_async_context(app.router.lifespan_context(app))
-        self.state: Pequod = app.state.pequod
+        self.state, self._client = await self._stack.enter_async_context(running(self.settings))
         info = await self.state.ready()
         self._turns = asyncio.Semaphore(OPEN_PER_SEQUENCE * info.max_seqs)
-        client = httpx.AsyncClient(transport=InProcess(app), base_url="http://localhost", timeout=None, trust_env=False)
-        self._client = await self._stack.enter_async_context(client)
 
     async def send_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Output]:
         """The outputs of these requests; the first that fails ends the others."""
@@ -266,7 +285,7 @@ class _Session:
         async with self._turns, self._client.stream("POST", path, json={**body, "stream": True}) as response:
             if not response.is_success:
                 raise _error(response.status_code, await response.aread())
-            async for event in events(response.aiter_bytes()):
+            async for event in read_events(response.aiter_bytes()):
                 if error := event.get("error"):
                     raise APIError(response.status_code, error)
                 for choice in event["choices"]:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pequod import LLM, APIError, ModelError, SettingsError
-from server.in_process import InProcess
+from server.http.in_process import InProcess
 
 QUESTION = "What is continuous batching?"
 
