@@ -25,6 +25,7 @@ from starlette.types import Scope
 
 from engine import EngineDied, EngineError, RequestError
 
+from . import retry
 from .excerpt import shown
 
 CONTEXT_CODE = "context_length_exceeded"
@@ -131,7 +132,7 @@ def over_share(message: str, retry_after: int) -> ApiError:
     return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
 
 
-def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
+def unavailable(message: str, code: str, retry_after: int) -> ApiError:
     """503: this server cannot take the request now, whoever asks."""
     return ApiError(503, message, type="server_error", code=code, retry_after=retry_after)
 
@@ -151,8 +152,8 @@ def from_engine(error: EngineError) -> ApiError:
     if isinstance(error, RequestError):
         return invalid(str(error), code="invalid_request")
     if isinstance(error, EngineDied):
-        return unavailable("The engine stopped while it worked on this request.", "engine_died", 5)
-    return unavailable("The model could not be loaded.", "model_not_loaded", 30)
+        return unavailable("The engine stopped while it worked on this request.", "engine_died", retry.ENGINE_S)
+    return unavailable("The model could not be loaded.", "model_not_loaded", retry.FAILED_S)
 
 
 def from_validation(error: ValidationError | RequestValidationError, document: Any = None) -> ApiError:
