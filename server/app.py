@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import ConfigError, Engine
 
+from .api.anthropic.errors import FORM as ANTHROPIC_ERRORS
 from .api.routers import ROUTERS
 from .http import errors
 from .http.auth import roles
@@ -77,7 +78,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
             if step_log is not None:
                 step_log.close()
 
-    layers = [Middleware(Door, state=state)]
+    layers = [Middleware(Door, settings, state.limits, state.metrics, [ANTHROPIC_ERRORS])]
     if settings.root_path:
         layers.insert(0, Middleware(Published))
     if settings.allowed_origins:
