@@ -184,7 +184,7 @@ class InProcess:
     async def _generate(self, ids: list[int], params: SamplingParams, answer: Answer) -> AsyncIterator[str]:
         from engine import EngineRequest
 
-        from ..generation.detokenizer import TextStream
+        from ..tokenization.detokenizer import TextStream
 
         assert self._engine is not None
         answer.prompt_tokens, answer.token_ids = len(ids), []

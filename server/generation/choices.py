@@ -21,7 +21,7 @@ from ..http.errors import ApiError, deadline, from_exception, invalid, unavailab
 from ..observability.metrics import Track
 from ..parsers import Call, Content, MessageParser, Part, Plain
 from ..state import Pequod
-from .detokenizer import TextStream
+from ..tokenization.detokenizer import TextStream
 from .output import Json, Output, usage
 
 log = logging.getLogger("pequod.server")
