@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .commands import Failure, UsageError
+from .openai_client import EventStream, base_url, error_field, open_client, parsed
 
 if TYPE_CHECKING:
     import httpx
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..tokenization.encoder import Prompts
     from ..tokenization.tokenizer import Tokenizer
 
-CONNECT_S = 10.0
 COMPLETION_TOKENS = 100  # of a continuation, where nothing else was asked for: it may never end by itself
 SILENCE_S = 600.0  # a long prompt on a slow machine, behind a queue, sends nothing for minutes
 
@@ -237,19 +236,13 @@ class OverHttp:
     can_chat = True
 
     def __init__(self, url: str, model: str | None, keys: Sequence[str]) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise UsageError(f"--url {url[:64]} is not an address such as http://127.0.0.1:8000")
+        self.url = base_url(url)
         self.model = model or ""
-        self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        self._key = keys[0] if keys else None
         self._client: httpx.AsyncClient | None = None
 
     async def open(self) -> None:
-        import httpx
-
-        self._client = httpx.AsyncClient(
-            base_url=self.url, headers=self._headers, timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S)
-        )
+        self._client = open_client(self.url, self._key, SILENCE_S)
         models = await self._get("/v1/models")
         if not self.model:
             try:
@@ -309,9 +302,11 @@ class OverHttp:
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     raise _refusal(response.status_code, await response.aread())
-                async for event in _events(response.aiter_bytes()):
+                async for _, event in EventStream(response):
+                    if not isinstance(event, dict):
+                        continue
                     if "error" in event:
-                        raise Failure(_told(event, "message") or "the server broke the answer off")
+                        raise Failure(error_field(event, "message") or "the server broke the answer off")
                     if usage := event.get("usage"):
                         answer.prompt_tokens = usage.get("prompt_tokens", 0)
                         answer.generated_tokens = usage.get("completion_tokens", 0)
@@ -323,43 +318,16 @@ class OverHttp:
                         yield choice
         except httpx.HTTPError as error:
             raise Failure(f"the connection to {self.url} broke: {type(error).__name__}") from None
+        except ValueError:
+            raise Failure("the server sent an event that is not JSON") from None
         answer.generated_tokens = answer.generated_tokens or events  # a server without usage: one token an event
-
-
-async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of a server-sent event stream, to its [DONE]. Lines end at line feeds and nowhere else."""
-    rest = b""
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            try:
-                event = json.loads(data)
-            except ValueError:
-                raise Failure("the server sent an event that is not JSON") from None
-            if isinstance(event, dict):
-                yield event
-
-
-def _told(body: object, name: str) -> str | None:
-    """`message` or `code` of an error in OpenAI's form; a message may also stand alone."""
-    error = body.get("error") if isinstance(body, dict) else None
-    told = error.get(name) if isinstance(error, dict) else error if name == "message" else None
-    return told if isinstance(told, str) else None
 
 
 def _refusal(status: int, content: bytes) -> Failure | UsageError:
     """The server's refusal: what was asked is impossible, or the server cannot do it now."""
-    try:
-        body = json.loads(content)
-    except ValueError:
-        body = None
-    message = _told(body, "message")
+    body = parsed(content)
+    message = error_field(body, "message")
     text = f"the server answered {status}" + (f": {message}" if message else "")
-    if _told(body, "code") == "context_length_exceeded":
+    if error_field(body, "code") == "context_length_exceeded":
         return TooLong(text)
     return UsageError(text) if status in (400, 404) else Failure(text)

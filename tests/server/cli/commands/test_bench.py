@@ -128,7 +128,7 @@ def test_settings_reach_the_server_that_is_started():
 def test_flags_of_the_kernels_reach_their_program(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        kernels.subprocess, "run", lambda words, **_: seen.append(words) or SimpleNamespace(returncode=7)
+        subprocess, "run", lambda words, **_: seen.append(words) or SimpleNamespace(returncode=7)
     )
     assert main(["bench", "kernels", "--rows", "16,1", "--isa", "avx2", "--seconds", "0.1", "--json"]) == 7
     (words,) = seen

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -443,7 +444,7 @@ def child(monkeypatch):
         answer.commands.append(command)
         return answer
 
-    monkeypatch.setattr(plan.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     return answer
 
 
