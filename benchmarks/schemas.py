@@ -24,8 +24,8 @@ from typing import Any
 import jsonschema
 
 from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams, StepStats, fetch
-from server.generation.detokenizer import TextStream
 from server.grammar.schemas import wrong
+from server.tokenization.detokenizer import TextStream
 from server.tokenization.tokenizer import Tokenizer
 
 PROMPT = "An example:"

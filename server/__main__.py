@@ -8,6 +8,8 @@ import signal
 import sys
 from importlib import import_module
 
+from .version import version
+
 COMMANDS = {
     "serve": "serve a model over the OpenAI HTTP API",
     "chat": "talk to a model in the terminal",
@@ -37,17 +39,6 @@ def usage() -> str:
             "Try: pequod serve",
         ]
     )
-
-
-def version() -> str:
-    """The installed version."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
-    try:
-        return installed("pequod")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "0+unknown"
 
 
 def _unknown(word: str) -> str:

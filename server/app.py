@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import ConfigError, Engine
 
-from .__main__ import version
+from .api.anthropic.errors import FORM as ANTHROPIC_ERRORS
 from .api.routers import ROUTERS
 from .http import errors
 from .http.auth import roles
@@ -24,6 +24,7 @@ from .http.middleware import Door
 from .observability.logs import StepLog
 from .settings import Settings
 from .state import Pequod
+from .version import version
 
 TICK_S = 0.25
 
@@ -77,7 +78,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
             if step_log is not None:
                 step_log.close()
 
-    layers = [Middleware(Door, state=state)]
+    layers = [Middleware(Door, settings, state.limits, state.metrics, [ANTHROPIC_ERRORS])]
     if settings.root_path:
         layers.insert(0, Middleware(Published))
     if settings.allowed_origins:
@@ -102,11 +103,11 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         redirect_slashes=False,
         lifespan=lifespan,
         middleware=layers,
+        # Not by include_router: it hides a router's routes in an object of its own, and their roles are read below.
+        routes=[route for router in ROUTERS for route in router.routes],
     )
     app.state.pequod = state
     errors.install(app)
-    for router in ROUTERS:
-        app.router.routes.extend(router.routes)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     undecided = [getattr(route, "path", str(route)) for route in app.routes if not roles(route)]
     if undecided:

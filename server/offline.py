@@ -22,7 +22,7 @@ from engine import Engine, ProcessEngine
 from . import settings
 from .app import build_app
 from .http.in_process import InProcess
-from .http.sse import read_events
+from .http.sse import EventStream
 from .state import Pequod
 
 T = TypeVar("T")
@@ -285,7 +285,7 @@ class _Session:
         async with self._turns, self._client.stream("POST", path, json={**body, "stream": True}) as response:
             if not response.is_success:
                 raise _error(response.status_code, await response.aread())
-            async for event in read_events(response.aiter_bytes()):
+            async for _, event in EventStream(response):
                 if error := event.get("error"):
                     raise APIError(response.status_code, error)
                 for choice in event["choices"]:

@@ -21,6 +21,7 @@ from .api.responses.background import Background
 from .api.responses.response import interrupted
 from .api.responses.store import Store
 from .grammar.checker import Gate
+from .http import retry
 from .http.admission import Limits
 from .http.auth import Keys
 from .http.errors import not_found, place
@@ -36,8 +37,6 @@ from .tokenization.tokenizer import Tokenizer
 
 HEARTBEAT_S = 5.0  # the engine's process beats twice a second; ten missed beats are no hiccup
 CUT_S = 5.0  # for streams to write their error event after the drain's deadline
-RETRY_LOADING_S = 5
-RETRY_FAILED_S = 30  # a supervisor starts a process anew in about that time
 
 log = logging.getLogger("pequod.server")
 
@@ -213,12 +212,12 @@ class Pequod:
         An engine that is being restarted takes work: it begins where the others go on.
         """
         if self.draining:
-            raise self.limits.refuse("draining", "The server is shutting down.", RETRY_LOADING_S)
+            raise self.limits.refuse("draining", "The server is shutting down.", retry.DRAINING_S)
         if self.failed is not None:
-            raise self.limits.refuse("failed", "The engine has failed and will not come back.", RETRY_FAILED_S)
+            raise self.limits.refuse("failed", "The engine has failed and will not come back.", retry.FAILED_S)
         if not self.is_loaded:
             share = self.engine.status.share
-            raise self.limits.refuse("loading", f"The model is loading ({share:.0%} so far).", RETRY_LOADING_S)
+            raise self.limits.refuse("loading", f"The model is loading ({share:.0%} so far).", retry.LOADING_S)
 
     # Health
 

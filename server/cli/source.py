@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -11,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .commands import Failure, UsageError
+from .openai_client import base_url, error_field, open_client, parsed
 
 if TYPE_CHECKING:
     import httpx
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ..settings import Loaded, Settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-CONNECT_S = 10.0
 COMPLETION_TOKENS = 100  # of a continuation, where nothing else was asked for: it may never end by itself
 SILENCE_S = 600.0  # a long prompt on a slow machine, behind a queue, sends nothing for minutes
 
@@ -148,19 +147,13 @@ class OverHttp:
     can_chat = True
 
     def __init__(self, url: str, model: str | None, keys: Sequence[str]) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise UsageError(f"--url {url[:64]} is not an address such as http://127.0.0.1:8000")
+        self.url = base_url(url)
         self.model = model or ""
-        self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        self._key = keys[0] if keys else None
         self._client: httpx.AsyncClient | None = None
 
     async def open(self) -> None:
-        import httpx
-
-        self._client = httpx.AsyncClient(
-            base_url=self.url, headers=self._headers, timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S)
-        )
+        self._client = open_client(self.url, self._key, SILENCE_S)
         models = await self._get("/v1/models")
         if not self.model:
             try:
@@ -224,7 +217,7 @@ async def stream(
     """The first choice of every event; usage and finish reason go to `answer`."""
     import httpx
 
-    from ..http.sse import read_events
+    from ..http.sse import EventStream
 
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     asked = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
@@ -236,9 +229,11 @@ async def stream(
         async with client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise _refusal(response.status_code, await response.aread(), is_remote=is_remote)
-            async for event in read_events(response.aiter_bytes()):
+            async for _, event in EventStream(response):
+                if not isinstance(event, dict):
+                    continue
                 if "error" in event:
-                    raise Failure(_told(event, "message") or "the server broke the answer off")
+                    raise Failure(error_field(event, "message") or "the server broke the answer off")
                 if usage := event.get("usage"):
                     answer.prompt_tokens = usage.get("prompt_tokens", 0)
                     answer.generated_tokens = usage.get("completion_tokens", 0)
@@ -255,22 +250,12 @@ async def stream(
     answer.generated_tokens = answer.generated_tokens or num_events  # a server without usage: one token an event
 
 
-def _told(body: object, name: str) -> str | None:
-    """`message` or `code` of an error in OpenAI's form; a message may also stand alone."""
-    error = body.get("error") if isinstance(body, dict) else None
-    told = error.get(name) if isinstance(error, dict) else error if name == "message" else None
-    return told if isinstance(told, str) else None
-
-
 def _refusal(status: int, content: bytes, *, is_remote: bool = True) -> Failure | UsageError:
     """The server's refusal: what was asked is impossible, or the server cannot do it now."""
-    try:
-        body = json.loads(content)
-    except ValueError:
-        body = None
-    message = _told(body, "message")
+    body = parsed(content)
+    message = error_field(body, "message")
     said = [f"the server answered {status}"] if is_remote or message is None else []
     text = ": ".join([*said, *filter(None, [message])])
-    if _told(body, "code") == "context_length_exceeded":
+    if error_field(body, "code") == "context_length_exceeded":
         return TooLong(text)
     return UsageError(text) if status in (400, 404) else Failure(text)

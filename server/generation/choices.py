@@ -16,17 +16,17 @@ from starlette.types import Receive
 from engine import GRAMMARS_BUSY, EngineRequest, RequestStats, TokenDelta, TokenLogprob
 
 from ..grammar.checker import busy, refusal
+from ..http import retry
 from ..http.errors import ApiError, deadline, from_exception, invalid, unavailable
 from ..observability.metrics import Track
 from ..parsers import Call, Content, MessageParser, Part, Plain
 from ..state import Pequod
-from .detokenizer import TextStream
+from ..tokenization.detokenizer import TextStream
 from .output import Json, Output, usage
 
 log = logging.getLogger("pequod.server")
 
 HEARTBEAT_S = 15.0  # of silence; most proxies close a connection that says nothing for a minute
-RETRY_DRAINING_S = 5
 
 
 # Names of the engine's that are not those of the API.
@@ -339,7 +339,7 @@ class Generation:
     async def _watch_drain(self) -> None:
         await self._app.deadline_passed.wait()
         message = "The server shut down before the answer was complete."
-        self.stop(unavailable(message, "draining", RETRY_DRAINING_S), "drain")
+        self.stop(unavailable(message, "draining", retry.DRAINING_S), "drain")
 
     def stop(self, failure: Exception, cause: str) -> None:
         """End all choices that still run; the reader gets `failure`. Only the first one counts."""

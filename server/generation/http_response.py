@@ -28,10 +28,10 @@ from ..http.admission import Caller, Ticket
 from ..http.disconnect import while_connected
 from ..http.errors import CONTEXT_CODE, ApiError, deadline, from_exception, invalid
 from ..state import Pequod
+from ..tokenization.detokenizer import TextStream
 from ..tokenization.encoder import TextTooLong
 from ..tokenization.renderer import TemplateError
 from .choices import Choice, Due, Generation, Gone, Scores
-from .detokenizer import TextStream
 from .output import Head, Json, Output, Prompt, TokenText, Writer
 from .output_constraint import Shape, check_takes_grammars, hidden_ids, shape
 from .output_constraint import parser as message_parser

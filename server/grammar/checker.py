@@ -15,6 +15,7 @@ import msgspec
 
 from engine import FairLock, spawn
 
+from ..http import retry
 from ..http.errors import ApiError, invalid, unavailable
 from .checker_worker import Job, Verdict
 from .schemas import Grammar
@@ -24,7 +25,6 @@ CODE = "invalid_grammar"
 # that forty slow ones do not hold up a quick one. The slowest of the size that is allowed take 0.3 s.
 QUICK_S, SLOW_S = 0.025, 1.0
 WAIT_S = 30.0  # for all checks that are before this one, and its own
-RETRY_S = 5
 MAX_KNOWN = 1024  # grammars whose verdict is remembered
 
 log = logging.getLogger("pequod.server")
@@ -127,7 +127,9 @@ class Gate:
         except TimeoutError:
             raise busy() from None
         except (Gone, OSError):
-            raise unavailable("Grammars cannot be checked at the moment.", "grammars_unavailable", RETRY_S) from None
+            raise unavailable(
+                "Grammars cannot be checked at the moment.", "grammars_unavailable", retry.GRAMMARS_S
+            ) from None
         if verdict.problem is not None:
             raise refusal(grammar.field, verdict.problem)
         return grammar._replace(compile_s=verdict.seconds)
@@ -191,4 +193,4 @@ def refusal(field: str, problem: str) -> ApiError:
 
 def busy() -> ApiError:
     """503: a grammar has waited too long to be checked or compiled."""
-    return unavailable("Too many grammars are being compiled.", "grammars_busy", RETRY_S)
+    return unavailable("Too many grammars are being compiled.", "grammars_busy", retry.GRAMMARS_S)

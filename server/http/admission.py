@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from . import retry
 from .errors import ApiError, invalid, over_share, too_large, unavailable
 from .shares import Shared
 
@@ -35,8 +36,6 @@ INPUTS_DEPTH = 2
 MAX_OPEN_INPUTS = 1 << 14
 # Until the engine has told how many sequences it runs, as many as on a GPU: nothing is admitted before anyway.
 DEFAULT_MAX_SEQS = 256
-RETRY_MAX_S = 60
-RETRY_UNKNOWN_S = 5  # nothing has finished yet, so that there is no throughput to divide by
 FINISHES = 64  # remembered for the throughput
 
 REASONS = ("loading", "draining", "failed", "queue", "prompt_tokens", "body_bytes", "share")
@@ -147,7 +146,7 @@ class Limits:
         before the prompt is tokenized and tell the tokens with `Ticket.add_prompt`, or give both at once.
         """
         if self.draining:
-            raise self.refuse("draining", "The server is shutting down.", RETRY_UNKNOWN_S)
+            raise self.refuse("draining", "The server is shutting down.", retry.DRAINING_S)
         most = self.max_seqs + Shared(self.max_queued).share(caller.flow)  # of a caller who is alone
         if choices > most:
             raise invalid(
@@ -226,11 +225,11 @@ class Limits:
         """Whole seconds until the queue that there is now has been worked off, as far as one can know."""
         since = [(when, choices) for when, choices in self._finished if when >= self.busy_since]
         if not since:
-            return RETRY_UNKNOWN_S
+            return retry.UNKNOWN_S
         began = since[0][0] if len(since) == FINISHES else self.busy_since
         rate = sum(choices for _, choices in since) / max(self._clock() - began, 1e-3)
         backlog = max(1, self.open_choices - self.max_seqs)
-        return min(RETRY_MAX_S, max(1, math.ceil(backlog / rate)))
+        return min(retry.MAX_S, max(1, math.ceil(backlog / rate)))
 
     # Bodies
 

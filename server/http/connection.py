@@ -9,6 +9,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from . import retry
 from .errors import ApiError, unavailable
 from .middleware import MAX_HEAD, head_too_large
 
@@ -18,7 +19,6 @@ HEAD_S = 30.0
 # From an answer that does not wait for its request's body until that body's end, or the client's: so long and so many
 # bytes are read and dropped.
 REST_S = 10.0
-RETRY_CONNECTIONS_S = 5
 REST_BYTES = 64 << 20
 
 
@@ -42,7 +42,7 @@ class Connection(HttpToolsProtocol):
         if self.most_connections is not None and len(self.connections) > self.most_connections:
             self.is_parting = True
             message = "The server has as many connections as it can."
-            self._answer(unavailable(message, "connections", RETRY_CONNECTIONS_S))
+            self._answer(unavailable(message, "connections", retry.CONNECTIONS_S))
             transport.close()  # at once: its descriptor is one of the last
             return
         self._begin_head()

@@ -1,7 +1,7 @@
 """Errors on the wire: whatever goes wrong leaves as `{"error": {"message", "type", "param", "code"}}`.
 
-Under /v1/messages it leaves in Anthropic's form, `{"type": "error", "error": {"type", "message"}, "request_id"}`, with
-our param and code beside: `ApiError.response` decides which. What never became a request (connection.py) has the first.
+An API with a form of its own brings an ErrorForm; the middleware notes it in the request's scope, where
+`ApiError.response` finds it. What never became a request (connection.py) has the first form.
 
 Texts are fixed sentences: they name fields and limits and never repeat a value of more than SHOWN characters.
 """
@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -25,6 +25,7 @@ from starlette.types import Scope
 
 from engine import EngineDied, EngineError, RequestError
 
+from . import retry
 from .excerpt import shown
 
 CONTEXT_CODE = "context_length_exceeded"
@@ -68,43 +69,28 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode()
 
-    def anthropic(self, request_id: str) -> bytes:
-        """The envelope of Anthropic's API as JSON; `param` and `code` are what clients of ours find in it beside."""
-        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        # Agents look for these words, and shorten the conversation.
-        message = f"prompt is too long: {self.message}" if self.code == CONTEXT_CODE else self.message
-        error: dict[str, Any] = {"type": kind, "message": message, "param": self.param, "code": self.code}
-        if self.param == "thread":
-            # The tool runner of Anthropic's SDK asks for a thread first, and by these words goes on without.
-            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        told = {"type": "error", "error": error, "request_id": request_id}
-        return json.dumps(told, separators=(",", ":")).encode()
-
     def response(self, scope: Scope) -> Response:
         """The answer to the request of this scope, in the form of the API that its path belongs to."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, self.retry_after))
-        body = self.anthropic(scope["state"]["request_id"]) if is_anthropic(scope) else self.body()
+        state = scope.get("state", {})
+        form: ErrorForm | None = state.get("error_form")
+        body = self.body() if form is None else form.body(self, state["request_id"])
         return Response(body, self.status, headers, media_type="application/json")
 
 
-ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+class ErrorForm(NamedTuple):
+    """How an API that is not OpenAI's writes its errors."""
 
+    path: str  # of the API: it and whatever is under it
+    body: Callable[[ApiError, str], bytes]  # of the error and the request's id
+    id_header: bytes  # a further header with the request's id
 
-def is_anthropic(scope: Scope) -> bool:
-    """Whether a request speaks Anthropic's API."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+    def covers(self, scope: Scope) -> bool:
+        """Whether a request belongs to the API."""
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        return path == self.path or path.startswith(f"{self.path}/")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
@@ -131,7 +117,7 @@ def over_share(message: str, retry_after: int) -> ApiError:
     return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
 
 
-def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
+def unavailable(message: str, code: str, retry_after: int) -> ApiError:
     """503: this server cannot take the request now, whoever asks."""
     return ApiError(503, message, type="server_error", code=code, retry_after=retry_after)
 
@@ -151,8 +137,8 @@ def from_engine(error: EngineError) -> ApiError:
     if isinstance(error, RequestError):
         return invalid(str(error), code="invalid_request")
     if isinstance(error, EngineDied):
-        return unavailable("The engine stopped while it worked on this request.", "engine_died", 5)
-    return unavailable("The model could not be loaded.", "model_not_loaded", 30)
+        return unavailable("The engine stopped while it worked on this request.", "engine_died", retry.ENGINE_S)
+    return unavailable("The model could not be loaded.", "model_not_loaded", retry.FAILED_S)
 
 
 def from_validation(error: ValidationError | RequestValidationError, document: Any = None) -> ApiError:

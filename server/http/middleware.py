@@ -12,14 +12,18 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..state import Pequod
-from .admission import Caller
+from .admission import Caller, Limits
 from .auth import address_of
-from .errors import ApiError, from_exception, is_anthropic
+from .errors import ApiError, ErrorForm, from_exception
+
+if TYPE_CHECKING:
+    from ..observability.metrics import Metrics
+    from ..settings import Settings
 
 LABEL = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 # Of a body at least this much must come in each stretch of this length: slow lines pass, a trickle does not.
@@ -34,11 +38,15 @@ Headers = Sequence[tuple[bytes, bytes]]
 class Door:
     """Checks Host, origin and body size, names the request, counts it, and cleans up behind it."""
 
-    def __init__(self, app: ASGIApp, state: Pequod) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: Settings, limits: Limits, metrics: Metrics, error_forms: Sequence[ErrorForm] = ()
+    ) -> None:
         self.app = app
-        self.state = state
-        self.hosts = None if state.settings.hosts is None else {host.lower() for host in state.settings.hosts}
-        self.takes_any_host = state.settings.takes_any_host
+        self.limits = limits
+        self.metrics = metrics
+        self.error_forms = error_forms
+        self.hosts = None if settings.hosts is None else {host.lower() for host in settings.hosts}
+        self.takes_any_host = settings.takes_any_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -67,7 +75,7 @@ class Door:
             raise ApiError(415, "A web page must send Content-Type: application/json.", code="invalid_content_type")
         length = header(headers, b"content-length") or b""
         if length.isdigit():
-            self.state.limits.check_announced(int(length))
+            self.limits.check_announced(int(length))
 
 
 class _Visit:
@@ -75,7 +83,7 @@ class _Visit:
 
     def __init__(self, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
         self.door = door
-        self.limits = door.state.limits
+        self.limits = door.limits
         self.receive = receive
         self.send = send
         self.method: str = scope["method"]
@@ -83,7 +91,8 @@ class _Visit:
         self.scope = {**scope, "method": "GET"} if self.method == "HEAD" else scope
         sent = header(scope["headers"], b"x-request-id")
         self.label = sent if sent is not None and LABEL.fullmatch(sent) else b"req-" + secrets.token_hex(8).encode()
-        self.scope.setdefault("state", {})["request_id"] = self.label.decode()
+        self.form = next((form for form in door.error_forms if form.covers(scope)), None)
+        self.scope.setdefault("state", {}).update(request_id=self.label.decode(), error_form=self.form)
         self.status: int | None = None
         self.began = time.monotonic()
         self.num_bytes = 0
@@ -109,7 +118,7 @@ class _Visit:
             caller.leave()
             handler = getattr(self.scope.get("route"), "path", "unmatched")
             seconds = time.monotonic() - self.began
-            self.door.state.metrics.http(self.method, handler, self.status or GONE, seconds)
+            self.door.metrics.http(self.method, handler, self.status or GONE, seconds)
 
     async def _receive(self) -> Message:
         if self.is_whole:
@@ -145,8 +154,8 @@ class _Visit:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message["headers"], (b"x-request-id", self.label), (b"x-content-type-options", b"nosniff")]
-            if is_anthropic(self.scope):
-                headers.append((b"request-id", self.label))
+            if self.form is not None:
+                headers.append((self.form.id_header, self.label))
             if self.status in (408, 413, 431):  # the rest of the body is not read
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}

@@ -9,16 +9,16 @@ import os
 import signal
 import socket
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
-from engine import ConfigError, Engine, EngineError, ModelError
+from engine import ConfigError, Engine, EngineError, EngineInfo, ModelError
 
-from ..cli.banner import announce, loading
 from ..settings import Settings
 from .connection import Connection
 
@@ -36,6 +36,23 @@ def address(listener: socket.socket) -> tuple[str, int] | Path:
     return Path(name) if listener.family == socket.AF_UNIX else (name[0], name[1])
 
 
+class Display(Protocol):
+    """Where the server shows that the model loads and that it is ready; the module cli/banner.py is one."""
+
+    def loading(self, engine: Engine, settings: Settings) -> AbstractAsyncContextManager[None]:
+        """Show how far the model is loaded, until the context ends."""
+
+    def announce(
+        self,
+        info: EngineInfo,
+        settings: Settings,
+        where: tuple[str, int] | Path,
+        seconds: float,
+        has_template: bool,
+    ) -> None:
+        """Show that the server is ready, and at which address."""
+
+
 class GracefulServer(uvicorn.Server):
     """Serves an app on a listening socket; `run` gives the exit code.
 
@@ -43,7 +60,14 @@ class GracefulServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, engine: Engine, settings: Settings, began: float, *, most_connections: int | None = None
+        self,
+        app: FastAPI,
+        engine: Engine,
+        settings: Settings,
+        began: float,
+        display: Display,
+        *,
+        most_connections: int | None = None,
     ) -> None:
         """`began`: when the process was started, time.monotonic(). `most_connections`: at a time; None: no bound."""
         super().__init__(
@@ -68,6 +92,7 @@ class GracefulServer(uvicorn.Server):
         self.engine = engine
         self.settings = settings
         self.began = began
+        self.display = display
         self.failure: tuple[str, int] | None = None  # sentence and exit code
         self.signals = 0
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -100,7 +125,7 @@ class GracefulServer(uvicorn.Server):
     async def _watch(self, where: tuple[str, int] | Path) -> None:
         """Show the banner when the model answers; end the server when it never will."""
         try:
-            async with loading(self.engine, self.settings):
+            async with self.display.loading(self.engine, self.settings):
                 info = await self.state.ready()
         except EngineError as error:
             self._give_up(error, 2 if isinstance(error, ModelError | ConfigError) else 1)
@@ -110,7 +135,7 @@ class GracefulServer(uvicorn.Server):
             self._give_up(f"the model could not be loaded: {type(error).__name__}", 1)
             return
         has_template = self.state.prompts.has_template
-        announce(info, self.settings, where, time.monotonic() - self.began, has_template)
+        self.display.announce(info, self.settings, where, time.monotonic() - self.began, has_template)
         await self.state.failure.wait()
         self._give_up(self.state.failed, 1)
 

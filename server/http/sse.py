@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -31,20 +35,26 @@ def frame(data: str | bytes, event: str | None = None) -> bytes:
     return head + b"data: " + body + b"\n\n"
 
 
-async def read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a stream, to its [DONE]; ValueError for an event that is no JSON.
+class EventStream:
+    """The events of a streamed response: for each its time of arrival, time.perf_counter(), and its JSON.
 
-    Lines end at line feeds and nowhere else.
+    Lines end at line feeds and nowhere else. Raises ValueError at an event that is not JSON.
     """
-    rest = b""
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            event = json.loads(data)
-            if isinstance(event, dict):
-                yield event
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self.is_complete = False  # [DONE] has come
+
+    async def __aiter__(self) -> AsyncIterator[tuple[float, Any]]:
+        rest = b""
+        async for chunk in self._response.aiter_bytes():
+            now = time.perf_counter()
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    self.is_complete = True
+                else:
+                    yield now, json.loads(data)

@@ -11,8 +11,8 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from engine import ConfigError, FairLock, ModelError, read_text
 
-from ..generation.detokenizer import text_offsets
 from ..http.errors import unavailable
+from .detokenizer import text_offsets
 from .generic_tools import renders_tools
 from .renderer import MAX_CHARACTERS, SWITCHES, Message, Renderer, TemplateError
 from .tokenizer import Tokenizer

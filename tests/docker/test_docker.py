@@ -385,7 +385,7 @@ def test_prometheus_and_the_health_check_reach_the_server_of_the_compose_file(ke
         if name.startswith(PREFIX)
     }
     settings = Settings.model_validate(values | keys)
-    door = Door(None, SimpleNamespace(settings=settings))
+    door = Door(None, settings, None, None)
     targets = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"]
     for host in (targets[0]["targets"][0], "127.0.0.1:8000"):
         assert door.answers_under(bare_host(host.encode()))

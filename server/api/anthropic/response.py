@@ -17,6 +17,7 @@ from ...http import sse
 from ...http.errors import ApiError
 from ...http.fields import Wire
 from ...parsers import Arguments, Call, Content, Part, Reasoning
+from .errors import envelope
 from .request import MessagesRequest
 
 Block = tuple[str, int]  # which block a part belongs to: its type, and of calls the number
@@ -71,7 +72,7 @@ class MessagesWriter(Writer):
         return sse.frame(msgspec.json.encode(event), event["type"])
 
     def failure(self, error: ApiError, usage: Json) -> bytes:
-        return sse.frame(error.anthropic(self.head.request_id), "error")
+        return sse.frame(envelope(error, self.head.request_id), "error")
 
     def _runs(self, parts: Iterable[Part]) -> Iterator[tuple[Block, Iterator[Part]]]:
         """The parts of each block."""

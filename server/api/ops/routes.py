@@ -13,14 +13,13 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
+from ...http import retry
 from ...http.auth import metrics_reader, public, user
 from ...http.body import models as models_of
 from ...http.errors import OPENAI_ERRORS
 from ...http.fields import FieldRow, Kind, Wire, table
 from ...observability.metrics import CONTENT_TYPE
 from ...state import AppDep, Health, Pequod
-
-RETRY_READY_S = 2  # a probe that was told no may look again soon: asking costs nothing
 
 router = APIRouter(tags=["operation"])
 PUBLIC = [Depends(public)]
@@ -48,7 +47,7 @@ async def ready(app: AppDep) -> Response:
     health = app.health()
     if health.is_ready:
         return JSONResponse(health.body())
-    return JSONResponse(health.body(), 503, {"Retry-After": str(RETRY_READY_S)})
+    return JSONResponse(health.body(), 503, {"Retry-After": str(retry.PROBE_S)})
 
 
 @router.get("/version", dependencies=PUBLIC)

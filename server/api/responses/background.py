@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from ...http import retry
 from ...http.errors import from_exception, unavailable
 
 if TYPE_CHECKING:
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from ...generation.choices import Generation
     from ...http.admission import Ticket
     from .response import ResponsesWriter
-
-RETRY_S = 5
 
 
 class Cancelled(Exception):
@@ -83,7 +82,7 @@ class Background:
 
     async def close(self) -> None:
         """Stop all jobs: the server ends."""
-        error = unavailable("The server shut down before the response was complete.", "draining", RETRY_S)
+        error = unavailable("The server shut down before the response was complete.", "draining", retry.DRAINING_S)
         await asyncio.gather(*(self._stop(id, error, "drain") for id in [*self._jobs]))
 
     async def _stop(self, id: str, failure: Exception, cause: str) -> None:

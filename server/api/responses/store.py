@@ -24,6 +24,7 @@ import msgspec
 
 from engine import ConfigError
 
+from ...http import retry
 from ...http.errors import unavailable
 from .store_file import open_database
 
@@ -31,7 +32,6 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 ROW_BYTES = 512  # what a row costs beside its texts
-RETRY_S = 5
 # Between attempts to write what was refused: doubled after each failure. A new change brings the next attempt forward,
 # but never closer than the first delay to the last failure.
 FIRST_DELAY_S = 2.0
@@ -256,14 +256,14 @@ class Store:
 
         with self._wake:
             if self._is_closed:
-                raise unavailable("The server is shutting down.", "draining", RETRY_S)
+                raise unavailable("The server is shutting down.", "draining", retry.DRAINING_S)
             self._jobs.append(job)
             self._wake_thread()
         try:
             return await asyncio.wrap_future(future)
         except sqlite3.Error as error:
             log.error("stored responses cannot be used: %s", error)
-            raise unavailable("Stored responses cannot be used at the moment.", "store_failed", RETRY_S) from None
+            raise unavailable("Stored responses cannot be used at the moment.", "store_failed", retry.STORE_S) from None
 
     # With the lock held
 

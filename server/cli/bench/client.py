@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..commands import Failure, UsageError
+from ...http.sse import EventStream
+from ..commands import Failure
+from ..openai_client import CONNECT_S, base_url, error_field, open_client, parsed
 
 if TYPE_CHECKING:
     import httpx
 
-CONNECT_S = 10.0
 SILENCE_S = 900.0  # a long prompt on a slow machine, behind a queue, sends nothing for minutes
 # What makes answers comparable where the server takes it; min_tokens gets the number of tokens that are asked for.
 WISHES: dict[str, Any] = {
@@ -203,19 +204,11 @@ class Target:
         return shot
 
     async def _read(self, answer: httpx.Response, shot: Shot, began: float, on_tokens: Any) -> None:
-        rest, ended = b"", False
-        async for part in answer.aiter_bytes():
-            now = time.perf_counter() - began
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    ended = True
-                elif _take(shot, json.loads(data), now) and on_tokens is not None:
-                    on_tokens()
-        if not ended and shot.finish_reason is None and shot.error is None:
+        events = EventStream(answer)
+        async for arrived, event in events:
+            if _take(shot, event, arrived - began) and on_tokens is not None:
+                on_tokens()
+        if not events.is_complete and shot.finish_reason is None and shot.error is None:
             shot.error, shot.broken = "the stream ended without its end", True
 
 
@@ -265,13 +258,8 @@ def _take_logprobs(shot: Shot, told: Any) -> None:
 
 def refusal(status: int, content: bytes) -> str:
     """A refusal in one sentence, with the server's own reason."""
-    try:
-        told = json.loads(content)
-    except ValueError:
-        told = None
-    error = told.get("error", told.get("detail", told.get("message"))) if isinstance(told, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return f"the server answered {status}" + (f": {str(message)[:300]}" if message else "")
+    message = error_field(parsed(content), "message")
+    return f"the server answered {status}" + (f": {message[:300]}" if message else "")
 
 
 async def connect(url: str, model: str | None, key: str | None, api: str = "completions", ask: bool = True) -> Target:
@@ -281,15 +269,9 @@ async def connect(url: str, model: str | None, key: str | None, api: str = "comp
     """
     import httpx
 
-    url = url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"--url {url[:64]} is not an address such as http://127.0.0.1:8000")
-    http = httpx.AsyncClient(
-        base_url=url,
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-    )  # without kept connections: a server may close an idle one just as it is used again
+    url = base_url(url)
+    # Without kept connections: a server may close an idle one just as it is used again.
+    http = open_client(url, key, SILENCE_S, httpx.Limits(max_connections=None, max_keepalive_connections=0))
     try:
         models = await _get(http, "/v1/models")
         cards: list[dict[str, Any]] = models.get("data") or []

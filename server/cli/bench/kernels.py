@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 
-from ..commands import Parser, child_environment
+from ..child import run_python
+from ..commands import Parser
 from . import options
 
 FLAGS = ("isa", "dtype", "rows", "threads", "seconds")
@@ -28,12 +27,12 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The child's exit code; what it prints goes where this command's output goes."""
-    return subprocess.run(command(arguments), env=child_environment(), check=False).returncode
+    return run_python(*words(arguments), capture=False).returncode
 
 
-def command(arguments: argparse.Namespace) -> list[str]:
-    """The child's command line: the flags that were given, as they were given."""
-    words = [sys.executable, "-m", "engine.kernels.bench"]
+def words(arguments: argparse.Namespace) -> list[str]:
+    """The child's command line after Python: the flags that were given, as they were given."""
+    words = ["-m", "engine.kernels.bench"]
     for name in FLAGS:
         value = getattr(arguments, name)
         if value is not None:

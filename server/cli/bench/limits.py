@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..commands import Failure, child_environment
+from ..child import child_environment
+from ..commands import Failure
 
 if TYPE_CHECKING:
     from engine import Roofline

@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..commands import Failure, child_environment
+from ..child import child_environment
+from ..commands import Failure
 
 POLL_S = 0.01
 STOP_S = 40.0  # more than a Pequod drains by default

@@ -9,11 +9,11 @@ import random
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import settings
 from ..commands import UsageError, settings_from, warn
+from ..machine import cpu_facts
 from .client import Ask, Target, connect
 from .load import Prompts, Run, run
 from .processes import Child, peak_bytes, pequod
@@ -93,10 +93,7 @@ def machine() -> dict[str, Any]:
     """What a figure depends on beside the software."""
     import os
 
-    name = platform.processor()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    name, _ = cpu_facts()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"processor": name, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
 

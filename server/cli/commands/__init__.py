@@ -145,16 +145,6 @@ def warn(sentence: str) -> None:
     print(f"pequod: {sentence}", file=sys.stderr, flush=True)
 
 
-def child_environment() -> dict[str, str]:
-    """The environment of a child that runs a module of ours, from whichever directory this one was started.
-
-    Nothing is imported from that directory: it may be the folder of a model that a stranger made.
-    """
-    root = str(Path(__file__).parent.parent.parent.parent)
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-
-
 def wants_colour(stream: Any) -> bool:
     """Whether a stream is a terminal that shows colours and NO_COLOR is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

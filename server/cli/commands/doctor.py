@@ -21,7 +21,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import Failure, Parser, add_settings, child_environment, settings_from, wants_colour
+from ..child import run_python
+from ..machine import cpu_facts
+from . import Failure, Parser, add_settings, settings_from, wants_colour
 
 if TYPE_CHECKING:
     from engine import EngineInfo
@@ -152,18 +154,6 @@ def cpu() -> Iterator[Finding]:
         )
 
 
-def cpu_facts() -> tuple[str, set[str]]:
-    """The CPU's name and its instruction-set flags."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine(), {"asimd"} if platform.machine() == "arm64" else set()
-    fields = [[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]
-    facts = {key: value for key, value in reversed(fields)}  # the first core's
-    flags = set((facts.get("flags") or facts.get("Features") or "").split())
-    return facts.get("model name") or platform.machine(), flags
-
-
 def cgroup(file: str) -> list[str]:
     """What this process's control group and its parents say in a file."""
     with contextlib.suppress(OSError):
@@ -277,14 +267,7 @@ def torch_facts() -> dict[str, Any] | Finding:
     """What torch says about itself, asked in a child so that this process stays small."""
     fix = "pip install 'torch>=2.11,<2.14' (without a GPU: from the CPU index that the torch website names)"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", TORCH],
-            capture_output=True,
-            text=True,
-            timeout=TORCH_S,
-            check=False,
-            env=child_environment(),
-        )
+        done = run_python("-c", TORCH, timeout_s=TORCH_S)
     except subprocess.TimeoutExpired:
         return Finding("torch", "fail", f"was not imported after {TORCH_S:.0f} s", fix)
     if done.returncode != 0:

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import Failure, Parser, add_settings, child_environment, settings_from, warn
+from ..child import run_python
+from . import Failure, Parser, add_settings, settings_from, warn
 
 if TYPE_CHECKING:
     from engine import EngineConfig
@@ -61,11 +62,8 @@ def make(config: EngineConfig) -> tuple[int, dict[str, Any]]:
     """The engine's plan for a configuration, made in a child (it needs torch): 0 and the plan, or 2 and why not."""
     import msgspec
 
-    command = [sys.executable, "-m", "engine.plan", "--json", msgspec.json.encode(config).decode()]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=child_environment()
-        )
+        done = run_python("-m", "engine.plan", "--json", msgspec.json.encode(config).decode(), timeout_s=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise Failure(f"the plan was not ready after {TIMEOUT_S:.0f} s") from None
     try:

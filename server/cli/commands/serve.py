@@ -58,10 +58,11 @@ def serve(settings: Settings, listener: socket.socket, began: float, child: Chil
     from ...app import build_app
     from ...http.server import GracefulServer
     from ...observability import logs
+    from .. import banner
 
     lines = logs.configure(settings.log_format, settings.log_level)
     app = build_app(settings, engine)
-    server = GracefulServer(app, engine, settings, began, most_connections=max(1, most_connections))
+    server = GracefulServer(app, engine, settings, began, banner, most_connections=max(1, most_connections))
     gc.freeze()  # what was imported stays: later collections need not look at it
     gc.enable()
     try:

@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
 
 from server.http import admission as limits_module
+from server.http import retry
 from server.http.admission import Caller, Limits
 from server.http.auth import Keys, UserDep, user
 from server.http.errors import ApiError
@@ -108,7 +109,7 @@ def test_prompt_tokens_are_bounded_but_one_prompt_alone_always_gets_in(monkeypat
 
 def test_retry_after_is_backlog_over_throughput():
     limits, clock = make(seqs=1, queued=10)
-    assert limits.retry_after() == limits_module.RETRY_UNKNOWN_S
+    assert limits.retry_after() == retry.UNKNOWN_S
     tickets = [limits.admit(Caller(flow=str(i)), 1) for i in range(11)]
     for i in range(2):  # one answer every two seconds
         clock.now += 2
@@ -116,7 +117,7 @@ def test_retry_after_is_backlog_over_throughput():
         tickets.append(limits.admit(Caller(flow=f"new {i}"), 1))
     assert limits.retry_after() == 20  # 10 wait, 0.5 end per second
     clock.now += 1000
-    assert limits.retry_after() == limits_module.RETRY_MAX_S
+    assert limits.retry_after() == retry.MAX_S
 
 
 def test_an_idle_hour_does_not_count_as_slow():
@@ -124,7 +125,7 @@ def test_an_idle_hour_does_not_count_as_slow():
     limits.admit(Caller(), 1).release()
     clock.now += 3600
     tickets = [limits.admit(Caller(), 1) for _ in range(5)]
-    assert limits.retry_after() == limits_module.RETRY_UNKNOWN_S
+    assert limits.retry_after() == retry.UNKNOWN_S
     clock.now += 1
     tickets[0].release()
     assert limits.retry_after() == 3

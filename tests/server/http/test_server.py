@@ -21,6 +21,7 @@ import asyncio, contextlib, sys, time
 from types import SimpleNamespace
 from fastapi import FastAPI
 from engine import EngineDied, EngineInfo, EngineStatus, ModelError
+from server.cli import banner
 from server.cli.commands.serve import listen
 from server.http.server import GracefulServer
 from server.settings import Settings
@@ -76,7 +77,7 @@ if case == "death":
     state.failure.set()
 settings = Settings(port=int(sys.argv[2]), drain_seconds=100)
 with listen(settings) as listener:
-    failure = GracefulServer(app, engine, settings, time.monotonic()).serve_on(listener)
+    failure = GracefulServer(app, engine, settings, time.monotonic(), banner).serve_on(listener)
 if failure: print(failure[0], flush=True)
 sys.exit(failure[1] if failure else 0)
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine import ModelError
-from server.generation.detokenizer import TextStream
+from server.tokenization.detokenizer import TextStream
 from server.tokenization.tokenizer import ByteDecoder, PairDecoder, Tokenizer
 from tests.toys import byte_fallback, byte_level
 
@@ -266,7 +266,7 @@ def test_broken_folders_are_told_in_one_sentence(
 
 def test_the_server_side_loads_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, server.tokenization.encoder, server.generation.detokenizer;"
+        "import sys, server.tokenization.encoder, server.tokenization.detokenizer;"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

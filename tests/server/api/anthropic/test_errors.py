@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from server.api.anthropic.errors import envelope
 from server.api.anthropic.response import MessagesError
 from server.http.errors import ApiError
 from tests.fakes import INFO, FakeEngine, serving
@@ -155,7 +156,7 @@ def test_other_paths_keep_openais_envelope(folder):
     ("status", "kind"), [(403, "permission_error"), (429, "rate_limit_error"), (500, "api_error"), (502, "api_error")]
 )
 def test_statuses_have_their_types(status, kind):
-    assert json.loads(ApiError(status, "No.").anthropic("req-1"))["error"]["type"] == kind
+    assert json.loads(envelope(ApiError(status, "No."), "req-1"))["error"]["type"] == kind
 
 
 def test_an_error_after_the_first_byte_is_an_event_of_its_own(folder):

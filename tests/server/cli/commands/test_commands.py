@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,7 +29,6 @@ from engine import (
 from server import settings
 from server.__main__ import main
 from server.cli import banner
-from server.cli.commands import plan
 from server.observability import logs
 from server.settings import Settings
 from server.tokenization.tokenizer import Tokenizer
@@ -422,7 +422,7 @@ def child(monkeypatch):
         answer.commands.append(command)
         return answer
 
-    monkeypatch.setattr(plan.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     return answer
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.generation.detokenizer import Piece, Stop, TextStream
+from server.tokenization.detokenizer import Piece, Stop, TextStream
 from server.tokenization.tokenizer import Tokenizer
 
 Make = Callable[[str], Tokenizer]

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..tokenization.tokenizer import Tokenizer
+from .tokenizer import Tokenizer
 
 
 class Piece(NamedTuple):

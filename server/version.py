@@ -1,0 +1,12 @@
+"""The version of Pequod."""
+
+
+def version() -> str:
+    """The installed version."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        return installed("pequod")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0+unknown"
