@@ -83,6 +83,13 @@ def test_every_state_of_ready_is_explained():
     )
 
 
+def test_every_alert_is_listed():
+    alerts = re.findall(
+        r"^ *- alert: (\w+)$", (ROOT / "docker/prometheus/alerts.yml").read_text(encoding="utf-8"), re.M
+    )
+    assert re.findall(r"^\| `(\w+)` \|", section("Alerts"), re.M) == alerts
+
+
 def test_every_reason_of_a_refusal_is_explained():
     reasons = re.search(r"`vllm:admission_rejections_total\{reason\}`: (.*?)\.\n", section("Metrics"), re.S)
     assert set(re.findall(r"`(\w+)`", reasons[1])) == set(limits.REASONS)
