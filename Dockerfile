@@ -31,6 +31,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 COPY README.md LICENSE ./
 COPY engine engine
 COPY server server
+COPY pequod.py ./
 RUN pip install --no-deps --prefix /opt/install .
 # pip hides what the build hook prints, so an image without its kernels would otherwise go unnoticed.
 RUN cd /opt/install/lib/python*/site-packages \

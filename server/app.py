@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine import ConfigError, Engine
 
 from .__main__ import version
-from .api import ROUTERS
+from .api.routers import ROUTERS
 from .http import errors
 from .http.auth import roles
 from .http.middleware import Door

@@ -21,7 +21,7 @@ import zipfile
 from engine.kernels import build
 
 ROOT = pathlib.Path(__file__).parent.parent
-CODE = "import server, engine; print(server.__file__); print(engine.__file__)"
+CODE = "import server, engine, pequod; print(server.__file__, engine.__file__, pequod.__file__, sep=chr(10))"
 KERNELS = "from engine.kernels import build; print(build.library())"
 
 
@@ -33,7 +33,7 @@ def main() -> int:
         (wheel,) = place.glob("pequod-*.whl")
         names = zipfile.ZipFile(wheel).namelist()
         tops = {name.partition("/")[0] for name in names}
-        assert {top for top in tops if not top.endswith(".dist-info")} == {"server", "engine"}, tops
+        assert {top for top in tops if not top.endswith(".dist-info")} == {"server", "engine", "pequod.py"}, tops
         assert "engine/builtin/model/model.safetensors" in names, "the built-in model is not in the wheel"
         kernels = kernels_of(wheel, names)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .commands import Failure, UsageError
@@ -16,12 +15,9 @@ from .commands import Failure, UsageError
 if TYPE_CHECKING:
     import httpx
 
-    from engine import ProcessEngine, SamplingParams
-
     from ..settings import Loaded, Settings
-    from ..tokenization.encoder import Prompts
-    from ..tokenization.tokenizer import Tokenizer
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONNECT_S = 10.0
 COMPLETION_TOKENS = 100  # of a continuation, where nothing else was asked for: it may never end by itself
 SILENCE_S = 600.0  # a long prompt on a slow machine, behind a queue, sends nothing for minutes
@@ -113,121 +109,36 @@ class InProcess:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.model = settings.names[0]
-        self._engine: ProcessEngine | None = None
-        self._prompts: Prompts | None = None
-        self._ids = 0
+        self._stack = AsyncExitStack()
+        self._client: httpx.AsyncClient | None = None
 
     async def open(self) -> None:
-        from engine import ProcessEngine, fetch
-
-        from ..tokenization.encoder import Prompts
-        from ..tokenization.tokenizer import Tokenizer
+        from ..offline import running
         from .banner import loading
 
-        settings = self.settings
-        self._engine = ProcessEngine(settings.engine_config())
-        await self._engine.start()
-        async with loading(self._engine, settings):
-            folder = await asyncio.to_thread(fetch, settings.model, settings.revision, weights=False)
-            self._tokenizer: Tokenizer = await asyncio.to_thread(Tokenizer, folder.path)
-            self._info = await self._engine.ready()
-            if self._info.revision not in (None, folder.revision):  # a branch of the hub moved in between
-                folder = await asyncio.to_thread(fetch, settings.model, self._info.revision, weights=False)
-                self._tokenizer = await asyncio.to_thread(Tokenizer, folder.path)
-            self._defaults = await asyncio.to_thread(self._read_defaults, folder.path)
-        self._prompts = await asyncio.to_thread(Prompts.load, self._tokenizer, settings.chat_template)
-        self._prompts.max_len = self._info.max_len
-        self.can_chat = self._prompts.has_template
-        self.device, self.dtype = self._info.device, self._info.dtype
-
-    def _read_defaults(self, folder: Path) -> dict[str, Any]:
-        from ..tokenization.generation_defaults import read_defaults
-
-        defaults: dict[str, Any] = dict(read_defaults(self.settings.generation_config, folder))
-        if "top_k" in defaults:
-            defaults["top_k"] = max(0, defaults["top_k"])  # the API's -1 is off, too
-        return defaults
+        progress = partial(loading, settings=self.settings)
+        state, self._client = await self._stack.enter_async_context(running(self.settings, progress))
+        info = await state.ready()
+        self.can_chat = state.prompts is not None and state.prompts.has_template
+        self.device, self.dtype = info.device, info.dtype
 
     async def close(self) -> None:
-        if self._prompts is not None:
-            self._prompts.close()
-        if self._engine is not None:
-            await self._engine.close()
+        await self._stack.aclose()
 
     async def complete(self, prompt: str | Sequence[int], options: Options, answer: Answer) -> AsyncIterator[str]:
-        assert self._prompts is not None
-        ids = await self._prompts.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise UsageError("the prompt holds no token")
-        wrong = next((token for token in ids if not 0 <= token < self._info.vocab_size), None)
-        if wrong is not None:
-            raise UsageError(f"token id {wrong} is not in the model's 0 to {self._info.vocab_size - 1}")
-        async for text in self._generate(ids, self._params(len(ids), options, COMPLETION_TOKENS), answer):
-            yield text
+        assert self._client is not None
+        answer.token_ids, body = [], completion(prompt) | {"return_token_ids": True}
+        async for choice in stream(self._client, COMPLETIONS, body, options, answer, is_remote=False):
+            answer.token_ids += choice.get("token_ids") or []
+            yield choice.get("text") or ""
 
     async def chat(self, messages: Sequence[dict[str, str]], options: Options, answer: Answer) -> AsyncIterator[str]:
-        from ..tokenization.encoder import TextTooLong
-        from ..tokenization.renderer import TemplateError
-
         if not self.can_chat:
             raise UsageError(NO_TEMPLATE)
-        try:
-            assert self._prompts is not None
-            ids = await self._prompts.chat(list(messages))
-        except TemplateError as error:
-            raise UsageError(str(error)) from None
-        except TextTooLong as error:
-            raise TooLong(str(error)) from None
-        async for text in self._generate(ids, self._params(len(ids), options, None), answer):
-            yield text
-
-    async def _generate(self, ids: list[int], params: SamplingParams, answer: Answer) -> AsyncIterator[str]:
-        from engine import EngineRequest
-
-        from ..generation.detokenizer import TextStream
-
-        assert self._engine is not None
-        answer.prompt_tokens, answer.token_ids = len(ids), []
-        self._ids += 1
-        text = TextStream(self._tokenizer, context=ids)
-        deltas = self._engine.generate(EngineRequest(id=self._ids, prompt_ids=tuple(ids), params=params))
-        try:
-            async for delta in deltas:
-                if delta.token_ids:
-                    answer.came()
-                    answer.token_ids += delta.token_ids
-                    answer.generated_tokens += len(delta.token_ids)
-                shown = delta.token_ids
-                if delta.finish_reason == "stop" and shown and shown[-1] in params.stop_ids:
-                    shown = shown[:-1]
-                yield text.feed(shown).text
-                if delta.finish_reason is not None:
-                    answer.finish_reason = delta.finish_reason
-                if delta.error is not None:
-                    raise Failure(delta.error)
-            yield text.finish().text
-        finally:
-            self._engine.abort(self._ids)
-
-    def _params(self, num_prompt: int, options: Options, most: int | None) -> SamplingParams:
-        """Sampling parameters; `most` tokens where the user did not say, None: as many as fit."""
-        from engine import SamplingParams
-
-        room = self._info.max_len - num_prompt
-        if room < 1 or (options.max_tokens or 1) > room:
-            raise TooLong(
-                f"{num_prompt} prompt tokens and {options.max_tokens or 1} to generate are more than the"
-                f" {self._info.max_len} that fit; raise --max-model-len, or ask for less"
-            )
-        chosen = dict(self._defaults)
-        if options.temperature is not None:
-            chosen["temperature"] = options.temperature
-        return SamplingParams(
-            max_tokens=options.max_tokens or min(room, most or room),
-            seed=secrets.randbits(64) if options.seed is None else options.seed,
-            stop_ids=() if options.ignore_eos else self._tokenizer.eos_ids,
-            **chosen,
-        )
+        assert self._client is not None
+        body = {"messages": list(messages)}
+        async for choice in stream(self._client, CHAT, body, options, answer, is_remote=False):
+            yield (choice.get("delta") or {}).get("content") or ""
 
 
 class OverHttp:
@@ -284,65 +195,64 @@ class OverHttp:
         return body if isinstance(body, dict) else {}
 
     async def complete(self, prompt: str | Sequence[int], options: Options, answer: Answer) -> AsyncIterator[str]:
-        body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "max_tokens": COMPLETION_TOKENS}
-        async for choice in self._stream("/v1/completions", body, options, answer):
+        assert self._client is not None
+        body = completion(prompt) | {"model": self.model}
+        async for choice in stream(self._client, COMPLETIONS, body, options, answer):
             yield choice.get("text") or ""
 
     async def chat(self, messages: Sequence[dict[str, str]], options: Options, answer: Answer) -> AsyncIterator[str]:
-        async for choice in self._stream("/v1/chat/completions", {"messages": list(messages)}, options, answer):
+        assert self._client is not None
+        body = {"model": self.model, "messages": list(messages)}
+        async for choice in stream(self._client, CHAT, body, options, answer):
             yield (choice.get("delta") or {}).get("content") or ""
 
-    async def _stream(
-        self, path: str, body: dict[str, Any], options: Options, answer: Answer
-    ) -> AsyncIterator[dict[str, Any]]:
-        """The first choice of every event; usage and finish reason go to `answer`."""
-        import httpx
 
-        assert self._client is not None
-        body |= {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        asked = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
-        body |= {name: value for name, value in asked.items() if value is not None}
-        if options.ignore_eos:
-            body["ignore_eos"] = True
-        events = 0
-        try:
-            async with self._client.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    raise _refusal(response.status_code, await response.aread())
-                async for event in _events(response.aiter_bytes()):
-                    if "error" in event:
-                        raise Failure(_told(event, "message") or "the server broke the answer off")
-                    if usage := event.get("usage"):
-                        answer.prompt_tokens = usage.get("prompt_tokens", 0)
-                        answer.generated_tokens = usage.get("completion_tokens", 0)
-                    for choice in event.get("choices") or []:
-                        if choice.get("text") or (choice.get("delta") or {}).get("content"):
-                            answer.came()
-                            events += 1
-                        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-                        yield choice
-        except httpx.HTTPError as error:
-            raise Failure(f"the connection to {self.url} broke: {type(error).__name__}") from None
-        answer.generated_tokens = answer.generated_tokens or events  # a server without usage: one token an event
+def completion(prompt: str | Sequence[int]) -> dict[str, Any]:
+    """The body of a request that continues a prompt."""
+    return {"prompt": prompt if isinstance(prompt, str) else list(prompt), "max_tokens": COMPLETION_TOKENS}
 
 
-async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of a server-sent event stream, to its [DONE]. Lines end at line feeds and nowhere else."""
-    rest = b""
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            try:
-                event = json.loads(data)
-            except ValueError:
-                raise Failure("the server sent an event that is not JSON") from None
-            if isinstance(event, dict):
-                yield event
+async def stream(
+    client: httpx.AsyncClient,
+    path: str,
+    body: dict[str, Any],
+    options: Options,
+    answer: Answer,
+    *,
+    is_remote: bool = True,
+) -> AsyncIterator[dict[str, Any]]:
+    """The first choice of every event; usage and finish reason go to `answer`."""
+    import httpx
+
+    from ..http.sse import read_events
+
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    asked = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
+    body |= {name: value for name, value in asked.items() if value is not None}
+    if options.ignore_eos:
+        body["ignore_eos"] = True
+    num_events = 0
+    try:
+        async with client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                raise _refusal(response.status_code, await response.aread(), is_remote=is_remote)
+            async for event in read_events(response.aiter_bytes()):
+                if "error" in event:
+                    raise Failure(_told(event, "message") or "the server broke the answer off")
+                if usage := event.get("usage"):
+                    answer.prompt_tokens = usage.get("prompt_tokens", 0)
+                    answer.generated_tokens = usage.get("completion_tokens", 0)
+                for choice in event.get("choices") or []:
+                    if choice.get("text") or (choice.get("delta") or {}).get("content"):
+                        answer.came()
+                        num_events += 1
+                    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+                    yield choice
+    except httpx.HTTPError as error:
+        raise Failure(f"the connection to {client.base_url} broke: {type(error).__name__}") from None
+    except ValueError:
+        raise Failure("the server sent an event that is not JSON") from None
+    answer.generated_tokens = answer.generated_tokens or num_events  # a server without usage: one token an event
 
 
 def _told(body: object, name: str) -> str | None:
@@ -352,14 +262,15 @@ def _told(body: object, name: str) -> str | None:
     return told if isinstance(told, str) else None
 
 
-def _refusal(status: int, content: bytes) -> Failure | UsageError:
+def _refusal(status: int, content: bytes, *, is_remote: bool = True) -> Failure | UsageError:
     """The server's refusal: what was asked is impossible, or the server cannot do it now."""
     try:
         body = json.loads(content)
     except ValueError:
         body = None
     message = _told(body, "message")
-    text = f"the server answered {status}" + (f": {message}" if message else "")
+    said = [f"the server answered {status}"] if is_remote or message is None else []
+    text = ": ".join([*said, *filter(None, [message])])
     if _told(body, "code") == "context_length_exceeded":
         return TooLong(text)
     return UsageError(text) if status in (400, 404) else Failure(text)

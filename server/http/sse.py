@@ -1,6 +1,10 @@
-"""Server-sent events: bytes of one event, of a keep-alive comment and of the end of a stream."""
+"""Server-sent events: bytes of one event, of a keep-alive comment and of the end of a stream; and a reader of them."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -25,3 +29,22 @@ def frame(data: str | bytes, event: str | None = None) -> bytes:
         body = b"\ndata: ".join(body.splitlines())
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + body + b"\n\n"
+
+
+async def read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a stream, to its [DONE]; ValueError for an event that is no JSON.
+
+    Lines end at line feeds and nowhere else.
+    """
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if isinstance(event, dict):
+                yield event

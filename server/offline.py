@@ -1,0 +1,297 @@
+"""LLM: the server's models, formats and engine for a Python program, without HTTP.
+
+The app that `pequod serve` runs is called in this process, on an event loop in a thread of its own. So a request may
+have every field of the HTTP API, is checked in the same way, and gets the same response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, overload
+
+import httpx
+
+from engine import Engine, ProcessEngine
+
+from . import settings
+from .app import build_app
+from .http.in_process import InProcess
+from .http.sse import read_events
+from .state import Pequod
+
+T = TypeVar("T")
+Message = Mapping[str, Any]
+Conversation = str | Sequence[Message]  # a text is a conversation of one user message
+Prompt = str | Sequence[int]  # text or token ids
+
+GROUPS = ("model", "engine")  # of the settings that an LLM has
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# Requests of a batch that are open at a time, as a multiple of the sequences that the engine runs: the next ones are
+# prepared while these are computed.
+OPEN_PER_SEQUENCE = 2
+# The server is full for a moment, which more of the batch's own requests have caused.
+BUSY = ("queue_full", "prompt_tokens", "body_bytes", "grammars_busy", "rate_limit_exceeded")
+BUSY_S = 0.05  # until a request is sent again
+
+
+class APIError(Exception):
+    """A refused or failed request, with what the HTTP API says about it."""
+
+    def __init__(self, status: int, error: Mapping[str, Any]) -> None:
+        super().__init__(error.get("message") or f"status {status}")
+        self.status = status
+        self.code: str | None = error.get("code")
+        self.param: str | None = error.get("param")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the model has generated for one request: its first choice, and the whole response."""
+
+    text: str
+    finish_reason: str  # stop, length or tool_calls
+    reasoning: str | None
+    tool_calls: list[dict[str, Any]]  # as in the API: id, type, function
+    prompt_tokens: int
+    completion_tokens: int
+    response: dict[str, Any]  # the body of the API's response: further choices, logprobs, all of usage
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def of(cls, response: dict[str, Any]) -> Output:
+        """The output in a response of /v1/chat/completions or /v1/completions."""
+        choice, usage = response["choices"][0], response["usage"]
+        message = choice.get("message") or {"content": choice["text"]}
+        return cls(
+            text=message.get("content") or "",
+            finish_reason=choice["finish_reason"],
+            reasoning=message.get("reasoning_content"),
+            tool_calls=message.get("tool_calls") or [],
+            prompt_tokens=usage["prompt_tokens"],
+            completion_tokens=usage["completion_tokens"],
+            response=response,
+        )
+
+
+class LLM:
+    """A model that is loaded in a child process of this one.
+
+    `model` is a folder, a hub id or `builtin`. `options` are settings of `pequod serve` about the model and the engine,
+    by their names with underscores, such as max_model_len=4096 or quantization="int8". Those that are absent come from
+    PEQUOD_* variables, as they do there.
+
+    The fields of a request are those of the HTTP API: temperature, max_tokens, stop, seed, tools, response_format and
+    all others. A list of conversations or prompts is computed as one batch, and its outputs come in the same order.
+
+    Raises SettingsError, ConfigError or ModelError when the model cannot be served, and APIError for a request that
+    is refused or fails. Methods may be called from several threads. Use it as a context manager, or close it; it is
+    closed with the last reference to it, and its processes end with the program.
+    """
+
+    def __init__(self, model: str = "builtin", **options: Any) -> None:
+        self._session = _Session(_settings({"model": model, **options}))
+        self._finalizer = weakref.finalize(self, self._session.close)
+        self._finalizer.atexit = False  # by then no thread can be used; the child processes end with this one
+        try:
+            self._session.call(self._session.open())
+        except BaseException:
+            self.close()
+            raise
+
+    @overload
+    def chat(self, messages: str, *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
+    @overload
+    def chat(self, messages: Sequence[Message], *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Conversation], *, stream: Literal[False] = ..., **fields: Any
+    ) -> list[Output]: ...
+    @overload
+    def chat(self, messages: Conversation, *, stream: Literal[True], **fields: Any) -> Iterator[str]: ...
+    def chat(self, messages: Any, *, stream: bool = False, **fields: Any) -> Any:
+        """Return the assistant's next message; for a list of conversations, a list; with `stream`, pieces of its text.
+
+        A conversation is a list of messages as in the API, or the text of one user message.
+        """
+        is_one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
+        bodies = [
+            {**fields, "messages": [{"role": "user", "content": each}] if isinstance(each, str) else list(each)}
+            for each in ([messages] if is_one else messages)
+        ]
+        return self._send(CHAT, bodies, is_one=is_one, stream=stream)
+
+    @overload
+    def generate(self, prompt: str, *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
+    @overload
+    def generate(self, prompt: Sequence[int], *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
+    @overload
+    def generate(self, prompt: Sequence[Prompt], *, stream: Literal[False] = ..., **fields: Any) -> list[Output]: ...
+    @overload
+    def generate(self, prompt: Prompt, *, stream: Literal[True], **fields: Any) -> Iterator[str]: ...
+    def generate(self, prompt: Any, *, stream: bool = False, **fields: Any) -> Any:
+        """Return what follows a text or token ids; for a list of prompts, a list; with `stream`, pieces of the text."""
+        is_one = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        bodies = [
+            {**fields, "prompt": each if isinstance(each, str) else list(each)}
+            for each in ([prompt] if is_one else prompt)
+        ]
+        return self._send(COMPLETIONS, bodies, is_one=is_one, stream=stream)
+
+    def _send(self, path: str, bodies: list[dict[str, Any]], *, is_one: bool, stream: bool) -> Any:
+        session = self._session
+        if stream:
+            if not is_one:
+                raise ValueError("one request can be streamed at a time")
+            return session.iterate(session.stream(path, bodies[0]))
+        outputs = session.call(session.send_all(path, bodies))
+        return outputs[0] if is_one else outputs
+
+    def close(self) -> None:
+        """End the engine and its process. Safe to call again."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _settings(options: Mapping[str, Any]) -> settings.Settings:
+    """The settings with these options; raises SettingsError."""
+    known = [name for name in settings.FIELDS if settings.group(name) in GROUPS]
+    for name in options:
+        if name not in known:
+            near = settings.nearest(name, known)
+            raise settings.SettingsError(f"LLM has no option {name}" + (f"; did you mean {near}?" if near else ""))
+    return settings.load(options).settings
+
+
+@asynccontextmanager
+async def running(
+    chosen: settings.Settings, loading: Callable[[Engine], AbstractAsyncContextManager[None]] | None = None
+) -> AsyncIterator[tuple[Pequod, httpx.AsyncClient]]:
+    """A loaded model: the state of its app, and a client that sends requests to it.
+
+    Settings about HTTP, limits and logs are those of a server: they are ignored. `loading` is entered with the engine
+    while it loads.
+    """
+    others = [name for name in settings.FIELDS if settings.group(name) not in GROUPS]
+    defaults = {name: settings.FIELDS[name].get_default(call_default_factory=True) for name in others}
+    engine = ProcessEngine(chosen.engine_config())
+    app = build_app(chosen.model_copy(update=defaults), engine)
+    state: Pequod = app.state.pequod
+    transport = InProcess(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None, trust_env=False) as client,
+    ):
+        async with loading(engine) if loading is not None else nullcontext():
+            await state.ready()
+        yield state, client
+
+
+class _Session:
+    """The app, its event loop and the thread that this runs in. Refers to no LLM, which its finalizer needs."""
+
+    def __init__(self, chosen: settings.Settings) -> None:
+        self.settings = chosen
+        self._stack = AsyncExitStack()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pequod", daemon=True)
+        self._thread.start()
+
+    # On the caller's thread
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the session's thread, and return its result here."""
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("this LLM is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # also Ctrl-C while this thread waits
+            future.cancel()
+            raise
+
+    def iterate(self, pieces: AsyncIterator[T]) -> Iterator[T]:
+        """The pieces, each awaited on the session's thread. Whoever stops early ends the request."""
+
+        async def following() -> tuple[T] | None:
+            async for piece in pieces:
+                return (piece,)
+            return None
+
+        async def end() -> None:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+        try:
+            while (piece := self.call(following())) is not None:
+                yield piece[0]
+        finally:
+            if not self._loop.is_closed():
+                self.call(end())
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        if threading.current_thread() is self._thread:  # the garbage collector ran there, which cannot wait for itself
+            threading.Thread(target=self.close).start()
+            return
+        self.call(self._stack.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # On the session's thread
+
+    async def open(self) -> None:
+        """Start the engine and wait until it is loaded."""
+        self.state, self._client = await self._stack.enter_async_context(running(self.settings))
+        info = await self.state.ready()
+        self._turns = asyncio.Semaphore(OPEN_PER_SEQUENCE * info.max_seqs)
+
+    async def send_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Output]:
+        """The outputs of these requests; the first that fails ends the others."""
+        tasks = [asyncio.create_task(self._send(path, body)) for body in bodies]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self, path: str, body: dict[str, Any]) -> Output:
+        async with self._turns:
+            while True:
+                response = await self._client.post(path, json=body)
+                if response.is_success:
+                    return Output.of(response.json())
+                error = _error(response.status_code, response.content)
+                if error.code not in BUSY:
+                    raise error
+                await asyncio.sleep(BUSY_S)
+
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[str]:
+        async with self._turns, self._client.stream("POST", path, json={**body, "stream": True}) as response:
+            if not response.is_success:
+                raise _error(response.status_code, await response.aread())
+            async for event in read_events(response.aiter_bytes()):
+                if error := event.get("error"):
+                    raise APIError(response.status_code, error)
+                for choice in event["choices"]:
+                    if piece := choice.get("text") or choice.get("delta", {}).get("content"):
+                        yield piece
+
+
+def _error(status: int, body: bytes) -> APIError:
+    return APIError(status, json.loads(body)["error"])

@@ -1,0 +1,202 @@
+"""LLM: the built-in model in this process, and the transport that its requests take."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pequod import LLM, APIError, ModelError, SettingsError
+from server.http.in_process import InProcess
+
+QUESTION = "What is continuous batching?"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_model_len=512, max_num_seqs=4) as llm:
+        yield llm
+
+
+def test_a_chat_is_answered_whole_and_as_a_stream_alike(llm: LLM) -> None:
+    output = llm.chat(QUESTION, temperature=0)
+    assert "batch" in output.text
+    assert str(output) == output.text
+    assert (output.finish_reason, output.tool_calls) == ("stop", [])
+    assert output.completion_tokens == output.response["usage"]["completion_tokens"] > 5
+    conversation = [{"role": "user", "content": QUESTION}]
+    pieces = list(llm.chat(conversation, temperature=0, stream=True))
+    assert len(pieces) > 5
+    assert "".join(pieces) == output.text
+
+
+def test_a_batch_larger_than_the_queue_keeps_its_order(llm: LLM) -> None:
+    prompts = [f"Number {number}:" for number in range(400)]  # of which 256 can wait in a server's queue
+    outputs = llm.generate(prompts, max_tokens=2, temperature=0)
+    assert [each.prompt_tokens for each in outputs] == [len(tokens(llm, prompt)) for prompt in prompts]
+    assert outputs[17].text == llm.generate(prompts[17], max_tokens=2, temperature=0).text
+    assert llm.generate([], max_tokens=2) == []
+
+
+def tokens(llm: LLM, prompt: str) -> list[int]:
+    body = llm.generate(prompt, max_tokens=1, return_token_ids=True).response
+    return body["choices"][0]["prompt_token_ids"]
+
+
+def test_prompts_may_be_token_ids(llm: LLM) -> None:
+    ids = tokens(llm, "Once upon a time")
+    one = llm.generate(ids, max_tokens=4, temperature=0)
+    assert one.text == llm.generate("Once upon a time", max_tokens=4, temperature=0).text
+    assert [each.text for each in llm.generate([ids, ids], max_tokens=4, temperature=0)] == [one.text] * 2
+
+
+def test_every_field_of_the_api_takes_effect(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}}}
+    output = llm.chat("A number", response_format=format, max_tokens=40, n=2)
+    assert output.text.replace(" ", "").replace("\n", "")[:5] == '{"a":'
+    assert len(output.response["choices"]) == 2
+
+
+def test_a_refused_request_says_what_is_wrong(llm: LLM) -> None:
+    for stream in (False, True):
+        with pytest.raises(APIError, match="temperature") as refused:
+            list(llm.chat(QUESTION, temperature=9, stream=stream))
+        assert (refused.value.status, refused.value.param) == (400, "temperature")
+    with pytest.raises(APIError):
+        llm.generate(["a", [10**9]], max_tokens=1)
+    with pytest.raises(ValueError, match="one request"):
+        llm.generate(["a", "b"], stream=True)
+    assert llm.generate("a", max_tokens=1).completion_tokens == 1
+
+
+def test_who_stops_reading_ends_the_request(llm: LLM) -> None:
+    for _ in range(12):  # three times as many as run at once: each would take all of the context
+        pieces = llm.generate("a", max_tokens=500, ignore_eos=True, stream=True)
+        next(pieces)
+        pieces.close()
+    state = llm._session.state
+
+    async def idle() -> None:
+        async with asyncio.timeout(30):
+            while state.limits.open_choices:
+                await asyncio.sleep(0.01)
+
+    llm._session.call(idle())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"model": "/nonexistent"}, ModelError, "no folder"),
+        ({"max_model_len": -1}, SettingsError, "at least 1"),
+        ({"max_modle_len": 10}, SettingsError, "did you mean max_model_len"),
+        ({"port": 8000}, SettingsError, "no option port"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_sentence(options, error, text) -> None:
+    with pytest.raises(error, match=text):
+        LLM(**options)
+
+
+def test_settings_of_a_server_on_the_same_machine_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEQUOD_ALLOWED_HOSTS", "example.org")
+    monkeypatch.setenv("PEQUOD_API_KEY", "secret")
+    with LLM() as llm:
+        assert llm.generate("a", max_tokens=1).completion_tokens == 1
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.chat(QUESTION)
+
+
+PROGRAM = """
+from pequod import LLM
+llm = LLM()
+print(llm.generate("a", max_tokens=1).completion_tokens, llm._session.state.engine.pid)
+"""
+
+
+def test_a_program_that_closes_nothing_ends_and_leaves_no_process() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    count, pid = done.stdout.split()
+    assert (count, done.stderr) == ("1", "")
+    command = Path(f"/proc/{pid}/cmdline")
+    assert not command.exists() or not command.read_bytes(), "the engine runs on"  # a dead process has none
+
+
+# The transport
+
+
+def ask(app, work):
+    async def run():
+        async with httpx.AsyncClient(transport=InProcess(app), base_url="http://localhost") as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+async def start(send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+
+
+def test_a_piece_is_read_before_the_next_one_is_sent():
+    is_read = asyncio.Event()
+
+    async def app(scope, receive, send):
+        assert (scope["path"], scope["query_string"], scope["method"]) == ("/x", b"q=1", "POST")
+        assert (await receive())["body"] == b"body"
+        await start(send)
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await is_read.wait()
+        await send({"type": "http.response.body", "body": b"two"})
+
+    async def work(client):
+        async with client.stream("POST", "/x?q=1", content=b"body") as response:
+            pieces = response.aiter_raw()
+            assert (response.headers["a"], await anext(pieces)) == ("b", b"one")
+            is_read.set()
+            return [piece async for piece in pieces]
+
+    assert ask(app, work) == [b"two"]
+
+
+def test_an_app_learns_that_its_client_has_gone():
+    seen = []
+
+    async def app(scope, receive, send):
+        await receive()
+        await start(send)
+        for _ in range(100):  # more than wait for a reader
+            await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+        seen.append((await receive())["type"])
+
+    async def work(client):
+        async with client.stream("GET", "/") as response:
+            await anext(response.aiter_raw())
+
+    ask(app, work)
+    assert seen == ["http.disconnect"]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_exception_of_the_app_reaches_the_caller(begins):
+    async def app(scope, receive, send):
+        if begins:
+            await start(send)
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        ask(app, lambda client: client.get("/"))
+
+
+def test_an_app_without_a_response_is_an_error():
+    async def app(scope, receive, send):
+        pass
+
+    with pytest.raises(httpx.RemoteProtocolError, match="no response"):
+        ask(app, lambda client: client.get("/"))
