@@ -109,11 +109,16 @@ sim: dev
 mutants: dev
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-## make path         the files to read in an afternoon, in their order
+## make path         the files to read first, in order: the engine's, then the server's
 path:
-	@wc -l engine/types.py engine/sequence.py engine/blocks.py engine/scheduler.py engine/loop.py engine/client.py \
-	  engine/runner/runner.py engine/runner/inputs.py engine/runner/sampler.py engine/models/decoder.py \
-	  server/api/chat/routes.py server/tokenization/detokenizer.py
+	@echo engine
+	@wc -l engine/types.py engine/sequence.py engine/blocks.py engine/batch.py engine/scheduler.py engine/loop.py \
+	  engine/client.py engine/runner/runner.py engine/runner/inputs.py engine/runner/sampler.py engine/models/decoder.py
+	@echo server
+	@wc -l server/app.py server/state.py server/http/middleware.py server/api/chat/routes.py \
+	  server/api/chat/request.py server/generation/http_response.py server/tokenization/encoder.py \
+	  server/generation/choices.py server/tokenization/detokenizer.py server/generation/output.py \
+	  server/api/chat/response.py server/http/sse.py
 
 ## make wheel-test   build the wheel, install it into a fresh environment, start it from another directory
 wheel-test: dev

@@ -1,4 +1,4 @@
-"""The figures of the README, each a ratio taken in one run on one machine.
+"""Figures of docs/performance.md, each a ratio taken in one run on one machine.
 
     python -m benchmarks.figures --model-dir /tmp/qwen3-0.6b-random --json benchmarks/results/cpu.json
 

@@ -1,17 +1,22 @@
-"""The operators' page agrees with the code: error codes, limits and metrics."""
+"""The documents agree with the code: the names and paths that they give, and the error codes, limits and metrics."""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from server.http import admission as limits
 from tests.server.observability.test_metrics import Bench
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGE = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 STATUS = {"unavailable": 503, "refuse": 503, "not_found": 404}  # of functions that make an ApiError
 CODE_AT = {"unavailable": 1, "refuse": 0, "not_found": 2}
@@ -78,6 +83,78 @@ def test_every_state_of_ready_is_explained():
     )
 
 
+def test_every_alert_is_listed():
+    alerts = re.findall(
+        r"^ *- alert: (\w+)$", (ROOT / "docker/prometheus/alerts.yml").read_text(encoding="utf-8"), re.M
+    )
+    assert re.findall(r"^\| `(\w+)` \|", section("Alerts"), re.M) == alerts
+
+
 def test_every_reason_of_a_refusal_is_explained():
     reasons = re.search(r"`vllm:admission_rejections_total\{reason\}`: (.*?)\.\n", section("Metrics"), re.S)
     assert set(re.findall(r"`(\w+)`", reasons[1])) == set(limits.REASONS)
+
+
+def defines(tree: ast.Module | ast.ClassDef, names: list[str]) -> bool:
+    """Whether a module or class has the attribute `names[0]`, that one `names[1]`, and so on."""
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name == names[0]:
+                return len(names) == 1
+            case ast.ClassDef(name=name) if name == names[0]:
+                return len(names) == 1 or defines(node, names[1:])
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if name == names[0]:
+                return len(names) == 1
+    return False
+
+
+def unresolved(text: str) -> list[str]:
+    """The references `path.py:Name.attr` of a document whose file or name does not exist."""
+    missing = []
+    for path, name in re.findall(r"`([\w./-]+\.py):([A-Za-z_][\w.]*)`", text):
+        file = ROOT / path
+        if not file.is_file() or not defines(ast.parse(file.read_text(encoding="utf-8")), name.split(".")):
+            missing.append(f"{path}:{name}")
+    return missing
+
+
+def test_every_function_that_a_document_names_exists():
+    references = {document.name: unresolved(document.read_text(encoding="utf-8")) for document in DOCUMENTS}
+    assert not any(references.values()), references
+
+
+def test_a_reference_to_a_missing_file_or_name_is_found():
+    good = "`engine/scheduler.py:Scheduler.schedule` `engine/blocks.py:chain` `engine/types.py:EngineRequest.id`"
+    bad = ["engine/missing.py:Scheduler", "engine/scheduler.py:Missing", "engine/scheduler.py:Scheduler.missing"]
+    assert unresolved(" ".join([good, *(f"`{reference}`" for reference in bad)])) == bad
+
+
+def test_every_path_that_a_document_names_exists():
+    roots = "server|engine|tests|configs|docker|benchmarks|docs"
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        paths = re.findall(rf"`((?:{roots})/[\w./-]*)`", text)
+        assert not [path for path in paths if not (ROOT / path).exists()], document.name
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a document."""
+    titles = [title.replace("`", "") for title in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_link_between_documents_leads_somewhere():
+    for document in DOCUMENTS:
+        for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", document.read_text(encoding="utf-8")):
+            target = (document.parent / path) if path else document
+            assert target.exists(), f"{document.name}: {path}"
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), f"{document.name}: #{anchor}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_each_reading_path_has_fewer_than_3000_lines():
+    done = subprocess.run(["make", "-s", "path"], capture_output=True, text=True, cwd=ROOT, check=True)
+    totals = [int(total) for total in re.findall(r"^\s*(\d+) total$", done.stdout, re.M)]
+    assert len(totals) == 2, done.stdout
+    assert max(totals) < 3000
+    assert "engine/batch.py" in done.stdout

@@ -127,7 +127,7 @@ def results(module: ModuleType, place: Place, rows: list[str]) -> Iterator[Resul
 
 
 def markdown(columns: dict[str, dict[str, Result]]) -> str:
-    """The table, as the README has it; `columns`: results by row, under the client's heading."""
+    """The table, as docs/clients.md has it; `columns`: results by row, under the client's heading."""
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for row, text in ROWS.items():
         cells = [told(column.get(row)) for column in columns.values()]
