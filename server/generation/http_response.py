@@ -27,6 +27,7 @@ from ..http import sse
 from ..http.admission import Caller, Ticket
 from ..http.disconnect import while_connected
 from ..http.errors import CONTEXT_CODE, ApiError, deadline, from_exception, invalid
+from ..loading import LoadedModel
 from ..state import Pequod
 from ..tokenization.detokenizer import TextStream
 from ..tokenization.encoder import TextTooLong
@@ -46,7 +47,7 @@ ALL_TOKENS = -1  # as a number of alternatives
 NEVER = -100  # a logit_bias that forbids
 
 Body = TypeVar("Body", bound=Drawing)
-Encode = Callable[[Pequod, Caller, Body], Awaitable[list[Prompt]]]
+Encode = Callable[[LoadedModel, Caller, Body], Awaitable[list[Prompt]]]
 MakeWriter = Callable[[Body, Head, list[Prompt], TokenText], Writer]
 
 
@@ -67,29 +68,36 @@ async def answer(
     limit, an answer has at most `default_max_tokens` tokens, None: as many as fit.
     """
     began = app.metrics.clock()
-    model = app.check_model(body.model)
-    app.require_ready()
+    name = app.check_model(body.model)
+    model = app.require_ready()
     due = time_limit(app, request)
-    info = app.engine.info
-    assert info is not None and app.tokenizer is not None
-    check_fields(app, info, body)
+    check_fields(app, model.info, body)
     # The ticket is the caller's: it ends with the HTTP request, however that ends. Nothing slow comes before it.
     ticket = app.limits.admit(caller, body.num_prompts * body.num_choices)
-    preparing = prepare(app, caller, body, encode=encode, ticket=ticket, default_max_tokens=default_max_tokens)
+    preparing = prepare(app, model, caller, body, encode=encode, ticket=ticket, default_max_tokens=default_max_tokens)
     try:
         async with asyncio.timeout(due and due.left_s):
             prompts, shaped, grammar, max_tokens, bad_words = await while_connected(request, preparing)
     except TimeoutError:
         raise deadline() from None
-    head = Head(f"{prefix}{uuid.uuid4().hex}", int(time.time()), model, app.fingerprint, request.state.request_id)
-    requests = engine_requests(app, caller, body, prompts, max_tokens, grammar=grammar, bad_words=bad_words)
+    head = Head(
+        f"{prefix}{uuid.uuid4().hex}",
+        int(time.time()),
+        name,
+        model.fingerprint,
+        request.state.request_id,
+        model.default_sampling,
+    )
+    requests = engine_requests(
+        app, model, caller, body, prompts, max_tokens=max_tokens, grammar=grammar, bad_words=bad_words
+    )
     track = app.metrics.track(
         request.state.request_id, body.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)
     )
     track.began = began  # the client waits since then, not since its prompt was tokenized
-    choices = make_choices(app, body, requests, grammar, shaped)
-    generation = Generation(app, choices, body.num_choices, track, due)
-    return Answer(generation, write(body, head, prompts, app.tokenizer.token_text), body)
+    choices = make_choices(model, body, requests, grammar, shaped)
+    generation = Generation(app.engine, choices, body.num_choices, track, due, cut=app.deadline_passed)
+    return Answer(generation, write(body, head, prompts, model.tokenizer.token_text), body)
 
 
 class Prepared(NamedTuple):
@@ -104,6 +112,7 @@ class Prepared(NamedTuple):
 
 async def prepare(
     app: Pequod,
+    model: LoadedModel,
     caller: Caller,
     body: Body,
     *,
@@ -112,15 +121,18 @@ async def prepare(
     default_max_tokens: int | None,
 ) -> Prepared:
     """Check the grammar and encode the prompts; raises the 400, 429 or 503 that ends the request here."""
-    info = app.engine.info
-    assert info is not None
-    grammar = await checked_grammar(app, caller, body)
-    prompts = await encoded(encode(app, caller, body), body.prompt_field)
-    shaped = await shape(app, caller, body, grammar, prompts[0]) if isinstance(body, Conversation) else None
+    info = model.info
+    grammar = await checked_grammar(app, model, caller, body)
+    prompts = await encoded(encode(model, caller, body), body.prompt_field)
+    shaped = (
+        await shape(app.grammars, model, caller, body, grammar=grammar, prompt=prompts[0])
+        if isinstance(body, Conversation)
+        else None
+    )
     max_tokens = [room(info, body, prompt.ids, default_max_tokens) for prompt in prompts]
     check_scores(body, prompts, info.vocab_size)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
-    bad_words = await spelt(app, caller, info, body)
+    bad_words = await spelt(model, caller, body)
     return Prepared(prompts, shaped, shaped.grammar if shaped else grammar, max_tokens, bad_words)
 
 
@@ -164,12 +176,12 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
         raise invalid(f"Invalid '{param}': token ids must be in 0..{info.vocab_size - 1}.", param)
 
 
-async def checked_grammar(app: Pequod, caller: Caller, body: Drawing) -> Grammar | None:
+async def checked_grammar(app: Pequod, model: LoadedModel, caller: Caller, body: Drawing) -> Grammar | None:
     """The grammar that a request brings, if it does; raises 400 when it cannot be used."""
     grammar = body.answer_grammar
     if grammar is None:
         return None
-    check_takes_grammars(app, body, grammar.field)
+    check_takes_grammars(model, body, grammar.field)
     return await app.grammars.check(grammar, caller.flow)
 
 
@@ -216,13 +228,12 @@ def check_scores(body: Drawing, prompts: list[Prompt], vocab_size: int) -> None:
         raise invalid(f"{told} are more than the {MAX_SCORES} that one answer holds.", field)
 
 
-async def spelt(app: Pequod, caller: Caller, info: EngineInfo, body: Drawing) -> tuple[tuple[int, ...], ...]:
+async def spelt(model: LoadedModel, caller: Caller, body: Drawing) -> tuple[tuple[int, ...], ...]:
     """The request's bad words as tokens; raises 400 when they and the other fields leave nothing to draw."""
     words: list[tuple[int, ...]] = []
     if body.bad_words:
-        assert app.prompts is not None
-        known = range(info.vocab_size)  # the model draws no others
-        spellings = await app.prompts.spellings(body.bad_words, caller=caller.flow)
+        known = range(model.info.vocab_size)  # the model draws no others
+        spellings = await model.prompts.spellings(body.bad_words, caller=caller.flow)
         words = [word for word in spellings if all(id in known for id in word)]
     if body.allowed_token_ids is not None:
         ends = body.stop_token_ids or () if body.min_tokens else ()
@@ -237,17 +248,16 @@ async def spelt(app: Pequod, caller: Caller, info: EngineInfo, body: Drawing) ->
 
 def engine_requests(
     app: Pequod,
+    model: LoadedModel,
     caller: Caller,
     body: Drawing,
     prompts: list[Prompt],
-    max_tokens: list[int],
     *,
+    max_tokens: list[int],
     grammar: Grammar | None,
     bad_words: tuple[tuple[int, ...], ...],
 ) -> list[EngineRequest]:
     """One request per choice, prompt by prompt."""
-    info = app.engine.info
-    assert app.tokenizer is not None and info is not None
     salt = app.keys.salt_for(caller, body.cache_salt)
     requests = []
     for prompt, most in zip(prompts, max_tokens, strict=True):
@@ -255,14 +265,14 @@ def engine_requests(
         for i in range(body.num_choices):
             own = seed if body.num_choices == 1 else seed_of_choice(seed, i)
             params = body.params(
-                app.default_sampling,
+                model.default_sampling,
                 max_tokens=max(1, most),
                 seed=own,
-                eos_ids=app.tokenizer.eos_ids,
+                eos_ids=model.tokenizer.eos_ids,
                 grammar=grammar,
                 bad_words=bad_words,
                 scores=i == 0,
-                vocab_size=info.vocab_size,
+                vocab_size=model.info.vocab_size,
             )
             requests.append(
                 EngineRequest(
@@ -286,7 +296,7 @@ def seed_of_choice(seed: int, index: int) -> int:
 
 
 def make_choices(
-    app: Pequod, body: Drawing, requests: list[EngineRequest], grammar: Grammar | None, shaped: Shape | None
+    model: LoadedModel, body: Drawing, requests: list[EngineRequest], grammar: Grammar | None, shaped: Shape | None
 ) -> list[Choice]:
     """A Choice per request; those of one prompt share its scores."""
     choices = []
@@ -294,7 +304,7 @@ def make_choices(
     for index, request in enumerate(requests):
         if index % body.num_choices == 0:
             scores = None if body.scoring is None else Scores()
-        stream = text_stream(app, body, request, grammar, shaped)
+        stream = text_stream(model, body, request, grammar, shaped)
         parser = message_parser(body, shaped) if shaped and isinstance(body, Conversation) else None
         field = grammar.field if grammar else ""
         asked = body.answer_grammar
@@ -315,14 +325,13 @@ def make_choices(
 
 
 def text_stream(
-    app: Pequod, body: Drawing, request: EngineRequest, grammar: Grammar | None, shaped: Shape | None
+    model: LoadedModel, body: Drawing, request: EngineRequest, grammar: Grammar | None, shaped: Shape | None
 ) -> TextStream:
-    assert app.tokenizer is not None
-    hidden = hidden_ids(app, shaped.formats) if shaped else app.tokenizer.special_ids
+    hidden = hidden_ids(model, shaped.formats) if shaped else model.tokenizer.special_ids
     if body.skip_special_tokens is False:
         hidden = frozenset()
     return TextStream(
-        app.tokenizer,
+        model.tokenizer,
         body.stops,
         include_stop=bool(body.include_stop_str_in_output),
         hidden=hidden,

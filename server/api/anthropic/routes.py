@@ -71,9 +71,9 @@ async def count_tokens(
 ) -> TokenCount:
     """How many tokens the prompt of such a message has, without generating."""
     app.check_model(asked.model)
-    app.require_ready()
+    model = app.require_ready()
     try:
-        [prompt] = await while_connected(request, encode(app, caller, asked.message, fits=False))
+        [prompt] = await while_connected(request, encode(model, caller, asked.message, fits=False))
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "messages") from None
     return TokenCount(input_tokens=len(prompt.ids))

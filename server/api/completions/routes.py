@@ -12,7 +12,8 @@ from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body, described, streamed
 from ...http.errors import OPENAI_ERRORS
-from ...state import AppDep, Pequod
+from ...loading import LoadedModel
+from ...state import AppDep
 from .request import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionRequest, CompletionWriter
 
 router = APIRouter(tags=["generation"])
@@ -52,9 +53,8 @@ async def completions(
     )
 
 
-async def encode(app: Pequod, caller: Caller, asked: CompletionRequest) -> list[Prompt]:
+async def encode(model: LoadedModel, caller: Caller, asked: CompletionRequest) -> list[Prompt]:
     """The prompts as token ids, each with its text where the answer is to begin with it."""
-    assert app.prompts is not None and app.engine.info is not None
     prompts = []
     for given in asked.prompts:
         text = ""
@@ -63,14 +63,14 @@ async def encode(app: Pequod, caller: Caller, asked: CompletionRequest) -> list[
             special = asked.add_special_tokens is not False
             if asked.echo:
                 text = given
-                ids, offsets = await app.prompts.echoed(given, special, caller=caller.flow)
+                ids, offsets = await model.prompts.echoed(given, special, caller=caller.flow)
             else:
-                ids = await app.prompts.encode(given, special, caller=caller.flow)
+                ids = await model.prompts.encode(given, special, caller=caller.flow)
         else:
-            check_token_ids(app.engine.info, given, "prompt")
+            check_token_ids(model.info, given, "prompt")
             ids = given
             if asked.echo:
                 skips = asked.skip_special_tokens is not False
-                text, offsets = await app.prompts.spelt(ids, skips, caller=caller.flow)
+                text, offsets = await model.prompts.spelt(ids, skips, caller=caller.flow)
         prompts.append(Prompt(tuple(ids), text, tuple(offsets)))
     return prompts

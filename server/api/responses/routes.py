@@ -92,10 +92,10 @@ async def input_tokens(
 ) -> InputTokens:
     """How many tokens the prompt of such a response has, without generating or storing anything."""
     app.check_model(asked.model)
-    app.require_ready()
+    model = app.require_ready()
     await resolve(app, caller, asked)
     try:
-        [prompt] = await while_connected(request, encode(app, caller, asked, fits=False))
+        [prompt] = await while_connected(request, encode(model, caller, asked, fits=False))
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "input") from None
     return InputTokens(object="response.input_tokens", input_tokens=len(prompt.ids))
@@ -171,7 +171,7 @@ class Keeper:
     def writer(
         self, asked: ResponsesRequest, head: Head, prompts: list[Prompt], token_text: TokenText
     ) -> ResponsesWriter:
-        return ResponsesWriter(asked, head, prompts, token_text, defaults=self.app.default_sampling, keep=self.keep)
+        return ResponsesWriter(asked, head, prompts, token_text, keep=self.keep)
 
     def keep(self, response: Json) -> None:
         if self.asked.is_stored:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from server.__main__ import main
-from server.cli.bench import invariance, kernels, snapshot
+from server.cli.bench import invariance, snapshot
 from server.cli.bench.client import Shot
 from server.cli.bench.limits import Probe
 from server.cli.bench.processes import tree
@@ -127,9 +127,7 @@ def test_settings_reach_the_server_that_is_started():
 
 def test_flags_of_the_kernels_reach_their_program(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        subprocess, "run", lambda words, **_: seen.append(words) or SimpleNamespace(returncode=7)
-    )
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: seen.append(words) or SimpleNamespace(returncode=7))
     assert main(["bench", "kernels", "--rows", "16,1", "--isa", "avx2", "--seconds", "0.1", "--json"]) == 7
     (words,) = seen
     assert words[1:] == ["-m", "engine.kernels.bench", "--isa", "avx2", "--rows", "1,16", "--seconds", "0.1", "--json"]

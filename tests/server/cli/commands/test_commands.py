@@ -32,7 +32,6 @@ from engine import (
 from server import settings
 from server.__main__ import main
 from server.cli import banner
-from server.cli.commands import plan
 from server.observability import logs
 from server.settings import Settings
 from server.tokenization.tokenizer import Tokenizer
