@@ -14,9 +14,6 @@ from fastapi import Depends, Request
 
 from engine import Engine, EngineDied, EngineError
 
-from .api.responses.background import Background
-from .api.responses.response import interrupted
-from .api.responses.store import Store
 from .grammar.checker import Gate
 from .health import Health, state_of
 from .http import retry
@@ -41,10 +38,6 @@ class Pequod:
         self.keys = Keys(settings)
         self.limits = Limits(settings)
         self.grammars = Gate()
-        self.background = Background()
-        self.store = Store(
-            settings.response_store, settings.max_stored_responses, settings.max_stored_bytes, interrupted
-        )
         self.metrics = Metrics(settings, engine, self.limits)
         self.description = b""  # of the API as JSON, once somebody has asked for it
         self.model: LoadedModel | None = None  # None: still loading, or it failed
@@ -181,11 +174,9 @@ class Pequod:
         return False
 
     async def close(self) -> None:
-        """Stop background work, the engine and all threads."""
-        await self.background.close()
+        """Stop the engine and all threads."""
         await self.grammars.close()
         await self.engine.close()
-        await asyncio.to_thread(self.store.close)
         if self.model is not None:
             self.model.prompts.close()
 
