@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from ...generation.http_response import answer, check_token_ids
-from ...generation.output import Prompt
-from ...http.admission import Caller
+from ...generation.http_response import answer
 from ...http.auth import UserDep
 from ...http.body import body, described, streamed
 from ...http.errors import OPENAI_ERRORS
-from ...loading import LoadedModel
 from ...state import AppDep
 from .request import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionRequest, CompletionWriter
 
@@ -45,32 +43,8 @@ async def completions(
         app,
         caller,
         request,
-        asked,
-        encode=encode,
-        write=CompletionWriter,
+        asked.resolve(),
+        write=partial(CompletionWriter, asked),
         prefix="cmpl-",
         default_max_tokens=DEFAULT_MAX_TOKENS,
     )
-
-
-async def encode(model: LoadedModel, caller: Caller, asked: CompletionRequest) -> list[Prompt]:
-    """The prompts as token ids, each with its text where the answer is to begin with it."""
-    prompts = []
-    for given in asked.prompts:
-        text = ""
-        offsets: list[int] = []
-        if isinstance(given, str):
-            special = asked.add_special_tokens is not False
-            if asked.echo:
-                text = given
-                ids, offsets = await model.prompts.echoed(given, special, caller=caller.flow)
-            else:
-                ids = await model.prompts.encode(given, special, caller=caller.flow)
-        else:
-            check_token_ids(model.info, given, "prompt")
-            ids = given
-            if asked.echo:
-                skips = asked.skip_special_tokens is not False
-                text, offsets = await model.prompts.spelt(ids, skips, caller=caller.flow)
-        prompts.append(Prompt(tuple(ids), text, tuple(offsets)))
-    return prompts

@@ -12,8 +12,9 @@ from starlette.types import Receive, Scope, Send
 from engine import EngineInfo, EngineRequest, Pooling, SamplingParams, TokenDelta
 
 from ...generation.choices import Generation, Reader, unfinished
-from ...generation.http_response import check_priority, check_token_ids, encoded, patiently, time_limit
+from ...generation.http_response import patiently
 from ...generation.output import Output, Prompt
+from ...generation.prepare import check_priority, check_token_ids, encoded, time_limit
 from ...http.admission import INPUTS_DEPTH, Caller
 from ...http.disconnect import while_connected
 from ...http.errors import CONTEXT_CODE, deadline, invalid

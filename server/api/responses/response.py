@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from ...generation.output import Head, Json, Output, Prompt, TokenText, Writer
+from ...generation.request import UNLIMITED
 from ...http import sse
 from ...http.errors import ApiError
 from ...parsers import Arguments, Call, Content, Part, Reasoning
-from ..sampling import UNLIMITED
 from .request import AnyTool, FlatAllowed, FlatFunction, FlatNamed, ResponsesRequest
 
 Keep = Callable[[Json], None]

@@ -9,9 +9,9 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from ...generation.http_response import answer, text_error
+from ...generation.http_response import answer
 from ...generation.output import Head, Json, Prompt, TokenText
-from ...generation.output_constraint import encode
+from ...generation.prepare import encode_conversation, text_error
 from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body, described, streamed
@@ -78,7 +78,7 @@ async def create(
     """The answer to a text or to a conversation, which goes on from a stored one where that is asked for."""
     await resolve(responses.store, caller, asked)
     keeper = Keeper(responses.store, app.keys.payer(caller), caller, asked)
-    made = await answer(app, caller, request, asked, encode=encode, write=keeper.writer, prefix="resp_")
+    made = await answer(app, caller, request, asked.resolve(), write=keeper.writer, prefix="resp_")
     if not asked.background:
         return made
     assert isinstance(made.writer, ResponsesWriter)
@@ -104,7 +104,7 @@ async def input_tokens(
     model = app.require_ready()
     await resolve(responses.store, caller, asked)
     try:
-        [prompt] = await while_connected(request, encode(model, caller, asked, fits=False))
+        [prompt] = await while_connected(request, encode_conversation(model, caller, asked.prompt_source, fits=False))
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "input") from None
     return InputTokens(object="response.input_tokens", input_tokens=len(prompt.ids))
@@ -177,10 +177,8 @@ class Keeper:
         self.asked = asked
         self._items = b""  # the conversation; made once, it can be long
 
-    def writer(
-        self, asked: ResponsesRequest, head: Head, prompts: list[Prompt], token_text: TokenText
-    ) -> ResponsesWriter:
-        return ResponsesWriter(asked, head, prompts, token_text, keep=self.keep)
+    def writer(self, head: Head, prompts: list[Prompt], token_text: TokenText) -> ResponsesWriter:
+        return ResponsesWriter(self.asked, head, prompts, token_text, keep=self.keep)
 
     def keep(self, response: Json) -> None:
         if self.asked.is_stored:
@@ -228,7 +226,7 @@ async def resolve(store: Store, caller: Caller, asked: ResponsesRequest) -> None
     if len(before) + len(own) > MAX_ITEMS:
         message = f"Invalid 'input': the conversation has {len(before) + len(own)} items, and may have {MAX_ITEMS}."
         raise invalid(message, "input")
-    asked.resolve(before, own)
+    asked.expand(before, own)
 
 
 async def conversation(store: Store, caller: Caller, response_id: str) -> list[Json]:

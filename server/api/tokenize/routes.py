@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from ...generation.http_response import check_token_ids, text_error
-from ...generation.output_constraint import as_tools
+from ...generation.prepare import as_tools, check_token_ids, text_error
 from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body, described
