@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine import ConfigError, Engine
 
 from .api.anthropic.errors import FORM as ANTHROPIC_ERRORS
+from .api.responses.state import ResponsesState
 from .api.routers import ROUTERS
 from .http import errors
 from .http.auth import roles
@@ -52,6 +53,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
     Raises ConfigError when a setting turns out to be impossible.
     """
     state = Pequod(settings, engine, version())
+    responses = ResponsesState(settings)
     engine.on_step.append(state.metrics.step)
     step_log = None
     if settings.step_log is not None:
@@ -74,11 +76,13 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await responses.background.close()
             await state.close()
+            await responses.close()
             if step_log is not None:
                 step_log.close()
 
-    layers = [Middleware(Door, settings, state.limits, state.metrics, [ANTHROPIC_ERRORS])]
+    layers = [Middleware(Door, settings, state.limits, state.metrics.http, [ANTHROPIC_ERRORS])]
     if settings.root_path:
         layers.insert(0, Middleware(Published))
     if settings.allowed_origins:
@@ -107,6 +111,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         routes=[route for router in ROUTERS for route in router.routes],
     )
     app.state.pequod = state
+    app.state.responses = responses
     errors.install(app)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     undecided = [getattr(route, "path", str(route)) for route in app.routes if not roles(route)]

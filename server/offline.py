@@ -257,8 +257,8 @@ class _Session:
     async def open(self) -> None:
         """Start the engine and wait until it is loaded."""
         self.state, self._client = await self._stack.enter_async_context(running(self.settings))
-        info = await self.state.ready()
-        self._turns = asyncio.Semaphore(OPEN_PER_SEQUENCE * info.max_seqs)
+        model = await self.state.ready()
+        self._turns = asyncio.Semaphore(OPEN_PER_SEQUENCE * model.info.max_seqs)
 
     async def send_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Output]:
         """The outputs of these requests; the first that fails ends the others."""

@@ -18,6 +18,21 @@ CONVERTER = ROOT / "server/tokenization/convert.py"
 NO_TORCH = [
     "types", "config", "batch", "sequence", "blocks", "scheduler", "loop", "client", "channel", "sim", "hub", "files",
 ]  # fmt: skip
+# The parts of server/, lowest first: a module imports only from its own part and from parts in lines above. What stands
+# in one line knows nothing of its neighbours.
+LAYERS = [
+    {"version", "parsers", "settings_keys"},
+    {"settings"},
+    {"http"},
+    {"observability", "grammar", "tokenization", "health"},
+    {"loading"},
+    {"state"},
+    {"generation"},
+    {"api"},
+    {"app"},
+    {"cli"},
+    {"__main__"},
+]
 
 
 def imports(path: pathlib.Path) -> set[tuple[str, tuple[str, ...]]]:
@@ -33,6 +48,41 @@ def imports(path: pathlib.Path) -> set[tuple[str, tuple[str, ...]]]:
 
 def files(package: str) -> list[pathlib.Path]:
     return sorted((ROOT / package).rglob("*.py"))
+
+
+def module(path: pathlib.Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def arrows(package: str) -> dict[str, set[str]]:
+    """What each module of a package imports of its package, wherever the import stands, also for types alone."""
+    paths = {module(path): path for path in files(package)}
+    found: dict[str, set[str]] = {name: set() for name in paths}
+    for name, path in paths.items():
+        here = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = ".".join(here[: len(here) - node.level + 1] + ([node.module] if node.module else []))
+                whole = {f"{base}.{alias.name}" for alias in node.names}
+                found[name] |= {full if full in paths else base for full in whole}
+    return found
+
+
+def test_nothing_in_the_server_imports_upwards():
+    rank = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+    below = {(importer.split(".")[1], name.split(".")[1]) for importer, names in arrows("server").items()
+             for name in names if name != "server"}  # fmt: skip
+    assert {part for arrow in below for part in arrow} <= set(rank), "a part has no layer"
+    assert not [arrow for arrow in below if arrow[0] != arrow[1] and rank[arrow[0]] <= rank[arrow[1]]]
+
+
+def test_no_modules_of_the_server_import_each_other_in_a_circle():
+    left = arrows("server")
+    while free := [name for name, names in left.items() if not names & set(left)]:
+        for name in free:
+            del left[name]
+    assert not left, "these import each other, or something that does"
 
 
 def test_the_engine_knows_nothing_of_the_server():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..generation.output import Json
+from ..generation.request import Calling, ConversationPrompt, Tool
 from ..http.fields import clash
 from ..tokenization.renderer import SWITCHES
 from .sampling import Drawing
@@ -16,35 +17,6 @@ if TYPE_CHECKING:
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-
-
-class Tool(NamedTuple):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None
-    parameters: Json  # the JSON schema of its arguments, an object
-    strict: bool  # arguments must follow the schema also where the model is free to call
-    field: str  # of the request: where the schema stands
-
-    @property
-    def as_json(self) -> Json:
-        """As chat templates read it."""
-        told = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **told, "parameters": self.parameters}}
-
-
-class Calling(NamedTuple):
-    """How the answer may use tools."""
-
-    tools: tuple[Tool, ...]
-    is_required: bool = False  # the answer is at least one call
-    is_parallel: bool = True  # there may be several calls
-    told: tuple[Tool, ...] = ()  # what the prompt tells of, where that is more than may be called
-
-    @property
-    def in_prompt(self) -> tuple[Tool, ...]:
-        return self.told or self.tools
 
 
 def check_choice(choice: Any, chosen: Collection[str], names: Collection[str]) -> None:
@@ -73,6 +45,10 @@ def calling_of(
 
 class Conversation(Drawing):
     """A request whose prompt the chat template writes, and whose answer is a message."""
+
+    @property
+    def prompt_source(self) -> ConversationPrompt:
+        return ConversationPrompt(self.turns, self.render_options, self.calling, self.thinks, self.thinking_budget)
 
     @property
     @abstractmethod

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from engine import SamplingParams
-
+from ..generation.request import UNLIMITED, ConversationPrompt, GenerationRequest, TextPrompts
 from ..grammar.schemas import Grammar
 from ..http.fields import LABEL, MAX_LABEL, Wire, clash
 from .extensions import LlamaCppFields, VllmFields
@@ -22,7 +21,6 @@ MAX_STOP_TEXT = 1024  # characters; as much may be held back at the end of a str
 MAX_STOP_IDS = 256
 MAX_BIASES = 1024
 MIN_PENALTY = 1e-9  # logits are divided by it, and must stay finite in float32
-LEAST_TOP_P = 1e-12  # what 0 means: no second token is needed for it
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_ALLOWED = 4096  # 16 rows of it are as much work in a step as one row of logits
 MAX_BAD_WORDS = 128  # each is compared with the end of the output before each draw
@@ -42,7 +40,6 @@ Text = Annotated[str, Field(max_length=MAX_TEXT)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_TEXT)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD, pattern=r"\S")]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
-UNLIMITED = -1  # of an output, where clients send a number in any case: as many tokens as fit
 
 
 def _some(value: int) -> int:
@@ -143,9 +140,9 @@ class Drawing(Wire):
         return "prompt"
 
     @property
-    def num_prompts(self) -> int:
-        """How many prompts the request brings; each is answered `num_choices` times."""
-        return 1
+    @abstractmethod
+    def prompt_source(self) -> TextPrompts | ConversationPrompt:
+        """The prompts, before they are token ids."""
 
     @property
     def num_choices(self) -> int:
@@ -191,56 +188,43 @@ class Drawing(Wire):
         """Whether every chunk tells the usage so far."""
         return False
 
-    def params(
-        self,
-        defaults: dict[str, float | int],
-        *,
-        max_tokens: int,
-        seed: int,
-        eos_ids: tuple[int, ...],
-        grammar: Grammar | None = None,
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        scores: bool = False,
-        vocab_size: int = 0,
-    ) -> SamplingParams:
-        """How the engine is to draw; where the request is silent, the model's `defaults` speak, then OpenAI's.
-
-        `grammar` as the server has checked it, `bad_words` as tokens; `scores`: this choice asks for the prompt's
-        log-probabilities, if the request does.
-        """
-
-        def chosen(name: str, default: float) -> float:
-            own = getattr(self, name)
-            if own is None and name == "repetition_penalty":
-                own = self.repeat_penalty
-            return own if own is not None else defaults.get(name, default)
-
-        ends = (() if self.ignore_eos else eos_ids) + tuple(self.stop_token_ids or ())
-        return SamplingParams(
-            max_tokens=max_tokens,
-            seed=seed,
-            temperature=float(chosen("temperature", 1.0)),
-            top_k=max(0, int(chosen("top_k", 0))),
-            top_p=max(float(chosen("top_p", 1.0)), LEAST_TOP_P),
-            min_p=float(chosen("min_p", 0.0)),
-            repetition_penalty=float(chosen("repetition_penalty", 1.0)),
+    def resolve(self) -> GenerationRequest:
+        """Everything that generation asks of the request, worked out once."""
+        penalty = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
+        allowed = self.allowed_token_ids
+        return GenerationRequest(
+            model=self.model,
+            prompt=self.prompt_source,
+            prompt_field=self.prompt_field,
+            num_choices=self.num_choices,
+            limit=self.limit,
+            min_tokens=self.min_tokens or 0,
+            stop_field=self.stop_field,
+            stops=self.stops,
+            include_stop=bool(self.include_stop_str_in_output),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            grammar=self.answer_grammar,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
+            seed=self.seed,
             logit_bias=self.logit_bias or {},
-            min_tokens=self.min_tokens or 0,
-            stop_ids=tuple(dict.fromkeys(ends)),
-            logprobs=self.num_logprobs,
-            grammar=grammar.pair if grammar else None,
-            prompt_logprobs=self._scored(vocab_size) if scores else None,
-            allowed_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            bad_words=bad_words,
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            bad_words=self.bad_words or [],
+            num_logprobs=self.num_logprobs,
+            scoring=self.scoring,
+            only_scores=self.only_scores,
+            skip_special_tokens=self.skip_special_tokens is not False,
+            stream=bool(self.stream),
+            continuous_usage=self.continuous_usage,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
         )
-
-    def _scored(self, vocab_size: int) -> int | None:
-        """Alternatives of each prompt token whose log-probabilities are wanted; None: not even its own."""
-        if self.scoring is None:
-            return None
-        return vocab_size if self.scoring[1] < 0 else self.scoring[1]
 
 
 class Sampling(Drawing, VllmFields, LlamaCppFields):

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from ..generation.request import Calling, Tool
 from ..http.fields import OneError, RefusedKinds, Wire, clash
-from .conversation import Calling, Tool, calling_of, check_choice
+from .conversation import calling_of, check_choice
 from .sampling import Text
 
 MAX_TOOLS = 256

@@ -117,9 +117,9 @@ class InProcess:
 
         progress = partial(loading, settings=self.settings)
         state, self._client = await self._stack.enter_async_context(running(self.settings, progress))
-        info = await state.ready()
-        self.can_chat = state.prompts is not None and state.prompts.has_template
-        self.device, self.dtype = info.device, info.dtype
+        model = await state.ready()
+        self.can_chat = model.prompts.has_template
+        self.device, self.dtype = model.info.device, model.info.dtype
 
     async def close(self) -> None:
         await self._stack.aclose()

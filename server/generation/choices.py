@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 from starlette.types import Receive
 
-from engine import GRAMMARS_BUSY, EngineRequest, RequestStats, TokenDelta, TokenLogprob
+from engine import GRAMMARS_BUSY, Engine, EngineRequest, RequestStats, TokenDelta, TokenLogprob
 
 from ..grammar.checker import busy, refusal
 from ..http import retry
 from ..http.errors import ApiError, deadline, from_exception, invalid, unavailable
 from ..observability.metrics import Track
 from ..parsers import Call, Content, MessageParser, Part, Plain
-from ..state import Pequod
 from ..tokenization.detokenizer import TextStream
 from .output import Json, Output, usage
 
@@ -216,24 +215,27 @@ class Generation:
     """All choices of one request, from the engine to their text; at most `window` of them at a time, in their order.
 
     Each takes one of `places` for as long as the engine has it; other requests may share these, and each waits for its
-    next ones behind at most `window` of another's. While it is `running`, read `outputs` to the end.
+    next ones behind at most `window` of another's. While it is `running`, read `outputs` to the end. When `cut` is set
+    the server shuts down, and every choice ends at once.
     """
 
     def __init__(
         self,
-        app: Pequod,
+        engine: Engine,
         choices: Sequence[Reader],
         n: int,
         track: Track,
         due: Due | None,
         *,
+        cut: asyncio.Event,
         window: int | None = None,
         places: asyncio.Semaphore | None = None,
     ) -> None:
         self.choices = choices
         self._window = min(window or len(choices), len(choices))
         self._places = places or nullcontext()
-        self._app = app
+        self._engine = engine
+        self._cut = cut
         self._n = n
         self._track = track
         self._due = due
@@ -312,7 +314,7 @@ class Generation:
                 await self._work(choice)
 
     async def _work(self, choice: Reader) -> None:
-        engine, request_id = self._app.engine, choice.request.id
+        engine, request_id = self._engine, choice.request.id
         try:
             is_first = True
             async for delta in engine.generate(choice.request):
@@ -337,7 +339,7 @@ class Generation:
         self.stop(Gone(), "disconnect")
 
     async def _watch_drain(self) -> None:
-        await self._app.deadline_passed.wait()
+        await self._cut.wait()
         message = "The server shut down before the answer was complete."
         self.stop(unavailable(message, "draining", retry.DRAINING_S), "drain")
 

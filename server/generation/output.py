@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -76,6 +77,7 @@ class Head(NamedTuple):
     model: str
     fingerprint: str
     request_id: str = ""
+    defaults: Mapping[str, float | int] = MappingProxyType({})  # the model's sampling parameters
 
 
 class Writer(ABC):

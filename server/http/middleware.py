@@ -10,7 +10,7 @@ import ipaddress
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from .auth import address_of
 from .errors import ApiError, ErrorForm, from_exception
 
 if TYPE_CHECKING:
-    from ..observability.metrics import Metrics
     from ..settings import Settings
 
 LABEL = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
@@ -33,17 +32,18 @@ MAX_HEAD = 64 << 10  # bytes of all headers; the parser itself has no limit
 GONE = 499  # what is counted for a client that left before its answer began
 
 Headers = Sequence[tuple[bytes, bytes]]
+Count = Callable[[str, str, int, float], None]  # a request by method, route, status and seconds
 
 
 class Door:
     """Checks Host, origin and body size, names the request, counts it, and cleans up behind it."""
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, limits: Limits, metrics: Metrics, error_forms: Sequence[ErrorForm] = ()
+        self, app: ASGIApp, settings: Settings, limits: Limits, count: Count, error_forms: Sequence[ErrorForm] = ()
     ) -> None:
         self.app = app
         self.limits = limits
-        self.metrics = metrics
+        self.count = count
         self.error_forms = error_forms
         self.hosts = None if settings.hosts is None else {host.lower() for host in settings.hosts}
         self.takes_any_host = settings.takes_any_host
@@ -118,7 +118,7 @@ class _Visit:
             caller.leave()
             handler = getattr(self.scope.get("route"), "path", "unmatched")
             seconds = time.monotonic() - self.began
-            self.door.metrics.http(self.method, handler, self.status or GONE, seconds)
+            self.door.count(self.method, handler, self.status or GONE, seconds)
 
     async def _receive(self) -> Message:
         if self.is_whole:

@@ -126,7 +126,7 @@ class GracefulServer(uvicorn.Server):
         """Show the banner when the model answers; end the server when it never will."""
         try:
             async with self.display.loading(self.engine, self.settings):
-                info = await self.state.ready()
+                model = await self.state.ready()
         except EngineError as error:
             self._give_up(error, 2 if isinstance(error, ModelError | ConfigError) else 1)
             return
@@ -134,8 +134,8 @@ class GracefulServer(uvicorn.Server):
             log.exception("the model could not be loaded")
             self._give_up(f"the model could not be loaded: {type(error).__name__}", 1)
             return
-        has_template = self.state.prompts.has_template
-        self.display.announce(info, self.settings, where, time.monotonic() - self.began, has_template)
+        has_template = model.prompts.has_template
+        self.display.announce(model.info, self.settings, where, time.monotonic() - self.began, has_template)
         await self.state.failure.wait()
         self._give_up(self.state.failed, 1)
 

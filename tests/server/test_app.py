@@ -56,8 +56,8 @@ def test_the_version_tells_what_serves(tmp_path):
             assert (told["exact"], told["quantization"]) == (True, "none")
             assert told["weights_hash"] == INFO.weights_hash
             assert told["torch"] == INFO.torch
-            assert told["system_fingerprint"] == app.state.pequod.fingerprint
-            assert re.fullmatch(r"fp_[0-9a-f]{12}", app.state.pequod.fingerprint)
+            assert told["system_fingerprint"] == app.state.pequod.model.fingerprint
+            assert re.fullmatch(r"fp_[0-9a-f]{12}", app.state.pequod.model.fingerprint)
 
     asyncio.run(run())
 

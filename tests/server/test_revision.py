@@ -39,7 +39,7 @@ def test_the_text_files_follow_the_commit_of_the_weights(tmp_path, monkeypatch):
         fakes.ready = ready
         await app.load()
         assert looked == [None, "bbbb"]
-        assert app.tokenizer is not None and app.tokenizer.folder.name == "bbbb"
+        assert app.model is not None and app.model.tokenizer.folder.name == "bbbb"
         await fakes.close()
 
     asyncio.run(main())

@@ -61,10 +61,10 @@ def test_while_loading_everything_answers_but_generation(tmp_path):
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["code"] == "loading"
             assert "25%" in refused.json()["error"]["message"]
-            assert app.state.pequod.fingerprint == ""
+            assert app.state.pequod.model is None
             engine.finish_loading()
-            info = await app.state.pequod.ready()
-            assert info.max_len == app.state.pequod.prompts.max_len
+            model = await app.state.pequod.ready()
+            assert model.info.max_len == model.prompts.max_len
             ready = await client.get("/ready")
             assert (ready.status_code, ready.json()["state"], ready.json()["share"]) == (200, "ready", 1.0)
 
@@ -74,13 +74,13 @@ def test_while_loading_everything_answers_but_generation(tmp_path):
 def test_the_port_answers_before_anything_slow_has_happened(tmp_path, monkeypatch):
     """The tokenizer takes until the test lets it go on, and the lifespan does not wait for it."""
     gate = threading.Event()
-    monkeypatch.setattr("server.state.Tokenizer", lambda folder: gate.wait(30))
+    monkeypatch.setattr("server.loading.Tokenizer", lambda folder: gate.wait(30))
 
     async def run():
         async with serving(model_folder(tmp_path / "m"), wait=False) as (client, app):
             assert (await client.get("/live")).status_code == 200
             assert (await client.get("/ready")).json()["state"] == "loading"
-            assert not app.state.pequod.is_loaded
+            assert app.state.pequod.model is None
             gate.set()
 
     asyncio.run(run())
@@ -139,7 +139,7 @@ def test_a_bug_while_loading_ends_the_start_too(tmp_path, monkeypatch, caplog):
     def broken(folder):
         raise RuntimeError("call me ishmael")
 
-    monkeypatch.setattr("server.state.Tokenizer", broken)
+    monkeypatch.setattr("server.loading.Tokenizer", broken)
 
     async def run():
         async with serving(model_folder(tmp_path / "m"), wait=False) as (_, app):
@@ -281,7 +281,7 @@ def test_sampling_defaults_come_from_the_model_and_stay_in_range(tmp_path):
 
     async def run():
         async with serving(folder) as (_, app):
-            assert app.state.pequod.default_sampling["temperature"] == 0.6
+            assert app.state.pequod.model.default_sampling["temperature"] == 0.6
 
     asyncio.run(run())
 

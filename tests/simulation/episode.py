@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,6 +40,8 @@ from server.http.admission import INPUTS_DEPTH, Caller
 from server.http.disconnect import while_connected
 from server.http.errors import ApiError
 from server.http.shares import SHARE
+from server.loading import LoadedModel
+from server.parsers import Formats
 from server.settings import Settings
 from server.state import CUT_S, Pequod
 
@@ -245,7 +248,8 @@ class Episode:
         info = await self.engine.ready()
         self.limits.max_seqs = info.max_seqs
         self.app.metrics.bind(info)
-        self.app.is_loaded = True
+        no_text: Any = SimpleNamespace(close=lambda: None)  # prompts are token ids here
+        self.app.model = LoadedModel(info, no_text, no_text, Formats(), {}, "")
         faults = [self.loop.create_task(self._kill_from_outside()), self.loop.create_task(self._drain())]
         await self._clients_come()
         world.is_over = True
@@ -416,7 +420,7 @@ class Episode:
         fields: dict[str, Any] = {}
         if visit.is_pooled:
             fields = {"window": INPUTS_DEPTH * self.limits.max_seqs, "places": self.limits.input_places}
-        generation = Generation(app, streams, visit.n, track, due, **fields)
+        generation = Generation(app.engine, streams, visit.n, track, due, cut=app.deadline_passed, **fields)
         reads = 0
         async with generation.running(request.receive):
             async for outputs in generation.outputs():

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from ...generation.output import Json
+from ...generation.request import Calling, Tool
 from ...grammar.schemas import Grammar, of_schema
 from ...http.fields import LABEL, MAX_LABEL, RefusedKinds, Wire, clash, refused
 from ..chat.request import CacheMark
-from ..conversation import Calling, Conversation, Tool, thinking_variables
+from ..conversation import Conversation, thinking_variables
 from ..response_format import Schema, StructuredOutputs, of_outputs
 from ..sampling import MAX_INT, MAX_STOPS, Count, StopText, Text
 from ..tools import MAX_TOOLS

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from ...generation.http_response import answer, text_error
-from ...generation.output_constraint import encode
+from ...generation.http_response import answer
+from ...generation.prepare import encode_conversation, text_error
 from ...http.auth import UserDep
 from ...http.body import body, described, streamed
 from ...http.disconnect import while_connected
@@ -55,7 +56,7 @@ async def messages(
     asked: Annotated[MessagesRequest, Depends(body(MessagesRequest))], app: AppDep, caller: UserDep, request: Request
 ) -> Response:
     """The next message of a conversation, in Anthropic's form."""
-    return await answer(app, caller, request, asked, encode=encode, write=MessagesWriter, prefix="msg_")
+    return await answer(app, caller, request, asked.resolve(), write=partial(MessagesWriter, asked), prefix="msg_")
 
 
 @router.post(
@@ -71,9 +72,11 @@ async def count_tokens(
 ) -> TokenCount:
     """How many tokens the prompt of such a message has, without generating."""
     app.check_model(asked.model)
-    app.require_ready()
+    model = app.require_ready()
     try:
-        [prompt] = await while_connected(request, encode(app, caller, asked.message, fits=False))
+        [prompt] = await while_connected(
+            request, encode_conversation(model, caller, asked.message.prompt_source, fits=False)
+        )
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "messages") from None
     return TokenCount(input_tokens=len(prompt.ids))

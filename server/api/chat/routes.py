@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from ...generation.http_response import answer
-from ...generation.output_constraint import encode
 from ...http.auth import UserDep
 from ...http.body import body, described, streamed
 from ...http.errors import OPENAI_ERRORS
@@ -37,4 +37,4 @@ async def chat(
     asked: Annotated[ChatRequest, Depends(body(ChatRequest))], app: AppDep, caller: UserDep, request: Request
 ) -> Response:
     """The next message of a conversation."""
-    return await answer(app, caller, request, asked, encode=encode, write=ChatWriter, prefix="chatcmpl-")
+    return await answer(app, caller, request, asked.resolve(), write=partial(ChatWriter, asked), prefix="chatcmpl-")

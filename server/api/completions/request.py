@@ -10,9 +10,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from engine import TokenLogprob
 
 from ...generation.output import Head, Json, Output, Prompt, PromptLogprobs, TokenText, Usage, Writer, number
+from ...generation.request import UNLIMITED, TextPrompts
 from ...http.fields import Wire, refused
 from ..response_format import Structured
-from ..sampling import MAX_INT, MAX_LOGPROBS, UNLIMITED, Text, TokenId
+from ..sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
 
 MAX_PROMPTS = 256  # of one request: as many as wait in the default queue
 MAX_PROMPT_IDS = 1 << 20  # tokens; a bound for the parser, the model's own is far below
@@ -85,8 +86,13 @@ class CompletionRequest(Structured):
         return listed(self.prompt)
 
     @property
-    def num_prompts(self) -> int:
-        return len(self.prompts)
+    def prompt_source(self) -> TextPrompts:
+        return TextPrompts(
+            self.prompts,
+            add_special=self.add_special_tokens is not False,
+            skip_special=self.skip_special_tokens is not False,
+            echo=bool(self.echo),
+        )
 
     @property
     def num_logprobs(self) -> int | None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from ...generation.http_response import answer, check_token_ids
-from ...generation.output import Prompt
-from ...http.admission import Caller
+from ...generation.http_response import answer
 from ...http.auth import UserDep
 from ...http.body import body, described, streamed
 from ...http.errors import OPENAI_ERRORS
-from ...state import AppDep, Pequod
+from ...state import AppDep
 from .request import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionRequest, CompletionWriter
 
 router = APIRouter(tags=["generation"])
@@ -44,33 +43,8 @@ async def completions(
         app,
         caller,
         request,
-        asked,
-        encode=encode,
-        write=CompletionWriter,
+        asked.resolve(),
+        write=partial(CompletionWriter, asked),
         prefix="cmpl-",
         default_max_tokens=DEFAULT_MAX_TOKENS,
     )
-
-
-async def encode(app: Pequod, caller: Caller, asked: CompletionRequest) -> list[Prompt]:
-    """The prompts as token ids, each with its text where the answer is to begin with it."""
-    assert app.prompts is not None and app.engine.info is not None
-    prompts = []
-    for given in asked.prompts:
-        text = ""
-        offsets: list[int] = []
-        if isinstance(given, str):
-            special = asked.add_special_tokens is not False
-            if asked.echo:
-                text = given
-                ids, offsets = await app.prompts.echoed(given, special, caller=caller.flow)
-            else:
-                ids = await app.prompts.encode(given, special, caller=caller.flow)
-        else:
-            check_token_ids(app.engine.info, given, "prompt")
-            ids = given
-            if asked.echo:
-                skips = asked.skip_special_tokens is not False
-                text, offsets = await app.prompts.spelt(ids, skips, caller=caller.flow)
-        prompts.append(Prompt(tuple(ids), text, tuple(offsets)))
-    return prompts

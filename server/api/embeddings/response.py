@@ -12,11 +12,13 @@ from starlette.types import Receive, Scope, Send
 from engine import EngineInfo, EngineRequest, Pooling, SamplingParams, TokenDelta
 
 from ...generation.choices import Generation, Reader, unfinished
-from ...generation.http_response import check_priority, check_token_ids, encoded, patiently, time_limit
+from ...generation.http_response import patiently
 from ...generation.output import Output, Prompt
+from ...generation.prepare import check_priority, check_token_ids, encoded, time_limit
 from ...http.admission import INPUTS_DEPTH, Caller
 from ...http.disconnect import while_connected
 from ...http.errors import CONTEXT_CODE, deadline, invalid
+from ...loading import LoadedModel
 from ...state import Pequod
 from .request import EmbeddingRequest
 
@@ -24,27 +26,27 @@ from .request import EmbeddingRequest
 async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
     """Take a request in, or raise the ApiError that it deserves; nothing has been sent when this returns."""
     began = app.metrics.clock()
-    model = app.check_model(body.model)
-    app.require_ready()
+    name = app.check_model(body.model)
+    model = app.require_ready()
     due = time_limit(app, request)
-    info = app.engine.info
-    assert info is not None
     check_priority(app, body.priority)
-    check_vector(info, body)
+    check_vector(model.info, body)
     ticket = app.limits.admit_inputs(caller, len(body.inputs))
     try:
         async with asyncio.timeout(due and due.left_s):
-            prompts = await while_connected(request, encoded(encode(app, caller, info, body), "input"))
+            prompts = await while_connected(request, encoded(encode(model, caller, body), "input"))
     except TimeoutError:
         raise deadline() from None
-    check_lengths(info, prompts)
+    check_lengths(model.info, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     track = app.metrics.track(request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
     track.began = began
     vectors = [Vector(index, asked, body) for index, asked in enumerate(engine_requests(app, caller, body, prompts))]
     window = INPUTS_DEPTH * app.limits.max_seqs
-    generation = Generation(app, vectors, 1, track, due, window=window, places=app.limits.input_places)
-    return Embeddings(generation, vectors, model)
+    generation = Generation(
+        app.engine, vectors, 1, track, due, cut=app.deadline_passed, window=window, places=app.limits.input_places
+    )
+    return Embeddings(generation, vectors, name)
 
 
 def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:
@@ -56,18 +58,17 @@ def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:
         raise invalid(f"Invalid 'dimensions': {told}.", "dimensions")
 
 
-async def encode(app: Pequod, caller: Caller, info: EngineInfo, body: EmbeddingRequest) -> list[Prompt]:
+async def encode(model: LoadedModel, caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
     """The inputs as token ids."""
-    assert app.prompts is not None
     prompts = []
     for given in body.inputs:
         if isinstance(given, str):
             special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
-            ids = await app.prompts.encode(given, special, caller=caller.flow, fits=fits)
+            ids = await model.prompts.encode(given, special, caller=caller.flow, fits=fits)
         else:
-            check_token_ids(info, given, "input")
+            check_token_ids(model.info, given, "input")
             ids = given
-        prompts.append(Prompt(tuple(body.cut(ids, info.max_len))))
+        prompts.append(Prompt(tuple(body.cut(ids, model.info.max_len))))
     return prompts
 
 

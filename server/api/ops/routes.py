@@ -13,13 +13,15 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
+from ...health import Health
 from ...http import retry
 from ...http.auth import metrics_reader, public, user
 from ...http.body import models as models_of
 from ...http.errors import OPENAI_ERRORS
 from ...http.fields import FieldRow, Kind, Wire, table
+from ...loading import fingerprint
 from ...observability.metrics import CONTENT_TYPE
-from ...state import AppDep, Health, Pequod
+from ...state import AppDep, Pequod
 
 router = APIRouter(tags=["operation"])
 PUBLIC = [Depends(public)]
@@ -67,7 +69,7 @@ async def version(app: AppDep) -> dict[str, Any]:
             "torch": info.torch,
             "max_model_len": info.max_len,
             "weights_hash": info.weights_hash,
-            "system_fingerprint": app.fingerprint,
+            "system_fingerprint": fingerprint(info, app.version),
         }
     return told
 
@@ -141,7 +143,7 @@ async def capabilities(request: Request) -> list[Capability]:
 
 def told(app: Pequod, row: FieldRow) -> dict[str, Any]:
     """The kind of a field and its note, with this model."""
-    if row.field in EFFORTS and app.prompts is not None and not app.prompts.takes_effort:
+    if row.field in EFFORTS and app.model is not None and not app.model.prompts.takes_effort:
         return {"kind": "label", "note": "Accepted: the model's chat template knows no levels of thinking."}
     return {"kind": row.kind, "note": row.note}
 

@@ -344,7 +344,7 @@ class ResponsesRequest(Labels, Conversation):
         """The whole conversation up to the answer."""
         return [*self._before, *self.given]
 
-    def resolve(self, before: list[Json], own: list[Json]) -> None:
+    def expand(self, before: list[Json], own: list[Json]) -> None:
         """Tell what came before the input, and the input with its references replaced."""
         self._before, self._own = before, own
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from ...generation.output import Head, Json, Output, Prompt, TokenText, Writer
+from ...generation.request import UNLIMITED
 from ...http import sse
 from ...http.errors import ApiError
 from ...parsers import Arguments, Call, Content, Part, Reasoning
-from ..sampling import UNLIMITED
 from .request import AnyTool, FlatAllowed, FlatFunction, FlatNamed, ResponsesRequest
 
 Keep = Callable[[Json], None]
@@ -46,13 +46,11 @@ class ResponsesWriter(Writer):
         prompts: list[Prompt],
         token_text: TokenText,
         *,
-        defaults: dict[str, float | int],
         keep: Keep,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(head, prompts, token_text)
         self.request = request
-        self._defaults = defaults
         self._keep = keep
         self._clock = clock
         self._number = 0  # of the next event
@@ -165,7 +163,7 @@ class ResponsesWriter(Writer):
 
     def _chosen(self, name: str) -> float:
         own = getattr(self.request, name)
-        return float(own if own is not None else self._defaults.get(name, 1.0))
+        return float(own if own is not None else self.head.defaults.get(name, 1.0))
 
     # Items
 

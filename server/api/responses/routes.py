@@ -9,16 +9,16 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from ...generation.http_response import answer, text_error
+from ...generation.http_response import answer
 from ...generation.output import Head, Json, Prompt, TokenText
-from ...generation.output_constraint import encode
+from ...generation.prepare import encode_conversation, text_error
 from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body, described, streamed
 from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS, ApiError, invalid, not_found
 from ...http.excerpt import shown
-from ...state import AppDep, Pequod
+from ...state import AppDep
 from ...tokenization.encoder import TextTooLong
 from ...tokenization.renderer import TemplateError
 from .background import Job
@@ -26,7 +26,8 @@ from .items import MAX_ITEMS
 from .request import ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
 from .schema import InputItems, InputTokens, ResponseAnswer, ResponseDeleted, ResponseEvent
-from .store import Record, elements, packed, unpacked
+from .state import ResponsesDep
+from .store import Record, Store, elements, packed, unpacked
 
 OPEN = ("queued", "in_progress")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -68,17 +69,21 @@ STORED: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/responses", response_class=Response, responses=ANSWERS, openapi_extra=described(ResponsesRequest))
 async def create(
-    asked: Annotated[ResponsesRequest, Depends(body(ResponsesRequest))], app: AppDep, caller: UserDep, request: Request
+    asked: Annotated[ResponsesRequest, Depends(body(ResponsesRequest))],
+    app: AppDep,
+    responses: ResponsesDep,
+    caller: UserDep,
+    request: Request,
 ) -> Response:
     """The answer to a text or to a conversation, which goes on from a stored one where that is asked for."""
-    await resolve(app, caller, asked)
-    keeper = Keeper(app, caller, asked)
-    made = await answer(app, caller, request, asked, encode=encode, write=keeper.writer, prefix="resp_")
+    await resolve(responses.store, caller, asked)
+    keeper = Keeper(responses.store, app.keys.payer(caller), caller, asked)
+    made = await answer(app, caller, request, asked.resolve(), write=keeper.writer, prefix="resp_")
     if not asked.background:
         return made
     assert isinstance(made.writer, ResponsesWriter)
     queued = made.writer.keep("queued")
-    app.background.start(queued["id"], Job(made.generation, made.writer), caller.hand_over())
+    responses.background.start(queued["id"], Job(made.generation, made.writer), caller.hand_over())
     return JSONResponse(queued)
 
 
@@ -88,14 +93,18 @@ async def create(
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": SAME_BODY}}}},
 )
 async def input_tokens(
-    asked: Annotated[ResponsesRequest, Depends(body(ResponsesRequest))], app: AppDep, caller: UserDep, request: Request
+    asked: Annotated[ResponsesRequest, Depends(body(ResponsesRequest))],
+    app: AppDep,
+    responses: ResponsesDep,
+    caller: UserDep,
+    request: Request,
 ) -> InputTokens:
     """How many tokens the prompt of such a response has, without generating or storing anything."""
     app.check_model(asked.model)
-    app.require_ready()
-    await resolve(app, caller, asked)
+    model = app.require_ready()
+    await resolve(responses.store, caller, asked)
     try:
-        [prompt] = await while_connected(request, encode(app, caller, asked, fits=False))
+        [prompt] = await while_connected(request, encode_conversation(model, caller, asked.prompt_source, fits=False))
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "input") from None
     return InputTokens(object="response.input_tokens", input_tokens=len(prompt.ids))
@@ -111,7 +120,7 @@ async def compact(_: UserDep) -> None:
 async def retrieve(
     *,
     response_id: str,
-    app: AppDep,
+    responses: ResponsesDep,
     caller: UserDep,
     stream: bool = False,
     include_obfuscation: bool | None = None,
@@ -119,25 +128,25 @@ async def retrieve(
     """A stored response, as it is now; include_obfuscation is accepted: no event is padded either way."""
     if stream:
         raise invalid("Unsupported field: 'stream'; ask again until status tells the end.", "stream")
-    return told(await found(app, caller, response_id))
+    return told(await found(responses.store, caller, response_id))
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=ResponseAnswer, responses=STORED)
-async def cancel(response_id: str, app: AppDep, caller: UserDep) -> Response:
+async def cancel(response_id: str, responses: ResponsesDep, caller: UserDep) -> Response:
     """Stop the work on a background response; what has come to its end stays as it is."""
-    record = await found(app, caller, response_id)
+    record = await found(responses.store, caller, response_id)
     if not await asyncio.to_thread(is_background, record.answer):
         raise invalid("Only a response with background true can be cancelled; to stop another, hang up.", "response_id")
-    await app.background.cancel(response_id)
-    return told(await found(app, caller, response_id))
+    await responses.background.cancel(response_id)
+    return told(await found(responses.store, caller, response_id))
 
 
 @router.delete("/v1/responses/{response_id}", responses=STORED)
-async def delete(response_id: str, app: AppDep, caller: UserDep) -> ResponseDeleted:
+async def delete(response_id: str, responses: ResponsesDep, caller: UserDep) -> ResponseDeleted:
     """Forget a response; work that goes on for it is stopped. Responses that went on from it stay whole."""
-    if await app.store.get(response_id, caller.key) is not None:
-        await app.background.cancel(response_id)
-    if not await app.store.delete(response_id, caller.key):
+    if await responses.store.get(response_id, caller.key) is not None:
+        await responses.background.cancel(response_id)
+    if not await responses.store.delete(response_id, caller.key):
         raise no_response(response_id)
     return ResponseDeleted(id=response_id, object="response", deleted=True)
 
@@ -146,14 +155,14 @@ async def delete(response_id: str, app: AppDep, caller: UserDep) -> ResponseDele
 async def input_items(
     *,
     response_id: str,
-    app: AppDep,
+    responses: ResponsesDep,
     caller: UserDep,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(max_length=512)] = None,
 ) -> Response:
     """The conversation before a response, what it went on from included; `after` is the last item of a page."""
-    record = await found(app, caller, response_id)
+    record = await found(responses.store, caller, response_id)
     page = await asyncio.to_thread(page_of, record.items, limit, order, after)
     return Response(page, media_type="application/json")
 
@@ -161,17 +170,15 @@ async def input_items(
 class Keeper:
     """Has one request's response kept in the store, with the conversation that led to it, unless store is false."""
 
-    def __init__(self, app: Pequod, caller: Caller, asked: ResponsesRequest) -> None:
-        self.app = app
+    def __init__(self, store: Store, payer: str, caller: Caller, asked: ResponsesRequest) -> None:
+        self.store = store
         self.owner = caller.key
-        self.payer = app.keys.payer(caller)
+        self.payer = payer
         self.asked = asked
         self._items = b""  # the conversation; made once, it can be long
 
-    def writer(
-        self, asked: ResponsesRequest, head: Head, prompts: list[Prompt], token_text: TokenText
-    ) -> ResponsesWriter:
-        return ResponsesWriter(asked, head, prompts, token_text, defaults=self.app.default_sampling, keep=self.keep)
+    def writer(self, head: Head, prompts: list[Prompt], token_text: TokenText) -> ResponsesWriter:
+        return ResponsesWriter(self.asked, head, prompts, token_text, keep=self.keep)
 
     def keep(self, response: Json) -> None:
         if self.asked.is_stored:
@@ -179,7 +186,7 @@ class Keeper:
             self._items = self._items or packed(named(self.asked, response["id"]))
             is_open = response["status"] in OPEN
             record = Record(response["id"], self.owner, is_open, packed(response), self._items, self.payer)
-            self.app.store.put(record, is_replacement)
+            self.store.put(record, is_replacement)
 
 
 def named(asked: ResponsesRequest, response_id: str) -> list[Json]:
@@ -189,9 +196,9 @@ def named(asked: ResponsesRequest, response_id: str) -> list[Json]:
     return asked.items[: -len(own)] + [{"id": id, **item} for id, item in zip(ids, own, strict=True)]
 
 
-async def found(app: Pequod, caller: Caller, response_id: str) -> Record:
+async def found(store: Store, caller: Caller, response_id: str) -> Record:
     """A caller's own stored response; raises 404."""
-    record = await app.store.get(response_id, caller.key)
+    record = await store.get(response_id, caller.key)
     if record is None:
         raise no_response(response_id)
     return record
@@ -206,25 +213,25 @@ def told(record: Record) -> Response:
     return Response(record.answer, media_type="application/json")
 
 
-async def resolve(app: Pequod, caller: Caller, asked: ResponsesRequest) -> None:
+async def resolve(store: Store, caller: Caller, asked: ResponsesRequest) -> None:
     """Find what comes before a request's input, and what its references mean; raises 400 where it is not there."""
     before: list[Json] = []
     if asked.previous_response_id is not None:
-        before = await conversation(app, caller, asked.previous_response_id)
+        before = await conversation(store, caller, asked.previous_response_id)
     known = {item["id"]: item for item in before}
     own = []
     for place, item in enumerate(asked.given):
         is_reference = item["type"] == "item_reference"
-        own.append(await referred(app, caller, item["id"], known, f"input.{place}.id") if is_reference else item)
+        own.append(await referred(store, caller, item["id"], known, f"input.{place}.id") if is_reference else item)
     if len(before) + len(own) > MAX_ITEMS:
         message = f"Invalid 'input': the conversation has {len(before) + len(own)} items, and may have {MAX_ITEMS}."
         raise invalid(message, "input")
-    asked.resolve(before, own)
+    asked.expand(before, own)
 
 
-async def conversation(app: Pequod, caller: Caller, response_id: str) -> list[Json]:
+async def conversation(store: Store, caller: Caller, response_id: str) -> list[Json]:
     """All items of a stored response, its own output included."""
-    record = await app.store.get(response_id, caller.key)
+    record = await store.get(response_id, caller.key)
     field = "previous_response_id"
     if record is None:
         raise invalid(f"There is no stored response '{shown(response_id)}'.", field, "previous_response_not_found")
@@ -233,10 +240,10 @@ async def conversation(app: Pequod, caller: Caller, response_id: str) -> list[Js
     return await asyncio.to_thread(all_items, record)
 
 
-async def referred(app: Pequod, caller: Caller, id: str, known: dict[str, Json], field: str) -> Json:
+async def referred(store: Store, caller: Caller, id: str, known: dict[str, Json], field: str) -> Json:
     """The item of an id. `known` are the items found so far; those of its response come in with it."""
     if id not in known:
-        record = await app.store.get(response_of(id), caller.key)
+        record = await store.get(response_of(id), caller.key)
         items = [] if record is None else await asyncio.to_thread(all_items, record)
         known |= {item["id"]: item for item in items}
     if id not in known:

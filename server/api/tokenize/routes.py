@@ -6,15 +6,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from engine import EngineInfo
-
-from ...generation.http_response import check_token_ids, text_error
-from ...generation.output_constraint import as_tools
+from ...generation.prepare import as_tools, check_token_ids, text_error
 from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body, described
 from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS
+from ...loading import LoadedModel
 from ...state import AppDep, Pequod
 from ...tokenization.encoder import Prompts, TextTooLong
 from ...tokenization.renderer import TemplateError
@@ -32,13 +30,13 @@ async def tokenize(
     asked: Annotated[TokenizeRequest, Depends(body(TokenizeRequest))], app: AppDep, caller: UserDep, request: Request
 ) -> Tokens:
     """Token ids of a text, or of a conversation as the chat template writes it."""
-    prompts, info = loaded(app, asked.model)
-    ids = await while_connected(request, encode(prompts, caller, asked))
+    model = loaded(app, asked.model)
+    ids = await while_connected(request, encode(model.prompts, caller, asked))
     return Tokens(
         count=len(ids),
-        max_model_len=info.max_len,
+        max_model_len=model.info.max_len,
         tokens=ids,
-        token_strs=await prompts.tokens(ids, caller=caller.flow) if asked.return_token_strs else None,
+        token_strs=await model.prompts.tokens(ids, caller=caller.flow) if asked.return_token_strs else None,
     )
 
 
@@ -47,9 +45,9 @@ async def detokenize(
     asked: Annotated[DetokenizeRequest, Depends(body(DetokenizeRequest))], app: AppDep, caller: UserDep
 ) -> Detokenized:
     """The text of token ids, special tokens written out."""
-    prompts, info = loaded(app, asked.model)
-    check_token_ids(info, asked.tokens, "tokens")
-    return Detokenized(prompt=await prompts.decode(asked.tokens, skip_special=False, caller=caller.flow))
+    model = loaded(app, asked.model)
+    check_token_ids(model.info, asked.tokens, "tokens")
+    return Detokenized(prompt=await model.prompts.decode(asked.tokens, skip_special=False, caller=caller.flow))
 
 
 @router.post("/apply-template", responses=ERRORS, openapi_extra=described(TemplateRequest))
@@ -57,7 +55,7 @@ async def apply_template(
     asked: Annotated[TemplateRequest, Depends(body(TemplateRequest))], app: AppDep, caller: UserDep, request: Request
 ) -> Templated:
     """The prompt that the chat template makes of a conversation."""
-    prompts, _ = loaded(app, asked.model)
+    prompts = loaded(app, asked.model).prompts
 
     async def work() -> Templated:
         messages, tools = as_dicts(asked.messages), as_tools(asked.offered)
@@ -71,12 +69,10 @@ async def apply_template(
         raise text_error(error, "messages") from None
 
 
-def loaded(app: Pequod, model: str | None) -> tuple[Prompts, EngineInfo]:
-    """What the tokens of this server's model need; raises 404 and 503."""
-    app.check_model(model)
-    app.require_ready()
-    assert app.prompts is not None and app.engine.info is not None
-    return app.prompts, app.engine.info
+def loaded(app: Pequod, name: str | None) -> LoadedModel:
+    """The model of this name; raises 404 and 503."""
+    app.check_model(name)
+    return app.require_ready()
 
 
 async def encode(prompts: Prompts, caller: Caller, asked: TokenizeRequest) -> list[int]:

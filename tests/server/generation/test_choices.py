@@ -367,7 +367,7 @@ def test_a_bug_while_the_answer_is_written_is_an_error_too(folder, stream):
             def broken(token_id):
                 raise ValueError("the secret")
 
-            app.state.pequod.tokenizer.token_text = broken
+            app.state.pequod.model.tokenizer.token_text = broken
             response = await client.post(COMPLETIONS, json=body(stream=stream, logprobs=1))
             assert "secret" not in response.text
             error = events(response.text)[-2] if stream else response.json()
@@ -528,7 +528,7 @@ def test_the_time_to_the_first_token_counts_from_the_requests_arrival(folder):
     async def main():
         engine = FakeEngine(saying("the whale"))
         async with serving(folder, engine) as (client, app):
-            prompts = app.state.pequod.prompts
+            prompts = app.state.pequod.model.prompts
             encode = prompts.encode
 
             async def slow(*args: Any, **kwargs: Any) -> list[int]:

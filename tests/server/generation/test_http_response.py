@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_a_stream_joined_is_the_whole_answer(tmp_path, formats):
     async def main():
         engine = Odds()
         async with serving(folder, engine) as (client, app):
-            app.state.pequod.formats = formats
+            app.state.pequod.model = replace(app.state.pequod.model, formats=formats)
             for _ in range(EXAMPLES):
                 text = text_of(rng, formats)
                 spoken = [*spelt(text), END]

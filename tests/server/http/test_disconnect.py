@@ -140,7 +140,7 @@ def test_the_encoding_of_a_text_ends_with_its_client(tmp_path, monkeypatch):
     async def main():
         engine = FakeEngine()
         async with serving(model_folder(tmp_path / "m"), engine) as (client, app), listening(app) as url:
-            app.state.pequod.prompts.max_len = 10**9
+            app.state.pequod.model.prompts.max_len = 10**9
             host, port = url.removeprefix("http://").split(":")
             body = b'{"prompt": "%s", "max_tokens": 1}' % (LARGE * 20).encode()
             _, writer = await asyncio.open_connection(host, int(port))

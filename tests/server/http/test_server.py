@@ -34,13 +34,12 @@ info = EngineInfo(model="m", architecture="A", max_len=64, vocab_size=9, block_s
 
 class State:
     draining = False
-    prompts = SimpleNamespace(has_template=False)
     failed = None
     limits = SimpleNamespace(open_choices=0)
     async def ready(self):
         if case == "model": raise ModelError("the model is broken")
         if case == "loading": await asyncio.sleep(3600)
-        return info
+        return SimpleNamespace(info=info, prompts=SimpleNamespace(has_template=False))
     def begin_drain(self): self.draining = True
     async def drained(self, timeout):
         deadline = time.monotonic() + timeout

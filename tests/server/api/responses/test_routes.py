@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from dataclasses import replace
 
 import openai
 import pydantic
@@ -206,7 +207,7 @@ def test_deltas_joined_are_the_items_and_equal_the_whole(folder, more):
         engine = Odds()
         async with serving(folder, engine) as (client, app):
             for formats in CASES * 4:
-                app.state.pequod.formats = formats
+                app.state.pequod.model = replace(app.state.pequod.model, formats=formats)
                 spoken = [*spelt(text_of(rng, formats)), END]
                 engine.say = lambda request, spoken=spoken: spoken
                 body = {"input": "the sea", "tools": [WEATHER, CLOCK] if formats.tools else [], **more}

@@ -761,7 +761,7 @@ def test_a_response_is_answered_though_the_file_fails(tmp_path):
     assert ask(folder, RESPONSES, {"input": "a"}, engine, response_store=path).status_code == 200
 
     async def use_full(client):
-        disk = Faulty(client._transport.app.state.pequod.store)
+        disk = Faulty(client._transport.app.state.responses.store)
         disk.is_full = True
         made = await client.post(RESPONSES, json={"input": "a"})
         assert made.status_code == 200

@@ -206,7 +206,7 @@ def test_the_event_loop_turns_while_a_long_conversation_is_decoded(folder, monke
         for name in ("page_of", "all_items", "is_background"):
             watch(name)
         async with serving(folder, FakeEngine(saying("the whale")), max_stored_bytes="1GiB") as (client, app):
-            app.state.pequod.store.put(stored)
+            app.state.responses.store.put(stored)
             counter = asyncio.create_task(count())
             path = f"{RESPONSES}/{stored.id}"
             page = await client.get(f"{path}/input_items", params={"order": "asc"})
@@ -297,7 +297,7 @@ def test_a_deletion_that_a_full_disk_refuses_is_a_503_until_it_is_done(folder, t
     path = tmp_path / "responses.db"
 
     async def use(client):
-        store = client._transport.app.state.pequod.store
+        store = client._transport.app.state.responses.store
         disk = Faulty(store)
         made = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
         await written(store)
@@ -322,7 +322,7 @@ def test_a_background_response_leaves_no_earlier_version(folder, tmp_path, monke
     engine = FakeEngine(saying("the whale"))
 
     async def use(client):
-        store = client._transport.app.state.pequod.store
+        store = client._transport.app.state.responses.store
         engine.hold()
         made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()["id"]
         await written(store)

@@ -1,0 +1,36 @@
+"""What the Responses API keeps between requests: stored responses, and the work on those in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from ...settings import Settings
+from .background import Background
+from .response import interrupted
+from .store import Store
+
+
+class ResponsesState:
+    """Lives in `app.state.responses` from build_app on."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.background = Background()
+        self.store = Store(
+            settings.response_store, settings.max_stored_responses, settings.max_stored_bytes, interrupted
+        )
+
+    async def close(self) -> None:
+        """Write what the store still holds; the background work has been stopped before."""
+        await asyncio.to_thread(self.store.close)
+
+
+async def responses_state(request: Request) -> ResponsesState:
+    """The state for a request's app. A coroutine: FastAPI would call a function in a thread."""
+    state: ResponsesState = request.app.state.responses
+    return state
+
+
+ResponsesDep = Annotated[ResponsesState, Depends(responses_state)]
