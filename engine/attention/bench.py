@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.timing import interleaved
-from . import AttentionMeta, LayerKV, choose, select
+from .choice import choose, select
+from .layer import LayerKV
+from .metadata import AttentionMeta
 
 CPU = torch.device("cpu")
 HEADS, LAYER, BLOCK_SIZE = 16, LayerKV(8, 128, 128), 16

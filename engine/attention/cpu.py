@@ -15,7 +15,8 @@ from ..kernels import build, library
 from ..kernels.library import DTYPES, address, cache_dtypes
 from ..kernels.structures import Call
 from ..types import ConfigError
-from . import AttentionMeta, LayerKV, held
+from .layer import LayerKV, held
+from .metadata import AttentionMeta
 
 # Of the processor's memory pages: one walk of their tables per 2 MB of keys and values instead of per 4 KB.
 HUGE_PAGES, HUGE_BYTES = 14, 2 << 20

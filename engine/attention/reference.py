@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import AttentionMeta, LayerKV, held
+from .layer import LayerKV, held
+from .metadata import AttentionMeta
 
 # Pages gathered at once, in numbers (keys or values): 2**23 is 16 MiB of bfloat16. Keeps the workspace small beside
 # a model while one gather is still long enough to run at memory speed.
