@@ -30,6 +30,7 @@ from torch import Tensor
 
 from engine import EngineConfig
 from engine.attention import AttentionMeta
+from engine.models import Forward
 from engine.runner import Runner, build
 from engine.types import EngineInfo
 from server.bench.session import machine
@@ -71,7 +72,7 @@ class Engine:
         positions = torch.arange(cached, cached + new).repeat(rows)
         at = torch.arange(new - 1, rows * new, new) if last else torch.arange(rows * new)
         with torch.inference_mode():
-            return self.runner.model.forward(ids, positions, meta, self.runner.cache, at).logits
+            return self.runner.model.forward(Forward(ids, positions, meta, self.runner.cache, at)).logits
 
 
 def write(engine: Engine, first: int) -> Tensor:

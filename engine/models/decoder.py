@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..attention import AttentionMeta, KVCache
 from ..kernels.library import Choice, Kernels
 from ..kernels.product import Packing
 from ..types import ModelError
-from . import Outputs
+from .forward import Forward, Outputs
 from .layers import Gated, InFile, Linear, RMSNorm
 from .rope import Rotary, rotate
 from .spec import BITS, DecoderSpec, ModelSpec
@@ -41,11 +40,11 @@ class Layer:
         self.gate_up = Gated(inner, hidden, spec.mlp_bias, dtype, device, activation=spec.activation)
         self.down = Linear(hidden, inner, spec.mlp_bias, dtype, device)
 
-    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], meta: AttentionMeta, cache: KVCache) -> Tensor:
-        x = self.output(self.attend(self.attention_norm(x), turn, meta, cache), residual=x)
+    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], forward: Forward) -> Tensor:
+        x = self.output(self.attend(self.attention_norm(x), turn, forward), residual=x)
         return self.down(self.gate_up(self.mlp_norm(x)), residual=x)
 
-    def attend(self, x: Tensor, turn: tuple[Tensor, Tensor], meta: AttentionMeta, cache: KVCache) -> Tensor:
+    def attend(self, x: Tensor, turn: tuple[Tensor, Tensor], forward: Forward) -> Tensor:
         """What the heads see, side by side: [tokens, heads * head_dim]."""
         q, k, v = (
             part.unflatten(-1, (-1, self.spec.head_dim))
@@ -54,7 +53,9 @@ class Layer:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *turn), rotate(k, *turn)
-        out = cache.attend(self.index, q, k, v, meta, scale=self.spec.head_dim**-0.5, window=self.window)
+        out = forward.cache.attend(
+            self.index, q, k, v, forward.meta, scale=self.spec.head_dim**-0.5, window=self.window
+        )
         return out.flatten(1)
 
     def parts(self) -> list[tuple[str, Linear, int, int]]:
@@ -227,25 +228,17 @@ class Decoder:
         self.stack = Stack.of(self.product.kernels, self.spec.decoder, self.layers, self.rotary)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        meta: AttentionMeta,
-        cache: KVCache,
-        logits_at: Tensor,
-        *,
-        hidden_at: Tensor | None = None,
-    ) -> Outputs:
+    def forward(self, forward: Forward) -> Outputs:
         """Model.forward."""
-        x = self.embedding.rows(ids)
-        if self.stack is not None and self.stack.takes(cache):
-            x = self.stack(x, positions, meta, cache)
+        x = self.embedding.rows(forward.ids)
+        if self.stack is not None and self.stack.takes(forward.cache):
+            x = self.stack(x, forward)
         else:
-            turn = self.rotary.at(positions)
+            turn = self.rotary.at(forward.positions)
             for layer in self.layers:
-                x = layer(x, turn, meta, cache)
-        hidden = None if hidden_at is None else self.norm(x[hidden_at])
+                x = layer(x, turn, forward)
+        hidden = None if forward.hidden_at is None else self.norm(x[forward.hidden_at])
+        logits_at = forward.logits_at
         x = self.norm(x if len(logits_at) == len(x) else x[logits_at])
         logits = self.head(x)
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)

@@ -38,7 +38,7 @@ from ..config import EngineConfig
 from ..files import read_json
 from ..kernels.library import Choice, Kernels
 from ..types import ModelError
-from . import Outputs
+from .forward import Forward, Outputs
 from .packing import pack
 from .spec import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
 from .weights import Checkpoint
@@ -286,29 +286,20 @@ class Transformers:
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        meta: AttentionMeta,
-        cache: KVCache,
-        logits_at: Tensor,
-        *,
-        hidden_at: Tensor | None = None,
-    ) -> Outputs:
+    def forward(self, forward: Forward) -> Outputs:
         """Model.forward."""
         silence: AbstractContextManager[list[Tensor]] = nullcontext([])
-        with silence if hidden_at is None else overheard(self.model) as found:
+        with silence if forward.hidden_at is None else overheard(self.model) as found:
             logits: Tensor = self.model(
-                input_ids=ids[None],
-                position_ids=positions[None],
+                input_ids=forward.ids[None],
+                position_ids=forward.positions[None],
                 use_cache=False,
-                pequod_step=Step(meta, cache, self.spec.windows),
-                **({"logits_to_keep": logits_at} if self._keeps else {}),
+                pequod_step=Step(forward.meta, forward.cache, self.spec.windows),
+                **({"logits_to_keep": forward.logits_at} if self._keeps else {}),
             ).logits[0]
         if not self._keeps:
-            logits = logits[logits_at]
-        hidden = found[0][0, hidden_at] if found else None
+            logits = logits[forward.logits_at]
+        hidden = found[0][0, forward.hidden_at] if found else None
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
 
     def _pack(self, kernels: Kernels) -> Choice:
@@ -333,16 +324,12 @@ class Transformers:
         meta = AttentionMeta.of([([0], 0, 2), ([1], 0, 2)], size, device)
         positions = torch.tensor([0, 1, 0, 1], device=device)
         some, other = (token % self.spec.vocab_size for token in (11, 47))
-        first, second = (
-            self.forward(
-                torch.tensor([*before, some, other], device=device),
-                positions,
-                meta,
-                cache,
-                positions.new_tensor([2, 3]),
-            ).logits
-            for before in ((some, other), (other, other))
-        )
+
+        def logits(ids: list[int], at: list[int]) -> Tensor:
+            step = Forward(positions.new_tensor(ids), positions, meta, cache, positions.new_tensor(at))
+            return self.forward(step).logits
+
+        first, second = (logits([*before, some, other], [2, 3]) for before in ((some, other), (other, other)))
         # The same numbers up to rounding; experts may be multiplied in other groups.
         if (first - second).abs().max() > 0.05 * first.abs().max():
             raise ModelError(
@@ -356,9 +343,7 @@ class Transformers:
                 use_cache=False,
                 pequod_step=Step(alone, cache, self.spec.windows),
             ).logits[0, -1]
-        again = self.forward(
-            torch.tensor([some, other, some, other], device=device), positions, meta, cache, positions.new_tensor([3])
-        ).logits[0]
+        again = logits([some, other, some, other], [3])[0]
         rounding = 0.05 if self.spec.dtype.itemsize == 2 else 0.001
         if (again - own).abs().max() > rounding * own.abs().max():
             raise ModelError(_refusal(self.spec.architecture, "it counts the positions of tokens in its own way"))

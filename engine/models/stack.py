@@ -18,6 +18,7 @@ from ..attention.cpu import Paged, describe
 from ..kernels import structures
 from ..kernels.library import Kernels
 from ..kernels.structures import Call, Multiplied
+from .forward import Forward
 from .rope import Rotary
 
 if TYPE_CHECKING:
@@ -74,8 +75,9 @@ class Stack:
         """Whether the cache is one that the kernels read."""
         return isinstance(cache.backend, Paged) and cache.layers[0].dtype in self._compute
 
-    def __call__(self, x: Tensor, positions: Tensor, meta: AttentionMeta, cache: KVCache) -> Tensor:
-        """The layers on x: [tokens, hidden], which is overwritten and given back; positions: [tokens] int64."""
+    def __call__(self, x: Tensor, forward: Forward) -> Tensor:
+        """The layers on x: [tokens, hidden], which is overwritten and given back."""
+        positions, meta, cache = forward.positions, forward.meta, forward.cache
         tokens, spec, stack = len(x), self._spec, self._stack
         if x.shape[1] != spec.hidden_size or x.dtype != self._dtype or positions.shape != (tokens,):
             raise ValueError(f"x of {tuple(x.shape)} in {x.dtype} and {tuple(positions.shape)} positions")

@@ -14,34 +14,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..attention import AttentionMeta
+from ..attention import AttentionMeta, KVCache
 from ..batch import Row
+from ..models import Forward
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One step's tensors, on the device, and what the sampler needs on the host."""
+    """One step: the model's input, on the device, and what the sampler needs on the host."""
 
-    ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64
-    meta: AttentionMeta
-    logits_at: Tensor  # [logits] int64, places in the line of tokens
+    forward: Forward
     slots: Ints  # [rows]
     drawing: Ints  # [drawing rows], indices of rows
     lengths: Ints  # [rows] tokens of the sequence up to the end of the row
     draws_at: Ints | None  # [drawing rows], places among the logits; None: they are all the logits
     scored: dict[int, slice]  # row -> its places among the logits that score the prompt
-    hidden_at: Tensor | None  # [hidden states] int64, places in the line of tokens; None: nothing is pooled
     pooled: dict[int, slice]  # row -> its places among the hidden states
 
 
 class Inputs:
     """Slots and block tables of the sequences that the device knows. The model thread's."""
 
-    def __init__(self, max_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, max_seqs: int, max_blocks: int, block_size: int, cache: KVCache, device: torch.device) -> None:
         self.block_size = block_size
+        self.cache = cache
         self.device = device
         self._free = list(range(max_seqs - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
@@ -72,7 +70,7 @@ class Inputs:
                 self._table[slot, count : self._num_blocks[slot]] = row.new_block_ids
 
     def prepare(self, rows: list[Row]) -> Prepared:
-        """The tensors of these rows (at least one); their sequences have entered and have their blocks."""
+        """Return the step of these rows, at least one; their sequences have entered and have their blocks."""
         slots = self.slots(rows)
         counts = [len(row.token_ids) for row in rows]
         query_start = [0, *accumulate(counts)]
@@ -112,17 +110,21 @@ class Inputs:
             query_start_list=query_start,
             seq_lens_list=lengths.tolist(),
         )
-        return Prepared(
+        forward = Forward(
             ids=on_device[0],
             positions=on_device[1],
             meta=meta,
+            cache=self.cache,
             logits_at=on_device[3],
+            hidden_at=on_device[4] if pooled else None,
+        )
+        return Prepared(
+            forward,
             slots=slots,
             drawing=drawing,
             lengths=lengths,
             draws_at=draws_at,
             scored=scored,
-            hidden_at=on_device[4] if pooled else None,
             pooled=pooled,
         )
 

@@ -114,7 +114,7 @@ class Runner:
             )
         )
         max_blocks = -(-config.max_len // config.block_size)
-        self.inputs = Inputs(config.max_seqs, max_blocks, config.block_size, self.device)
+        self.inputs = Inputs(config.max_seqs, max_blocks, config.block_size, self.cache, self.device)
         self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, model.product.kernels)
         self.pooler = Pooler()
         parts = (model.product.kernels, backend)
@@ -145,14 +145,7 @@ class Runner:
         for slot, row in zip(prepared.slots.tolist(), batch.rows, strict=True):
             self.sampler.observe(slot, row.start, row.token_ids)
         ready = time.perf_counter()
-        outputs = self.model.forward(
-            prepared.ids,
-            prepared.positions,
-            prepared.meta,
-            self.cache,
-            prepared.logits_at,
-            hidden_at=prepared.hidden_at,
-        )
+        outputs = self.model.forward(prepared.forward)
         # On CUDA the forward pass is only queued here: its time shows as the sampler's, which waits for it.
         seconds = {"prepare": ready - began, "forward": time.perf_counter() - ready}
         return Step(self, batch, prepared, outputs, seconds, spent_before)

@@ -19,6 +19,7 @@ from engine.batch import Batch, Entered, Row
 from engine.kernels import library
 from engine.kernels.library import Choice, Clock, Kernels
 from engine.kernels.vocabulary import NativeVocabulary
+from engine.models import Forward
 from engine.models.decoder import Decoder
 from engine.models.layers import RMSNorm
 from engine.models.rope import Rope, Rotary
@@ -181,7 +182,8 @@ class Lines:
         positions = [start + i for _, start, new in table for i in range(new)]
         ids = torch.tensor([token for line in rows.values() for token in line])
         meta = AttentionMeta.of(table, self.block_size)
-        return self.model.forward(ids, torch.tensor(positions), meta, self.cache, torch.arange(len(ids))).logits
+        step = Forward(ids, torch.tensor(positions), meta, self.cache, torch.arange(len(ids)))
+        return self.model.forward(step).logits
 
 
 def error(found: Tensor, want: Tensor) -> float:
@@ -279,7 +281,11 @@ def test_what_does_not_fit_is_refused(variant):
     line, stack = Lines(model, variant.isa), model.stack
     assert stack is not None
     meta, x = AttentionMeta.of([([0], 0, 3)], 16), torch.randn(3, 48)
-    stack(x, torch.arange(3), meta, line.cache)
+
+    def run(x: Tensor, positions: Tensor) -> None:
+        stack(x, Forward(positions, positions, meta, line.cache, positions))
+
+    run(x, torch.arange(3))
     for given in [
         (torch.randn(3, 47), torch.arange(3)),
         (x.double(), torch.arange(3)),
@@ -289,7 +295,7 @@ def test_what_does_not_fit_is_refused(variant):
         (x, torch.tensor([0, 1, -1])),
     ]:
         with pytest.raises(ValueError):
-            stack(*given, meta, line.cache)
+            run(*given)
 
 
 # -- angles -----------------------------------------------------------------------------------------------------------

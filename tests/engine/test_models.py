@@ -76,13 +76,14 @@ class Bench:
         for _, _, new in table:
             starts.append(range(at + new - 1 if last_only else at, at + new))
             at += new
-        logits = self.model.forward(
+        step = models.Forward(
             torch.tensor([token for ids in rows.values() for token in ids]),
             torch.tensor(positions),
             AttentionMeta.of(table, BLOCK),
             self.cache,
             torch.tensor([place for span in starts for place in span]),
-        ).logits
+        )
+        logits = self.model.forward(step).logits
         return dict(zip(rows, logits.split([len(span) for span in starts]), strict=True))
 
 
@@ -160,8 +161,8 @@ def test_only_the_wanted_logits_are_made(home, name):
     model = load(make(name, home / name, dtype=torch.float64), torch.float64)
     every, last = Bench(model).step({0: prompt(9)})[0], Bench(model).step({0: prompt(9)}, last_only=True)[0]
     assert last.shape == (1, VOCAB) and torch.allclose(every[-1:], last, atol=1e-12)
-    meta = AttentionMeta.of([([0], 0, 2)], BLOCK)
-    none = model.forward(torch.tensor([5, 6]), torch.arange(2), meta, Bench(model).cache, torch.tensor([], dtype=int))
+    meta, nowhere = AttentionMeta.of([([0], 0, 2)], BLOCK), torch.tensor([], dtype=int)
+    none = model.forward(models.Forward(torch.tensor([5, 6]), torch.arange(2), meta, Bench(model).cache, nowhere))
     assert none.logits.shape == (0, VOCAB) and none.hidden is None
 
 

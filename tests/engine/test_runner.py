@@ -36,12 +36,13 @@ class MeanModel:
         self.poison = None  # a token after which this model computes no numbers
         self.calls = []
 
-    def forward(self, ids, positions, meta, cache, logits_at, *, hidden_at=None):
+    def forward(self, step):
+        ids, logits_at, hidden_at = step.ids, step.logits_at, step.hidden_at
         self.calls.append((ids.numel(), logits_at.numel()))
         if self.fails_with is not None:
             raise self.fails_with
         kv = torch.nn.functional.one_hot(ids, VOCAB).double().unsqueeze(1)
-        mean = cache.attend(0, torch.zeros_like(kv), kv, kv, meta, scale=1.0).squeeze(1)
+        mean = step.cache.attend(0, torch.zeros_like(kv), kv, kv, step.meta, scale=1.0).squeeze(1)
         logits = mean[logits_at] @ self.matrix
         if self.poison is not None:
             logits[ids[logits_at] == self.poison] = torch.nan
