@@ -1,70 +1,73 @@
-"""The choice among the attention backends."""
+"""The attention backends, and the choice among them."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..types import ConfigError
-from .backend import Attention
-from .layer import LayerKV
+from .backend import AttentionBackend
+from .layer import AttentionLayer
 
-BACKENDS = {"cpu": "engine.attention.cpu:Paged", "reference": "engine.attention.reference:Reference"}
+
+class Entry(NamedTuple):
+    """A backend in the table; its module is imported when it is considered."""
+
+    path: str  # module:class
+    device_types: tuple[str, ...]  # where "auto" considers it
+
+
+# In order of preference.
+BACKENDS = {
+    "cpu": Entry("engine.attention.cpu:Paged", ("cpu",)),
+    "reference": Entry("engine.attention.reference:Reference", ("cpu", "cuda")),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend for a model; `note` says why it is not the one that its device has."""
+    """The backend for a model; `note` says why it is not the preferred one of its device."""
 
     name: str
+    backend: type[AttentionBackend]
     note: str = ""
 
 
 def check(name: str) -> None:
-    """ConfigError for a backend that there is not; what a model needs of it is looked at by `choose`."""
+    """Raise ConfigError for an unknown backend; whether a known one can serve a model is for `choose`."""
     if name != "auto" and name not in BACKENDS:
         raise ConfigError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
 
 
-def choose(name: str, device: torch.device, layers: Sequence[LayerKV], dtype: torch.dtype, isa: str = "auto") -> Choice:
-    """The backend that a setting means for a model on a device; "auto" is the best one that can be had.
+def choose(
+    name: str, device: torch.device, layers: Sequence[AttentionLayer], dtype: torch.dtype, isa: str = "auto"
+) -> Choice:
+    """Return the backend that a setting means for a model on a device; "auto" is the first that can serve the model.
 
-    `isa` is the setting of the CPU kernels. A backend that was named and cannot serve the model is a ConfigError.
+    `isa` is the setting of the CPU kernels. Raises ConfigError where the named backend cannot serve the model.
     """
     check(name)
-    if name == "reference" or (name == "auto" and device.type != "cpu"):
-        return Choice("reference")
-    reason = _against_cpu(device, layers, dtype, isa)
-    if reason is None:
-        return Choice("cpu")
-    if name == "cpu":
-        raise ConfigError(f"the attention backend cpu cannot be used: {reason}")
-    return Choice("reference", f"torch computes attention, slower and with results that depend on the batch: {reason}")
+    candidates = [name] if name != "auto" else [each for each in BACKENDS if device.type in BACKENDS[each].device_types]
+    reasons: list[str] = []
+    for candidate in candidates:
+        backend = _class(candidate)
+        reason = backend.objection(layers, dtype, device, isa)
+        if reason is None:
+            return Choice(candidate, backend, f"{backend.drawback}: {reasons[0]}" if reasons else "")
+        reasons.append(reason)
+    raise ConfigError(f"the attention backend {name} cannot be used: {'; '.join(reasons)}")
 
 
-def _against_cpu(device: torch.device, layers: Sequence[LayerKV], dtype: torch.dtype, isa: str) -> str | None:
-    """Why the CPU kernel cannot serve these layers, or None."""
-    from . import cpu
-
-    if device.type != "cpu":
-        return f"the device is {device}"
-    if dtype not in cpu.DTYPES:
-        return f"it computes in {' and '.join(cpu.DTYPES.values())}, not in {str(dtype).removeprefix('torch.')}"
-    if odd := next((layer for layer in layers if layer.head_dim != layer.v_head_dim), None):
-        return f"it wants keys as long as values, and here they have {odd.head_dim} and {odd.v_head_dim} numbers"
-    try:
-        cpu.variant(isa)
-    except ConfigError as error:
-        return str(error)
-    return None
+def create(name: str, isa: str = "auto") -> AttentionBackend:
+    """Return a new backend by the name in a Choice. Raises ConfigError as AttentionBackend.create does."""
+    return _class(name).create(isa)
 
 
-def select(name: str, isa: str = "auto") -> Attention:
-    """A new backend by the name that `choose` gave. Each is imported only when it is chosen."""
-    module, _, attribute = BACKENDS[name].partition(":")
-    make = getattr(importlib.import_module(module), attribute)
-    backend: Attention = make.of(isa) if name == "cpu" else make()
+def _class(name: str) -> type[AttentionBackend]:
+    module, _, attribute = BACKENDS[name].path.partition(":")
+    backend: type[AttentionBackend] = getattr(importlib.import_module(module), attribute)
     return backend

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ class AttentionMeta:
     max_seq: int
     query_start_list: list[int]
     seq_lens_list: list[int]
-    # What a backend derives once per step and shares among the layers; dies with the step.
-    scratch: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(

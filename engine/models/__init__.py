@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..config import EngineConfig
 from ..kernels.library import Choice, choose
@@ -26,6 +27,7 @@ class Model(Protocol):
     weights_bytes: int
     weights_hash: str
     product: Choice  # what computes the matrix products
+    sinks: Mapping[str, Tensor]  # the parameters that the spec's attention layers name as sinks
 
     def forward(self, forward: Forward) -> Outputs:
         """Store a step's tokens in the cache and return the logits and hidden states of some of them.

@@ -27,7 +27,7 @@ class Layer:
     """One block: attention and a gated feed-forward part, each after a norm and added to what came in."""
 
     def __init__(self, index: int, model: ModelSpec, spec: DecoderSpec, device: torch.device) -> None:
-        self.index, self.spec, self.window = index, spec, model.windows[index]
+        self.index, self.spec = index, spec
         dtype = model.dtype
         hidden, inner = spec.hidden_size, spec.intermediate_size
         self.q_size, self.kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -53,10 +53,7 @@ class Layer:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *turn), rotate(k, *turn)
-        out = forward.cache.attend(
-            self.index, q, k, v, forward.meta, scale=self.spec.head_dim**-0.5, window=self.window
-        )
-        return out.flatten(1)
+        return forward.attend(self.index, q, k, v).flatten(1)
 
     def parts(self) -> list[tuple[str, Linear, int, int]]:
         """Checkpoint names of the linears, which rows of which they are; q, k and v share one matrix, gate and up
@@ -115,6 +112,7 @@ class Decoder:
         self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps, dtype, device)
         self.head = self.embedding if tied else Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.rotary = Rotary(decoder.rope, spec.serve_len, dtype, device)
+        self.sinks: Mapping[str, Tensor] = {}
         self.num_params = self.weights_bytes = 0
         self.weights_hash = ""
 
@@ -224,8 +222,7 @@ class Decoder:
 
     def _finish(self) -> None:
         """With everything packed, all layers can be called as one."""
-        assert self.spec.decoder is not None
-        self.stack = Stack.of(self.product.kernels, self.spec.decoder, self.layers, self.rotary)
+        self.stack = Stack.of(self.product.kernels, self.spec, self.layers, self.rotary)
 
     @torch.inference_mode()
     def forward(self, forward: Forward) -> Outputs:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..attention import AttentionMeta, KVCache
+from ..attention import KVCache, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,14 @@ class Forward:
 
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    meta: AttentionMeta
+    plan: Plan  # the cache's plan of this step
     cache: KVCache
     logits_at: Tensor  # [n] int64, the ascending indices of the tokens whose logits are wanted; n may be 0
     hidden_at: Tensor | None = None  # [m] int64, the same for hidden states; None: none are wanted
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of layer number `layer`, as AttentionBackend.attend does."""
+        return self.cache.attend(layer, q, k, v, self.plan)
 
 
 class Outputs(NamedTuple):

@@ -13,10 +13,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from ..attention import AttentionMeta, KVCache, LayerKV, select
+from ..attention import AttentionLayer, AttentionMeta, KVCache
+from ..attention.reference import Reference
 from ..config import EngineConfig
 from ..files import read_json
 from ..kernels.library import Choice, Kernels
@@ -45,28 +46,20 @@ from .weights import Checkpoint
 
 SERVE = "pequod"  # the attention of a step; no mask function is registered under it, so no masks are made
 TRIAL = "pequod_trial"  # notes what it is called with
-# Keyword arguments of attention calls that change nothing here, or that are handled.
-KNOWN = {"dropout", "scaling", "softcap", "sliding_window", "s_aux", "position_ids", "is_causal", "cache_position"}
+# Keyword arguments of attention calls beside those of `_trial` that change nothing here, or that are handled.
+KNOWN = {"dropout", "position_ids", "is_causal", "cache_position"}
 # Settings that count parts of a model: transformers makes lists of their length before it makes a model.
 COUNTS = re.compile(r"(layer|block|depth|stage|expert|head|group)s?$|_replace$")
 MAX_PARTS = 1 << 17  # modules and parameters of a model
 NOT_THERE = "its layers do not go through that interface, or hand it nothing of what forward is given"
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What the attention of one forward needs; handed through the model as a keyword argument."""
-
-    meta: AttentionMeta
-    cache: KVCache
-    windows: tuple[int | None, ...]
-
-
 @dataclass(slots=True)
 class Trial:
     """What a model did in a trial run: its attention calls by layer, and the first thing that rules it out."""
 
-    layers: dict[int, tuple[LayerKV, int | None]] = field(default_factory=dict)
+    layers: dict[int, AttentionLayer] = field(default_factory=dict)
+    sinks: dict[int, Tensor] = field(default_factory=dict)  # of the layers that have them
     objection: str | None = None
 
     def object(self, reason: str) -> None:
@@ -97,27 +90,14 @@ def _serve(
     value: Tensor,
     attention_mask: Any,
     *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    pequod_step: Step | None = None,
+    pequod_step: Forward | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of a step."""
+    """The attention function of a step; what else a layer is called with is in its AttentionLayer."""
     if pequod_step is None:
         raise RuntimeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
-    step, layer = pequod_step, module.layer_idx
-    out = step.cache.attend(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        step.meta,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=step.windows[layer],
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    out = pequod_step.attend(module.layer_idx, q, k, v)
     return out[None], None
 
 
@@ -129,6 +109,9 @@ def _trial(
     attention_mask: Any,
     *,
     pequod_trial: Trial | None = None,
+    scaling: float | Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
@@ -152,8 +135,20 @@ def _trial(
         trial.object("its attention layers are not numbered")
     elif not getattr(module, "is_causal", True) or given.get("is_causal") is False:
         trial.object("its attention is not causal")
+    elif isinstance(scaling, Tensor):
+        trial.object("the scale of its attention is no constant")
     else:
-        trial.layers[layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3]), window
+        trial.layers[layer] = AttentionLayer(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=key.shape[3],
+            v_head_dim=value.shape[3],
+            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+            window=window,
+            softcap=softcap,
+        )
+        if s_aux is not None:
+            trial.sinks[layer] = s_aux
     return out, None
 
 
@@ -205,7 +200,6 @@ def describe(
     if sorted(trial.layers) != list(range(count)):
         reason = f"only {len(trial.layers)} of its {count} layers go through transformers' attention interface"
         raise ModelError(_refusal(name, reason if trial.layers else NOT_THERE))
-    found = [trial.layers[layer] for layer in range(count)]
     max_len = _max_len(settings, config, name)
     return ModelSpec(
         architecture=name,
@@ -214,8 +208,7 @@ def describe(
         max_len=max_len,
         serve_len=serve_len(max_len, config),
         dtype=dtype,
-        layers=[layer for layer, _ in found],
-        windows=tuple(window for _, window in found),
+        layers=[trial.layers[layer] for layer in range(count)],
         num_params=num_params,
         source=source,
         hidden_size=hidden_size,
@@ -283,6 +276,8 @@ class Transformers:
         self.weights_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
         del parameters  # what is packed is freed
         self.product = product if product.kernels is None else self._pack(product.kernels)
+        names = {layer.sinks for layer in spec.layers if layer.sinks is not None}
+        self.sinks: Mapping[str, Tensor] = {name: model.get_parameter(name) for name in names}
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
@@ -294,7 +289,7 @@ class Transformers:
                 input_ids=forward.ids[None],
                 position_ids=forward.positions[None],
                 use_cache=False,
-                pequod_step=Step(forward.meta, forward.cache, self.spec.windows),
+                pequod_step=forward,
                 **({"logits_to_keep": forward.logits_at} if self._keeps else {}),
             ).logits[0]
         if not self._keeps:
@@ -317,16 +312,21 @@ class Transformers:
     def check_isolation(self, device: torch.device) -> None:
         """Raise ModelError if a token's logits depend on another sequence's token in the same step."""
         size = 4
-        backend = select("reference")
         cache = KVCache.allocate(
-            backend, self.spec.layers, num_blocks=2, block_size=size, dtype=self.spec.dtype, device=device
+            Reference(),
+            self.spec.layers,
+            num_blocks=2,
+            block_size=size,
+            dtype=self.spec.dtype,
+            device=device,
+            sinks=self.sinks,
         )
-        meta = AttentionMeta.of([([0], 0, 2), ([1], 0, 2)], size, device)
+        plan = cache.plan(AttentionMeta.of([([0], 0, 2), ([1], 0, 2)], size, device))
         positions = torch.tensor([0, 1, 0, 1], device=device)
         some, other = (token % self.spec.vocab_size for token in (11, 47))
 
         def logits(ids: list[int], at: list[int]) -> Tensor:
-            step = Forward(positions.new_tensor(ids), positions, meta, cache, positions.new_tensor(at))
+            step = Forward(positions.new_tensor(ids), positions, plan, cache, positions.new_tensor(at))
             return self.forward(step).logits
 
         first, second = (logits([*before, some, other], [2, 3]) for before in ((some, other), (other, other)))
@@ -336,13 +336,11 @@ class Transformers:
                 _refusal(self.spec.architecture, "something other than attention passes from one token to another")
             )
         # Alone and without positions the model counts them itself: it must come to the same.
-        alone = AttentionMeta.of([([0], 0, 2)], size, device)
+        plan_alone = cache.plan(AttentionMeta.of([([0], 0, 2)], size, device))
+        ids = positions.new_tensor([some, other])
+        alone = Forward(ids, positions[:2], plan_alone, cache, positions[:0])
         with torch.inference_mode():
-            own = self.model(
-                input_ids=torch.tensor([[some, other]], device=device),
-                use_cache=False,
-                pequod_step=Step(alone, cache, self.spec.windows),
-            ).logits[0, -1]
+            own = self.model(input_ids=ids[None], use_cache=False, pequod_step=alone).logits[0, -1]
         again = logits([some, other, some, other], [3])[0]
         rounding = 0.05 if self.spec.dtype.itemsize == 2 else 0.001
         if (again - own).abs().max() > rounding * own.abs().max():
@@ -450,12 +448,23 @@ def _try(settings: Any, kind: Any, name: str, dtype: torch.dtype, checkpoint: Ch
     except Exception as error:  # models fail in their own ways where they cannot be run like this
         reason = trial.objection or f"it cannot be tried without weights ({_first_line(error)})"
         raise ModelError(_refusal(name, reason if trial.layers or trial.objection else NOT_THERE)) from None
+    _name_sinks(trial, model)
     return Tried(
         trial,
         vocab_size=logits.shape[-1],
         hidden_size=hidden[0].shape[-1] if hidden else 0,
         num_params=sum(parameter.numel() for parameter in model.parameters()),
     )
+
+
+def _name_sinks(trial: Trial, model: torch.nn.Module) -> None:
+    """Note which of the model's parameters its layers have as sinks."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for layer, sinks in trial.sinks.items():
+        name = names.get(id(sinks))
+        if name is None:
+            trial.object("the sinks of its attention are no parameter")
+        trial.layers[layer] = replace(trial.layers[layer], sinks=name)
 
 
 def _fix_rotary(model: torch.nn.Module, length: int) -> None:

@@ -113,7 +113,7 @@ class Inputs:
         forward = Forward(
             ids=on_device[0],
             positions=on_device[1],
-            meta=meta,
+            plan=self.cache.plan(meta),
             cache=self.cache,
             logits_at=on_device[3],
             hidden_at=on_device[4] if pooled else None,

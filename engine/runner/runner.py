@@ -13,10 +13,9 @@ import torch
 from msgspec.structs import replace
 
 from .. import attention, hub, memory, models, roofline
-from ..attention.cpu import Paged
 from ..batch import Batch, Entered, Masks, Row, StepTokens
 from ..config import EngineConfig, check
-from ..kernels.library import Clock, Kernels
+from ..kernels.library import Clock
 from ..loop import StepOutOfMemory
 from ..types import ConfigError, EngineInfo, SamplingParams, TokenLogprob
 from .inputs import Inputs, Prepared
@@ -102,7 +101,7 @@ class Runner:
         self.num_blocks = num_blocks
         self.device = torch.device(config.device)
         spec = model.spec
-        backend = attention.select(config.attention, config.cpu_isa)
+        backend = attention.create(config.attention, config.cpu_isa)
         self.cache = _guarded(
             lambda: attention.KVCache.allocate(
                 backend,
@@ -111,6 +110,7 @@ class Runner:
                 block_size=config.block_size,
                 dtype=spec.cache_dtype,
                 device=self.device,
+                sinks=model.sinks,
             )
         )
         max_blocks = -(-config.max_len // config.block_size)
@@ -118,7 +118,7 @@ class Runner:
         self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, model.product.kernels)
         self.pooler = Pooler()
         parts = (model.product.kernels, backend)
-        self.clock = Clock({part.library for part in parts if isinstance(part, Kernels | Paged)})
+        self.clock = Clock({part.library for part in parts if part is not None and part.library is not None})
 
     def launch(self, batch: Batch) -> Step:
         """Queue the step's forward pass.
@@ -229,13 +229,13 @@ def build(
     folder = hub.fetch(config.model, config.revision, weights=True)
     spec = models.describe(folder.path, config, weights=True)
     described(spec)
-    backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
+    chosen = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
     if device.type == "cpu":
         set_threads(config, spec)
     try:
-        plan = memory.arrange(spec, config, machine)
-        resolved = replace(plan.config, device=str(device), attention=backend.name)
+        plan = memory.arrange(spec, config, machine, chosen.backend)
+        resolved = replace(plan.config, device=str(device), attention=chosen.name)
         # With the length that was asked for, not the lowered one: rotary frequencies may depend on it, and what the
         # memory allows today must not change what the model says.
         wanted = replace(resolved, max_len=config.max_len)
@@ -245,8 +245,8 @@ def build(
         if device.type == "cuda":
             taken = _profile(model, resolved)
             if taken > plan.activation_bytes:
-                plan = memory.arrange(spec, config, machine, taken)
-                resolved = replace(plan.config, device=str(device), attention=backend.name)
+                plan = memory.arrange(spec, config, machine, chosen.backend, taken)
+                resolved = replace(plan.config, device=str(device), attention=chosen.name)
         runner = Runner(model, replace(resolved, num_blocks=plan.num_blocks), plan.num_blocks)
         runner.warm_up()
     except memory.Impossible as error:
@@ -264,7 +264,7 @@ def build(
         max_batched_tokens=runner.config.max_batched_tokens or 0,
         dtype=str(spec.dtype).removeprefix("torch."),
         device=str(device),
-        attention=backend.name,
+        attention=chosen.name,
         kv_dtype=str(spec.cache_dtype).removeprefix("torch."),
         implementation=spec.implementation,
         exact=model.product.invariant and runner.cache.backend.invariant,
@@ -280,7 +280,7 @@ def build(
         product_fix=model.product.fix,
         hidden_size=spec.hidden_size,
         quantization=spec.quantization,
-        notes=(*plan.notes, backend.note) if backend.note else plan.notes,
+        notes=(*plan.notes, chosen.note) if chosen.note else plan.notes,
         roofline=limits,
     )
     return runner, info, runner.config

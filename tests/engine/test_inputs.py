@@ -71,19 +71,19 @@ def test_random_traces_equal_the_row_by_row_version(seed):
         assert got.forward.ids.tolist() == [token for row in rows for token in row.token_ids]
         assert got.forward.positions.tolist() == [row.start + i for row in rows for i in range(len(row.token_ids))]
         for name in ("query_start", "seq_lens", "slot_mapping"):
-            mine, theirs = getattr(got.forward.meta, name), getattr(want, name)
+            mine, theirs = getattr(got.forward.plan.meta, name), getattr(want, name)
             assert mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist(), name
-        assert got.forward.meta.block_table.dtype == torch.int32
-        for row, line in zip(rows, got.forward.meta.block_table.tolist(), strict=True):
+        assert got.forward.plan.meta.block_table.dtype == torch.int32
+        for row, line in zip(rows, got.forward.plan.meta.block_table.tolist(), strict=True):
             used = -(-(row.start + len(row.token_ids)) // world.block_size)
             assert line[:used] == world.seqs[row.seq_id][1][:used]
             assert all(0 <= block < 40 for block in line), "what lies behind a row's blocks is still a block"
-        assert (got.forward.meta.max_query, got.forward.meta.max_seq) == (want.max_query, want.max_seq)
-        assert (got.forward.meta.query_start_list, got.forward.meta.seq_lens_list) == (
+        assert (got.forward.plan.meta.max_query, got.forward.plan.meta.max_seq) == (want.max_query, want.max_seq)
+        assert (got.forward.plan.meta.query_start_list, got.forward.plan.meta.seq_lens_list) == (
             want.query_start_list,
             want.seq_lens_list,
         )
-        ends = got.forward.meta.query_start_list[1:]
+        ends = got.forward.plan.meta.query_start_list[1:]
         assert got.forward.logits_at.tolist() == [
             end - 1 for row, end in zip(rows, ends, strict=True) if row.num_logits
         ]
@@ -98,7 +98,7 @@ def test_a_step_without_draws_asks_for_no_logits():
     inputs.append_blocks(rows)
     got = inputs.prepare(rows)
     assert got.forward.logits_at.shape == (0,) and got.forward.logits_at.dtype == torch.int64
-    assert got.forward.meta.slot_mapping.tolist() == [20, 21, 22]
+    assert got.forward.plan.meta.slot_mapping.tolist() == [20, 21, 22]
 
 
 def test_a_slot_is_given_again_with_an_empty_table():
@@ -107,7 +107,7 @@ def test_a_slot_is_given_again_with_an_empty_table():
         inputs.enter(seq_id)
         rows = [Row(seq_id, 0, [1] * (2 * len(blocks)), blocks, 1)]
         inputs.append_blocks(rows)
-        assert inputs.prepare(rows).forward.meta.block_table.tolist() == [blocks]
+        assert inputs.prepare(rows).forward.plan.meta.block_table.tolist() == [blocks]
         inputs.leave(seq_id)
 
 
@@ -120,4 +120,4 @@ def test_tensors_of_a_step_stay_when_the_next_is_prepared():
     second = [Row(1, 2, [7], [0], 1)]
     inputs.append_blocks(second)
     inputs.prepare(second)
-    assert kept.forward.ids.tolist() == [5, 6] and kept.forward.meta.block_table.tolist() == [[2]]
+    assert kept.forward.ids.tolist() == [5, 6] and kept.forward.plan.meta.block_table.tolist() == [[2]]

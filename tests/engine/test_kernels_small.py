@@ -172,7 +172,7 @@ class Lines:
             device=CPU,
         )
         for layer in self.cache.layers:
-            spoil(layer)
+            spoil(layer.tensor)
         self.done: dict[int, int] = {}
 
     def step(self, rows: dict[int, list[int]]) -> Tensor:
@@ -182,7 +182,7 @@ class Lines:
         positions = [start + i for _, start, new in table for i in range(new)]
         ids = torch.tensor([token for line in rows.values() for token in line])
         meta = AttentionMeta.of(table, self.block_size)
-        step = Forward(ids, torch.tensor(positions), meta, self.cache, torch.arange(len(ids)))
+        step = Forward(ids, torch.tensor(positions), self.cache.plan(meta), self.cache, torch.arange(len(ids)))
         return self.model.forward(step).logits
 
 
@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused(variant):
     meta, x = AttentionMeta.of([([0], 0, 3)], 16), torch.randn(3, 48)
 
     def run(x: Tensor, positions: Tensor) -> None:
-        stack(x, Forward(positions, positions, meta, line.cache, positions))
+        stack(x, Forward(positions, positions, line.cache.plan(meta), line.cache, positions))
 
     run(x, torch.arange(3))
     for given in [
