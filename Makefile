@@ -113,7 +113,7 @@ mutants: dev
 path:
 	@wc -l engine/types.py engine/sequence.py engine/blocks.py engine/scheduler.py engine/loop.py engine/client.py \
 	  engine/runner/runner.py engine/runner/inputs.py engine/runner/sampler.py engine/models/decoder.py \
-	  server/routes/chat.py server/text.py
+	  engine/models/decoder_layer.py server/routes/chat.py server/text.py
 
 ## make wheel-test   build the wheel, install it into a fresh environment, start it from another directory
 wheel-test: dev

@@ -1,14 +1,14 @@
 """All layers of a native decoder in one call of our kernels, from the embeddings to what the final norm takes.
 
-The layers' own code (decoder.py) says the same in torch. It computes where a part has no kernel, and is what the tests
-hold this to.
+The layers' own code (decoder_layer.py) says the same in torch. It computes where a part has no kernel, and is what the
+tests hold this to.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from ..attention.cpu import Plan
 from ..kernels import structures
 from ..kernels.library import Kernels
 from ..kernels.structures import Multiplied
+from .decoder_layer import Layer
 from .forward import Forward
 from .rope import Rotary
-
-if TYPE_CHECKING:
-    from .decoder import Layer
-    from .spec import ModelSpec
+from .spec import ModelSpec
 
 
 class Stack:
