@@ -14,8 +14,9 @@ from ..kernels.library import Choice
 from ..kernels.product import Packing
 from ..types import ModelError
 from .decoder_layer import Layer
+from .executor import Eager, Executor
 from .forward import Forward, Outputs
-from .fused import Stack
+from .fused import Fused
 from .layers import InFile, Linear, RMSNorm
 from .rope import Rotary
 from .spec import BITS, ModelSpec
@@ -32,12 +33,13 @@ class Decoder:
             raise ModelError(f"{spec.architecture} is not one of the native decoder's architectures")
         decoder, dtype = spec.decoder, spec.dtype
         self.spec, self.product = spec, product
-        self.stack: Stack | None = None  # the layers in one call, where all of them have kernels
         self.embedding = Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.layers = [Layer(index, spec, decoder, device) for index in range(len(spec.layers))]
         self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps, dtype, device)
         self.head = self.embedding if tied else Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.rotary = Rotary(decoder.rope, spec.serve_len, dtype, device)
+        # In order of preference; the last one takes every step.
+        self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotary)]
         self.sinks: Mapping[str, Tensor] = {}
         self.num_params = self.weights_bytes = 0
         self.weights_hash = ""
@@ -147,19 +149,15 @@ class Decoder:
         self.norm.pack(self.product.kernels)
 
     def _finish(self) -> None:
-        """With everything packed, all layers can be called as one."""
-        self.stack = Stack.of(self.product.kernels, self.spec, self.layers, self.rotary)
+        """Choose the executors, once everything is packed."""
+        fused = Fused.of(self.product.kernels, self.spec, self.embedding, self.layers, self.rotary)
+        if fused is not None:
+            self.executors.insert(0, fused)
 
     @torch.inference_mode()
     def forward(self, forward: Forward) -> Outputs:
         """Model.forward."""
-        x = self.embedding.rows(forward.ids)
-        if self.stack is not None and self.stack.takes(forward.cache):
-            x = self.stack(x, forward)
-        else:
-            turn = self.rotary.at(forward.positions)
-            for layer in self.layers:
-                x = layer(x, turn, forward)
+        x = next(executor for executor in self.executors if executor.takes(forward)).run(forward)
         hidden = None if forward.hidden_at is None else self.norm(x[forward.hidden_at])
         logits_at = forward.logits_at
         x = self.norm(x if len(logits_at) == len(x) else x[logits_at])

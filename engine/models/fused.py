@@ -1,4 +1,4 @@
-"""All layers of a native decoder in one call of our kernels, from the embeddings to what the final norm takes.
+"""The executor that computes all layers of a decoder in one call of our kernels (layers.cpp).
 
 The layers' own code (decoder_layer.py) says the same in torch. It computes where a part has no kernel, and is what the
 tests hold this to.
@@ -13,26 +13,34 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..attention import KVCache
 from ..attention.cpu import Plan
 from ..kernels import structures
 from ..kernels.library import Kernels
 from ..kernels.structures import Multiplied
 from .decoder_layer import Layer
 from .forward import Forward
+from .layers import Linear
 from .rope import Rotary
 from .spec import ModelSpec
 
 
-class Stack:
-    """The layers' weights as the kernels want them, and room for what lies between the parts. The model thread's."""
+class Fused:
+    """An Executor. Holds the layers' weights as the kernels want them, and what lies between the layers' parts."""
 
     def __init__(
-        self, kernels: Kernels, model: ModelSpec, layers: Sequence[Layer], products: list[Multiplied], rotary: Rotary
+        self,
+        kernels: Kernels,
+        model: ModelSpec,
+        embedding: Linear,
+        layers: Sequence[Layer],
+        rotary: Rotary,
+        *,
+        products: list[Multiplied],  # of each layer: qkv, output, gate and up, down
     ) -> None:
         assert model.decoder is not None
-        self._spec, self._rotary, self._kept = model.decoder, rotary, layers
         self._dtype, spec = model.dtype, model.decoder
+        self._embedding, self._rotary = embedding, rotary
+        self._kept = layers  # whose weights are pointed to
         # The first layer of each kind of attention; a step has a Call for each of them.
         kinds = list(dict.fromkeys(model.layers))
         self._kinds = [model.layers.index(kind) for kind in kinds]
@@ -67,25 +75,29 @@ class Stack:
         self._room = torch.empty(0, dtype=self._dtype)
 
     @classmethod
-    def of(cls, kernels: Kernels | None, model: ModelSpec, layers: Sequence[Layer], rotary: Rotary) -> Stack | None:
-        """None where some part of the layers has no kernel."""
+    def of(
+        cls, kernels: Kernels | None, model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotary: Rotary
+    ) -> Fused | None:
+        """Return the executor of these layers, or None where some part of them has no kernel."""
         parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         products = [product for part in parts if (product := part.multiplied()) is not None]
         if kernels is None or len(products) < len(parts):
             return None
-        return cls(kernels, model, layers, products, rotary)
+        return cls(kernels, model, embedding, layers, rotary, products=products)
 
-    def takes(self, cache: KVCache) -> bool:
+    def takes(self, forward: Forward) -> bool:
         """Whether the cache is one that the kernels read."""
-        return cache.dtype in self._compute and cache.backend.kernel_address(self._dtype, cache.dtype) is not None
+        held = forward.cache.dtype
+        return held in self._compute and forward.cache.backend.kernel_address(self._dtype, held) is not None
 
-    def __call__(self, x: Tensor, forward: Forward) -> Tensor:
-        """The layers on x: [tokens, hidden], which is overwritten and given back."""
+    def run(self, forward: Forward) -> Tensor:
         positions, cache, stack = forward.positions, forward.cache, self._stack
-        plan = cast(Plan, forward.plan)  # a backend with a kernel address plans so
+        plan = cast(Plan, forward.plan)  # what a backend with a kernel address plans with
         tokens, longest = plan.tokens, plan.meta.max_seq
-        if x.shape != (tokens, self._spec.hidden_size) or x.dtype != self._dtype or positions.shape != (tokens,):
-            raise ValueError(f"x of {tuple(x.shape)} in {x.dtype} and {tuple(positions.shape)} positions")
+        if forward.ids.shape != (tokens,) or positions.shape != (tokens,):
+            shapes = tuple(forward.ids.shape), tuple(positions.shape)
+            raise ValueError(f"ids and positions of {shapes} for a step of {tokens} tokens")
+        x = self._embedding.rows(forward.ids)
         assert x.is_contiguous() and positions.is_contiguous()
         angles = self._rotary.table(longest)
         calls = (ctypes.c_void_p * len(self._kinds))(
