@@ -114,7 +114,14 @@ class Runner:
             )
         )
         max_blocks = -(-config.max_len // config.block_size)
-        self.inputs = Inputs(config.max_seqs, max_blocks, config.block_size, self.cache, self.device)
+        self.inputs = Inputs(
+            max_seqs=config.max_seqs,
+            max_tokens=config.max_batched_tokens,
+            max_blocks=max_blocks,
+            block_size=config.block_size,
+            cache=self.cache,
+            device=self.device,
+        )
         self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, model.product.kernels)
         self.pooler = Pooler()
         parts = (model.product.kernels, backend)
