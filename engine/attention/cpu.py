@@ -24,8 +24,9 @@ from .metadata import AttentionMeta
 
 # Of the processor's memory pages: one walk of their tables per 2 MB of keys and values instead of per 4 KB.
 HUGE_PAGES, HUGE_BYTES = 14, 2 << 20
-# As in attention.cpp: keys whose sums are kept apart, queries of a task, and floats beside a query's sums, at most.
-SPLIT, TASK_QUERIES, SUM_PADDING = 1024, 96, 48
+# As in attention.cpp: keys whose sums are kept apart, keys of a tile, queries of a task, and floats beside a query's
+# sums, at most.
+SPLIT, TILE, TASK_QUERIES, SUM_PADDING = 1024, 64, 96, 48
 
 # From one token to the next and from one head to the next: of queries, of keys, of values.
 Strides = tuple[int, int, int, int, int, int]
@@ -137,16 +138,18 @@ class Paged:
     def workspace_bytes(
         cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, config: EngineConfig
     ) -> int:
-        """Sums of the queries whose keys several threads share; see `plan` in attention.cpp."""
+        """The sums of queries whose keys several threads share, and each thread's own; `plan` in attention.cpp."""
         assert config.max_len and config.max_batched_tokens
-        splits = -(-config.max_len // SPLIT)
-        # A task is divided where it is more than a fourth of a thread's share, so that there are at most four a thread.
-        tasks = 4 * (config.threads or os.cpu_count() or 1)
+        tokens, splits, threads = config.max_batched_tokens, -(-config.max_len // SPLIT), config.threads
+        threads = threads or os.cpu_count() or 1
 
         def of(layer: AttentionLayer) -> int:
             of_task = max(TASK_QUERIES, layer.num_heads // layer.num_kv_heads)
-            queries = min(layer.num_heads * (config.max_batched_tokens or 0), tasks * of_task)
-            return queries * splits * (layer.head_dim + SUM_PADDING) * 4
+            # A task is divided where it is more than a fourth of a thread's share: there are at most four per thread.
+            shared = min(tokens * layer.num_heads, 4 * threads * of_task) * splits
+            # Queries, in up to eight bytes a number, two sums of each, and a tile of keys and of values.
+            own = threads * (4 * of_task + 2 * TILE)
+            return (shared + own) * (layer.head_dim + SUM_PADDING) * 4
 
         return max(map(of, layers))
 

@@ -256,6 +256,34 @@ def test_models_that_cannot_run_on_the_cache_are_refused(tmp_path, kind, setting
     assert "cannot be served through transformers' attention interface" in text or "causal language model" in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scaling": torch.tensor(0.5)}, "the scale of its attention is no constant"),
+        ({"sinks": torch.nn.Parameter(torch.zeros(2)) * 2}, "the sinks of its attention are no parameter"),
+        ({"other": torch.zeros(1)}, "its attention depends on other"),
+    ],
+    ids=["scale", "sinks", "unknown"],
+)
+def test_what_is_no_constant_of_a_layer_rules_a_model_out(home, monkeypatch, changes, reason):
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+
+    forward = GptOssAttention.forward
+
+    def changed(self, *args, **kwargs):
+        if "scaling" in changes:
+            self.scaling = changes["scaling"]
+        if "sinks" in changes:
+            self._parameters.pop("sinks", None)
+            self.sinks = changes["sinks"]
+        return forward(self, *args, **kwargs, **{name: changes[name] for name in changes if name == "other"})
+
+    folder = make("gpt_oss", home / "gpt_oss", dtype=torch.float32)
+    monkeypatch.setattr(GptOssAttention, "forward", changed)
+    with pytest.raises(ModelError, match=reason):
+        models.describe(folder, EngineConfig(model=str(folder)))
+
+
 def test_state_outside_of_attention_is_noticed(home, monkeypatch):
     """A model whose attention is in order, but that also looks at the token before in the line."""
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
