@@ -15,7 +15,7 @@ from engine import EngineConfig, EngineRequest, LocalEngine, Pooling, ProcessEng
 from engine.batch import Batch, Entered, Row
 from engine.loop import StepOutOfMemory
 from engine.models import describe
-from engine.models.hf import overheard
+from engine.models.trial import overheard
 from tests.engine.test_runner import GREEDY, make, step
 from tests.engine.test_scheduler import Driver
 from tests.models import MAX_LEN, VOCAB, oracle
