@@ -113,10 +113,11 @@ mutants: dev
 path:
 	@echo engine
 	@wc -l engine/types.py engine/sequence.py engine/blocks.py engine/batch.py engine/scheduler.py engine/loop.py \
-	  engine/client.py engine/runner/runner.py engine/runner/inputs.py engine/runner/sampler.py engine/models/decoder.py
+	  engine/client.py engine/runner/runner.py engine/runner/inputs.py engine/runner/sampler.py engine/models/decoder.py \
+	  engine/models/decoder_layer.py
 	@echo server
 	@wc -l server/app.py server/state.py server/http/middleware.py server/api/chat/routes.py \
-	  server/api/chat/request.py server/generation/http_response.py server/tokenization/encoder.py \
+	  server/api/chat/request.py server/generation/http_response.py server/generation/prepare.py server/tokenization/encoder.py \
 	  server/generation/choices.py server/tokenization/detokenizer.py server/generation/output.py \
 	  server/api/chat/response.py server/http/sse.py
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from engine import EngineConfig
 from engine.attention import AttentionMeta
+from engine.models import Forward
 from engine.runner import Runner, build
 from engine.types import EngineInfo
 from server.cli.bench.session import machine
@@ -66,12 +67,12 @@ class Engine:
         rows, size = len(texts), self.config.block_size
         blocks = -(-texts.shape[1] // size)
         places = [(range(row * blocks, (row + 1) * blocks), cached, new) for row in range(rows)]
-        meta = AttentionMeta.of(places, size)
+        plan = self.runner.cache.plan(AttentionMeta.of(places, size))
         ids = texts[:, cached : cached + new].reshape(-1)
         positions = torch.arange(cached, cached + new).repeat(rows)
         at = torch.arange(new - 1, rows * new, new) if last else torch.arange(rows * new)
         with torch.inference_mode():
-            return self.runner.model.forward(ids, positions, meta, self.runner.cache, at).logits
+            return self.runner.model.forward(Forward(ids, positions, plan, self.runner.cache, at)).logits
 
 
 def write(engine: Engine, first: int) -> Tensor:

@@ -17,6 +17,7 @@ from .config import EngineConfig, resolve
 from .types import ConfigError
 
 if TYPE_CHECKING:
+    from .attention import AttentionBackend
     from .models import ModelSpec
 
 # Of a machine's memory on CPU. The other half is the server's process, the page cache that the weights are read
@@ -30,8 +31,6 @@ USEFUL = 2
 # A model length that nobody asked for is lowered to what the pool holds, but not below this: a server that cannot
 # hold a page of text is no answer to "run this model".
 LEAST_TOKENS = 512
-# Bounds of the attention backend's workspace, in numbers: pages gathered, and scores.
-GATHERED, SCORES = 2 << 23, 1 << 24
 # The sampler's columns of a row: logits and a copy (float32), weights (int64), their sums and filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 
@@ -136,23 +135,18 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
     return found
 
 
-def activation_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+def activation_bytes(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBackend]) -> int:
     """What one step takes beside weights and cache, at most; an estimate from the shape, for a resolved config."""
-    assert config.max_len and config.max_seqs and config.max_batched_tokens
+    assert config.max_seqs and config.max_batched_tokens
     hidden, inner = widths(spec.source)
     size = spec.dtype.itemsize
     widest = max(spec.layers, key=lambda layer: layer.numbers)
-    heads = first(spec.source, "num_attention_heads", "n_head") or widest.num_kv_heads
-    numbers = widest.numbers
+    queries = widest.num_heads * widest.head_dim
     # Residual, norm, output and their float32 twin in the norm; queries and their result; gate, up and their product.
-    token = size * (4 * hidden + 2 * heads * widest.head_dim + numbers + 3 * inner) + 4 * hidden
-    everything = config.max_seqs * config.max_len * numbers
-    gathered = size * min(everything, max(config.max_len * numbers, GATHERED))
-    if spec.int8_cache:  # of keys or values at a time: the bytes, and two of float32 before the model's dtype
-        gathered += gathered // size * 5
-    scores = 3 * 4 * min(SCORES, heads * config.max_batched_tokens * config.max_len)
+    token = size * (4 * hidden + 2 * queries + widest.numbers + 3 * inner) + 4 * hidden
+    attention = backend.workspace_bytes(spec.layers, spec.dtype, spec.cache_dtype, config)
     rows = min(config.max_seqs, config.max_batched_tokens)
-    return config.max_batched_tokens * token + gathered + scores + rows * spec.vocab_size * SAMPLER_BYTES
+    return config.max_batched_tokens * token + attention + rows * spec.vocab_size * SAMPLER_BYTES
 
 
 def widths(source: dict[str, Any]) -> tuple[int, int]:
@@ -175,16 +169,22 @@ def first(source: dict[str, Any], *names: str) -> int | None:
     return None
 
 
-def arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations: int | None = None) -> Plan:
+def arrange(
+    spec: ModelSpec,
+    asked: EngineConfig,
+    machine: Machine,
+    backend: type[AttentionBackend],
+    activations: int | None = None,
+) -> Plan:
     """Divide the machine's memory. `asked` is not resolved yet; `activations` in bytes, when they have been measured.
 
     A model length that was asked for is kept or refused; the model's own is lowered to what the pool holds. With
     `num_blocks` given, that many blocks are made, and the length is lowered to what they hold. Raises Impossible.
     """
     try:
-        return _arrange(spec, asked, machine, activations)
+        return _arrange(spec, asked, machine, backend, activations)
     except _Short as short:
-        sentence, tries = short.sentence, _tries(spec, asked, machine, short.memory_bytes)
+        sentence, tries = short.sentence, _tries(spec, asked, machine, backend, short.memory_bytes)
     raise Impossible(sentence, tries[:3])
 
 
@@ -195,11 +195,17 @@ class _Short(Exception):
         self.memory_bytes = memory_bytes  # what the settings would need in all
 
 
-def _arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations: int | None = None) -> Plan:
+def _arrange(
+    spec: ModelSpec,
+    asked: EngineConfig,
+    machine: Machine,
+    backend: type[AttentionBackend],
+    activations: int | None = None,
+) -> Plan:
     config = resolve(asked, machine.kind, spec.max_len)
     assert config.max_len and config.max_seqs
     weights = spec.weights_bytes
-    activations = activation_bytes(spec, config) if activations is None else activations
+    activations = activation_bytes(spec, config, backend) if activations is None else activations
     block_bytes = spec.kv_bytes_per_token * config.block_size
     fixed = weights + activations
     parts = f"weights of {_gb(weights)} and {_gb(activations)} of activations"
@@ -277,7 +283,9 @@ def _share(machine: Machine, config: EngineConfig) -> str:
     return f"{CPU_SHARE:.0%} of this machine's {_gb(machine.total)} of memory"
 
 
-def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) -> list[str]:
+def _tries(
+    spec: ModelSpec, asked: EngineConfig, machine: Machine, backend: type[AttentionBackend], needed: int
+) -> list[str]:
     """Ways out, each checked by the same arithmetic, the least painful first; always three or more.
 
     `needed`: bytes that the settings would need in all.
@@ -288,7 +296,7 @@ def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) 
 
     def works(other: ModelSpec = spec, **changes: Any) -> Plan | None:
         try:
-            return _arrange(other, structs.replace(asked, **changes), machine)
+            return _arrange(other, structs.replace(asked, **changes), machine, backend)
         except (_Short, ConfigError):
             return None
 
@@ -299,7 +307,7 @@ def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) 
     if asked.max_len and (plan := works(max_len=None)) and plan.max_len < config.max_len:
         tries.append(f"--max-model-len {plan.max_len}, a request of which length the KV cache then holds")
     if machine.kind == "cpu" and asked.num_blocks is None:
-        cache = _cache_that_fits(spec, config, machine)
+        cache = _cache_that_fits(spec, config, machine, backend)
         if cache != asked.kv_cache_memory and (plan := works(kv_cache_memory=cache)):
             tries.append(f"--kv-cache-memory {cache}, which can be had now and makes {plan.num_tokens} tokens")
     if machine.kind == "cuda":
@@ -339,10 +347,10 @@ def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) 
     return tries
 
 
-def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine) -> int:
+def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine, backend: type[AttentionBackend]) -> int:
     """Bytes for one request of full length, or the most that can be had with a tenth left; whole MiB."""
     assert config.max_len
-    room = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config))
+    room = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config, backend))
     full = spec.kv_bytes_per_token * (config.max_len + config.block_size)
     return max(1, int(min(room, full + (1 << 20))) >> 20) << 20
 

@@ -36,9 +36,9 @@ def plan(config: EngineConfig) -> dict[str, Any]:
     spec = models.describe(folder.path, config)
     if spec.quantization != "none":
         models.product(config, spec, device)  # refuses what this machine cannot do
-    backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
+    chosen = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
-    found = memory.arrange(spec, config, machine)
+    found = memory.arrange(spec, config, machine, chosen.backend)
     return {
         "model": config.model,
         "architecture": spec.architecture,
@@ -46,7 +46,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "dtype": str(spec.dtype).removeprefix("torch."),
         "quantization": spec.quantization,
         "device": str(device),
-        "attention": backend.name,
+        "attention": chosen.name,
         "kv_dtype": str(spec.cache_dtype).removeprefix("torch."),
         "num_params": spec.num_params,
         "weights_bytes": found.weights_bytes,
@@ -63,7 +63,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "max_seqs": found.config.max_seqs,
         "max_batched_tokens": found.config.max_batched_tokens,
         "full_length_users": round(found.full_length_users, 2),
-        "notes": [*found.notes, *([backend.note] if backend.note else [])],
+        "notes": [*found.notes, *([chosen.note] if chosen.note else [])],
         "assumptions": list(ASSUMPTIONS),
     }
 

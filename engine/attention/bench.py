@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.timing import interleaved
-from . import AttentionMeta, LayerKV, choose, select
+from .choice import choose, create
+from .layer import AttentionLayer
+from .metadata import AttentionMeta
 
 CPU = torch.device("cpu")
-HEADS, LAYER, BLOCK_SIZE = 16, LayerKV(8, 128, 128), 16
-SCALE = LAYER.head_dim**-0.5
+LAYER, BLOCK_SIZE = AttentionLayer(16, 8, 128, 128, scale=128**-0.5), 16
 # Sequences, new tokens of each, tokens of each in all.
 STEPS = [(1, 1, 128), (1, 1, 1024), (1, 1, 4096), (1, 1, 16384), (16, 1, 512), (16, 1, 4096)]
 STEPS += [(1, 512, 512), (1, 256, 4096)]
@@ -47,19 +48,20 @@ def measure(batch: int, new: int, context: int, *, isa: str, dtype: torch.dtype,
     copies = max(1, LARGE // size)
 
     def paged(name: str, held: torch.dtype) -> Callable[[int], Tensor]:
-        backend = select(name, isa)
+        backend = create(name, isa)
         caches = [backend.allocate(LAYER, batch * width, BLOCK_SIZE, held, CPU) for _ in range(copies)]
         for each in caches:
-            each.fill_(ORDINARY)
-        return lambda i: backend.attend(q, k, v, caches[i], meta, scale=SCALE)
+            each.tensor.fill_(ORDINARY)
+        plan = backend.plan(meta)
+        return lambda i: backend.attend(caches[i], q, k, v, plan)
 
     shape = copies, batch, LAYER.num_kv_heads, context, LAYER.head_dim
     keys, values = (torch.empty(shape, dtype=dtype).normal_() for _ in range(2))
-    queries = q.view(batch, new, HEADS, LAYER.head_dim).transpose(1, 2)
+    queries = q.view(batch, new, LAYER.num_heads, LAYER.head_dim).transpose(1, 2)
     seen = None if new == 1 else torch.ones(new, context, dtype=torch.bool).tril(context - new)
 
     def plain(i: int) -> Tensor:
-        return F.scaled_dot_product_attention(queries, keys[i], values[i], attn_mask=seen, scale=SCALE, enable_gqa=True)
+        return F.scaled_dot_product_attention(queries, keys[i], values[i], attn_mask=seen, enable_gqa=True)
 
     probed = torch.ones(LARGE // 8, dtype=torch.int64)
     cases = {
@@ -87,7 +89,7 @@ def measure(batch: int, new: int, context: int, *, isa: str, dtype: torch.dtype,
         "gb_per_s": size / times["ours"] / 1e9,
         "int8_gb_per_s": int8_size / times["int8"] / 1e9,
         "probe_gb_per_s": probed.nbytes / times["probe"] / 1e9,
-        "gflop_per_s": 4 * pairs * HEADS * LAYER.head_dim / times["ours"] / 1e9,
+        "gflop_per_s": 4 * pairs * LAYER.num_heads * LAYER.head_dim / times["ours"] / 1e9,
         "error": error,
         "int8_error": int8_error,
         "invariant": invariant and int8_invariant,
@@ -109,23 +111,24 @@ def told(line: dict[str, Any]) -> str:
 
 
 def _drawn(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.randn(tokens, heads, LAYER.head_dim) for heads in (HEADS, LAYER.num_kv_heads, LAYER.num_kv_heads))
+    heads = LAYER.num_heads, LAYER.num_kv_heads, LAYER.num_kv_heads
+    q, k, v = (torch.randn(tokens, count, LAYER.head_dim) for count in heads)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 @cache
 def _checked(name: str, isa: str, dtype: torch.dtype, held: torch.dtype) -> tuple[float, bool]:
     """The error of a prompt's attention, and whether its last tokens have the same bits when they come one by one."""
-    backend, blocks = select(name, isa), list(range(-(-CHECKED // BLOCK_SIZE)))
+    backend, blocks = create(name, isa), list(range(-(-CHECKED // BLOCK_SIZE)))
     q, k, v = _drawn(CHECKED, dtype)
     pages = backend.allocate(LAYER, len(blocks), BLOCK_SIZE, held, CPU)
 
     def part(start: int, end: int) -> Tensor:
         meta = AttentionMeta.of([(blocks, start, end - start)], BLOCK_SIZE)
-        return backend.attend(q[start:end], k[start:end], v[start:end], pages, meta, scale=SCALE)
+        return backend.attend(pages, q[start:end], k[start:end], v[start:end], backend.plan(meta))
 
     whole, last = part(0, CHECKED), range(CHECKED - 5, CHECKED)
     alone = torch.cat([part(at, at + 1) for at in last])
     q, k, v = (x.double().transpose(0, 1)[None] for x in (q, k, v))
-    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)[0].transpose(0, 1)
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     return ((whole.double() - want).abs().max() / want.abs().max()).item(), torch.equal(whole[last.start :], alone)

@@ -1,24 +1,35 @@
 """Paged attention on the CPU by our own kernel: reads the pages where they are, and gives the same bits in any batch.
 
-The kernel (engine/kernels/attention.cpp) stores and attends in one call; pages.h has the layout of a block. Here is
-what it is told: a `Call` per step and shape of layer, pointers per layer.
+The kernel (engine/kernels/attention.cpp) stores and attends in one call; pages.h has the layout of a block. It gets a
+`Call` per step and kind of layer, and pointers per layer.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..config import EngineConfig
 from ..kernels import build, library
 from ..kernels.library import DTYPES, address, cache_dtypes
 from ..kernels.structures import Call
 from ..types import ConfigError
-from . import AttentionMeta, LayerKV, held
+from .backend import LayerCache
+from .layer import AttentionLayer, held
+from .metadata import AttentionMeta
 
 # Of the processor's memory pages: one walk of their tables per 2 MB of keys and values instead of per 4 KB.
 HUGE_PAGES, HUGE_BYTES = 14, 2 << 20
+# As in attention.cpp: keys whose sums are kept apart, keys of a tile, queries of a task, and floats beside a query's
+# sums, at most.
+SPLIT, TILE, TASK_QUERIES, SUM_PADDING = 1024, 64, 96, 48
+
+# From one token to the next and from one head to the next: of queries, of keys, of values.
+Strides = tuple[int, int, int, int, int, int]
 
 
 def variant(isa: str) -> tuple[ctypes.CDLL, str]:
@@ -37,12 +48,63 @@ def variant(isa: str) -> tuple[ctypes.CDLL, str]:
     return loaded, have[0] if isa == "auto" else isa
 
 
+class Plan:
+    """A step as the kernel takes it, checked so that the kernel stays within the tensors: a Call per kind of layer.
+
+    The Calls point into the step's tensors, and live as long as the plan.
+    """
+
+    def __init__(self, meta: AttentionMeta) -> None:
+        self.meta = meta
+        self.tokens, rows = meta.query_start_list[-1], len(meta.seq_lens_list)
+        wrong = len(meta.query_start_list) != rows + 1 or meta.slot_mapping.shape != (self.tokens,)
+        if wrong or meta.block_table.shape[0] != rows:
+            raise ValueError(f"the parts of a step of {rows} rows and {self.tokens} tokens do not fit each other")
+        for part in (meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping):
+            assert part.is_contiguous()
+        self._calls: dict[tuple[AttentionLayer, Strides], tuple[Call, int]] = {}
+
+    def call(self, cache: LayerCache, strides: Strides) -> int:
+        """Return the address of the Call for a layer whose queries, keys and values have these strides."""
+        key = cache.layer, strides
+        found = self._calls.get(key)
+        if found is None:
+            call = self._made(cache, strides)
+            found = self._calls[key] = call, ctypes.addressof(call)
+        return found[1]
+
+    def _made(self, cache: LayerCache, strides: Strides) -> Call:
+        meta, layer = self.meta, cache.layer
+        return Call(
+            query_start=meta.query_start.data_ptr(),
+            seq_lens=meta.seq_lens.data_ptr(),
+            block_table=meta.block_table.data_ptr(),
+            slots=meta.slot_mapping.data_ptr(),
+            rows=len(meta.seq_lens_list),
+            width=meta.block_table.shape[1],
+            heads=layer.num_heads,
+            kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            block_size=cache.block_size,
+            q_token=strides[0],
+            q_head=strides[1],
+            k_token=strides[2],
+            k_head=strides[3],
+            v_token=strides[4],
+            v_head=strides[5],
+            window=layer.window or 0,
+            scale=layer.scale,
+            softcap=layer.softcap or 0.0,
+        )
+
+
 class Paged:
     """Attention by the kernel, for float32 and bfloat16, caches of these or of int8, and keys as long as values.
 
     Calls from several threads at once are fine where they have caches of their own.
     """
 
+    drawback = ""
     invariant = True
 
     def __init__(self, kernels: ctypes.CDLL, isa: str) -> None:
@@ -54,56 +116,90 @@ class Paged:
         }
         for function in self._attend.values():
             function.argtypes = [pointer] * 7 + [ctypes.c_int32]
+        self._addresses = {key: address(function) for key, function in self._attend.items()}
 
     @classmethod
-    def of(cls, isa: str) -> Paged:
-        """The backend for a setting of the CPU kernels; ConfigError where there are none."""
+    def objection(
+        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
+    ) -> str | None:
+        if device.type != "cpu":
+            return f"the device is {device}"
+        if dtype not in DTYPES:
+            return f"it computes in {' and '.join(DTYPES.values())}, not in {str(dtype).removeprefix('torch.')}"
+        if odd := next((layer for layer in layers if layer.head_dim != layer.v_head_dim), None):
+            return f"it wants keys as long as values, and here they have {odd.head_dim} and {odd.v_head_dim} numbers"
+        try:
+            variant(isa)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    @classmethod
+    def workspace_bytes(
+        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, config: EngineConfig
+    ) -> int:
+        """The sums of queries whose keys several threads share, and each thread's own; `plan` in attention.cpp."""
+        assert config.max_len and config.max_batched_tokens
+        tokens, splits, threads = config.max_batched_tokens, -(-config.max_len // SPLIT), config.threads
+        threads = threads or os.cpu_count() or 1
+
+        def of(layer: AttentionLayer) -> int:
+            of_task = max(TASK_QUERIES, layer.num_heads // layer.num_kv_heads)
+            # A task is divided where it is more than a fourth of a thread's share: there are at most four per thread.
+            shared = min(tokens * layer.num_heads, 4 * threads * of_task) * splits
+            # Queries, in up to eight bytes a number, two sums of each, and a tile of keys and of values.
+            own = threads * (4 * of_task + 2 * TILE)
+            return (shared + own) * (layer.head_dim + SUM_PADDING) * 4
+
+        return max(map(of, layers))
+
+    @classmethod
+    def create(cls, isa: str) -> Paged:
         return cls(*variant(isa))
 
     def allocate(
-        self, layer: LayerKV, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+        self,
+        layer: AttentionLayer,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sinks: Tensor | None = None,
+    ) -> LayerCache:
         if dtype not in (*DTYPES, torch.int8) or device.type != "cpu" or layer.head_dim != layer.v_head_dim:
             raise ValueError(f"no cache of {layer} in {dtype} on {device}")
+        if layer.num_heads % layer.num_kv_heads or (sinks is not None and sinks.shape != (layer.num_heads,)):
+            raise ValueError(f"{layer} has heads that do not fit each other")
         # Not cleared: nothing that was not stored is ever read with effect.
         share = block_size * 2 * held(layer.head_dim, dtype)
-        cache = torch.empty(num_blocks, layer.num_kv_heads, share, dtype=dtype, device=device)
-        _advise(cache)
-        return cache
+        tensor = torch.empty(num_blocks, layer.num_kv_heads, share, dtype=dtype, device=device)
+        _advise(tensor)
+        return LayerCache(layer, block_size, tensor, None if sinks is None else sinks.detach().float().contiguous())
 
-    def function(self, dtype: torch.dtype, cache: torch.dtype) -> int:
-        """Where the kernel is for a model's and a cache's dtype, for those that call it with `describe`'s Call."""
-        return address(self._attend[dtype, cache])
+    def plan(self, meta: AttentionMeta) -> Plan:
+        return Plan(meta)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Tensor,
-        meta: AttentionMeta,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def kernel_address(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int | None:
+        return self._addresses.get((dtype, cache_dtype))
+
+    def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        layer, tensor, sinks = cache.layer, cache.tensor, cache.sinks
+        kv_shape = (plan.tokens, layer.num_kv_heads, layer.head_dim)
+        if q.shape != (plan.tokens, layer.num_heads, layer.head_dim) or k.shape != kv_shape or v.shape != kv_shape:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+            raise ValueError(f"q, k and v of {shapes} do not fit {layer} and a step of {plan.tokens} tokens")
+        function = self._attend.get((q.dtype, tensor.dtype))
+        if function is None or not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"{q.dtype}, {k.dtype} and {v.dtype} for a cache of {tensor.dtype}")
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        shape = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), cache.shape, scale, window, softcap)
-        found: tuple[Call, int] | None = meta.scratch.get(shape)
-        if found is None:
-            call = _call(q, k, v, cache, meta, scale=scale, window=window, softcap=softcap)
-            found = meta.scratch[shape] = call, ctypes.addressof(call)
-        if not q.dtype == k.dtype == v.dtype or (q.dtype, cache.dtype) not in self._attend:
-            raise ValueError(f"{q.dtype}, {k.dtype} and {v.dtype} for a cache of {cache.dtype}")
-        sinks = None if sinks is None else sinks.float().contiguous()
         out = torch.empty(q.shape, dtype=q.dtype)
-        failed = self._attend[q.dtype, cache.dtype](
-            found[1],
+        failed = function(
+            plan.call(cache, (*_strides(q), *_strides(k), *_strides(v))),
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
-            cache.data_ptr(),
+            tensor.data_ptr(),
             out.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
             torch.get_num_threads(),
@@ -113,71 +209,9 @@ class Paged:
         return out
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: Tensor,
-    meta: AttentionMeta,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Call:
-    """Checked here, once per step, so that the kernel reads and writes within the tensors."""
-    tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    wrong = k.shape != (tokens, kv_heads, head_dim) or v.shape != k.shape or heads % kv_heads
-    wrong |= (
-        cache.shape[1] != kv_heads or cache.shape[2] % (2 * held(head_dim, cache.dtype)) or not cache.is_contiguous()
-    )
-    if wrong:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, cache))
-        raise ValueError(f"q, k, v and cache of {shapes} do not fit each other")
-    call = describe(meta, tokens, heads, cache, head_dim, scale=scale, window=window, softcap=softcap)
-    call.q_token, call.q_head = q.stride()[:2]
-    call.k_token, call.k_head = k.stride()[:2]
-    call.v_token, call.v_head = v.stride()[:2]
-    return call
-
-
-def describe(
-    meta: AttentionMeta,
-    tokens: int,
-    heads: int,
-    cache: Tensor,
-    head_dim: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Call:
-    """A step of so many tokens and the shape of a layer; the strides of q, k and v are for the caller to fill in.
-
-    Like `meta` and `cache`, it is checked here so that the kernel stays within them.
-    """
-    rows = len(meta.seq_lens_list)
-    wrong = meta.query_start_list[-1] != tokens or meta.slot_mapping.shape != (tokens,)
-    wrong |= len(meta.query_start_list) != rows + 1 or meta.block_table.shape[0] != rows
-    if wrong:
-        raise ValueError(f"{tokens} tokens do not fit a step of {rows} rows and {meta.query_start_list[-1]} tokens")
-    for part in (meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping):
-        assert part.is_contiguous()
-    return Call(
-        query_start=meta.query_start.data_ptr(),
-        seq_lens=meta.seq_lens.data_ptr(),
-        block_table=meta.block_table.data_ptr(),
-        slots=meta.slot_mapping.data_ptr(),
-        rows=rows,
-        width=meta.block_table.shape[1],
-        heads=heads,
-        kv_heads=cache.shape[1],
-        head_dim=head_dim,
-        block_size=cache.shape[2] // (2 * held(head_dim, cache.dtype)),
-        window=window or 0,
-        scale=scale,
-        softcap=softcap or 0.0,
-    )
+def _strides(x: Tensor) -> tuple[int, int]:
+    token, head, _ = x.stride()
+    return token, head
 
 
 def _advise(cache: Tensor) -> None:

@@ -9,7 +9,9 @@ each KV head's keys read once for all query heads that share it; longer rows are
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import AttentionMeta, LayerKV, held
+from ..config import EngineConfig
+from .backend import LayerCache
+from .layer import AttentionLayer, held
+from .metadata import AttentionMeta
 
 # Pages gathered at once, in numbers (keys or values): 2**23 is 16 MiB of bfloat16. Keeps the workspace small beside
 # a model while one gather is still long enough to run at memory speed.
@@ -37,47 +42,99 @@ class _Decode:
     hidden: Tensor | None  # the rest as places in the gathered line [rows * kv_heads * blocks * block_size]
 
 
+class Plan:
+    """What the layers of a step share, made for the first layer of each kind."""
+
+    def __init__(self, meta: AttentionMeta) -> None:
+        self.meta = meta
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
+        self._decodes: dict[tuple[int | None, int, int, int], list[_Decode]] = {}
+
+    def slots(self, block_size: int) -> tuple[Tensor, Tensor]:
+        """Return the block and the offset in it of each new token."""
+        found = self._slots.get(block_size)
+        if found is None:
+            slots = self.meta.slot_mapping
+            found = self._slots[block_size] = slots // block_size, slots % block_size
+        return found
+
+    def decodes(self, window: int | None, kv_heads: int, block_size: int, most: int) -> list[_Decode]:
+        """Return the step's rows of one token in groups; see `_decode_rows`."""
+        key = window, kv_heads, block_size, most
+        found = self._decodes.get(key)
+        if found is None:
+            found = self._decodes[key] = _decode_rows(self.meta, *key)
+        return found
+
+
 class Reference:
     """Attention over gathered pages. Its workspace is reused from call to call: one instance, one thread."""
 
+    drawback = "torch computes attention, slower and with results that depend on the batch"
     invariant = False  # torch's products round differently with the number of rows
+    library: ctypes.CDLL | None = None
 
     def __init__(self) -> None:
         self._space: dict[str, Tensor] = {}
 
+    @classmethod
+    def objection(
+        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
+    ) -> str | None:
+        return None
+
+    @classmethod
+    def workspace_bytes(
+        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, config: EngineConfig
+    ) -> int:
+        """Pages gathered, and scores."""
+        assert config.max_len and config.max_seqs and config.max_batched_tokens
+        widest = max(layers, key=lambda layer: layer.numbers)
+        everything = config.max_seqs * config.max_len * widest.numbers
+        gathered = min(everything, max(config.max_len * widest.numbers, 2 * GATHER_NUMBERS))
+        # Of int8, keys or values at a time: the bytes, and two of float32 before the model's dtype.
+        extra = 5 if cache_dtype == torch.int8 else 0
+        scores = min(SCORE_NUMBERS, widest.num_heads * config.max_batched_tokens * config.max_len)
+        return gathered * (dtype.itemsize + extra) + 3 * 4 * scores
+
+    @classmethod
+    def create(cls, isa: str) -> Reference:
+        return cls()
+
     def allocate(
-        self, layer: LayerKV, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+        self,
+        layer: AttentionLayer,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sinks: Tensor | None = None,
+    ) -> LayerCache:
         # Not cleared: nothing that was not stored is ever read with effect, see _gather.
         line = held(layer.head_dim, dtype) + held(layer.v_head_dim, dtype)
-        shape = (num_blocks, layer.num_kv_heads, block_size * line)
-        return torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.empty(num_blocks, layer.num_kv_heads, block_size * line, dtype=dtype, device=device)
+        return LayerCache(layer, block_size, tensor, sinks)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Tensor,
-        meta: AttentionMeta,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        head_dim, v_head_dim = k.shape[2], v.shape[2]
-        block_size = cache.shape[2] // (held(head_dim, cache.dtype) + held(v_head_dim, cache.dtype))
-        self._store(k, v, cache, meta, block_size)
+    def plan(self, meta: AttentionMeta) -> Plan:
+        return Plan(meta)
 
-        compute = partial(_attention, scale=scale, softcap=softcap)
+    def kernel_address(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int | None:
+        return None
+
+    def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        layer, block_size, tensor, sinks, meta = cache.layer, cache.block_size, cache.tensor, cache.sinks, plan.meta
+        head_dim, v_head_dim, window = layer.head_dim, layer.v_head_dim, layer.window
+        self._store(k, v, tensor, *plan.slots(block_size))
+
+        compute = partial(_attention, scale=layer.scale, softcap=layer.softcap)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         out = q.new_empty(q.shape[0], q.shape[1], v_head_dim)
         sink = None if sinks is None else sinks.view(kv_heads, group)
 
         most = max(1, GATHER_NUMBERS // max(head_dim, v_head_dim))
-        for decode in _decode_rows(meta, window, kv_heads, block_size, most):
-            keys, values = self._gather(cache, decode.pages, k, v)
+        for decode in plan.decodes(window, kv_heads, block_size, most):
+            keys, values = self._gather(tensor, decode.pages, k, v)
             if decode.hidden is not None:
                 # 0 * NaN: what lies behind a sequence's end may hold anything, so it is cleared, not only masked.
                 keys.view(-1, head_dim).index_fill_(0, decode.hidden, 0)
@@ -99,7 +156,7 @@ class Reference:
                 low = 0 if window is None else max(0, first - window + 1) // block_size
                 high = -(-last // block_size)
                 pages = _pages(meta.block_table[row : row + 1, low:high].long(), kv_heads)
-                keys, values = self._gather(cache, pages, k, v)
+                keys, values = self._gather(tensor, pages, k, v)
                 have = last - low * block_size
                 position = torch.arange(first, last, device=q.device)[:, None]
                 key = torch.arange(low * block_size, last, device=q.device)
@@ -119,14 +176,10 @@ class Reference:
                 out[start + a : start + b] = result.reshape(b - a, kv_heads * group, v_head_dim)
         return out
 
-    def _store(self, k: Tensor, v: Tensor, cache: Tensor, meta: AttentionMeta, block_size: int) -> None:
-        place = meta.scratch.get(("slots", block_size))
-        if place is None:
-            slots = meta.slot_mapping
-            place = meta.scratch["slots", block_size] = (slots // block_size, slots % block_size)
-        block, offset = place
+    def _store(self, k: Tensor, v: Tensor, cache: Tensor, block: Tensor, offset: Tensor) -> None:
         if cache.dtype == torch.int8:
             k, v = narrowed(k), narrowed(v)
+        block_size = cache.shape[2] // (k.shape[2] + v.shape[2])
         split = block_size * k.shape[2]
         cache[..., :split].unflatten(2, (block_size, k.shape[2]))[block, :, offset] = k
         cache[..., split:].unflatten(2, (block_size, v.shape[2]))[block, :, offset] = v
@@ -178,14 +231,10 @@ def _pages(blocks: Tensor, kv_heads: int) -> Tensor:
 
 
 def _decode_rows(meta: AttentionMeta, window: int | None, kv_heads: int, block_size: int, most: int) -> list[_Decode]:
-    """The step's rows of one token, in groups of similar length; made once per step and kind of layer.
+    """The step's rows of one token, in groups of similar length.
 
     A group gathers at most `most` keys over its rows and KV heads, or is a single row.
     """
-    key = ("decode", window, kv_heads, block_size, most)
-    found: list[_Decode] | None = meta.scratch.get(key)
-    if found is not None:
-        return found
     starts, device = meta.query_start_list, meta.block_table.device
     spans = []  # (blocks to read, first block, row)
     for row, length in enumerate(meta.seq_lens_list):
@@ -221,7 +270,6 @@ def _decode_rows(meta: AttentionMeta, window: int | None, kv_heads: int, block_s
                 hidden=hidden,
             )
         )
-    meta.scratch[key] = found
     return found
 
 

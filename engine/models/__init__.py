@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..attention import AttentionMeta, KVCache
 from ..config import EngineConfig
 from ..kernels.library import Choice, choose
 from ..types import ConfigError, EngineError, ModelError
+from .forward import Forward, Outputs
 from .spec import ModelSpec, architecture, read_config, read_spec, shown
 from .weights import Checkpoint
 
 Progress = Callable[[float], None]  # gets the share of the weights that is in place, 0 to 1
-
-
-class Outputs(NamedTuple):
-    """What one forward pass gives."""
-
-    logits: Tensor  # [n, vocab_size] in float32, or float64 where the model runs in it
-    hidden: Tensor | None = None  # [m, hidden_size] behind the final norm, in the model's dtype; None: not asked or had
 
 
 class Model(Protocol):
@@ -34,21 +27,12 @@ class Model(Protocol):
     weights_bytes: int
     weights_hash: str
     product: Choice  # what computes the matrix products
+    sinks: Mapping[str, Tensor]  # the parameters that the spec's attention layers name as sinks
 
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        meta: AttentionMeta,
-        cache: KVCache,
-        logits_at: Tensor,
-        *,
-        hidden_at: Tensor | None = None,
-    ) -> Outputs:
-        """Store the tokens (ids, positions: [tokens] int64) in the cache; give logits and hidden states of some.
+    def forward(self, forward: Forward) -> Outputs:
+        """Store a step's tokens in the cache and return the logits and hidden states of some of them.
 
-        `logits_at` is [n] int64, rising places in the flattened line of tokens, n may be 0; `hidden_at` likewise [m].
-        Where the spec has no hidden_size there are no hidden states to be had.
+        A model whose spec has no hidden_size returns no hidden states.
         """
 
 
@@ -106,4 +90,4 @@ def load(config: EngineConfig, folder: Path, device: torch.device, progress: Pro
     return hf.load(spec, folder, device, chosen, progress)
 
 
-__all__ = ["Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "load", "product"]
+__all__ = ["Forward", "Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "load", "product"]

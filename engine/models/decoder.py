@@ -10,94 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..attention import AttentionMeta, KVCache
-from ..kernels.library import Choice, Kernels
+from ..kernels.library import Choice
 from ..kernels.product import Packing
 from ..types import ModelError
-from . import Outputs
-from .layers import Gated, InFile, Linear, RMSNorm
-from .rope import Rotary, rotate
-from .spec import BITS, DecoderSpec, ModelSpec
-from .stack import Stack
+from .decoder_layer import Layer
+from .executor import Eager, Executor
+from .forward import Forward, Outputs
+from .fused import Fused
+from .layers import InFile, Linear, RMSNorm
+from .rope import Rotary
+from .spec import BITS, ModelSpec
 from .weights import Checkpoint
 
 WATCH_S = 0.1  # between two looks at how far the packing is
-
-
-class Layer:
-    """One block: attention and a gated feed-forward part, each after a norm and added to what came in."""
-
-    def __init__(self, index: int, model: ModelSpec, spec: DecoderSpec, device: torch.device) -> None:
-        self.index, self.spec, self.window = index, spec, model.windows[index]
-        dtype = model.dtype
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        self.q_size, self.kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.attention_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
-        self.qkv = Linear(self.q_size + 2 * self.kv_size, hidden, spec.qkv_bias, dtype, device)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
-        self.output = Linear(hidden, self.q_size, spec.output_bias, dtype, device)
-        self.mlp_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
-        self.gate_up = Gated(inner, hidden, spec.mlp_bias, dtype, device, activation=spec.activation)
-        self.down = Linear(hidden, inner, spec.mlp_bias, dtype, device)
-
-    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], meta: AttentionMeta, cache: KVCache) -> Tensor:
-        x = self.output(self.attend(self.attention_norm(x), turn, meta, cache), residual=x)
-        return self.down(self.gate_up(self.mlp_norm(x)), residual=x)
-
-    def attend(self, x: Tensor, turn: tuple[Tensor, Tensor], meta: AttentionMeta, cache: KVCache) -> Tensor:
-        """What the heads see, side by side: [tokens, heads * head_dim]."""
-        q, k, v = (
-            part.unflatten(-1, (-1, self.spec.head_dim))
-            for part in self.qkv(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *turn), rotate(k, *turn)
-        out = cache.attend(self.index, q, k, v, meta, scale=self.spec.head_dim**-0.5, window=self.window)
-        return out.flatten(1)
-
-    def parts(self) -> list[tuple[str, Linear, int, int]]:
-        """Checkpoint names of the linears, which rows of which they are; q, k and v share one matrix, gate and up
-        another."""
-        q, kv, inner = self.q_size, self.kv_size, self.spec.intermediate_size
-        prefix = f"layers.{self.index}."
-        return [
-            (f"{prefix}self_attn.q_proj", self.qkv, 0, q),
-            (f"{prefix}self_attn.k_proj", self.qkv, q, q + kv),
-            (f"{prefix}self_attn.v_proj", self.qkv, q + kv, q + 2 * kv),
-            (f"{prefix}self_attn.o_proj", self.output, 0, self.spec.hidden_size),
-            (f"{prefix}mlp.gate_proj", self.gate_up, 0, inner),
-            (f"{prefix}mlp.up_proj", self.gate_up, inner, 2 * inner),
-            (f"{prefix}mlp.down_proj", self.down, 0, self.spec.hidden_size),
-        ]
-
-    def places(self) -> dict[str, Tensor]:
-        """Checkpoint name -> where it goes."""
-        prefix = f"layers.{self.index}."
-        found = {
-            "input_layernorm.weight": self.attention_norm.weight,
-            "post_attention_layernorm.weight": self.mlp_norm.weight,
-        }
-        if self.q_norm is not None and self.k_norm is not None:
-            found |= {"self_attn.q_norm.weight": self.q_norm.weight, "self_attn.k_norm.weight": self.k_norm.weight}
-        found = {prefix + name: place for name, place in found.items()}
-        for name, linear, begin, end in self.parts():
-            found[f"{name}.weight"] = linear.weight[begin:end]
-            if linear.bias is not None:
-                found[f"{name}.bias"] = linear.bias[begin:end]
-        return found
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
-
-    def pack(self, kernels: Kernels | None, bits: int | None, in_file: Mapping[Linear, InFile] | None = None) -> None:
-        """`in_file`: of those linears whose weights are not here."""
-        for linear in self.linears:
-            linear.pack(kernels, bits=bits, in_file=(in_file or {}).get(linear))
-        for norm in (self.attention_norm, self.mlp_norm):
-            norm.pack(kernels)
 
 
 class Decoder:
@@ -108,12 +33,14 @@ class Decoder:
             raise ModelError(f"{spec.architecture} is not one of the native decoder's architectures")
         decoder, dtype = spec.decoder, spec.dtype
         self.spec, self.product = spec, product
-        self.stack: Stack | None = None  # the layers in one call, where all of them have kernels
         self.embedding = Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.layers = [Layer(index, spec, decoder, device) for index in range(len(spec.layers))]
         self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps, dtype, device)
         self.head = self.embedding if tied else Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.rotary = Rotary(decoder.rope, spec.serve_len, dtype, device)
+        # In order of preference; the last one takes every step.
+        self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotary)]
+        self.sinks: Mapping[str, Tensor] = {}
         self.num_params = self.weights_bytes = 0
         self.weights_hash = ""
 
@@ -222,30 +149,17 @@ class Decoder:
         self.norm.pack(self.product.kernels)
 
     def _finish(self) -> None:
-        """With everything packed, all layers can be called as one."""
-        assert self.spec.decoder is not None
-        self.stack = Stack.of(self.product.kernels, self.spec.decoder, self.layers, self.rotary)
+        """Choose the executors, once everything is packed."""
+        fused = Fused.of(self.product.kernels, self.spec, self.embedding, self.layers, self.rotary)
+        if fused is not None:
+            self.executors.insert(0, fused)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        meta: AttentionMeta,
-        cache: KVCache,
-        logits_at: Tensor,
-        *,
-        hidden_at: Tensor | None = None,
-    ) -> Outputs:
+    def forward(self, forward: Forward) -> Outputs:
         """Model.forward."""
-        x = self.embedding.rows(ids)
-        if self.stack is not None and self.stack.takes(cache):
-            x = self.stack(x, positions, meta, cache)
-        else:
-            turn = self.rotary.at(positions)
-            for layer in self.layers:
-                x = layer(x, turn, meta, cache)
-        hidden = None if hidden_at is None else self.norm(x[hidden_at])
+        x = next(executor for executor in self.executors if executor.takes(forward)).run(forward)
+        hidden = None if forward.hidden_at is None else self.norm(x[forward.hidden_at])
+        logits_at = forward.logits_at
         x = self.norm(x if len(logits_at) == len(x) else x[logits_at])
         logits = self.head(x)
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)

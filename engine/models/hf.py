@@ -1,7 +1,7 @@
 """Every other causal model: transformers' own code computes, attention runs on our paged cache.
 
-The rows of a step are flattened into one line of tokens, batch size 1. Attention functions are registered with
-transformers under our names; what a step needs travels as one keyword argument through the model's forward into
+The rows of a step are flattened into one line of tokens, batch size 1. An attention function is registered with
+transformers under our name; what a step needs travels as one keyword argument through the model's forward into
 every layer's call. Whether a model can be served so is not a list of names: a trial run without weights (meta
 tensors) shows which layers call the attention function and with what, and a small one with the weights shows that
 nothing but attention carries something from one token to another. On a CPU its plain linear layers are packed for our
@@ -11,83 +11,34 @@ product (packing.py).
 from __future__ import annotations
 
 import inspect
-import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import logging
 
-from ..attention import AttentionMeta, KVCache, LayerKV, select
+from ..attention import AttentionMeta, KVCache
+from ..attention.reference import Reference
 from ..config import EngineConfig
 from ..files import read_json
 from ..kernels.library import Choice, Kernels
 from ..types import ModelError
-from . import Outputs
+from .forward import Forward, Outputs
 from .packing import pack
 from .spec import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
+from .trial import NOT_THERE, first_line, overheard, quiet, refusal, try_without_weights
 from .weights import Checkpoint
 
 SERVE = "pequod"  # the attention of a step; no mask function is registered under it, so no masks are made
-TRIAL = "pequod_trial"  # notes what it is called with
-# Keyword arguments of attention calls that change nothing here, or that are handled.
-KNOWN = {"dropout", "scaling", "softcap", "sliding_window", "s_aux", "position_ids", "is_causal", "cache_position"}
 # Settings that count parts of a model: transformers makes lists of their length before it makes a model.
 COUNTS = re.compile(r"(layer|block|depth|stage|expert|head|group)s?$|_replace$")
-MAX_PARTS = 1 << 17  # modules and parameters of a model
-NOT_THERE = "its layers do not go through that interface, or hand it nothing of what forward is given"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What the attention of one forward needs; handed through the model as a keyword argument."""
-
-    meta: AttentionMeta
-    cache: KVCache
-    windows: tuple[int | None, ...]
-
-
-@dataclass(slots=True)
-class Trial:
-    """What a model did in a trial run: its attention calls by layer, and the first thing that rules it out."""
-
-    layers: dict[int, tuple[LayerKV, int | None]] = field(default_factory=dict)
-    objection: str | None = None
-
-    def object(self, reason: str) -> None:
-        self.objection = self.objection or reason
-
-
-class Tried(NamedTuple):
-    """What a trial run showed."""
-
-    trial: Trial
-    vocab_size: int  # width of the logits
-    hidden_size: int  # of the last hidden states; 0: they cannot be heard
-    num_params: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """Stands for an attention mask in a trial run: the window that the model would mask with."""
-
-    window: int | None
-    objection: str | None = None
 
 
 def _serve(
@@ -97,86 +48,18 @@ def _serve(
     value: Tensor,
     attention_mask: Any,
     *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    pequod_step: Step | None = None,
+    pequod_step: Forward | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of a step."""
+    """The attention function of a step; what else a layer is called with is in its AttentionLayer."""
     if pequod_step is None:
         raise RuntimeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
-    step, layer = pequod_step, module.layer_idx
-    out = step.cache.attend(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        step.meta,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=step.windows[layer],
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    out = pequod_step.attend(module.layer_idx, q, k, v)
     return out[None], None
 
 
-def _trial(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    pequod_trial: Trial | None = None,
-    sliding_window: int | None = None,
-    **given: Any,
-) -> tuple[Tensor, None]:
-    """The attention function of a trial run: notes the layer and gives zeros."""
-    out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    if pequod_trial is None:
-        raise RuntimeError(NOT_THERE)
-    trial, layer = pequod_trial, getattr(module, "layer_idx", None)
-    strange = sorted(name for name, value in given.items() if name not in KNOWN and value is not None)
-    strange = [name for name in strange if not isinstance(given[name], bool)]
-    window = sliding_window
-    if isinstance(attention_mask, Mask):
-        window = attention_mask.window
-        if attention_mask.objection:
-            trial.object(attention_mask.objection)
-    elif attention_mask is not None:
-        trial.object("it makes attention masks of its own")
-    if strange:
-        trial.object(f"its attention depends on {strange[0]}")
-    elif layer is None or layer in trial.layers:
-        trial.object("its attention layers are not numbered")
-    elif not getattr(module, "is_causal", True) or given.get("is_causal") is False:
-        trial.object("its attention is not causal")
-    else:
-        trial.layers[layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3]), window
-    return out, None
-
-
-def _trial_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Mask:
-    """The mask function of a trial run: finds out what would be seen by asking at the edges."""
-    far = 3 * (local_size or 1000) + 1  # not a multiple of the size: the edges of chunks lie elsewhere
-
-    def seen(query: int, key: int) -> bool:
-        zero = torch.zeros((), dtype=torch.int64)
-        return bool(mask_function(zero, zero, zero + query, zero + key))
-
-    for query in (far, far + 1):
-        first = 0 if local_size is None else query - local_size + 1
-        within = seen(query, query) and seen(query, first)
-        beyond = seen(query, query + 1) or (first > 0 and seen(query, first - 1))
-        if beyond or not within:
-            return Mask(local_size, "its attention mask is neither causal nor a sliding window")
-    return Mask(local_size)
-
-
 ALL_ATTENTION_FUNCTIONS.register(SERVE, _serve)
-ALL_ATTENTION_FUNCTIONS.register(TRIAL, _trial)
-ALL_MASK_ATTENTION_FUNCTIONS.register(TRIAL, _trial_mask)
 
 
 def describe(
@@ -193,19 +76,18 @@ def describe(
     settings = _settings(folder, name)
     kind = _class(settings, name, source)
     if getattr(kind, "_is_stateful", False):
-        raise ModelError(_refusal(name, "its layers keep a state of their own beside keys and values"))
+        raise ModelError(refusal(name, "its layers keep a state of their own beside keys and values"))
     dtype = choose_dtype(source, config)
     with quiet():
-        trial, vocab_size, hidden_size, num_params = _try(settings, kind, name, dtype, checkpoint)
+        trial, vocab_size, hidden_size, num_params = try_without_weights(settings, kind, name, dtype, checkpoint)
     if vocab_size > MAX_SIZE:
         raise ModelError(f"config.json asks for {vocab_size} logits, but at most {MAX_SIZE} are served")
     count = settings.get_text_config().num_hidden_layers
     if trial.objection:
-        raise ModelError(_refusal(name, trial.objection))
+        raise ModelError(refusal(name, trial.objection))
     if sorted(trial.layers) != list(range(count)):
         reason = f"only {len(trial.layers)} of its {count} layers go through transformers' attention interface"
-        raise ModelError(_refusal(name, reason if trial.layers else NOT_THERE))
-    found = [trial.layers[layer] for layer in range(count)]
+        raise ModelError(refusal(name, reason if trial.layers else NOT_THERE))
     max_len = _max_len(settings, config, name)
     return ModelSpec(
         architecture=name,
@@ -214,8 +96,7 @@ def describe(
         max_len=max_len,
         serve_len=serve_len(max_len, config),
         dtype=dtype,
-        layers=[layer for layer, _ in found],
-        windows=tuple(window for _, window in found),
+        layers=[trial.layers[layer] for layer in range(count)],
         num_params=num_params,
         source=source,
         hidden_size=hidden_size,
@@ -235,7 +116,7 @@ def load(
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
         if product.kernels is None or "can't allocate memory" in str(error):
             raise
-        reason = _first_line(error)
+        reason = first_line(error)
     else:
         progress(1.0)
         return loaded
@@ -262,7 +143,7 @@ def _read(spec: ModelSpec, folder: Path) -> Any:
                 **({"experts_implementation": "eager"} if spec.dtype == torch.float64 else {}),
             )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
-            raise ModelError(f"transformers cannot load {folder}: {_first_line(error)}") from None
+            raise ModelError(f"transformers cannot load {folder}: {first_line(error)}") from None
     model, info = found
     for key in ("missing_keys", "mismatched_keys"):
         names = sorted(str(item if isinstance(item, str) else item[0]) for item in info.get(key) or ())
@@ -283,32 +164,25 @@ class Transformers:
         self.weights_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
         del parameters  # what is packed is freed
         self.product = product if product.kernels is None else self._pack(product.kernels)
+        names = {layer.sinks for layer in spec.layers if layer.sinks is not None}
+        self.sinks: Mapping[str, Tensor] = {name: model.get_parameter(name) for name in names}
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        meta: AttentionMeta,
-        cache: KVCache,
-        logits_at: Tensor,
-        *,
-        hidden_at: Tensor | None = None,
-    ) -> Outputs:
+    def forward(self, forward: Forward) -> Outputs:
         """Model.forward."""
         silence: AbstractContextManager[list[Tensor]] = nullcontext([])
-        with silence if hidden_at is None else overheard(self.model) as found:
+        with silence if forward.hidden_at is None else overheard(self.model) as found:
             logits: Tensor = self.model(
-                input_ids=ids[None],
-                position_ids=positions[None],
+                input_ids=forward.ids[None],
+                position_ids=forward.positions[None],
                 use_cache=False,
-                pequod_step=Step(meta, cache, self.spec.windows),
-                **({"logits_to_keep": logits_at} if self._keeps else {}),
+                pequod_step=forward,
+                **({"logits_to_keep": forward.logits_at} if self._keeps else {}),
             ).logits[0]
         if not self._keeps:
-            logits = logits[logits_at]
-        hidden = found[0][0, hidden_at] if found else None
+            logits = logits[forward.logits_at]
+        hidden = found[0][0, forward.hidden_at] if found else None
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
 
     def _pack(self, kernels: Kernels) -> Choice:
@@ -326,67 +200,39 @@ class Transformers:
     def check_isolation(self, device: torch.device) -> None:
         """Raise ModelError if a token's logits depend on another sequence's token in the same step."""
         size = 4
-        backend = select("reference")
         cache = KVCache.allocate(
-            backend, self.spec.layers, num_blocks=2, block_size=size, dtype=self.spec.dtype, device=device
+            Reference(),
+            self.spec.layers,
+            num_blocks=2,
+            block_size=size,
+            dtype=self.spec.dtype,
+            device=device,
+            sinks=self.sinks,
         )
-        meta = AttentionMeta.of([([0], 0, 2), ([1], 0, 2)], size, device)
+        plan = cache.plan(AttentionMeta.of([([0], 0, 2), ([1], 0, 2)], size, device))
         positions = torch.tensor([0, 1, 0, 1], device=device)
         some, other = (token % self.spec.vocab_size for token in (11, 47))
-        first, second = (
-            self.forward(
-                torch.tensor([*before, some, other], device=device),
-                positions,
-                meta,
-                cache,
-                positions.new_tensor([2, 3]),
-            ).logits
-            for before in ((some, other), (other, other))
-        )
+
+        def logits(ids: list[int], at: list[int]) -> Tensor:
+            step = Forward(positions.new_tensor(ids), positions, plan, cache, positions.new_tensor(at))
+            return self.forward(step).logits
+
+        first, second = (logits([*before, some, other], [2, 3]) for before in ((some, other), (other, other)))
         # The same numbers up to rounding; experts may be multiplied in other groups.
         if (first - second).abs().max() > 0.05 * first.abs().max():
             raise ModelError(
-                _refusal(self.spec.architecture, "something other than attention passes from one token to another")
+                refusal(self.spec.architecture, "something other than attention passes from one token to another")
             )
         # Alone and without positions the model counts them itself: it must come to the same.
-        alone = AttentionMeta.of([([0], 0, 2)], size, device)
+        plan_alone = cache.plan(AttentionMeta.of([([0], 0, 2)], size, device))
+        ids = positions.new_tensor([some, other])
+        alone = Forward(ids, positions[:2], plan_alone, cache, positions[:0])
         with torch.inference_mode():
-            own = self.model(
-                input_ids=torch.tensor([[some, other]], device=device),
-                use_cache=False,
-                pequod_step=Step(alone, cache, self.spec.windows),
-            ).logits[0, -1]
-        again = self.forward(
-            torch.tensor([some, other, some, other], device=device), positions, meta, cache, positions.new_tensor([3])
-        ).logits[0]
+            own = self.model(input_ids=ids[None], use_cache=False, pequod_step=alone).logits[0, -1]
+        again = logits([some, other, some, other], [3])[0]
         rounding = 0.05 if self.spec.dtype.itemsize == 2 else 0.001
         if (again - own).abs().max() > rounding * own.abs().max():
-            raise ModelError(_refusal(self.spec.architecture, "it counts the positions of tokens in its own way"))
-
-
-@contextmanager
-def overheard(model: Any) -> Iterator[list[Tensor]]:
-    """The last hidden states that a model hands to its head while it runs, [1, tokens, hidden].
-
-    Heard, because a model gives only logits, and what a head does beside its product (caps, scales) is its own. Stays
-    empty where the head is no module of its own.
-    """
-    found: list[Tensor] = []
-
-    def hear(_: Any, __: Any, output: Any) -> None:
-        states = getattr(output, "last_hidden_state", None)
-        if isinstance(states, Tensor) and states.dim() == 3:
-            found.append(states)
-
-    body = model.get_decoder()
-    if body is model:
-        yield found
-        return
-    hook = body.register_forward_hook(hear)
-    try:
-        yield found
-    finally:
-        hook.remove()
+            raise ModelError(refusal(self.spec.architecture, "it counts the positions of tokens in its own way"))
 
 
 def _check_counts(source: dict[str, Any]) -> None:
@@ -398,33 +244,6 @@ def _check_counts(source: dict[str, Any]) -> None:
             raise ModelError(f"config.json: {shown(key)} must be at most {MAX_LAYERS}, not {shown(value)}")
 
 
-@contextmanager
-def _bounded(name: str, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """While a model is made, raise ModelError as soon as it has more parts or numbers than its checkpoint is for.
-
-    When the weights are read, transformers allocates what the checkpoint lacks before it reports that.
-    """
-    # What a checkpoint holds as one tensor may be several parts of a model, and tied weights are counted up to thrice.
-    most = MAX_PARTS if checkpoint is None else min(MAX_PARTS, 16 * len(checkpoint.entries) + 1024)
-    most_numbers = math.inf if checkpoint is None else 4 * checkpoint.num_numbers
-    parts = numbers = 0
-
-    def count(_: Any, __: Any, part: Any) -> None:
-        nonlocal parts, numbers
-        parts += 1
-        if isinstance(part, Tensor):
-            numbers += part.numel()
-        if parts > most or numbers > most_numbers:
-            raise ModelError(f"config.json is for {name} with far more, or far larger, layers than the checkpoint has")
-
-    hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _settings(folder: Path, name: str) -> Any:
     """transformers' configuration object."""
     with quiet():
@@ -434,7 +253,7 @@ def _settings(folder: Path, name: str) -> Any:
             known = f"transformers {transformers.__version__}"
             if "model type" in str(error) or "trust_remote_code" in str(error):
                 raise ModelError(f"the architecture {name} is known neither here nor to {known}") from None
-            raise ModelError(f"{known} cannot use {folder / 'config.json'}: {_first_line(error)}") from None
+            raise ModelError(f"{known} cannot use {folder / 'config.json'}: {first_line(error)}") from None
 
 
 def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
@@ -446,31 +265,6 @@ def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
         if kind is not None and kind.__name__ in wanted:
             return kind
     raise ModelError(f"{name} is not a causal language model that transformers {transformers.__version__} has")
-
-
-def _try(settings: Any, kind: Any, name: str, dtype: torch.dtype, checkpoint: Checkpoint | None = None) -> Tried:
-    """A trial run of two tokens on meta tensors."""
-    trial, settings = Trial(), deepcopy(settings)
-    settings._experts_implementation = "batched_mm"  # the one form of experts whose shapes do not depend on numbers
-    try:
-        with torch.device("meta"), _bounded(name, checkpoint):
-            model = kind._from_config(settings, attn_implementation=TRIAL, dtype=dtype).eval()
-            ones = torch.ones(1, 2, dtype=torch.int64)
-        with torch.inference_mode(), overheard(model) as hidden:
-            logits = model(
-                input_ids=ones, attention_mask=ones, position_ids=ones, use_cache=False, pequod_trial=trial
-            ).logits
-    except ModelError:
-        raise
-    except Exception as error:  # models fail in their own ways where they cannot be run like this
-        reason = trial.objection or f"it cannot be tried without weights ({_first_line(error)})"
-        raise ModelError(_refusal(name, reason if trial.layers or trial.objection else NOT_THERE)) from None
-    return Tried(
-        trial,
-        vocab_size=logits.shape[-1],
-        hidden_size=hidden[0].shape[-1] if hidden else 0,
-        num_params=sum(parameter.numel() for parameter in model.parameters()),
-    )
 
 
 def _fix_rotary(model: torch.nn.Module, length: int) -> None:
@@ -512,26 +306,3 @@ def _length(settings: Any, config: EngineConfig, name: str) -> int:
     if rope.get("rope_type") == "yarn":
         return max(length, int((rope.get("original_max_position_embeddings") or length) * factor))
     return length
-
-
-def _refusal(name: str, reason: str) -> str:
-    return f"{name} cannot be served through transformers' attention interface: {reason}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).strip().rstrip(".")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers without its own progress bars and warnings; errors are raised to us anyway."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

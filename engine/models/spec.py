@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..attention import LayerKV
+from ..attention import AttentionLayer
 from ..config import EngineConfig
 from ..files import read_json
 from ..kernels.product import quantized_bytes
@@ -104,8 +104,7 @@ class ModelSpec:
     max_len: int  # tokens that the model itself can take
     serve_len: int  # tokens that this engine will serve: what length-dependent frequencies are made for
     dtype: torch.dtype
-    layers: list[LayerKV]
-    windows: tuple[int | None, ...]  # per layer; None: sees everything before
+    layers: list[AttentionLayer]
     num_params: int
     source: dict[str, Any] = field(repr=False)  # config.json
     decoder: DecoderSpec | None = None  # of the native implementation
@@ -243,8 +242,10 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         max_len=rope.longest,
         serve_len=serve_len(rope.longest, config),
         dtype=choose_dtype(source, config),
-        layers=[LayerKV(kv_heads, head_dim, head_dim)] * num_layers,
-        windows=_windows(source, family, num_layers),
+        layers=[
+            AttentionLayer(heads, kv_heads, head_dim, head_dim, head_dim**-0.5, window)
+            for window in _windows(source, family, num_layers)
+        ],
         num_params=_num_params(decoder, vocab_size, num_layers),
         source=source,
         decoder=decoder,

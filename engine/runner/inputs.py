@@ -1,7 +1,7 @@
 """Inputs: a Batch -> the tensors that one forward pass reads.
 
 Each running sequence has a slot: its place in the columns that live from step to step (here the block table, in
-the sampler its parameters). What a step needs is laid out in one buffer and crosses to the device in one copy.
+the sampler its parameters). The inputs of every step lie in the same buffers and cross to the device in one copy.
 """
 
 from __future__ import annotations
@@ -12,37 +12,44 @@ from itertools import accumulate, chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ..attention import AttentionMeta
+from ..attention import AttentionMeta, KVCache
 from ..batch import Row
+from ..models import Forward
+from .buffers import Buffers, Shape
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One step's tensors, on the device, and what the sampler needs on the host."""
+    """One step: the model's input, on the device, and what the sampler needs on the host."""
 
-    ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64
-    meta: AttentionMeta
-    logits_at: Tensor  # [logits] int64, places in the line of tokens
+    forward: Forward
     slots: Ints  # [rows]
     drawing: Ints  # [drawing rows], indices of rows
     lengths: Ints  # [rows] tokens of the sequence up to the end of the row
     draws_at: Ints | None  # [drawing rows], places among the logits; None: they are all the logits
     scored: dict[int, slice]  # row -> its places among the logits that score the prompt
-    hidden_at: Tensor | None  # [hidden states] int64, places in the line of tokens; None: nothing is pooled
     pooled: dict[int, slice]  # row -> its places among the hidden states
 
 
 class Inputs:
     """Slots and block tables of the sequences that the device knows. The model thread's."""
 
-    def __init__(self, max_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_seqs: int,
+        max_tokens: int,  # of a step
+        max_blocks: int,  # of a sequence
+        block_size: int,
+        cache: KVCache,
+        device: torch.device,
+    ) -> None:
         self.block_size = block_size
-        self.device = device
+        self.cache = cache
+        self._buffers = Buffers(max_tokens=max_tokens, max_seqs=max_seqs, max_blocks=max_blocks, device=device)
         self._free = list(range(max_seqs - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
         self._table = np.zeros((max_seqs, max_blocks), np.int32)
@@ -72,7 +79,10 @@ class Inputs:
                 self._table[slot, count : self._num_blocks[slot]] = row.new_block_ids
 
     def prepare(self, rows: list[Row]) -> Prepared:
-        """The tensors of these rows (at least one); their sequences have entered and have their blocks."""
+        """Return the step of these rows, at least one; their sequences have entered and have their blocks.
+
+        It is valid until the next one is prepared, see Buffers.
+        """
         slots = self.slots(rows)
         counts = [len(row.token_ids) for row in rows]
         query_start = [0, *accumulate(counts)]
@@ -84,45 +94,47 @@ class Inputs:
         width = -(-int(lengths.max()) // self.block_size)
 
         size = query_start[-1]
-        longs = (size, size, size, len(places), len(hidden_places))
-        host = _Buffer(longs, (len(rows) + 1, len(rows), len(rows) * width), self.device)
-        ids, positions, slot_mapping, logits_at, hidden_at, starts_of, seq_lens, table = host.arrays
-        ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, size)
-        starts_of[:] = query_start
-        seq_lens[:] = lengths
+        host, device = self._buffers.views(Shape(size, len(rows), width, len(places), len(hidden_places)))
+        host.ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, size)
+        host.query_start[:] = query_start
+        host.seq_lens[:] = lengths
         if size == len(rows):  # only decode rows: each token is its row
-            of_token, positions[:] = slots, starts
+            of_token, host.positions[:] = slots, starts
         else:
             of_token = np.repeat(slots, counts)
-            positions[:] = np.arange(size) + np.repeat(starts - starts_of[:-1], counts)
-        blocks, offsets = np.divmod(positions, self.block_size)
-        slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
-        logits_at[:] = places
-        hidden_at[:] = hidden_places
-        table[:] = self._table[slots, :width].ravel()
+            host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
+        blocks, offsets = np.divmod(host.positions, self.block_size)
+        host.slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
+        host.logits_at[:] = places
+        host.hidden_at[:] = hidden_places
+        host.block_table[:] = self._table[slots, :width]
+        self._buffers.upload()
 
-        on_device = host.to_device()
         meta = AttentionMeta(
-            query_start=on_device[5],
-            seq_lens=on_device[6],
-            slot_mapping=on_device[2],
-            block_table=on_device[7].view(len(rows), width),
+            query_start=device.query_start,
+            seq_lens=device.seq_lens,
+            slot_mapping=device.slot_mapping,
+            block_table=device.block_table,
             max_query=max(counts),
             max_seq=int(lengths.max()),
             query_start_list=query_start,
             seq_lens_list=lengths.tolist(),
         )
+        forward = Forward(
+            ids=device.ids,
+            positions=device.positions,
+            plan=self.cache.plan(meta),
+            cache=self.cache,
+            logits_at=device.logits_at,
+            hidden_at=device.hidden_at if pooled else None,
+        )
         return Prepared(
-            ids=on_device[0],
-            positions=on_device[1],
-            meta=meta,
-            logits_at=on_device[3],
+            forward,
             slots=slots,
             drawing=drawing,
             lengths=lengths,
             draws_at=draws_at,
             scored=scored,
-            hidden_at=on_device[4] if pooled else None,
             pooled=pooled,
         )
 
@@ -150,23 +162,3 @@ def _hidden(rows: list[Row], query_start: list[int]) -> tuple[dict[int, slice], 
             pooled[index] = slice(len(places), len(places) + row.num_hidden)
             places += range(query_start[index + 1] - row.num_hidden, query_start[index + 1])
     return pooled, places
-
-
-class _Buffer:
-    """Arrays of int64, then of int32, in one piece of host memory; fresh each step, so that a copy may still run."""
-
-    def __init__(self, longs: tuple[int, ...], ints: tuple[int, ...], device: torch.device) -> None:
-        self._device = device
-        self._longs, self._ints = longs, ints
-        self._host = torch.empty(sum(longs) + -(-sum(ints) // 2), dtype=torch.int64, pin_memory=device.type == "cuda")
-        flat = self._host.numpy()
-        narrow = flat[sum(longs) :].view(np.int32)
-        self.arrays: list[NDArray] = [flat[end - n : end] for n, end in zip(longs, accumulate(longs), strict=True)]
-        self.arrays += [narrow[end - n : end] for n, end in zip(ints, accumulate(ints), strict=True)]
-
-    def to_device(self) -> list[Tensor]:
-        if self._device.type == "cpu":
-            return [torch.from_numpy(array) for array in self.arrays]
-        wide = self._host.to(self._device, non_blocking=True)
-        narrow = wide[sum(self._longs) :].view(torch.int32)[: sum(self._ints)]
-        return [*wide[: sum(self._longs)].split(self._longs), *narrow.split(self._ints)]

@@ -13,10 +13,9 @@ import torch
 from msgspec.structs import replace
 
 from .. import attention, hub, memory, models, roofline
-from ..attention.cpu import Paged
 from ..batch import Batch, Entered, Masks, Row, StepTokens
 from ..config import EngineConfig, check
-from ..kernels.library import Clock, Kernels
+from ..kernels.library import Clock
 from ..loop import StepOutOfMemory
 from ..types import ConfigError, EngineInfo, SamplingParams, TokenLogprob
 from .inputs import Inputs, Prepared
@@ -102,7 +101,7 @@ class Runner:
         self.num_blocks = num_blocks
         self.device = torch.device(config.device)
         spec = model.spec
-        backend = attention.select(config.attention, config.cpu_isa)
+        backend = attention.create(config.attention, config.cpu_isa)
         self.cache = _guarded(
             lambda: attention.KVCache.allocate(
                 backend,
@@ -111,14 +110,22 @@ class Runner:
                 block_size=config.block_size,
                 dtype=spec.cache_dtype,
                 device=self.device,
+                sinks=model.sinks,
             )
         )
         max_blocks = -(-config.max_len // config.block_size)
-        self.inputs = Inputs(config.max_seqs, max_blocks, config.block_size, self.device)
+        self.inputs = Inputs(
+            max_seqs=config.max_seqs,
+            max_tokens=config.max_batched_tokens,
+            max_blocks=max_blocks,
+            block_size=config.block_size,
+            cache=self.cache,
+            device=self.device,
+        )
         self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, model.product.kernels)
         self.pooler = Pooler()
         parts = (model.product.kernels, backend)
-        self.clock = Clock({part.library for part in parts if isinstance(part, Kernels | Paged)})
+        self.clock = Clock({part.library for part in parts if part is not None and part.library is not None})
 
     def launch(self, batch: Batch) -> Step:
         """Queue the step's forward pass.
@@ -145,14 +152,7 @@ class Runner:
         for slot, row in zip(prepared.slots.tolist(), batch.rows, strict=True):
             self.sampler.observe(slot, row.start, row.token_ids)
         ready = time.perf_counter()
-        outputs = self.model.forward(
-            prepared.ids,
-            prepared.positions,
-            prepared.meta,
-            self.cache,
-            prepared.logits_at,
-            hidden_at=prepared.hidden_at,
-        )
+        outputs = self.model.forward(prepared.forward)
         # On CUDA the forward pass is only queued here: its time shows as the sampler's, which waits for it.
         seconds = {"prepare": ready - began, "forward": time.perf_counter() - ready}
         return Step(self, batch, prepared, outputs, seconds, spent_before)
@@ -236,13 +236,13 @@ def build(
     folder = hub.fetch(config.model, config.revision, weights=True)
     spec = models.describe(folder.path, config, weights=True)
     described(spec)
-    backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
+    chosen = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
     if device.type == "cpu":
         set_threads(config, spec)
     try:
-        plan = memory.arrange(spec, config, machine)
-        resolved = replace(plan.config, device=str(device), attention=backend.name)
+        plan = memory.arrange(spec, config, machine, chosen.backend)
+        resolved = replace(plan.config, device=str(device), attention=chosen.name)
         # With the length that was asked for, not the lowered one: rotary frequencies may depend on it, and what the
         # memory allows today must not change what the model says.
         wanted = replace(resolved, max_len=config.max_len)
@@ -252,8 +252,8 @@ def build(
         if device.type == "cuda":
             taken = _profile(model, resolved)
             if taken > plan.activation_bytes:
-                plan = memory.arrange(spec, config, machine, taken)
-                resolved = replace(plan.config, device=str(device), attention=backend.name)
+                plan = memory.arrange(spec, config, machine, chosen.backend, taken)
+                resolved = replace(plan.config, device=str(device), attention=chosen.name)
         runner = Runner(model, replace(resolved, num_blocks=plan.num_blocks), plan.num_blocks)
         runner.warm_up()
     except memory.Impossible as error:
@@ -271,7 +271,7 @@ def build(
         max_batched_tokens=runner.config.max_batched_tokens or 0,
         dtype=str(spec.dtype).removeprefix("torch."),
         device=str(device),
-        attention=backend.name,
+        attention=chosen.name,
         kv_dtype=str(spec.cache_dtype).removeprefix("torch."),
         implementation=spec.implementation,
         exact=model.product.invariant and runner.cache.backend.invariant,
@@ -287,7 +287,7 @@ def build(
         product_fix=model.product.fix,
         hidden_size=spec.hidden_size,
         quantization=spec.quantization,
-        notes=(*plan.notes, backend.note) if backend.note else plan.notes,
+        notes=(*plan.notes, chosen.note) if chosen.note else plan.notes,
         roofline=limits,
     )
     return runner, info, runner.config

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine import ConfigError
-from engine.attention import Attention, AttentionMeta, KVCache, LayerKV, check, reference, select
+from engine.attention import AttentionBackend, AttentionLayer, AttentionMeta, KVCache, check, choice, create, reference
 from engine.attention.reference import Reference, narrowed, widened
 
 CPU = torch.device("cpu")
@@ -38,6 +40,11 @@ def spoil(cache: Tensor) -> Tensor:
     return cache.fill_(-1 if cache.dtype == torch.int8 else math.nan)
 
 
+def layer_of(kv_heads: int, dim: int, v_dim: int, *, group: int = 2, **more: Any) -> AttentionLayer:
+    """A layer with `group` query heads for each KV head."""
+    return AttentionLayer(kv_heads * group, kv_heads, dim, v_dim, **{"scale": 0.3, **more})
+
+
 class Pool:
     """Sequences with random keys and values in one cache whose unused memory is NaN, their blocks scattered.
 
@@ -48,14 +55,16 @@ class Pool:
         self,
         seed: int,
         lengths: list[int],
-        layer: LayerKV,
+        layer: AttentionLayer,
         *,
-        group: int,
         block_size: int,
         dtype: torch.dtype,
         held: torch.dtype | None = None,
-        backend: Attention | None = None,
+        backend: AttentionBackend | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
+        self.layer = layer if sinks is None else replace(layer, sinks="sinks")
+        self.sinks = sinks
         self.random, draw = random.Random(seed), torch.Generator().manual_seed(seed)
         self.lengths, self.block_size = lengths, block_size
         needs = [-(-length // block_size) for length in lengths]
@@ -66,25 +75,31 @@ class Pool:
         def numbers(heads: int, dim: int) -> list[Tensor]:
             return [torch.randn(n, heads, dim, generator=draw, dtype=torch.float64).to(dtype) for n in lengths]
 
-        self.q = numbers(layer.num_kv_heads * group, layer.head_dim)
+        self.q = numbers(layer.num_heads, layer.head_dim)
         self.k = numbers(layer.num_kv_heads, layer.head_dim)
         self.v = numbers(layer.num_kv_heads, layer.v_head_dim)
         self.backend = backend or Reference()
         self.cache = KVCache.allocate(
-            self.backend, [layer], num_blocks=sum(needs) + 3, block_size=block_size, dtype=held or dtype, device=CPU
+            self.backend,
+            [self.layer],
+            num_blocks=sum(needs) + 3,
+            block_size=block_size,
+            dtype=held or dtype,
+            device=CPU,
+            sinks=None if sinks is None else {"sinks": sinks},
         )
         self.is_int8 = held == torch.int8
-        spoil(self.cache.layers[0])
+        spoil(self.cache.layers[0].tensor)
         self.done = [0] * len(lengths)
 
-    def step(self, rows: dict[int, int], **kw) -> float:
+    def step(self, rows: dict[int, int]) -> float:
         """Run so many tokens of each sequence in one call; gives the largest difference to dense attention."""
         meta = AttentionMeta.of([(self.blocks[s], self.done[s], new) for s, new in rows.items()], self.block_size)
         q, k, v = (
             torch.cat([x[s][self.done[s] : self.done[s] + new] for s, new in rows.items()])
             for x in (self.q, self.k, self.v)
         )
-        out, worst, at = self.cache.attend(0, q, k, v, meta, scale=0.3, **kw), 0.0, 0
+        out, worst, at = self.cache.attend(0, q, k, v, self.cache.plan(meta)), 0.0, 0
         for s, new in rows.items():
             if new == 0:
                 continue
@@ -93,19 +108,20 @@ class Pool:
                 widened(narrowed(x), torch.float64) if self.is_int8 else x.double()
                 for x in (self.k[s][:end], self.v[s][:end])
             )
-            wide = self.q[s][start:end].double(), k, v
-            difference = (out[at : at + new].double() - dense(*wide, scale=0.3, **kw)).abs().max().item()
+            layer = {name: getattr(self.layer, name) for name in ("scale", "window", "softcap")}
+            want = dense(self.q[s][start:end].double(), k, v, sinks=self.sinks, **layer)
+            difference = (out[at : at + new].double() - want).abs().max().item()
             assert not math.isnan(difference)
             worst, at, self.done[s] = max(worst, difference), at + new, end
         return worst
 
-    def run(self, **kw) -> float:
+    def run(self) -> float:
         """All sequences in random chunks, many single tokens among them, until all are done."""
         worst = 0.0
         while open_ := [s for s, length in enumerate(self.lengths) if self.done[s] < length]:
             chosen = [s for s in open_ if self.random.random() < 0.8] or open_
             sizes = {s: self.random.choice([1, 1, 2, 3, 17]) for s in chosen}
-            worst = max(worst, self.step({s: min(n, self.lengths[s] - self.done[s]) for s, n in sizes.items()}, **kw))
+            worst = max(worst, self.step({s: min(n, self.lengths[s] - self.done[s]) for s, n in sizes.items()}))
         return worst
 
 
@@ -117,25 +133,25 @@ def test_mixed_rows_equal_dense_attention(window, softcap, with_sinks, held):
     for seed, (block_size, heads, group, dim, v_dim) in enumerate(
         [(16, 2, 2, 8, 8), (4, 1, 12, 16, 16), (1, 4, 1, 8, 24), (5, 2, 3, 16, 8)]
     ):
-        layer = LayerKV(heads, dim, v_dim)
+        layer = layer_of(heads, dim, v_dim, group=group, window=window, softcap=softcap)
         lengths = [40, 3, 17, 1, 65]
-        pool = Pool(seed, lengths, layer, group=group, block_size=block_size, dtype=torch.float64, held=held)
         sinks = torch.linspace(-1, 2, heads * group, dtype=torch.float64) if with_sinks else None
-        assert pool.run(window=window, softcap=softcap, sinks=sinks) < 1e-12
+        pool = Pool(seed, lengths, layer, block_size=block_size, dtype=torch.float64, held=held, sinks=sinks)
+        assert pool.run() < 1e-12
 
 
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str
 )
 def test_other_types_are_as_exact_as_their_rounding(dtype, limit):
-    pool = Pool(1, [200, 30, 31, 90], LayerKV(2, 32, 32), group=2, block_size=16, dtype=dtype)
-    assert pool.run() < limit
-    again = Pool(1, [200, 30, 31, 90], LayerKV(2, 32, 32), group=2, block_size=16, dtype=dtype)
-    assert again.run(softcap=20.0, sinks=torch.zeros(4)) < limit
+    lengths = [200, 30, 31, 90]
+    assert Pool(1, lengths, layer_of(2, 32, 32), block_size=16, dtype=dtype).run() < limit
+    layer = layer_of(2, 32, 32, softcap=20.0)
+    assert Pool(1, lengths, layer, block_size=16, dtype=dtype, sinks=torch.zeros(4)).run() < limit
 
 
 def test_decode_beside_much_longer_and_shorter_rows():
-    pool = Pool(2, [700, 2, 350, 40, 41, 16], LayerKV(2, 8, 8), group=2, block_size=16, dtype=torch.float64)
+    pool = Pool(2, [700, 2, 350, 40, 41, 16], layer_of(2, 8, 8), block_size=16, dtype=torch.float64)
     pool.step({s: length - 1 for s, length in enumerate(pool.lengths)})
     assert pool.step({5: 1, 0: 1, 3: 1, 1: 1, 4: 1, 2: 1}) < 1e-12
 
@@ -143,16 +159,16 @@ def test_decode_beside_much_longer_and_shorter_rows():
 def test_work_that_is_cut_into_parts_gives_the_same(monkeypatch):
     monkeypatch.setattr(reference, "GATHER_NUMBERS", 600)
     monkeypatch.setattr(reference, "SCORE_NUMBERS", 500)
-    pool = Pool(3, [90, 33, 34, 60], LayerKV(2, 8, 8), group=2, block_size=4, dtype=torch.float64)
-    assert pool.run(window=None) < 1e-12
-    pool = Pool(4, [90, 33, 34, 60], LayerKV(2, 8, 8), group=2, block_size=4, dtype=torch.float64)
-    assert pool.run(window=7) < 1e-12
+    pool = Pool(3, [90, 33, 34, 60], layer_of(2, 8, 8), block_size=4, dtype=torch.float64)
+    assert pool.run() < 1e-12
+    pool = Pool(4, [90, 33, 34, 60], layer_of(2, 8, 8, window=7), block_size=4, dtype=torch.float64)
+    assert pool.run() < 1e-12
 
 
 def test_a_block_moves_as_bytes():
-    pool = Pool(5, [20], LayerKV(2, 8, 8), group=2, block_size=8, dtype=torch.float64)
+    pool = Pool(5, [20], layer_of(2, 8, 8), block_size=8, dtype=torch.float64)
     pool.step({0: 19})
-    cache, spare = pool.cache.layers[0], ({0, 1, 2, 3, 4, 5} - set(pool.blocks[0])).pop()
+    cache, spare = pool.cache.layers[0].tensor, ({0, 1, 2, 3, 4, 5} - set(pool.blocks[0])).pop()
     assert cache[0].is_contiguous()
     cache[spare] = cache[pool.blocks[0][1]]
     cache[pool.blocks[0][1]] = math.nan
@@ -188,23 +204,56 @@ def test_odd_numbers_in_int8():
 
 
 def test_one_odd_sequence_in_int8_does_not_touch_another():
-    pool = Pool(6, [20, 30], LayerKV(2, 8, 8), group=2, block_size=8, dtype=torch.float32, held=torch.int8)
+    pool = Pool(6, [20, 30], layer_of(2, 8, 8), block_size=8, dtype=torch.float32, held=torch.int8)
     pool.k[0][3] = math.nan
     meta = AttentionMeta.of([(pool.blocks[s], 0, n) for s, n in enumerate(pool.lengths)], 8)
-    out = pool.cache.attend(0, *(torch.cat(x) for x in (pool.q, pool.k, pool.v)), meta, scale=0.3)
+    out = pool.cache.attend(0, *(torch.cat(x) for x in (pool.q, pool.k, pool.v)), pool.cache.plan(meta))
     assert out[3:20].isnan().all() and not out[20:].isnan().any()
 
 
 def test_what_a_token_takes():
-    layer = LayerKV(2, 8, 24)
+    layer = layer_of(2, 8, 24)
     assert [layer.bytes(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8)] == [256, 128, 2 * (12 + 28)]
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        assert Reference().allocate(layer, 3, 5, dtype, CPU).nbytes == 15 * layer.bytes(dtype)
+        assert Reference().allocate(layer, 3, 5, dtype, CPU).tensor.nbytes == 15 * layer.bytes(dtype)
+
+
+class Picky(Reference):
+    """A backend that serves small heads alone, and is slower than the one before it."""
+
+    drawback = "picky computes attention, slower"
+
+    @classmethod
+    def objection(cls, layers, dtype, device, isa):
+        return "its heads are large" if max(layer.head_dim for layer in layers) > 8 else None
+
+
+class Refusing(Reference):
+    @classmethod
+    def objection(cls, layers, dtype, device, isa):
+        return "it refuses everything"
+
+
+def test_auto_is_the_first_backend_of_the_device_that_can_serve_the_model(monkeypatch):
+    table = {name: choice.Entry(f"{__name__}:{name}", ("cpu",)) for name in ("Refusing", "Picky", "Reference")}
+    monkeypatch.setattr(choice, "BACKENDS", table)
+    small, large = [layer_of(2, 8, 8)], [layer_of(2, 8, 8), layer_of(2, 16, 16)]
+    assert choice.choose("auto", CPU, small, torch.float32) == choice.Choice(
+        "Picky", Picky, "picky computes attention, slower: it refuses everything"
+    )
+    assert choice.choose("auto", CPU, large, torch.float32) == choice.Choice(
+        "Reference", Reference, f"{Reference.drawback}: it refuses everything"
+    )
+    assert choice.choose("Picky", CPU, small, torch.float32).note == ""
+    with pytest.raises(ConfigError, match="the attention backend Picky cannot be used: its heads are large"):
+        choice.choose("Picky", CPU, large, torch.float32)
+    with pytest.raises(ConfigError, match="the attention backend auto cannot be used"):
+        choice.choose("auto", torch.device("cuda"), small, torch.float32)
 
 
 def test_backends_are_made_by_name():
-    assert isinstance(select("reference"), Reference)
-    assert select("reference") is not select("reference")
+    assert isinstance(create("reference"), Reference)
+    assert create("reference") is not create("reference")
     check("auto")
     with pytest.raises(ConfigError, match="unknown attention backend 'flash'; known: auto, cpu, reference"):
         check("flash")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine import ConfigError
-from engine.attention import AttentionMeta, LayerKV, choose, cpu, select
+from engine import ConfigError, EngineConfig
+from engine.attention import AttentionMeta, LayerCache, choose, cpu, create
 from engine.attention.cpu import Paged
-from engine.attention.reference import narrowed, widened
+from engine.attention.reference import Reference, narrowed, widened
 from engine.kernels import build, library
 from engine.kernels.library import ISAS
-from tests.engine.test_attention import Pool, dense, spoil
+from tests.engine.test_attention import Pool, dense, layer_of, spoil
 from tests.engine.test_models import Bench, load
 from tests.models import make, prompt
 
@@ -73,7 +75,7 @@ def kind(request) -> Kind:
 
 @pytest.fixture
 def best() -> Paged:
-    return Paged.of("auto")
+    return Paged.create("auto")
 
 
 @pytest.fixture(params=list(LIMITS), ids=["float32", "bfloat16"])
@@ -95,11 +97,13 @@ def same_threads_after() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def pool(kind: Kind, shape: tuple[int, int, int, int], lengths: list[int]) -> Pool:
+def pool(
+    kind: Kind, shape: tuple[int, int, int, int], lengths: list[int], sinks: Tensor | None = None, **more: Any
+) -> Pool:
     paged, dtype, held = kind
     block_size, kv_heads, group, dim = shape
-    layer = LayerKV(kv_heads, dim, dim)
-    return Pool(0, lengths, layer, group=group, block_size=block_size, dtype=dtype, held=held, backend=paged)
+    layer = layer_of(kv_heads, dim, dim, group=group, **more)
+    return Pool(0, lengths, layer, block_size=block_size, dtype=dtype, held=held, backend=paged, sinks=sinks)
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -121,13 +125,14 @@ def test_what_models_add(kind, shape, kw):
     _, dtype, _ = kind
     if "sinks" in kw:
         kw = {"sinks": torch.linspace(-2, 3, shape[1] * shape[2])}
-    assert pool(kind, shape, [150, 3, 70, 1]).run(**kw) < LIMITS[dtype]
+    assert pool(kind, shape, [150, 3, 70, 1], **kw).run() < LIMITS[dtype]
 
 
 def test_everything_added_at_once(best):
     sinks = torch.linspace(-2, 3, 6)
-    made = pool((best, torch.float32, torch.float32), (16, 2, 3, 64), [150, 3, 70, 1])
-    assert made.run(window=40, softcap=2.0, sinks=sinks) < 1e-5
+    kind = best, torch.float32, torch.float32
+    made = pool(kind, (16, 2, 3, 64), [150, 3, 70, 1], sinks, window=40, softcap=2.0)
+    assert made.run() < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 1100])
@@ -135,11 +140,11 @@ def test_everything_added_at_once(best):
 def test_long_contexts_are_split_and_merged(kind, threads, window):
     _, dtype, _ = kind
     torch.set_num_threads(threads)
-    made = pool(kind, (16, 2, 2, 64), [2600, 40])
+    made = pool(kind, (16, 2, 2, 64), [2600, 40], window=window)
     made.q = [q * 0.3 for q in made.q]
-    made.step({0: 2598, 1: 38}, window=window)
-    assert made.step({0: 1, 1: 1}, window=window) < LIMITS[dtype]
-    assert made.step({0: 1}, window=window) < LIMITS[dtype]
+    made.step({0: 2598, 1: 38})
+    assert made.step({0: 1, 1: 1}) < LIMITS[dtype]
+    assert made.step({0: 1}) < LIMITS[dtype]
 
 
 def test_huge_scores(kind):
@@ -182,11 +187,10 @@ def test_empty_rows_get_nothing_and_disturb_nobody(best):
 
 
 def test_a_number_that_is_none_stays_with_its_sequence(best_kind):
-    best, _, _ = best_kind
     made = pool(best_kind, (16, 1, 2, 64), [30, 20])
     made.q[0][3] = made.k[0][25] = math.nan
     meta = AttentionMeta.of([(made.blocks[s], 0, n) for s, n in enumerate(made.lengths)], 16)
-    out = best.attend(*(torch.cat(x) for x in (made.q, made.k, made.v)), made.cache.layers[0], meta, scale=0.3)
+    out = made.cache.attend(0, *(torch.cat(x) for x in (made.q, made.k, made.v)), made.cache.plan(meta))
     assert out[3].isnan().all() and out[25:30].isnan().all() and not out[30:].isnan().any()
 
 
@@ -194,7 +198,7 @@ def test_a_block_moves_as_bytes(best_kind):
     _, dtype, _ = best_kind
     made = pool(best_kind, (16, 2, 2, 64), [40])
     made.step({0: 39})
-    cache, spare = made.cache.layers[0], (set(range(6)) - set(made.blocks[0])).pop()
+    cache, spare = made.cache.layers[0].tensor, (set(range(6)) - set(made.blocks[0])).pop()
     assert cache[0].is_contiguous()
     cache[spare] = cache[made.blocks[0][1]]
     spoil(cache[made.blocks[0][1]])
@@ -208,7 +212,7 @@ def test_parts_of_larger_tensors_are_read_where_they_are(best):
     made.q[0] = made.q[0].transpose(0, 1).contiguous().transpose(0, 1)
     made.v[0] = torch.cat([made.v[0], torch.full((50, 3, 64), math.nan)], 1)[:, :2]
     meta = AttentionMeta.of([(made.blocks[0], 0, 50)], 16)
-    out = best.attend(made.q[0], made.k[0], made.v[0], made.cache.layers[0], meta, scale=0.3)
+    out = made.cache.attend(0, made.q[0], made.k[0], made.v[0], made.cache.plan(meta))
     want = dense(made.q[0].double(), made.k[0].double(), made.v[0].double(), scale=0.3)
     assert (out - want).abs().max() < 1e-5
 
@@ -221,15 +225,19 @@ class Streams:
 
     LENGTHS = (1300, 700, 65, 64, 17, 1)
 
-    def __init__(self, kind: Kind, block_size: int, dim: int, **kw) -> None:
+    def __init__(self, kind: Kind, block_size: int, dim: int, sinks: Tensor | None = None, **more: Any) -> None:
         paged, dtype, held = kind
-        self.paged, self.block_size, self.kw = paged, block_size, kw
+        self.paged, self.block_size = paged, block_size
+        layer = layer_of(2, dim, dim, scale=dim**-0.5, **more)
+        if sinks is not None:
+            layer = replace(layer, sinks="sinks")
         self.data = [[torch.randn(n, heads, dim).to(dtype) for heads in (4, 2, 2)] for n in self.LENGTHS]
         self.data[0][0] *= 3  # a sharper softmax
         needs = [-(-n // block_size) for n in self.LENGTHS]
-        self.caches: list[tuple[Tensor, list[list[int]]]] = []
+        self.caches: list[tuple[LayerCache, list[list[int]]]] = []
         for _ in range(2):  # the same keys in other places; what lies behind their ends is no number
-            cache = spoil(paged.allocate(LayerKV(2, dim, dim), sum(needs) + 1, block_size, held, CPU))
+            cache = paged.allocate(layer, sum(needs) + 1, block_size, held, CPU, sinks=sinks)
+            spoil(cache.tensor)
             order = torch.randperm(sum(needs) + 1).tolist()
             self.caches.append((cache, [[order.pop() for _ in range(need)] for need in needs]))
         torch.set_num_threads(1)
@@ -240,7 +248,7 @@ class Streams:
         cache, blocks = self.caches[which]
         meta = AttentionMeta.of([(blocks[s], a, b - a) for s, a, b in rows], self.block_size)
         q, k, v = (torch.cat([self.data[s][part][a:b] for s, a, b in rows]) for part in range(3))
-        return self.paged.attend(q, k, v, cache, meta, scale=q.shape[2] ** -0.5, **self.kw)
+        return self.paged.attend(cache, q, k, v, self.paged.plan(meta))
 
 
 CASES = [(16, 64, {}), (5, 24, {}), (64, 32, {"window": 100, "softcap": 20.0, "sinks": torch.linspace(-1, 1, 4)})]
@@ -269,8 +277,10 @@ def test_bits_do_not_depend_on_the_layout(kind):
     found = []
     for block_size in (16, 7, 256):
         blocks = list(range(-(-200 // block_size)))
-        cache = spoil(paged.allocate(LayerKV(2, 64, 64), len(blocks), block_size, held, CPU))
-        found.append(paged.attend(q, k, v, cache, AttentionMeta.of([(blocks, 0, 200)], block_size), scale=0.125))
+        cache = paged.allocate(layer_of(2, 64, 64, scale=0.125), len(blocks), block_size, held, CPU)
+        spoil(cache.tensor)
+        plan = paged.plan(AttentionMeta.of([(blocks, 0, 200)], block_size))
+        found.append(paged.attend(cache, q, k, v, plan))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -305,12 +315,13 @@ def test_int8_holds_the_numbers_that_the_reference_holds(kind):
         scale = torch.tensor([1.0, 1e-3, 1e3, 1e-30, 1e30, 1e-36, 1e-37, 1e-39, 0.0, 3e38])[:, None, None]
         v = (torch.randn(10, 2, dim).clamp(-1, 1) * scale).to(dtype)
         q = k = torch.zeros(10, 2, dim, dtype=dtype)
-        cache = spoil(paged.allocate(LayerKV(2, dim, dim), 10, block_size, torch.int8, CPU))
-        meta = AttentionMeta.of([([block], 0, 1) for block in range(10)], block_size)
-        out = paged.attend(q, k, v, cache, meta, scale=1.0)
+        cache = paged.allocate(layer_of(2, dim, dim, group=1, scale=1.0), 10, block_size, torch.int8, CPU)
+        spoil(cache.tensor)
+        plan = paged.plan(AttentionMeta.of([([block], 0, 1) for block in range(10)], block_size))
+        out = paged.attend(cache, q, k, v, plan)
         assert torch.equal(out, widened(narrowed(v), dtype))
         v[3, 0, 0], v[4, 1, dim - 1] = math.nan, -math.inf
-        none = paged.attend(q, k, v, cache, meta, scale=1.0).isnan()
+        none = paged.attend(cache, q, k, v, plan).isnan()
         assert none[3, 0].all() and none[4, 1].all() and none.sum() == 2 * dim
 
 
@@ -318,8 +329,8 @@ def test_int8_holds_the_numbers_that_the_reference_holds(kind):
 
 
 def test_what_does_not_fit_is_refused(best):
-    cache = best.allocate(LayerKV(2, 8, 8), 3, 16, torch.float32, CPU)
-    meta = AttentionMeta.of([([0], 0, 4)], 16)
+    cache = best.allocate(layer_of(2, 8, 8), 3, 16, torch.float32, CPU)
+    plan = best.plan(AttentionMeta.of([([0], 0, 4)], 16))
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
     wrong: list[tuple[Tensor, Tensor, Tensor]] = [
         (q[:3], kv[:3], kv[:3]),
@@ -332,26 +343,53 @@ def test_what_does_not_fit_is_refused(best):
     ]
     for given in wrong:
         with pytest.raises(ValueError):
-            best.attend(*given, cache, meta, scale=1.0)
-    int8 = best.allocate(LayerKV(2, 8, 8), 3, 16, torch.int8, CPU)
+            best.attend(cache, *given, plan)
+    int8 = best.allocate(layer_of(2, 8, 8), 3, 16, torch.int8, CPU)
     for given in wrong[:5] + wrong[6:]:
         with pytest.raises(ValueError):
-            best.attend(*given, int8, meta, scale=1.0)
-    odd = [(torch.float16, LayerKV(2, 8, 8)), (torch.float32, LayerKV(2, 8, 4)), (torch.int8, LayerKV(2, 8, 4))]
+            best.attend(int8, *given, plan)
+    odd = [(torch.float16, layer_of(2, 8, 8)), (torch.float32, layer_of(2, 8, 4)), (torch.int8, layer_of(2, 8, 4))]
+    odd.append((torch.float32, replace(layer_of(2, 8, 8), num_heads=3)))
     for dtype, layer in odd:
         with pytest.raises(ValueError):
             best.allocate(layer, 3, 16, dtype, CPU)
+    with pytest.raises(ValueError):
+        best.allocate(layer_of(2, 8, 8), 3, 16, torch.float32, CPU, sinks=torch.zeros(3))
+    meta = AttentionMeta.of([([0], 0, 4), ([1], 0, 2)], 16)
+    for part in ({"slot_mapping": meta.slot_mapping[:5]}, {"block_table": meta.block_table[:1]}):
+        with pytest.raises(ValueError):
+            best.plan(replace(meta, **part))
+
+
+def test_layers_of_one_kind_share_what_the_kernel_is_told_of_a_step(best):
+    kinds = [layer_of(2, 8, 8), layer_of(2, 8, 8, sinks="a"), layer_of(2, 8, 8, window=3)]
+    same, too, other = (best.allocate(kind, 3, 16, torch.float32, CPU) for kind in kinds)
+    plan, strides = best.plan(AttentionMeta.of([([0], 0, 4)], 16)), (64, 8, 64, 8, 64, 8)
+    assert plan.call(same, strides) == plan.call(too, strides) != plan.call(other, strides)
+    assert plan.call(same, (32, 8, 16, 8, 16, 8)) != plan.call(same, strides)
+
+
+@pytest.mark.parametrize("backend", [Paged, Reference])
+def test_longer_steps_and_contexts_take_more_workspace(backend):
+    layers = [layer_of(2, 64, 64), layer_of(2, 128, 128)]
+
+    def needed(max_len: int, tokens: int, held: torch.dtype = torch.bfloat16) -> int:
+        config = EngineConfig(model="", max_len=max_len, max_seqs=4, max_batched_tokens=tokens, threads=4)
+        return backend.workspace_bytes(layers, torch.bfloat16, held, config)
+
+    assert 0 < needed(4096, 16) < needed(4096, 64) and needed(4096, 16) < needed(65536, 16)
+    assert needed(65536, 16) <= needed(65536, 16, torch.int8)
 
 
 def test_what_a_token_takes(best_kind):
     best, _, held = best_kind
-    for layer in (LayerKV(2, 8, 8), LayerKV(3, 33, 33)):
+    for layer in (layer_of(2, 8, 8), layer_of(3, 33, 33)):
         for block_size in (16, 5):
-            assert best.allocate(layer, 3, block_size, held, CPU).nbytes == 3 * block_size * layer.bytes(held)
+            assert best.allocate(layer, 3, block_size, held, CPU).tensor.nbytes == 3 * block_size * layer.bytes(held)
 
 
 def test_auto_takes_the_kernel_where_it_can():
-    same, other = [LayerKV(2, 8, 8)], [LayerKV(2, 8, 8), LayerKV(2, 8, 4)]
+    same, other = [layer_of(2, 8, 8)], [layer_of(2, 8, 8), layer_of(2, 8, 4)]
     assert choose("auto", CPU, same, torch.bfloat16).name == "cpu"
     assert choose("cpu", CPU, same, torch.float32).note == ""
     assert choose("reference", CPU, same, torch.float32) == choose("auto", torch.device("cuda"), same, torch.float32)
@@ -373,15 +411,15 @@ def test_without_a_library_torch_computes(monkeypatch):
         raise build.BuildError("no C++ compiler was found")
 
     monkeypatch.setattr(cpu.build, "library", fails)
-    found = choose("auto", CPU, [LayerKV(2, 8, 8)], torch.float32)
+    found = choose("auto", CPU, [layer_of(2, 8, 8)], torch.float32)
     assert found.name == "reference" and "there are no CPU kernels: no C++ compiler was found" in found.note
 
 
 def test_a_forced_variant_is_the_one_that_computes():
     isa = library.available()[-1]
     q, k, v = (torch.randn(5, 2, 64) for _ in range(3))
-    meta = AttentionMeta.of([([0], 0, 5)], 16)
+    layer, meta = layer_of(2, 64, 64, group=1), AttentionMeta.of([([0], 0, 5)], 16)
     outs = []
-    for paged in (select("cpu", isa), backend(isa)):
-        outs.append(paged.attend(q, k, v, paged.allocate(LayerKV(2, 64, 64), 1, 16, q.dtype, CPU), meta, scale=1.0))
+    for paged in (create("cpu", isa), backend(isa)):
+        outs.append(paged.attend(paged.allocate(layer, 1, 16, q.dtype, CPU), q, k, v, paged.plan(meta)))
     assert torch.equal(*outs)

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from engine import EngineConfig, EngineRequest, LocalEngine, Pooling, ProcessEng
 from engine.batch import Batch, Entered, Row
 from engine.loop import StepOutOfMemory
 from engine.models import describe
-from engine.models.hf import overheard
+from engine.models.trial import overheard
 from tests.engine.test_runner import GREEDY, make, step
 from tests.engine.test_scheduler import Driver
 from tests.models import MAX_LEN, VOCAB, oracle
@@ -331,7 +332,7 @@ def test_hidden_states_that_are_no_numbers_fail_their_row_alone():
 def test_a_model_that_tells_no_hidden_states_fails_such_rows_alone():
     model, runner = make()
     forward = model.forward
-    model.forward = lambda *args, hidden_at: forward(*args, hidden_at=None)
+    model.forward = lambda step: forward(replace(step, hidden_at=None))
     rows = [Row(1, 0, [3, 1], [0], 0, num_hidden=2), Row(2, 0, [6], [5], 1)]
     got = step(runner, rows, [entered(1, MEAN, 4), Entered(2, GREEDY, 1, [])])
     assert list(got.errors) == [0] and "no hidden states" in got.errors[0]

@@ -7,11 +7,18 @@ import random
 import pytest
 import torch
 
-from engine.attention import AttentionMeta
+from engine.attention import AttentionMeta, KVCache
+from engine.attention.reference import Reference
 from engine.batch import Row
 from engine.runner.inputs import Inputs
 
 CPU = torch.device("cpu")
+
+
+def inputs_of(max_seqs, max_blocks, block_size):
+    cache = KVCache(Reference(), [])
+    sizes = {"max_seqs": max_seqs, "max_tokens": 40, "max_blocks": max_blocks, "block_size": block_size}
+    return Inputs(**sizes, cache=cache, device=CPU)
 
 
 class World:
@@ -22,7 +29,7 @@ class World:
         self.block_size, self.max_seqs, self.max_blocks = block_size, max_seqs, max_blocks
         self.free = list(range(40))
         self.seqs = {}  # id -> [tokens computed, blocks]
-        self.inputs = Inputs(max_seqs, max_blocks, block_size, CPU)
+        self.inputs = inputs_of(max_seqs, max_blocks, block_size)
         self.next_id = 0
 
     def step(self):
@@ -66,51 +73,82 @@ def test_random_traces_equal_the_row_by_row_version(seed):
         want = AttentionMeta.of(
             [(world.seqs[row.seq_id][1], row.start, len(row.token_ids)) for row in rows], world.block_size
         )
-        assert got.ids.tolist() == [token for row in rows for token in row.token_ids]
-        assert got.positions.tolist() == [row.start + i for row in rows for i in range(len(row.token_ids))]
+        assert got.forward.ids.tolist() == [token for row in rows for token in row.token_ids]
+        assert got.forward.positions.tolist() == [row.start + i for row in rows for i in range(len(row.token_ids))]
         for name in ("query_start", "seq_lens", "slot_mapping"):
-            mine, theirs = getattr(got.meta, name), getattr(want, name)
+            mine, theirs = getattr(got.forward.plan.meta, name), getattr(want, name)
             assert mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist(), name
-        assert got.meta.block_table.dtype == torch.int32
-        for row, line in zip(rows, got.meta.block_table.tolist(), strict=True):
+        assert got.forward.plan.meta.block_table.dtype == torch.int32
+        for row, line in zip(rows, got.forward.plan.meta.block_table.tolist(), strict=True):
             used = -(-(row.start + len(row.token_ids)) // world.block_size)
             assert line[:used] == world.seqs[row.seq_id][1][:used]
             assert all(0 <= block < 40 for block in line), "what lies behind a row's blocks is still a block"
-        assert (got.meta.max_query, got.meta.max_seq) == (want.max_query, want.max_seq)
-        assert (got.meta.query_start_list, got.meta.seq_lens_list) == (want.query_start_list, want.seq_lens_list)
-        ends = got.meta.query_start_list[1:]
-        assert got.logits_at.tolist() == [end - 1 for row, end in zip(rows, ends, strict=True) if row.num_logits]
+        assert (got.forward.plan.meta.max_query, got.forward.plan.meta.max_seq) == (want.max_query, want.max_seq)
+        assert (got.forward.plan.meta.query_start_list, got.forward.plan.meta.seq_lens_list) == (
+            want.query_start_list,
+            want.seq_lens_list,
+        )
+        ends = got.forward.plan.meta.query_start_list[1:]
+        assert got.forward.logits_at.tolist() == [
+            end - 1 for row, end in zip(rows, ends, strict=True) if row.num_logits
+        ]
         assert got.drawing.tolist() == [index for index, row in enumerate(rows) if row.num_logits]
         assert got.lengths.tolist() == want.seq_lens_list
 
 
 def test_a_step_without_draws_asks_for_no_logits():
-    inputs = Inputs(2, 4, 4, CPU)
+    inputs = inputs_of(2, 4, 4)
     inputs.enter(9)
     rows = [Row(9, 0, [1, 2, 3], [5], 0)]
     inputs.append_blocks(rows)
     got = inputs.prepare(rows)
-    assert got.logits_at.shape == (0,) and got.logits_at.dtype == torch.int64
-    assert got.meta.slot_mapping.tolist() == [20, 21, 22]
+    assert got.forward.logits_at.shape == (0,) and got.forward.logits_at.dtype == torch.int64
+    assert got.forward.plan.meta.slot_mapping.tolist() == [20, 21, 22]
 
 
 def test_a_slot_is_given_again_with_an_empty_table():
-    inputs = Inputs(1, 3, 2, CPU)
+    inputs = inputs_of(1, 3, 2)
     for seq_id, blocks in ((1, [7, 8]), (2, [3])):
         inputs.enter(seq_id)
         rows = [Row(seq_id, 0, [1] * (2 * len(blocks)), blocks, 1)]
         inputs.append_blocks(rows)
-        assert inputs.prepare(rows).meta.block_table.tolist() == [blocks]
+        assert inputs.prepare(rows).forward.plan.meta.block_table.tolist() == [blocks]
         inputs.leave(seq_id)
 
 
-def test_tensors_of_a_step_stay_when_the_next_is_prepared():
-    inputs = Inputs(1, 3, 2, CPU)
+def addresses(prepared):
+    forward, meta = prepared.forward, prepared.forward.plan.meta
+    parts = [forward.ids, forward.positions, forward.logits_at]
+    parts += [meta.slot_mapping, meta.query_start, meta.seq_lens, meta.block_table]
+    return [part.data_ptr() for part in parts]
+
+
+def test_each_input_has_the_same_address_in_every_step():
+    world, found = World(7), []
+    while len(found) < 20:
+        if rows := world.step():
+            world.inputs.append_blocks(rows)
+            found.append(addresses(world.inputs.prepare(rows)))
+    of_each = [set(column) - {0} for column in zip(*found, strict=True)]  # 0: of an input without numbers
+    assert [len(seen) for seen in of_each] == [1] * len(of_each)
+    assert len(set.union(*of_each)) == len(of_each)
+
+
+def test_a_step_shows_nothing_of_a_larger_one_before_it():
+    inputs = inputs_of(2, 3, 2)
+    for seq_id, blocks in ((1, [2, 5, 6]), (2, [4])):
+        inputs.enter(seq_id)
+        inputs.append_blocks([Row(seq_id, 0, [], blocks, 0)])
+    inputs.prepare([Row(1, 0, [9, 9, 9, 9, 9, 9], [], 6), Row(2, 0, [8, 8], [], 1)])
+    got = inputs.prepare([Row(2, 0, [7], [], 1)]).forward
+    assert (got.ids.tolist(), got.positions.tolist(), got.logits_at.tolist()) == ([7], [0], [0])
+    meta = got.plan.meta
+    assert (meta.query_start.tolist(), meta.seq_lens.tolist()) == ([0, 1], [1])
+    assert (meta.slot_mapping.tolist(), meta.block_table.tolist()) == ([8], [[4]])
+
+
+def test_a_step_larger_than_the_buffers_is_a_mistake():
+    inputs = inputs_of(1, 100, 2)
     inputs.enter(1)
-    first = [Row(1, 0, [5, 6], [2], 1)]
-    inputs.append_blocks(first)
-    kept = inputs.prepare(first)
-    second = [Row(1, 2, [7], [0], 1)]
-    inputs.append_blocks(second)
-    inputs.prepare(second)
-    assert kept.ids.tolist() == [5, 6] and kept.meta.block_table.tolist() == [[2]]
+    with pytest.raises(AssertionError, match="larger than any step"):
+        inputs.prepare([Row(1, 0, [3] * 41, [], 1)])

@@ -19,7 +19,10 @@ from engine.batch import Batch, Entered, Row
 from engine.kernels import library
 from engine.kernels.library import Choice, Clock, Kernels
 from engine.kernels.vocabulary import NativeVocabulary
+from engine.models import Forward
 from engine.models.decoder import Decoder
+from engine.models.executor import Eager
+from engine.models.fused import Fused
 from engine.models.layers import RMSNorm
 from engine.models.rope import Rope, Rotary
 from engine.models.spec import ModelSpec, read_spec
@@ -171,8 +174,9 @@ class Lines:
             device=CPU,
         )
         for layer in self.cache.layers:
-            spoil(layer)
+            spoil(layer.tensor)
         self.done: dict[int, int] = {}
+        self.executors: set[type] = set()  # those that computed
 
     def step(self, rows: dict[int, list[int]]) -> Tensor:
         """Logits of all tokens."""
@@ -181,7 +185,9 @@ class Lines:
         positions = [start + i for _, start, new in table for i in range(new)]
         ids = torch.tensor([token for line in rows.values() for token in line])
         meta = AttentionMeta.of(table, self.block_size)
-        return self.model.forward(ids, torch.tensor(positions), meta, self.cache, torch.arange(len(ids))).logits
+        step = Forward(ids, torch.tensor(positions), self.cache.plan(meta), self.cache, torch.arange(len(ids)))
+        self.executors.add(next(type(each) for each in self.model.executors if each.takes(step)))
+        return self.model.forward(step).logits
 
 
 def error(found: Tensor, want: Tensor) -> float:
@@ -201,18 +207,18 @@ STEPS: list[dict[int, list[int]]] = [
 def test_layers_in_one_call_are_those_in_torch(variant, dtype, name):
     model = decoder(name, dtype, variant, dtype)
     ours, oracle = Lines(model, variant.isa), Lines(decoder(name, torch.float64, None, dtype), None)
-    assert model.stack is not None and model.stack.takes(ours.cache)
     torchs = Lines(decoder(name, dtype, None, dtype), None)
     for rows in STEPS:
         want = oracle.step(rows)
         assert error(ours.step(rows), want) < max(LIMITS[dtype], TORCHS * error(torchs.step(rows), want))
+    assert ours.executors == {Fused} and oracle.executors == torchs.executors == {Eager}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "biases"])
 def test_rotation_and_norms_are_rounded_as_in_torch(variant, name):
     """In bfloat16 the same parts, the one in one call and the other one by one, differ by far less than a rounding."""
     models = [decoder(name, torch.bfloat16, variant, torch.bfloat16) for _ in range(2)]
-    models[1].stack = None
+    del models[1].executors[0]
     one, other = (Lines(model, variant.isa) for model in models)
     for rows in STEPS:
         found, want = one.step(rows), other.step(rows)
@@ -225,12 +231,12 @@ def test_layers_in_one_call_with_a_cache_of_int8(variant, dtype, name):
     ours = Lines(decoder(name, dtype, variant, dtype), variant.isa, held=torch.int8)
     oracle = Lines(decoder(name, torch.float64, None, dtype), None, held=torch.int8)
     exact = Lines(decoder(name, torch.float64, None, dtype), None)
-    assert ours.model.stack is not None and ours.model.stack.takes(ours.cache)
     for rows in STEPS:
         found, same, want = ours.step(rows), oracle.step(rows), exact.step(rows)
         # A number near the middle between two whole ones may become either: a step of 1/127 in one place of many.
         assert error(found, same) < (4e-3 if dtype == torch.float32 else 0.03)
         assert error(found, want) < 0.05
+    assert ours.executors == {Fused}
 
 
 @pytest.mark.parametrize("held", [None, torch.int8], ids=["plain", "int8"])
@@ -264,32 +270,33 @@ def test_room_grows_with_the_step_and_stays(variant):
 def test_layers_without_a_kernel_compute_in_torch(variant):
     """An activation that is no kernel's, or a cache that is not the kernel's."""
     gelu = decoder("llama", torch.float32, variant, torch.float32, hidden_act="gelu")
-    assert gelu.stack is None
     want = Lines(decoder("llama", torch.float64, None, torch.float32, hidden_act="gelu"), None).step(STEPS[0])
-    assert error(Lines(gelu, variant.isa).step(STEPS[0]), want) < 1e-5
+    line = Lines(gelu, variant.isa)
+    assert error(line.step(STEPS[0]), want) < 1e-5 and line.executors == {Eager}
 
     plain = decoder("llama", torch.float32, variant, torch.float32)
-    on_reference = Lines(plain, None)
-    assert plain.stack is not None and not plain.stack.takes(on_reference.cache)
-    assert error(on_reference.step(STEPS[0]), Lines(plain, variant.isa).step(STEPS[0])) < 1e-5
+    on_reference, line = Lines(plain, None), Lines(plain, variant.isa)
+    assert error(on_reference.step(STEPS[0]), line.step(STEPS[0])) < 1e-5
+    assert on_reference.executors == {Eager} and line.executors == {Fused}
 
 
 def test_what_does_not_fit_is_refused(variant):
     model = decoder("llama", torch.float32, variant, torch.float32)
-    line, stack = Lines(model, variant.isa), model.stack
-    assert stack is not None
-    meta, x = AttentionMeta.of([([0], 0, 3)], 16), torch.randn(3, 48)
-    stack(x, torch.arange(3), meta, line.cache)
+    line, fused = Lines(model, variant.isa), model.executors[0]
+    ids, meta = torch.arange(3), AttentionMeta.of([([0], 0, 3)], 16)
+
+    def run(ids: Tensor, positions: Tensor) -> Tensor:
+        return fused.run(Forward(ids, positions, line.cache.plan(meta), line.cache, ids))
+
+    assert run(ids, torch.arange(3)).shape == (3, 48)
     for given in [
-        (torch.randn(3, 47), torch.arange(3)),
-        (x.double(), torch.arange(3)),
-        (x, torch.arange(4)),
-        (torch.randn(4, 48), torch.arange(4)),  # the step has 3
-        (x, torch.tensor([0, 1, 1 << 40])),
-        (x, torch.tensor([0, 1, -1])),
+        (ids, torch.arange(4)),
+        (torch.arange(4), torch.arange(4)),  # the step has 3
+        (ids, torch.tensor([0, 1, 1 << 40])),
+        (ids, torch.tensor([0, 1, -1])),
     ]:
         with pytest.raises(ValueError):
-            stack(*given, meta, line.cache)
+            run(*given)
 
 
 # -- angles -----------------------------------------------------------------------------------------------------------

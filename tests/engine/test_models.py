@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine import EngineConfig, ModelError, attention, models
-from engine.attention import AttentionMeta, KVCache, select
+from engine.attention import AttentionMeta, KVCache, create
 from engine.kernels.library import choose
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
@@ -48,15 +48,16 @@ class Bench:
     def __init__(self, model: models.Model, num_blocks: int = 128, seed: int = 0) -> None:
         self.model = model
         self.cache = KVCache.allocate(
-            select(attention.choose("auto", CPU, model.spec.layers, model.spec.dtype).name),
+            create(attention.choose("auto", CPU, model.spec.layers, model.spec.dtype).name),
             model.spec.layers,
             num_blocks=num_blocks,
             block_size=BLOCK,
             dtype=model.spec.cache_dtype,
             device=CPU,
+            sinks=model.sinks,
         )
         for layer in self.cache.layers:
-            spoil(layer)
+            spoil(layer.tensor)
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.blocks: dict[int, list[int]] = {}
@@ -76,13 +77,14 @@ class Bench:
         for _, _, new in table:
             starts.append(range(at + new - 1 if last_only else at, at + new))
             at += new
-        logits = self.model.forward(
+        step = models.Forward(
             torch.tensor([token for ids in rows.values() for token in ids]),
             torch.tensor(positions),
-            AttentionMeta.of(table, BLOCK),
+            self.cache.plan(AttentionMeta.of(table, BLOCK)),
             self.cache,
             torch.tensor([place for span in starts for place in span]),
-        ).logits
+        )
+        logits = self.model.forward(step).logits
         return dict(zip(rows, logits.split([len(span) for span in starts]), strict=True))
 
 
@@ -155,13 +157,34 @@ def test_a_cache_of_int8_serves_every_kind_of_model(home, name):
         assert (torch.cat(mixed) - whole_).norm() / scale < (0.01 if dtype == torch.float32 else 1e-3)
 
 
+def test_what_a_layer_computes_is_known_before_the_weights_are_read(home):
+    """The scale, windows, caps and sinks of transformers' models, as they hand them to attention."""
+    specs = {}
+    for name in ("gemma2", "gpt_oss"):
+        folder = make(name, home / name, dtype=dtype_of(name))
+        specs[name] = models.describe(folder, EngineConfig(model=str(folder)))
+    theirs = specs["gemma2"].source
+    for layer in specs["gemma2"].layers:
+        assert layer.scale == theirs["query_pre_attn_scalar"] ** -0.5
+        assert layer.softcap == theirs["attn_logit_softcapping"] and layer.sinks is None
+    names = [layer.sinks for layer in specs["gpt_oss"].layers]
+    assert names == [f"model.layers.{index}.self_attn.sinks" for index in range(len(names))]
+    assert {layer.window for layer in specs["gpt_oss"].layers} == {8, None}
+    loaded = load(home / "gpt_oss", torch.float32)
+    assert {name: sinks.shape for name, sinks in loaded.sinks.items()} == dict.fromkeys(
+        names, (loaded.spec.layers[0].num_heads,)
+    )
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_only_the_wanted_logits_are_made(home, name):
     model = load(make(name, home / name, dtype=torch.float64), torch.float64)
     every, last = Bench(model).step({0: prompt(9)})[0], Bench(model).step({0: prompt(9)}, last_only=True)[0]
     assert last.shape == (1, VOCAB) and torch.allclose(every[-1:], last, atol=1e-12)
-    meta = AttentionMeta.of([([0], 0, 2)], BLOCK)
-    none = model.forward(torch.tensor([5, 6]), torch.arange(2), meta, Bench(model).cache, torch.tensor([], dtype=int))
+    meta, nowhere = AttentionMeta.of([([0], 0, 2)], BLOCK), torch.tensor([], dtype=int)
+    cache = Bench(model).cache
+    step = models.Forward(torch.tensor([5, 6]), torch.arange(2), cache.plan(meta), cache, nowhere)
+    none = model.forward(step)
     assert none.logits.shape == (0, VOCAB) and none.hidden is None
 
 
@@ -233,6 +256,34 @@ def test_models_that_cannot_run_on_the_cache_are_refused(tmp_path, kind, setting
     assert "cannot be served through transformers' attention interface" in text or "causal language model" in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scaling": torch.tensor(0.5)}, "the scale of its attention is no constant"),
+        ({"sinks": torch.nn.Parameter(torch.zeros(2)) * 2}, "the sinks of its attention are no parameter"),
+        ({"other": torch.zeros(1)}, "its attention depends on other"),
+    ],
+    ids=["scale", "sinks", "unknown"],
+)
+def test_what_is_no_constant_of_a_layer_rules_a_model_out(home, monkeypatch, changes, reason):
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+
+    forward = GptOssAttention.forward
+
+    def changed(self, *args, **kwargs):
+        if "scaling" in changes:
+            self.scaling = changes["scaling"]
+        if "sinks" in changes:
+            self._parameters.pop("sinks", None)
+            self.sinks = changes["sinks"]
+        return forward(self, *args, **kwargs, **{name: changes[name] for name in changes if name == "other"})
+
+    folder = make("gpt_oss", home / "gpt_oss", dtype=torch.float32)
+    monkeypatch.setattr(GptOssAttention, "forward", changed)
+    with pytest.raises(ModelError, match=reason):
+        models.describe(folder, EngineConfig(model=str(folder)))
+
+
 def test_state_outside_of_attention_is_noticed(home, monkeypatch):
     """A model whose attention is in order, but that also looks at the token before in the line."""
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
@@ -251,7 +302,7 @@ def test_the_native_model_and_the_fallback_agree(home):
         config = EngineConfig(model="", dtype="float64", implementation="transformers")
         other = models.load(config, folder, CPU)
         assert (native.spec.implementation, other.spec.implementation) == ("native", "transformers")
-        assert native.spec.layers == other.spec.layers and native.spec.windows == other.spec.windows
+        assert native.spec.layers == other.spec.layers
         assert native.spec.num_params == other.spec.num_params and native.weights_hash == other.weights_hash
         ids = prompt(30)
         assert (Bench(native).step({0: ids})[0] - Bench(other).step({0: ids})[0]).abs().max() < 1e-9
@@ -295,7 +346,7 @@ def test_what_config_json_leaves_out(source, expected):
     spec = read_spec({**BASE, **source}, EngineConfig(model=""))
     assert spec is not None
     layer = spec.layers[-1]
-    assert (layer.num_kv_heads, layer.head_dim, spec.windows[-1], spec.max_len) == expected
+    assert (layer.num_kv_heads, layer.head_dim, layer.window, spec.max_len) == expected
     assert spec.kv_bytes_per_token == 4 * 4 * layer.numbers
 
 
@@ -308,7 +359,8 @@ def test_spec_agrees_with_transformers_about_the_windows(name):
     assert spec is not None
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "sliding_window", None)
-    assert spec.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    expected = [window if kind == "sliding_attention" else None for kind in kinds]
+    assert [layer.window for layer in spec.layers] == expected
 
 
 def arch(name: str) -> str:

@@ -48,7 +48,7 @@ def test_logits_are_those_of_the_rounded_weights(tmp_path, name, quantization):
         linear.weight = rounded_weight(linear.weight, 8 if quantization == "int8" or is_head else 4).float()
     want, got = (Bench(each).step({0: prompt(40)})[0] for each in (plain, model))
     assert (got - want).norm() < 0.1 * want.norm()
-    model.stack = None
+    del model.executors[0]  # what is left computes layer by layer
     apart = Bench(model).step({0: prompt(40)})[0]
     assert (apart - got).norm() < 0.01 * got.norm()
 

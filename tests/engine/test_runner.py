@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine import runner as package
-from engine.attention import LayerKV, choose
+from engine.attention import AttentionLayer, choose
 from engine.batch import Batch, Entered, Masks, Row
 from engine.config import EngineConfig, resolve
 from engine.kernels.library import Choice
@@ -27,7 +27,8 @@ class MeanModel:
     """Logits are a function of the mean of all the sequence's tokens, as read back from the cache."""
 
     def __init__(self):
-        layers = [LayerKV(1, VOCAB, VOCAB)]
+        layers = [AttentionLayer(1, 1, VOCAB, VOCAB, scale=1.0)]
+        self.sinks = {}
         kinds = {"dtype": torch.float64, "cache_dtype": torch.float64}
         self.spec = types.SimpleNamespace(vocab_size=VOCAB, max_len=64, layers=layers, **kinds)
         self.product = Choice(None)
@@ -36,12 +37,13 @@ class MeanModel:
         self.poison = None  # a token after which this model computes no numbers
         self.calls = []
 
-    def forward(self, ids, positions, meta, cache, logits_at, *, hidden_at=None):
+    def forward(self, step):
+        ids, logits_at, hidden_at = step.ids, step.logits_at, step.hidden_at
         self.calls.append((ids.numel(), logits_at.numel()))
         if self.fails_with is not None:
             raise self.fails_with
         kv = torch.nn.functional.one_hot(ids, VOCAB).double().unsqueeze(1)
-        mean = cache.attend(0, torch.zeros_like(kv), kv, kv, meta, scale=1.0).squeeze(1)
+        mean = step.attend(0, torch.zeros_like(kv), kv, kv).squeeze(1)
         logits = mean[logits_at] @ self.matrix
         if self.poison is not None:
             logits[ids[logits_at] == self.poison] = torch.nan
@@ -277,7 +279,8 @@ def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
     shares: list[float] = []
     runner, info, config = build(EngineConfig(model=tiny_llama(tmp_path), device="cpu"), shares.append)
     assert (info.architecture, info.implementation) == ("LlamaForCausalLM", "native")
-    assert info.attention == choose("auto", torch.device("cpu"), [LayerKV(2, 16, 16)], torch.float32).name
+    layers = [AttentionLayer(2, 1, 8, 8, scale=8**-0.5)]
+    assert info.attention == choose("auto", torch.device("cpu"), layers, torch.float32).name
     assert (info.dtype, info.device, info.vocab_size, info.max_len) == ("float32", "cpu", 40, 64)
     assert info.num_params == 40 * 16 + 16 + 2 * (2 * 16 + 2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 32)
     assert info.weights_bytes == 4 * info.num_params
@@ -286,7 +289,7 @@ def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
     assert info.exact == (info.attention == "cpu") and info.notes == () and info.torch == torch.__version__
     assert shares and shares[-1] == 1.0 and shares == sorted(shares)
     assert (config.max_seqs, config.max_batched_tokens, config.num_blocks) == (16, 256, info.num_blocks)
-    assert runner.config == config and runner.cache.layers[0].shape[0] == info.num_blocks
+    assert runner.config == config and runner.cache.layers[0].tensor.shape[0] == info.num_blocks
     got = step(runner, [Row(1, 0, [3, 1, 4], [0], 1)], [Entered(1, GREEDY, 3, [])])
     assert 0 <= got.token_ids[0][0] < 40
 

@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import LayerKV
 from engine.kernels import build
 from engine.kernels.library import ISAS, Kernels
 from engine.kernels.product import Packed, Quantized
 from engine.kernels.vocabulary import NativeVocabulary
 from engine.models.layers import RMSNorm
 from engine.runner.vocabulary import ASKED
-from tests.engine.test_attention import Pool
+from tests.engine.test_attention import Pool, layer_of
 from tests.engine.test_cpu_attention import backend
 from tests.engine.test_kernels import CPU, drawn, kernels, needs_library
 from tests.engine.test_kernels_small import Lines, decoder
@@ -85,8 +84,7 @@ def results(variant: Kernels, dtype: torch.dtype) -> dict[str, list[Tensor]]:
             pool = Pool(
                 0,
                 [2500, 90, 40, 7],
-                LayerKV(2, 64, 64),
-                group=3,
+                layer_of(2, 64, 64, group=3),
                 block_size=16,
                 dtype=dtype,
                 held=held,
@@ -120,9 +118,9 @@ def attended(pool: Pool) -> list[Tensor]:
         q, k, v = (
             torch.cat([x[s][at : at + n] for s, (_, at, n) in enumerate(table)]) for x in (pool.q, pool.k, pool.v)
         )
-        found.append(pool.cache.attend(0, q, k, v, meta, scale=0.3))
+        found.append(pool.cache.attend(0, q, k, v, pool.cache.plan(meta)))
         pool.done = [done + n for done, n in zip(pool.done, counts, strict=True)]
-    return [*found, pool.cache.layers[0]]
+    return [*found, pool.cache.layers[0].tensor]
 
 
 def differing(variant: Kernels, dtype: torch.dtype, threads: int) -> list[str]:

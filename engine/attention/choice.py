@@ -1,0 +1,73 @@
+"""The attention backends, and the choice among them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..types import ConfigError
+from .backend import AttentionBackend
+from .layer import AttentionLayer
+
+
+class Entry(NamedTuple):
+    """A backend in the table; its module is imported when it is considered."""
+
+    path: str  # module:class
+    device_types: tuple[str, ...]  # where "auto" considers it
+
+
+# In order of preference.
+BACKENDS = {
+    "cpu": Entry("engine.attention.cpu:Paged", ("cpu",)),
+    "reference": Entry("engine.attention.reference:Reference", ("cpu", "cuda")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend for a model; `note` says why it is not the preferred one of its device."""
+
+    name: str
+    backend: type[AttentionBackend]
+    note: str = ""
+
+
+def check(name: str) -> None:
+    """Raise ConfigError for an unknown backend; whether a known one can serve a model is for `choose`."""
+    if name != "auto" and name not in BACKENDS:
+        raise ConfigError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
+
+
+def choose(
+    name: str, device: torch.device, layers: Sequence[AttentionLayer], dtype: torch.dtype, isa: str = "auto"
+) -> Choice:
+    """Return the backend that a setting means for a model on a device; "auto" is the first that can serve the model.
+
+    `isa` is the setting of the CPU kernels. Raises ConfigError where the named backend cannot serve the model.
+    """
+    check(name)
+    candidates = [name] if name != "auto" else [each for each in BACKENDS if device.type in BACKENDS[each].device_types]
+    reasons: list[str] = []
+    for candidate in candidates:
+        backend = _class(candidate)
+        reason = backend.objection(layers, dtype, device, isa)
+        if reason is None:
+            return Choice(candidate, backend, f"{backend.drawback}: {reasons[0]}" if reasons else "")
+        reasons.append(reason)
+    raise ConfigError(f"the attention backend {name} cannot be used: {'; '.join(reasons)}")
+
+
+def create(name: str, isa: str = "auto") -> AttentionBackend:
+    """Return a new backend by the name in a Choice. Raises ConfigError as AttentionBackend.create does."""
+    return _class(name).create(isa)
+
+
+def _class(name: str) -> type[AttentionBackend]:
+    module, _, attribute = BACKENDS[name].path.partition(":")
+    backend: type[AttentionBackend] = getattr(importlib.import_module(module), attribute)
+    return backend
