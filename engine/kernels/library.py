@@ -1,8 +1,9 @@
-"""The kernels' library in this process, and the decision what computes a model's matrix products.
+"""The kernels' library in this process, and the decision what computes a model's matrix products and its sampling.
 
 The decision is about the machine: what its processor can do, whether there is a library, and what a person forces.
 Our own product gives a row the same bits in any batch; torch's products do not, and are taken where they must be (no
-library, no kernel for the processor) or are faster (AMX).
+library, no kernel for the processor) or are faster (AMX). Sampling is decided apart from them: its kernels find the
+tokens that torch finds, and are faster wherever they run.
 """
 
 from __future__ import annotations
@@ -180,6 +181,23 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
         raise ConfigError(f"this processor cannot run {asked}; it can run {', '.join([*have, 'torch'])}")
     isa = have[0] if asked == "auto" else asked
     return Choice(Kernels(library, isa, quantizes=_quantizes(isa, features)))
+
+
+def for_sampling(asked: str, device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The kernels that sample from a model's logits, whatever computes its products; None where torch samples.
+
+    `asked` as for `choose`, which raises the errors: torch means no kernels at all. `dtype` is the model's, and logits
+    are float32 unless it is float64, of which the kernels take none.
+    """
+    if device.type != "cpu" or asked == "torch" or dtype == torch.float64:
+        return None
+    try:
+        library, features = load(build.library())
+    except (build.BuildError, OSError):
+        return None
+    have = best_first(features)
+    found = next((isa for isa in have if asked in ("auto", isa)), None)
+    return None if found is None else Kernels(library, found)
 
 
 def _quantizes(isa: str, features: int) -> bool:

@@ -16,7 +16,7 @@ from .. import attention, hub, memory, models, roofline
 from ..attention.cpu import Paged
 from ..batch import Batch, Entered, Masks, Row, StepTokens
 from ..config import EngineConfig, check
-from ..kernels.library import Clock, Kernels
+from ..kernels.library import Clock, Kernels, for_sampling
 from ..loop import StepOutOfMemory
 from ..types import ConfigError, EngineInfo, SamplingParams, TokenLogprob
 from .inputs import Inputs, Prepared
@@ -115,9 +115,10 @@ class Runner:
         )
         max_blocks = -(-config.max_len // config.block_size)
         self.inputs = Inputs(config.max_seqs, max_blocks, config.block_size, self.device)
-        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, model.product.kernels)
+        self.sampling = for_sampling(config.cpu_isa, self.device, spec.dtype)  # None: torch
+        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, self.sampling)
         self.pooler = Pooler()
-        parts = (model.product.kernels, backend)
+        parts = (model.product.kernels, self.sampling, backend)
         self.clock = Clock({part.library for part in parts if isinstance(part, Kernels | Paged)})
 
     def launch(self, batch: Batch) -> Step:
@@ -285,6 +286,7 @@ def build(
         product=model.product.name,
         product_note=model.product.note,
         product_fix=model.product.fix,
+        sampling="torch" if runner.sampling is None else runner.sampling.isa,
         hidden_size=spec.hidden_size,
         quantization=spec.quantization,
         notes=(*plan.notes, backend.note) if backend.note else plan.notes,

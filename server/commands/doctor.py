@@ -346,6 +346,8 @@ def engine(settings: Settings) -> Iterator[Finding]:
         yield Finding("products", "ok", f"computed {own}{weights}")
     kept = f"keys and values in {info.kv_dtype}"
     yield Finding("attention", "ok", f"computed by the {info.attention} backend, {kept}")
+    samples = "by torch" if info.sampling == "torch" else f"by our own kernels for {info.sampling}"
+    yield Finding("sampling", "ok", f"computed {samples}")
     if runtimes is None:
         return
     if len(runtimes) <= 1:

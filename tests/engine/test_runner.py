@@ -14,11 +14,13 @@ from engine import runner as package
 from engine.attention import LayerKV, choose
 from engine.batch import Batch, Entered, Masks, Row
 from engine.config import EngineConfig, resolve
+from engine.kernels import library
 from engine.kernels.library import Choice
 from engine.loop import StepOutOfMemory
 from engine.models import Outputs
 from engine.runner import Runner, build, pick_device
 from engine.types import ConfigError, SamplingParams
+from tests.engine.test_kernels import needs_library
 
 VOCAB = 11
 
@@ -289,6 +291,26 @@ def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
     assert runner.config == config and runner.cache.layers[0].shape[0] == info.num_blocks
     got = step(runner, [Row(1, 0, [3, 1, 4], [0], 1)], [Entered(1, GREEDY, 3, [])])
     assert 0 <= got.token_ids[0][0] < 40
+
+
+@needs_library
+def test_what_samples_does_not_depend_on_who_computes_the_products(tmp_path):
+    """float16 has no product of ours; --cpu-isa torch alone has no kernels that sample either."""
+    folder, drawn = tiny_llama(tmp_path), {}
+    params = SamplingParams(max_tokens=9, seed=7, temperature=1.5, top_p=0.9, top_k=20, presence_penalty=0.5)
+    for isa, sampling in (("auto", library.available()[0]), ("torch", "torch")):
+        runner, info, _ = build(EngineConfig(model=folder, device="cpu", dtype="float16", cpu_isa=isa))
+        assert (info.product, info.sampling) == ("torch", sampling)
+        assert bool(runner.clock) == (isa == "auto"), "the time in kernels is counted"
+        tokens = [3, 1, 4]
+        for length in range(3, 12):
+            enter = [Entered(1, params, 3, list(tokens))] if length == 3 else []
+            start = 0 if enter else length - 1
+            got = step(runner, [Row(1, start, tokens[start:], [0], 1)], enter)
+            tokens += got.token_ids[0]
+        drawn[isa] = tokens
+    assert drawn["auto"] == drawn["torch"]
+    assert len(set(drawn["auto"][3:])) > 1
 
 
 def test_given_blocks_are_made_and_lower_the_length(tmp_path):
