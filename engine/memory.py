@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from .config import EngineConfig, resolve
-from .types import ConfigError
+from .types import ConfigError, MemoryShort
 
 if TYPE_CHECKING:
     from .models import ModelSpec
@@ -43,6 +43,7 @@ class Machine:
     kind: str  # cpu | cuda
     total: int
     available: int  # free, or freed on demand
+    share: float = AVAILABLE_SHARE  # of what is available that may be taken, on CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Plan:
         return self.num_tokens / self.max_len
 
 
-class Impossible(ConfigError):
+class Impossible(MemoryShort):
     """Settings that memory does not allow: the arithmetic in one sentence, and three things to try instead."""
 
     def __init__(self, sentence: str, suggestions: list[str]) -> None:
@@ -255,7 +256,7 @@ def _arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations
 
 def _usable(machine: Machine) -> int:
     """What can be taken now at most."""
-    return int(machine.available * AVAILABLE_SHARE) if machine.kind == "cpu" else machine.available
+    return int(machine.available * machine.share) if machine.kind == "cpu" else machine.available
 
 
 def _budget(machine: Machine, config: EngineConfig) -> int:
@@ -273,7 +274,7 @@ def _share(machine: Machine, config: EngineConfig) -> str:
             f"{_gb(machine.total - machine.available)} in use"
         )
     if _usable(machine) < machine.total * CPU_SHARE:
-        return f"{AVAILABLE_SHARE:.0%} of the {_gb(machine.available)} of memory that are available now"
+        return f"{machine.share:.0%} of the {_gb(machine.available)} of memory that are available now"
     return f"{CPU_SHARE:.0%} of this machine's {_gb(machine.total)} of memory"
 
 

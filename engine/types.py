@@ -219,6 +219,10 @@ class ConfigError(EngineError):
     """A setting is impossible."""
 
 
+class MemoryShort(ConfigError):
+    """The settings need more memory than can be had now."""
+
+
 class RequestError(EngineError):
     """This request can never run."""
 

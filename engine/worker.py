@@ -111,7 +111,7 @@ class _Worker:
                     os.environ[name] = value
             from .runner import build
 
-            return build(config, progress, described)
+            return build(config, progress, described, again=load.again)
 
         loop = asyncio.get_running_loop()
         runner, info, resolved = await loop.run_in_executor(self.model_thread, built)
@@ -122,7 +122,7 @@ class _Worker:
         gc.enable()
         scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
         self.loop = EngineLoop(scheduler, runner, _Outbox(self.pipe), self.model_thread, grammars)
-        self.pipe.send(channel.Ready(info))
+        self.pipe.send(channel.Ready(info, resolved))
         await self.loop.run()
 
     async def _beat(self) -> None:

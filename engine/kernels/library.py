@@ -189,15 +189,24 @@ def for_sampling(asked: str, device: torch.device, dtype: torch.dtype) -> Kernel
     `asked` as for `choose`, which raises the errors: torch means no kernels at all. `dtype` is the model's, and logits
     are float32 unless it is float64, of which the kernels take none.
     """
-    if device.type != "cpu" or asked == "torch" or dtype == torch.float64:
+    isa = settle(asked, device)
+    if device.type != "cpu" or isa == "torch" or dtype == torch.float64:
         return None
+    return Kernels(load(build.library())[0], isa)
+
+
+def settle(asked: str, device: torch.device) -> str:
+    """The instruction set that a setting means on this machine: torch where it has no such kernels.
+
+    Which of two is faster is measured when the library is loaded, so that another process may come to another one.
+    """
+    if device.type != "cpu" or asked == "torch":
+        return asked
     try:
-        library, features = load(build.library())
+        have = best_first(load(build.library())[1])
     except (build.BuildError, OSError):
-        return None
-    have = best_first(features)
-    found = next((isa for isa in have if asked in ("auto", isa)), None)
-    return None if found is None else Kernels(library, found)
+        return "torch"
+    return next((isa for isa in have if asked in ("auto", isa)), "torch")
 
 
 def _quantizes(isa: str, features: int) -> bool:

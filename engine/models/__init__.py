@@ -90,7 +90,8 @@ def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkp
 
 def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
     """What computes a model's products on a device. Raises ConfigError for what this machine cannot do."""
-    return choose(config.cpu_isa, device, spec.dtype, quantized=spec.quantization != "none")
+    asked = config.cpu_isa if config.products == "auto" else config.products
+    return choose(asked, device, spec.dtype, quantized=spec.quantization != "none")
 
 
 def load(config: EngineConfig, folder: Path, device: torch.device, progress: Progress = lambda share: None) -> Model:

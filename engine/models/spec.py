@@ -192,7 +192,7 @@ def stored_dtype(source: Mapping[str, Any]) -> str:
 
 
 def serve_len(max_len: int, config: EngineConfig) -> int:
-    return min(config.max_len or max_len, max_len)
+    return config.rope_len or min(config.max_len or max_len, max_len)
 
 
 def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool = False) -> ModelSpec | None:

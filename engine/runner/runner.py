@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections.abc import Callable
@@ -16,9 +17,9 @@ from .. import attention, hub, memory, models, roofline
 from ..attention.cpu import Paged
 from ..batch import Batch, Entered, Masks, Row, StepTokens
 from ..config import EngineConfig, check
-from ..kernels.library import Clock, Kernels, for_sampling
+from ..kernels.library import Clock, Kernels, for_sampling, settle
 from ..loop import StepOutOfMemory
-from ..types import ConfigError, EngineInfo, SamplingParams, TokenLogprob
+from ..types import ConfigError, EngineInfo, MemoryShort, SamplingParams, TokenLogprob
 from .inputs import Inputs, Prepared
 from .pooler import Pooler
 from .sampler import Sampler
@@ -224,11 +225,16 @@ def build(
     config: EngineConfig,
     progress: models.Progress = lambda share: None,
     described: Callable[[models.ModelSpec], None] = lambda spec: None,
+    *,
+    again: bool = False,
 ) -> tuple[Runner, EngineInfo, EngineConfig]:
     """Load everything that a config asks for: a runner ready for its first batch, what it is, and the config resolved.
 
     `described` is told what the model is before its weights are read, for work that can be done beside them.
     Raises ModelError and ConfigError. The memory is measured and divided before the weights take their part of it.
+
+    The resolved config makes the same engine once more, bit for bit. `again` says that it does: what others have taken
+    since of the memory that was left to them is then no reason to refuse.
     """
     began = time.monotonic()
     check(config)
@@ -239,6 +245,8 @@ def build(
     described(spec)
     backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
+    if again:
+        machine = dataclasses.replace(machine, share=1.0)
     if device.type == "cpu":
         set_threads(config, spec)
     try:
@@ -255,12 +263,22 @@ def build(
             if taken > plan.activation_bytes:
                 plan = memory.arrange(spec, config, machine, taken)
                 resolved = replace(plan.config, device=str(device), attention=backend.name)
-        runner = Runner(model, replace(resolved, num_blocks=plan.num_blocks), plan.num_blocks)
+        resolved = replace(
+            resolved,
+            num_blocks=plan.num_blocks,
+            revision=folder.revision or config.revision,
+            dtype=str(spec.dtype).removeprefix("torch."),
+            implementation=spec.implementation,
+            cpu_isa=settle(config.cpu_isa, device),
+            products=model.product.name,
+            rope_len=spec.serve_len,
+        )
+        runner = Runner(model, resolved, plan.num_blocks)
         runner.warm_up()
     except memory.Impossible as error:
-        raise ConfigError(str(error)) from None  # its own class has no place on the wire
+        raise MemoryShort(str(error)) from None  # its own class has no place on the wire
     except StepOutOfMemory as error:
-        raise ConfigError(f"memory ran out while the model was loaded: {error}") from None
+        raise MemoryShort(f"memory ran out while the model was loaded: {error}") from None
     info = EngineInfo(
         model=config.model,
         architecture=spec.architecture,
@@ -270,7 +288,7 @@ def build(
         num_blocks=plan.num_blocks,
         max_seqs=runner.config.max_seqs or 0,
         max_batched_tokens=runner.config.max_batched_tokens or 0,
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=resolved.dtype,
         device=str(device),
         attention=backend.name,
         kv_dtype=str(spec.cache_dtype).removeprefix("torch."),

@@ -19,7 +19,7 @@ from engine.kernels.library import Choice
 from engine.loop import StepOutOfMemory
 from engine.models import Outputs
 from engine.runner import Runner, build, pick_device
-from engine.types import ConfigError, SamplingParams
+from engine.types import ConfigError, MemoryShort, SamplingParams
 from tests.engine.test_kernels import needs_library
 
 VOCAB = 11
@@ -323,7 +323,7 @@ def test_what_memory_does_not_allow_is_a_config_error_with_ways_out(tmp_path):
     config = EngineConfig(model=tiny_llama(tmp_path), device="cpu", kv_cache_memory=128 * 16, max_len=64)
     with pytest.raises(ConfigError) as caught:
         build(config)
-    assert type(caught.value) is ConfigError, "the wire knows no subclasses"
+    assert type(caught.value) is MemoryShort, "the wire knows no subclasses of it"
     assert str(caught.value).count("\ntry: ") == 3
 
 
