@@ -52,15 +52,24 @@ class Model(Protocol):
         """
 
 
-def describe(folder: Path, config: EngineConfig, *, weights: bool = False) -> ModelSpec:
-    """Return what the folder's config.json says, under these settings. Raises ModelError, ConfigError.
+def describe(folder: Path, config: EngineConfig) -> ModelSpec:
+    """Return what the folder's config.json says, under these settings. Raises ModelError, ConfigError."""
+    return _describe(folder, read_config(folder), config, None)
 
-    With `weights` the headers of the checkpoint are read too, and no number is believed that its tensors contradict.
+
+def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
+    """Return `describe`'s spec and the folder's weights, for `load`.
+
+    The headers of the weights are read too, and no number is believed that their tensors contradict.
     """
     source = read_config(folder)
-    checkpoint = Checkpoint(folder) if weights else None
+    checkpoint = Checkpoint(folder)
+    return _describe(folder, source, config, checkpoint), checkpoint
+
+
+def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:
     try:
-        return _describe(folder, source, config, checkpoint)
+        return _spec(folder, source, config, checkpoint)
     except (EngineError, ImportError):
         raise
     except Exception as error:  # a value of another type than any model's
@@ -68,7 +77,7 @@ def describe(folder: Path, config: EngineConfig, *, weights: bool = False) -> Mo
         raise ModelError(f"{folder / 'config.json'} holds a value that cannot be used ({reason})") from error
 
 
-def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:
+def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:
     wanted = config.implementation
     if wanted != "transformers":
         spec = read_spec(source, config, native_only=wanted == "native")
@@ -94,17 +103,21 @@ def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choi
     return choose(asked, device, spec.dtype, quantized=spec.quantization != "none")
 
 
-def load(config: EngineConfig, folder: Path, device: torch.device, progress: Progress = lambda share: None) -> Model:
-    """Build the model of a folder on a device; the weights are streamed in. Raises ModelError, ConfigError."""
-    spec = describe(folder, config)
-    chosen = product(config, spec, device)
+def load(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    product: Choice,
+    progress: Progress = lambda share: None,
+) -> Model:
+    """Build a model that `examine` has found on a device; its weights are streamed in. Raises ModelError."""
     if spec.implementation == "native":
         from .decoder import Decoder
 
-        return Decoder.load(spec, folder, device, chosen, progress)
+        return Decoder.load(spec, checkpoint, device, product, progress)
     from . import hf
 
-    return hf.load(spec, folder, device, chosen, progress)
+    return hf.load(spec, checkpoint, device, product, progress)
 
 
-__all__ = ["Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "load", "product"]
+__all__ = ["Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "examine", "load", "product"]

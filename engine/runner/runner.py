@@ -241,7 +241,7 @@ def build(
     device = pick_device(config.device)
     attention.check(config.attention)
     folder = hub.fetch(config.model, config.revision, weights=True)
-    spec = models.describe(folder.path, config, weights=True)
+    spec, checkpoint = models.examine(folder.path, config)
     described(spec)
     backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     machine = memory.measure(str(device))
@@ -252,12 +252,10 @@ def build(
     try:
         plan = memory.arrange(spec, config, machine)
         resolved = replace(plan.config, device=str(device), attention=backend.name)
-        # With the length that was asked for, not the lowered one: rotary frequencies may depend on it, and what the
-        # memory allows today must not change what the model says.
-        wanted = replace(resolved, max_len=config.max_len)
-        kernels = models.product(config, spec, device).kernels
-        limits = _guarded(lambda: roofline.measure(spec, device, kernels))  # while this process does nothing else
-        model = _guarded(lambda: models.load(wanted, folder.path, device, progress))
+        product = models.product(config, spec, device)
+        # While this process does nothing else.
+        limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
+        model = _guarded(lambda: models.load(spec, checkpoint, device, product, progress))
         if device.type == "cuda":
             taken = _profile(model, resolved)
             if taken > plan.activation_bytes:

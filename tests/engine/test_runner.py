@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine import models
 from engine import runner as package
 from engine.attention import LayerKV, choose
 from engine.batch import Batch, Entered, Masks, Row
@@ -17,7 +18,7 @@ from engine.config import EngineConfig, resolve
 from engine.kernels import library
 from engine.kernels.library import Choice
 from engine.loop import StepOutOfMemory
-from engine.models import Outputs
+from engine.models import Outputs, hf
 from engine.runner import Runner, build, pick_device
 from engine.types import ConfigError, MemoryShort, SamplingParams
 from tests.engine.test_kernels import needs_library
@@ -291,6 +292,24 @@ def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
     assert runner.config == config and runner.cache.layers[0].shape[0] == info.num_blocks
     got = step(runner, [Row(1, 0, [3, 1, 4], [0], 1)], [Entered(1, GREEDY, 3, [])])
     assert 0 <= got.token_ids[0][0] < 40
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_load_describes_its_model_and_opens_its_weights_once(tmp_path, monkeypatch, implementation):
+    """The description of one that transformers computes is a trial run."""
+    calls = []
+    counted = [(models, "read_config"), (models, "Checkpoint")]
+    if implementation == "transformers":
+        counted += [(hf, "_try"), (hf, "_read")]
+
+    def count(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: calls.append(name) or function(*given))
+
+    for module, name in counted:
+        count(module, name)
+    build(EngineConfig(model=tiny_llama(tmp_path), device="cpu", implementation=implementation))
+    assert sorted(calls) == sorted(name for _, name in counted)
 
 
 @needs_library
