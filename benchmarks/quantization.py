@@ -30,7 +30,8 @@ from torch import Tensor
 
 from engine import EngineConfig
 from engine.attention import AttentionMeta
-from engine.runner import Runner, build
+from engine.build import build
+from engine.runner import Runner
 from engine.types import EngineInfo
 from server.bench.session import machine
 

@@ -251,8 +251,8 @@ class LocalEngine(Client):
         await self.close()
 
     async def _run(self) -> None:
+        from .build import build
         from .grammar.grammars import Grammars
-        from .runner import build
 
         self.status.phase = "loading"
         try:

@@ -1,6 +1,6 @@
 """The memory arithmetic: what a model needs, what the machine has, and how many blocks that makes.
 
-The same functions decide in `engine.plan`, before anything is loaded, and in `engine.runner.build`, which loads.
+The same functions decide in `engine.plan`, before anything is loaded, and in `engine.build`, which loads.
 """
 
 from __future__ import annotations

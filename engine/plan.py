@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from . import attention, hub, memory, models
+from .build import pick_device
 from .config import EngineConfig, check
-from .runner import pick_device
 from .types import EngineError
 
 ASSUMPTIONS = (

@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prepare(config: EngineConfig) -> tuple[models.ModelSpec, torch.device, Kernels | None]:
-    from .runner import pick_device, set_threads  # which itself measures a machine with this module
+    from .build import pick_device, set_threads  # which itself measures a machine with this module
 
     check(config)
     device = pick_device(config.device)

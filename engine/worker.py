@@ -59,7 +59,7 @@ class _Worker:
     async def main(self) -> int:
         gc.disable()  # nothing of what is imported and loaded is garbage; looking for it took a tenth of the start
         # torch takes a second and more, and is needed whatever is to be loaded.
-        self.imported = self.model_thread.submit(import_module, "engine.runner")
+        self.imported = self.model_thread.submit(import_module, "engine.build")
         load = await self.pipe.receive()
         if load is None:
             return 0  # the server died before it said anything
@@ -109,7 +109,7 @@ class _Worker:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
-            from .runner import build
+            from .build import build
 
             return build(config, progress, described, again=load.again)
 

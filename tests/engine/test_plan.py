@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from engine import memory, plan
+from engine.build import build
 from engine.config import EngineConfig
 from engine.kernels.library import choose
 from engine.memory import Machine, measure
-from engine.runner import build
 from engine.types import ConfigError
-from tests.engine.test_runner import tiny_llama
+from tests.engine.test_build import tiny_llama
 
 GB = 10**9
 QWEN3 = {  # the shape of Qwen3-0.6B

@@ -233,7 +233,7 @@ from pathlib import Path
 from engine import EngineConfig, EngineError
 from engine.grammar.grammars import Grammars
 from engine.models import hf
-from engine.runner import build
+from engine.build import build
 from server.defaults import read_defaults
 from server.prompts import Prompts
 from server.tokenizer import Tokenizer
