@@ -1,19 +1,30 @@
-"""`build`: everything that a config asks for, from the device to a runner that is ready for its first batch."""
+"""The one place where an engine is put together from its config.
+
+`describe` looks at the machine and the model's files, `load` divides the memory, reads the weights and makes a runner
+that is ready for its first batch, `assemble` does both on the model thread and puts the loop around them.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
 
 from . import attention, hub, memory, models, roofline
 from .config import EngineConfig, check
-from .kernels.library import settle
-from .loop import StepOutOfMemory
+from .grammar.grammars import Grammars
+from .kernels.library import Choice, settle
+from .loop import EngineLoop, Outbox, StepOutOfMemory
+from .models.weights import Checkpoint
 from .runner.runner import Runner, _guarded
+from .scheduler import Scheduler
 from .types import ConfigError, EngineInfo, MemoryShort
 
 # Models below this size run on one thread: beside other work on two cores a decode step of a model of 0.3 M parameters
@@ -40,52 +51,111 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def build(
-    config: EngineConfig,
-    progress: models.Progress = lambda share: None,
-    described: Callable[[models.ModelSpec], None] = lambda spec: None,
-    *,
-    again: bool = False,
-) -> tuple[Runner, EngineInfo, EngineConfig]:
-    """Load everything that a config asks for: a runner ready for its first batch, what it is, and the config resolved.
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a config means on this machine, before any weight is read."""
 
-    `described` is told what the model is before its weights are read, for work that can be done beside them.
-    Raises ModelError and ConfigError. The memory is measured and divided before the weights take their part of it.
+    began: float  # time.monotonic()
+    config: EngineConfig  # as asked
+    device: torch.device
+    folder: hub.Folder
+    spec: models.ModelSpec
+    checkpoint: Checkpoint | None  # the headers of its weights, where those were asked for
+    attention: attention.Choice
+    product: Choice
 
-    The resolved config makes the same engine once more, bit for bit. `again` says that it does: what others have taken
-    since of the memory that was left to them is then no reason to refuse.
-    """
+    def arrange(self, machine: memory.Machine, activations: int | None = None) -> memory.Plan:
+        """See memory.arrange, which raises memory.Impossible."""
+        return memory.arrange(self.spec, self.config, machine, activations)
+
+
+class Built(NamedTuple):
+    """A runner that is ready for its first batch, what it is, and the resolved config."""
+
+    runner: Runner
+    info: EngineInfo
+    config: EngineConfig
+
+
+async def assemble(
+    config: EngineConfig, outbox: Outbox, model_thread: ThreadPoolExecutor, progress: models.Progress, *, again: bool
+) -> tuple[EngineLoop, EngineInfo]:
+    """Build an engine on its model thread, and its loop; `progress` is called there. See `load` for the rest."""
+    loop = asyncio.get_running_loop()
+    described = await loop.run_in_executor(model_thread, describe, config)
+    config = replace(config, revision=described.folder.revision or config.revision)
+    has_weights = asyncio.Event()
+
+    def tell(share: float) -> None:
+        progress(share)
+        if share:
+            loop.call_soon_threadsafe(has_weights.set)
+
+    loading = loop.run_in_executor(model_thread, partial(load, described, tell, again=again))
+    loading.add_done_callback(lambda _: has_weights.set())
+    # Reading a vocabulary holds the interpreter, which loading needs least while weights are read.
+    await has_weights.wait()
+    if loading.done():
+        loading.result()  # raises where it has failed
+    grammars = asyncio.to_thread(Grammars, config, described.spec.vocab_size)
+    (runner, info, resolved), made = await asyncio.gather(loading, grammars)
+    scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
+    return EngineLoop(scheduler, runner, outbox, model_thread, made), info
+
+
+def build(config: EngineConfig, progress: models.Progress = lambda share: None) -> Built:
+    """Load everything that a config asks for; see `describe` and `load`."""
+    return load(describe(config), progress)
+
+
+def describe(config: EngineConfig, *, weights: bool = True) -> Described:
+    """What a config means here; without `weights` from config.json alone. Raises ModelError and ConfigError."""
     began = time.monotonic()
     check(config)
     device = pick_device(config.device)
     attention.check(config.attention)
-    folder = hub.fetch(config.model, config.revision, weights=True)
-    spec, checkpoint = models.examine(folder.path, config)
-    described(spec)
+    folder = hub.fetch(config.model, config.revision, weights=weights)
+    checkpoint = None
+    if weights:
+        spec, checkpoint = models.examine(folder.path, config)
+    else:
+        spec = models.describe(folder.path, config)
     backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
+    product = models.product(config, spec, device)
+    return Described(began, config, device, folder, spec, checkpoint, backend, product)
+
+
+def load(described: Described, progress: models.Progress = lambda share: None, *, again: bool = False) -> Built:
+    """Load what was described with its weights. Raises ModelError and ConfigError.
+
+    The memory is measured and divided before the weights take their part of it. The resolved config makes the same
+    engine once more, bit for bit. `again` says that it does: what others have taken since of the memory that was left
+    to them is then no reason to refuse.
+    """
+    config, device, spec = described.config, described.device, described.spec
+    backend, product, checkpoint = described.attention, described.product, described.checkpoint
+    assert checkpoint is not None, "described without weights"
     machine = memory.measure(str(device))
     if again:
         machine = dataclasses.replace(machine, share=1.0)
-    if device.type == "cpu":
-        set_threads(config, spec)
+    set_threads(described)
     try:
-        plan = memory.arrange(spec, config, machine)
-        resolved = replace(plan.config, device=str(device), attention=backend.name)
-        product = models.product(config, spec, device)
+        plan = described.arrange(machine)
         # While this process does nothing else.
         limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
         model = _guarded(lambda: models.load(spec, checkpoint, device, product, progress))
         if device.type == "cuda":
-            taken = _profile(model, resolved)
+            taken = _profile(model, replace(plan.config, device=str(device), attention=backend.name))
             if taken > plan.activation_bytes:
-                plan = memory.arrange(spec, config, machine, taken)
-                resolved = replace(plan.config, device=str(device), attention=backend.name)
+                plan = described.arrange(machine, taken)
         resolved = replace(
-            resolved,
+            plan.config,
             num_blocks=plan.num_blocks,
-            revision=folder.revision or config.revision,
+            revision=described.folder.revision or config.revision,
+            device=str(device),
             dtype=str(spec.dtype).removeprefix("torch."),
             implementation=spec.implementation,
+            attention=backend.name,
             cpu_isa=settle(config.cpu_isa, device),
             products=model.product.name,
             rope_len=spec.serve_len,
@@ -103,8 +173,8 @@ def build(
         vocab_size=spec.vocab_size,
         block_size=resolved.block_size,
         num_blocks=plan.num_blocks,
-        max_seqs=runner.config.max_seqs or 0,
-        max_batched_tokens=runner.config.max_batched_tokens or 0,
+        max_seqs=resolved.max_seqs or 0,
+        max_batched_tokens=resolved.max_batched_tokens or 0,
         dtype=resolved.dtype,
         device=str(device),
         attention=backend.name,
@@ -115,8 +185,8 @@ def build(
         weights_bytes=model.weights_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token,
         weights_hash=model.weights_hash,
-        revision=folder.revision,
-        load_seconds=time.monotonic() - began,
+        revision=described.folder.revision,
+        load_seconds=time.monotonic() - described.began,
         torch=str(torch.__version__),
         product=model.product.name,
         product_note=model.product.note,
@@ -127,15 +197,17 @@ def build(
         notes=(*plan.notes, backend.note) if backend.note else plan.notes,
         roofline=limits,
     )
-    return runner, info, runner.config
+    return Built(runner, info, resolved)
 
 
-def set_threads(config: EngineConfig, spec: models.ModelSpec) -> None:
+def set_threads(described: Described) -> None:
     """torch's threads on a CPU; for a tiny model one: its products take less time than to wake a second thread, and
     where the cores are busy every one of them would wait for the slowest thread."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    elif spec.weights_bytes < TINY_BYTES:
+    if described.device.type != "cpu":
+        return
+    if described.config.threads is not None:
+        torch.set_num_threads(described.config.threads)
+    elif described.spec.weights_bytes < TINY_BYTES:
         torch.set_num_threads(1)
 
 

@@ -24,8 +24,8 @@ import torch
 from msgspec.structs import asdict, replace
 from torch.nn import functional as F
 
-from . import hub, memory, models
-from .config import EngineConfig, check
+from . import memory, models
+from .config import EngineConfig
 from .kernels.library import Kernels
 from .models.layers import Linear
 from .models.spec import BITS
@@ -145,15 +145,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.roofline", description=__doc__)
     parser.add_argument("--json", required=True, metavar="CONFIG", help="an EngineConfig as a JSON object")
     given = parser.parse_args(arguments)
+    from .build import describe, set_threads  # which itself measures a machine with this module
+
     try:
         with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not end up inside of the JSON
             config = msgspec.json.decode(given.json, type=EngineConfig)
-            spec, device, kernels = _prepare(config)
+            described = describe(config, weights=False)
+            set_threads(described)
     except (msgspec.DecodeError, EngineError) as error:
         print(json.dumps({"error": str(error)}))
         return 2
+    spec, device = described.spec, described.device
     while True:
-        found = measure(spec, device, kernels, quick=False)
+        found = measure(spec, device, described.product.kernels, quick=False)
         if found is None:
             print(json.dumps({"error": f"what a step of {spec.architecture} reads depends on its tokens"}))
             return 2
@@ -161,17 +165,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(told), flush=True)
         if not sys.stdin.readline():
             return 0
-
-
-def _prepare(config: EngineConfig) -> tuple[models.ModelSpec, torch.device, Kernels | None]:
-    from .build import pick_device, set_threads  # which itself measures a machine with this module
-
-    check(config)
-    device = pick_device(config.device)
-    spec = models.describe(hub.fetch(config.model, config.revision, weights=False).path, config)
-    if device.type == "cpu":
-        set_threads(config, spec)
-    return spec, device, models.product(config, spec, device).kernels
 
 
 if __name__ == "__main__":

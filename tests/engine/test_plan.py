@@ -53,7 +53,7 @@ def on(monkeypatch):
     def pretend(total, available=None, kind="cpu"):
         machine = Machine(kind, total, total if available is None else available)
         monkeypatch.setattr(memory, "measure", lambda device: machine)
-        monkeypatch.setattr(plan, "pick_device", lambda name: torch.device(kind))
+        monkeypatch.setattr("engine.build.pick_device", lambda name: torch.device(kind))
 
     return pretend
 
