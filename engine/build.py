@@ -45,7 +45,7 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             why = "finds no GPU" if torch.version.cuda else "is a build for CPUs only"
-            raise ConfigError(f"--device {name} needs a CUDA GPU, but the installed torch {torch.__version__} {why}")
+            raise ConfigError(f"`device={name}` needs a CUDA GPU, but the installed torch {torch.__version__} {why}")
         if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"there is no {name}: this machine has {torch.cuda.device_count()} CUDA devices")
     return device

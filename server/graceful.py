@@ -20,7 +20,7 @@ from engine import ConfigError, Engine, EngineError, ModelError
 
 from .banner import announce, loading
 from .connection import Connection
-from .settings import Settings
+from .settings import Settings, with_flags
 
 ACCEPTS_PER_TURN = 16
 KEEP_ALIVE_S = 30
@@ -116,7 +116,7 @@ class GracefulServer(uvicorn.Server):
 
     def _give_up(self, reason: object, code: int) -> None:
         if not self.signals:
-            self.failure = (str(reason), code)
+            self.failure = (with_flags(reason), code)
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -24,7 +24,7 @@ HUGE_PAGES, HUGE_BYTES = 14, 2 << 20
 def variant(isa: str) -> tuple[ctypes.CDLL, str]:
     """The kernels and the instruction set that a setting means; ConfigError where there are none."""
     if isa == "torch":
-        raise ConfigError("no CPU kernels are wanted (--cpu-isa torch)")
+        raise ConfigError("no CPU kernels are wanted (`cpu_isa=torch`)")
     try:
         loaded, features = library.load(build.library())
     except (build.BuildError, OSError) as error:

@@ -157,7 +157,7 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
         return Choice(None)
     if dtype not in DTYPES:
         lost = f"the CPU kernels take {' and '.join(DTYPES.values())}: torch computes the products of this model"
-        return Choice(None, lost, "--dtype bfloat16")
+        return Choice(None, lost, "`dtype=bfloat16`")
     try:
         library, features = load(build.library())
     except (build.BuildError, OSError) as error:
@@ -172,7 +172,7 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
         return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
     have = best_first(features)
     if asked == "auto" and features & AMX and dtype == torch.bfloat16:
-        fix = f"--cpu-isa {have[0]} where equal bits matter more than speed" if have else ""
+        fix = f"`cpu_isa={have[0]}` where equal bits matter more than speed" if have else ""
         return Choice(None, "torch computes the products with AMX, and results depend on the batch", fix)
     if asked == "auto" and not have:
         lost = "this processor has no AVX2: torch computes the products, and results depend on the batch"
@@ -218,12 +218,12 @@ def _for_quantized(asked: str, device: torch.device, dtype: torch.dtype) -> Choi
     """`choose` for quantized weights. AMX is no reason for torch here, and AVX-512 counts with VNNI alone."""
     need = "quantized weights need our CPU kernels"
     if device.type != "cpu":
-        raise ConfigError(f"{need}, and this engine runs on {device}: leave out --quantization")
+        raise ConfigError(f"{need}, and this engine runs on {device}: leave out `quantization`")
     if asked == "torch":
-        raise ConfigError(f"{need}, and --cpu-isa torch wants none of them")
+        raise ConfigError(f"{need}, and `cpu_isa=torch` wants none of them")
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"{need}, which take {' and '.join(DTYPES.values())}, not {name}: set --dtype bfloat16")
+        raise ConfigError(f"{need}, which take {' and '.join(DTYPES.values())}, not {name}: set `dtype=bfloat16`")
     try:
         library, features = load(build.library())
     except (build.BuildError, OSError) as error:

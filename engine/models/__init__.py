@@ -89,7 +89,7 @@ def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint
             return spec
     if config.quantization != "none":
         raise ConfigError(
-            f"--quantization {config.quantization} is for the native implementation, and {architecture(source)} runs "
+            f"`quantization={config.quantization}` is for the native implementation, and {architecture(source)} runs "
             "on transformers' code here: leave it out"
         )
     from . import hf

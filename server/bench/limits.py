@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ..commands import Failure, child_environment
+from ..settings import with_flags
 
 if TYPE_CHECKING:
     from engine import Roofline
@@ -80,7 +81,7 @@ async def _line(process: asyncio.subprocess.Process) -> tuple[Roofline, str]:
     except ValueError:
         raise Failure("the machine's limits could not be measured: `python -m engine.roofline` failed") from None
     if "error" in told:
-        raise Failure(f"the machine's limits are not known: {told['error']}")
+        raise Failure(f"the machine's limits are not known: {with_flags(told['error'])}")
     fields = {name: told[name] for name in Roofline.__struct_fields__}
     return Roofline(**fields), told["dtype"]
 

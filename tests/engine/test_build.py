@@ -29,7 +29,7 @@ def test_an_unknown_device_is_refused(name):
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto").type == "cpu"
-    with pytest.raises(ConfigError, match="--device cuda"):
+    with pytest.raises(ConfigError, match="`device=cuda`"):
         pick_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -94,16 +94,16 @@ def test_transformers_models_are_refused(tmp_path, implementation):
     folder = make("phi3" if implementation == "auto" else "llama", tmp_path, dtype=torch.float32)
     config = EngineConfig(model=str(folder), device="cpu", implementation=implementation, quantization="int8")
     for refuses in (lambda: plan.plan(config), lambda: load_model(config, folder)):
-        with pytest.raises(ConfigError, match=r"int8 is for the native implementation, and .*: leave it out"):
+        with pytest.raises(ConfigError, match=r"int8` is for the native implementation, and .*: leave it out"):
             refuses()
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"cpu_isa": "torch"}, "--cpu-isa torch wants none of them"),
-        ({"dtype": "float64"}, "not float64: set --dtype bfloat16"),
-        ({"dtype": "float16"}, "not float16: set --dtype bfloat16"),
+        ({"cpu_isa": "torch"}, "`cpu_isa=torch` wants none of them"),
+        ({"dtype": "float64"}, "not float64: set `dtype=bfloat16`"),
+        ({"dtype": "float16"}, "not float16: set `dtype=bfloat16`"),
     ],
 )
 def test_what_our_kernels_do_not_compute_is_refused_before_loading(tmp_path, settings, why):

@@ -218,15 +218,15 @@ def test_the_engine_answers(monkeypatch):
     assert answer(monkeypatch, (sampling, None))["sampling"].text == "computed by our own kernels for avx2"
     rounded = structs.replace(ours, quantization="int8")
     assert answer(monkeypatch, (rounded, None))["products"].text.endswith("for avx512, of weights in int8")
-    lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++")
+    lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++ or set `dtype=bfloat16`")
     told = answer(monkeypatch, (lost, None))["products"]
-    assert (told.level, told.text, told.fix) == ("warn", "no CPU kernels", "install g++")
+    assert (told.level, told.text, told.fix) == ("warn", "no CPU kernels", "install g++ or set --dtype bfloat16")
     assert answer(monkeypatch, (info, ["/a/libgomp.so.1", "/b/libomp.so"]))["openmp"].level == "warn"
     assert "openmp" not in answer(monkeypatch, (info, None))
 
 
 def test_settings_that_cannot_be_are_what_is_to_mend(monkeypatch):
-    found = answer(monkeypatch, ConfigError("--quantization int8 needs kernels"))["engine"]
+    found = answer(monkeypatch, ConfigError("`quantization=int8` needs kernels"))["engine"]
     assert (found.level, found.text) == ("fail", "--quantization int8 needs kernels")
     assert found.fix == "change the setting that it names"
 
