@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from engine import ConfigError
-from engine.kernels import bench, build, library
+from engine.bench import kernels as bench
+from engine.kernels import build, library
 from engine.kernels.library import ISAS, Kernels, choose
 from engine.kernels.product import Packed
 

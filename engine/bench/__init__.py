@@ -1,0 +1,4 @@
+"""Programs that measure the engine's parts by themselves; no module of a running engine imports them.
+
+`python -m engine.bench.kernels` times products, attention and sampling.
+"""
