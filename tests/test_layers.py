@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
@@ -36,6 +37,50 @@ def imports(path: pathlib.Path) -> set[tuple[str, tuple[str, ...]]]:
 
 def files(package: str) -> list[pathlib.Path]:
     return sorted((ROOT / package).rglob("*.py"))
+
+
+def module_of(path: pathlib.Path) -> str:
+    """engine/models/__init__.py is engine.models."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def uses(path: pathlib.Path, known: set[str]) -> set[str]:
+    """The known modules that a file imports, wherever it does; those for annotations alone count too."""
+    found, package = set(), module_of(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {name if (name := f"{base}.{alias.name}") in known else base for alias in node.names}
+    return found & known - {module_of(path)}
+
+
+# (loads, is loaded and needs the first): attention loads its backend, and a decoder the stack of its layers.
+KNOWN_CIRCLES = {("engine.attention", "engine.attention.cpu"), ("engine.models.decoder", "engine.models.stack")}
+
+
+def test_no_circle_of_imports_is_in_the_engine():
+    """Modules whose imports are all gone can go: what is left at the end stands in a circle or above one."""
+    known = {module_of(path) for path in files("engine")}
+    graph = {module_of(path): uses(path, known) for path in files("engine")}
+    for one, other in KNOWN_CIRCLES:
+        assert other in graph[one] and one in graph.get(other, ()), f"{one} and {other} are no circle any more"
+        graph[other] = graph[other] - {one}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_running_engine_imports_no_bench():
+    for path in files("engine"):
+        if path.parent.name != "bench":
+            assert not {name for name in uses(path, {module_of(p) for p in files("engine")}) if ".bench" in name}, path
 
 
 def test_the_engine_knows_nothing_of_the_server():

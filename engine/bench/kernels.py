@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.library import CHOICES, Kernels, choose
+from ..kernels.library import CHOICES, Kernels, choose, for_sampling
 from ..models.layers import Linear, can_reorder
 from ..types import EngineError
 from . import attention, vocabulary
@@ -151,10 +151,10 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
         attended.append(attention.measure(*step, isa=isa, dtype=DTYPES[dtype], seconds=seconds))
         show(attention.told(attended[-1]))
     show(vocabulary.HEADER)
-    drawn = []
+    drawn, sampling = [], for_sampling(isa, torch.device("cpu"), DTYPES[dtype])
     for case in vocabulary.CASES:
         for count in vocabulary.ROWS:
-            drawn.append(vocabulary.measure(case, count, choice.kernels, seconds))
+            drawn.append(vocabulary.measure(case, count, sampling, seconds))
             show(vocabulary.told(drawn[-1]))
     return {
         "isa": choice.name,

@@ -13,8 +13,8 @@ from ..attention import AttentionMeta, KVCache
 from ..kernels.library import Choice, Kernels
 from ..kernels.product import Packing
 from ..types import ModelError
-from . import Outputs
 from .layers import Gated, InFile, Linear, RMSNorm
+from .model import Outputs
 from .rope import Rotary, rotate
 from .spec import BITS, DecoderSpec, ModelSpec
 from .stack import Stack

@@ -38,7 +38,7 @@ from ..config import EngineConfig
 from ..files import read_json
 from ..kernels.library import Choice, Kernels
 from ..types import ModelError
-from . import Outputs
+from .model import Outputs
 from .packing import Swap, pack, unpack
 from .spec import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
 from .weights import Checkpoint
