@@ -13,6 +13,7 @@ which a request stays unanswered has no figures, and a note.
 A  one request, 32 tokens in, 128 out: tokens/s after the first
 B  one request, 512 in, 1 out: seconds
 C  16 requests at once, 256 in, 64 out: tokens/s of all
+P  as C, but sampled with temperature 0.7, top_p 0.9 and top_k 20; all other cases are greedy
 D  8 requests one after another, 512 shared and 16 own in, 16 out: seconds
 S  requests as in C, one after another, once: seconds, of which C's are a share
 """
@@ -28,8 +29,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,9 @@ class Case:
     figure: str  # of summarize()
     more_is_better: bool
     once: bool = False  # too long for more than one round, or for a warm-up
+    sampling: Mapping[str, float] = field(
+        default_factory=dict, hash=False
+    )  # fields of each request; without any it is greedy
 
     @property
     def input_len(self) -> int:
@@ -87,6 +91,7 @@ CASES = {
     "A": Case(1, 1, 0, 32, 128, "decode_tok_s", True),
     "B": Case(1, 1, 0, 512, 1, "wall_s", False),
     "C": Case(16, 16, 0, 256, 64, "output_tok_s", True),
+    "P": Case(16, 16, 0, 256, 64, "output_tok_s", True, sampling={"temperature": 0.7, "top_p": 0.9, "top_k": 20}),
     "D": Case(8, 1, 512, 16, 16, "wall_s", False),
     "S": Case(16, 1, 0, 256, 64, "wall_s", False, once=True),
 }
@@ -109,7 +114,8 @@ async def turn(each: Contestant, name: str, case: Case, number: int, limits: Pro
     """Measure one server in one round of a case, with what the machine did meanwhile; what is to be told of it."""
     before = limits.seen[-1].bytes_per_s
     prefix = f"{name}, round {number}"
-    asks = each.asks(case.requests, case.input_len, case.output_len, prefix, case.shared_len)
+    lengths = case.input_len, case.output_len
+    asks = each.asks(case.requests, *lengths, prefix, case.shared_len, sampling=case.sampling)
     elsewhere = Elsewhere(each)
     try:
         done = await each.run(asks, case.at_once)
@@ -284,8 +290,8 @@ def markdown(result: dict[str, Any]) -> str:
         f" ({speeds[0]:.1f} to {speeds[-1]:.1f} in {len(speeds)} probes){busy}; {result['time'][:10]}",
         "",
         "| server | weights | rounds | A tok/s (ms per token) | A, share of bandwidth | B s | C tok/s (ms per token)"
-        " | C, share of the time one after another | D s | ready s | peak GiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        " | C, share of the time one after another | P tok/s (ms per token) | D s | ready s | peak GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in result["servers"]:
         cells = [
@@ -297,6 +303,7 @@ def markdown(result: dict[str, Any]) -> str:
             _cell(each, "B", "wall_s", "{:.3f}"),
             _cell(each, "C", "output_tok_s", "{:.1f}") + _cell(each, "C", "itl_p50_s", " ({:.1f})", 1e3),
             _share(each),
+            _cell(each, "P", "output_tok_s", "{:.1f}") + _cell(each, "P", "itl_p50_s", " ({:.1f})", 1e3),
             _cell(each, "D", "wall_s", "{:.2f}"),
             "" if each["ready_s"] is None else f"{each['ready_s']:.1f}",
             "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.1f}",

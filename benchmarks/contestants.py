@@ -16,7 +16,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +136,22 @@ class Contestant:
         """Processor time it has used; None for one that was not started here."""
         return None if self.child is None else cpu_seconds(self.child.pid)
 
-    def asks(self, count: int, input_len: int, output_len: int, prefix: str, prefix_len: int) -> list[Ask]:
+    def asks(
+        self,
+        count: int,
+        input_len: int,
+        output_len: int,
+        prefix: str,
+        prefix_len: int,
+        *,
+        sampling: Mapping[str, float],
+    ) -> list[Ask]:
         """Requests whose first tokens are those that `prefix` names; no two have the same rest, and another contestant
-        that is asked with the same prefix gets the same."""
+        that is asked with the same prefix gets the same. `sampling`: further fields of each."""
         assert self.prompts is not None
         ask = self.prompts.shared
-        return [ask(input_len, output_len, prefix, prefix_len, key=f"{prefix} #{one}") for one in range(count)]
+        asks = [ask(input_len, output_len, prefix, prefix_len, key=f"{prefix} #{one}") for one in range(count)]
+        return [replace(each, body=sampling) for each in asks]
 
     async def run(self, asks: Sequence[Ask], at_once: int) -> Run:
         """Send all of them, `at_once` at a time. Failure when the server is gone or answers none."""
@@ -236,6 +246,7 @@ async def _drive(target: Target, asks: Sequence[Ask], at_once: int) -> Run:
         "prompts": [ask.prompt for ask in asks],
         "output_lens": [ask.output_len for ask in asks],
         "at_once": at_once,
+        "sampling": dict(asks[0].body),
     }
     try:
         answer = await target.http.post("/run", json=work)

@@ -5,10 +5,11 @@
 FOLDER is a model that `optimum-cli export openvino` has written. Runs with the Python that has openvino_genai, and
 needs nothing else. GET /health answers once the model is loaded, GET /version tells the version, and POST /run takes
 
-    {"prompts": [[1, 2, …], …], "output_lens": [128, …], "at_once": 16}
+    {"prompts": [[1, 2, …], …], "output_lens": [128, …], "at_once": 16, "sampling": {"temperature": 0.7, …}}
 
-and answers, when all is done, with the seconds since the workload began: {"answers": [{"sent": …, "times": […],
-"sizes": […]}, …]}, where `sizes` are the tokens that came at each time. No token ends an answer early.
+(without fields of sampling it is greedy) and answers, when all is done, with the seconds since the workload began:
+{"answers": [{"sent": …, "times": […], "sizes": […]}, …]}, where `sizes` are the tokens that came at each time. No token
+ends an answer early.
 """
 
 import argparse
@@ -49,7 +50,7 @@ class Driver:
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(given.folder, scheduler, "CPU", hints)
         self._count = 0  # of requests so far: each has a number of its own
 
-    def run(self, prompts: list, output_lens: list, at_once: int) -> list:
+    def run(self, prompts: list, output_lens: list, at_once: int, sampling: dict) -> list:
         """The answers' times, in the order of the prompts."""
         began = time.perf_counter()
         waiting = list(zip(prompts, output_lens, strict=True))[::-1]
@@ -57,7 +58,7 @@ class Driver:
         while waiting or running:
             while waiting and len(running) < at_once:
                 sent = time.perf_counter() - began
-                handle = self._add(*waiting.pop())
+                handle = self._add(*waiting.pop(), sampling)
                 answers.append({"sent": sent, "times": [], "sizes": []})
                 running.append((handle, answers[-1]))
             self._pipeline.step()
@@ -73,10 +74,12 @@ class Driver:
             raise RuntimeError(f"{silent} of {len(answers)} requests got no token")
         return answers
 
-    def _add(self, prompt: list, output_len: int) -> object:
+    def _add(self, prompt: list, output_len: int, sampling: dict) -> object:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = output_len
-        config.ignore_eos, config.do_sample = True, False
+        config.ignore_eos, config.do_sample = True, bool(sampling)
+        for name, value in sampling.items():
+            setattr(config, name, value)
         self._count += 1
         return self._pipeline.add_request(self._count, Tensor(np.array([prompt], dtype=np.int64)), config)
 
@@ -93,7 +96,7 @@ def main() -> None:
         def do_POST(self) -> None:
             try:
                 work = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                told = {"answers": driver.run(work["prompts"], work["output_lens"], work["at_once"])}
+                told = {"answers": driver.run(work["prompts"], work["output_lens"], work["at_once"], work["sampling"])}
             except Exception as error:  # whatever it is, the comparison must hear of it
                 self.answer(500, {"error": f"{type(error).__name__}: {error}"})
             else:

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from engine import EngineConfig
 from engine.attention import AttentionMeta
+from engine.build import build
 from engine.models import Forward
-from engine.runner import Runner, build
+from engine.runner import Runner
 from engine.types import EngineInfo
 from server.cli.bench.session import machine
 

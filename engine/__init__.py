@@ -7,8 +7,9 @@ from .client import Engine, EngineStatus, LocalEngine
 from .config import EngineConfig
 from .fair import FairLock
 from .files import LIST_BYTES, read_file, read_json, read_text
-from .grammar import GRAMMARS_BUSY, grammar_trial
+from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
+from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
 from .process import begin_child, spawn
 from .supervisor import Child, ProcessEngine
@@ -43,6 +44,7 @@ __all__ = [
     "EngineStatus",
     "FairLock",
     "Folder",
+    "GrammarTrial",
     "LocalEngine",
     "ModelError",
     "Pooling",
@@ -57,7 +59,6 @@ __all__ = [
     "begin_child",
     "fetch",
     "grammar_problem",
-    "grammar_trial",
     "read_file",
     "read_json",
     "read_text",

@@ -23,6 +23,7 @@ MAX_FRAME = 1 << 30
 class Load(Struct, frozen=True, array_like=True, tag=True):
     config: EngineConfig
     environment: dict[str, str | None]  # what has changed since the engine's process was started; None: unset
+    again: bool = False  # the config is what Ready has sent: it is to become the same engine
 
 
 class Add(Struct, frozen=True, array_like=True, tag=True):
@@ -35,6 +36,7 @@ class Abort(Struct, frozen=True, array_like=True, tag=True):
 
 class Ready(Struct, frozen=True, array_like=True, tag=True):
     info: EngineInfo
+    config: EngineConfig  # resolved
 
 
 class Alive(Struct, frozen=True, array_like=True, tag=True):

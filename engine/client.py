@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from . import types
 from .config import EngineConfig, check
 from .loop import EngineLoop
-from .scheduler import Scheduler
 from .types import EngineDied, EngineError, EngineInfo, EngineRequest, RequestStats, StepStats, TokenDelta
 
 
@@ -251,19 +250,13 @@ class LocalEngine(Client):
         await self.close()
 
     async def _run(self) -> None:
-        from .grammar.grammars import Grammars
-        from .runner import build
+        from .build import assemble
 
         self.status.phase = "loading"
         try:
-            runner, info, config = await asyncio.get_running_loop().run_in_executor(
-                self._model_thread, build, self.config, self._progress
+            self._loop, info = await assemble(
+                self.config, _LocalOutbox(self), self._model_thread, self._progress, again=False
             )
-            grammars = await asyncio.get_running_loop().run_in_executor(
-                self._model_thread, Grammars, config, info.vocab_size
-            )
-            scheduler = Scheduler(config, info.num_blocks, info.vocab_size)
-            self._loop = EngineLoop(scheduler, runner, _LocalOutbox(self), self._model_thread, grammars)
             self.info = info
             self.status.phase, self.status.share = "ready", 1.0
             self._settled.set()

@@ -24,8 +24,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     implementation: str = "auto"  # native | transformers
     attention: str = "auto"
     kv_dtype: str = "auto"  # of the keys and values in the cache: the model's, or int8
-    cpu_isa: str = "auto"  # instruction set of our own CPU kernels; torch: none of them
+    cpu_isa: str = "auto"  # instruction set of our own CPU kernels; torch: none of them, for no kind of work
+    products: str = "auto"  # what computes the matrix products, torch or an instruction set; auto: cpu_isa decides
     max_len: int | None = None  # tokens of prompt plus output; None: what the model says
+    rope_len: int | None = None  # tokens that length-dependent rotary frequencies are made for; None: max_len
     max_seqs: int | None = None
     max_batched_tokens: int | None = None  # token budget of one step
     long_prefill_tokens: int | None = None  # most one prompt may take of a step while others wait; None: half

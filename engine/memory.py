@@ -1,6 +1,6 @@
 """The memory arithmetic: what a model needs, what the machine has, and how many blocks that makes.
 
-The same functions decide in `engine.plan`, before anything is loaded, and in `engine.runner.build`, which loads.
+The same functions decide in `engine.plan`, before anything is loaded, and in `engine.build`, which loads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from .config import EngineConfig, resolve
-from .types import ConfigError
+from .types import ConfigError, MemoryShort
 
 if TYPE_CHECKING:
     from .attention import AttentionBackend
@@ -42,6 +42,7 @@ class Machine:
     kind: str  # cpu | cuda
     total: int
     available: int  # free, or freed on demand
+    share: float = AVAILABLE_SHARE  # of what is available that may be taken, on CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Plan:
         return self.num_tokens / self.max_len
 
 
-class Impossible(ConfigError):
+class Impossible(MemoryShort):
     """Settings that memory does not allow: the arithmetic in one sentence, and three things to try instead."""
 
     def __init__(self, sentence: str, suggestions: list[str]) -> None:
@@ -261,7 +262,7 @@ def _arrange(
 
 def _usable(machine: Machine) -> int:
     """What can be taken now at most."""
-    return int(machine.available * AVAILABLE_SHARE) if machine.kind == "cpu" else machine.available
+    return int(machine.available * machine.share) if machine.kind == "cpu" else machine.available
 
 
 def _budget(machine: Machine, config: EngineConfig) -> int:
@@ -279,7 +280,7 @@ def _share(machine: Machine, config: EngineConfig) -> str:
             f"{_gb(machine.total - machine.available)} in use"
         )
     if _usable(machine) < machine.total * CPU_SHARE:
-        return f"{AVAILABLE_SHARE:.0%} of the {_gb(machine.available)} of memory that are available now"
+        return f"{machine.share:.0%} of the {_gb(machine.available)} of memory that are available now"
     return f"{CPU_SHARE:.0%} of this machine's {_gb(machine.total)} of memory"
 
 
@@ -301,34 +302,34 @@ def _tries(
             return None
 
     if asked.kv_cache_memory and (plan := works(kv_cache_memory=None)):
-        tries.append(f"no --kv-cache-memory: the KV cache is then {_gb(plan.kv_cache_bytes)}, {plan.num_tokens} tokens")
+        tries.append(f"no `kv_cache_memory`: the KV cache is then {_gb(plan.kv_cache_bytes)}, {plan.num_tokens} tokens")
     if asked.num_blocks and (plan := works(num_blocks=None)):
-        tries.append(f"no --num-gpu-blocks-override: there are then {plan.num_blocks} blocks, {plan.num_tokens} tokens")
+        tries.append(f"no `num_blocks`: there are then {plan.num_blocks} blocks, {plan.num_tokens} tokens")
     if asked.max_len and (plan := works(max_len=None)) and plan.max_len < config.max_len:
-        tries.append(f"--max-model-len {plan.max_len}, a request of which length the KV cache then holds")
+        tries.append(f"`max_len={plan.max_len}`, a request of which length the KV cache then holds")
     if machine.kind == "cpu" and asked.num_blocks is None:
         cache = _cache_that_fits(spec, config, machine, backend)
         if cache != asked.kv_cache_memory and (plan := works(kv_cache_memory=cache)):
-            tries.append(f"--kv-cache-memory {cache}, which can be had now and makes {plan.num_tokens} tokens")
+            tries.append(f"`kv_cache_memory={cache}`, which can be had now and makes {plan.num_tokens} tokens")
     if machine.kind == "cuda":
         more = [share for share in (0.95, 0.98) if share > asked.gpu_memory_utilization]
-        tries += [f"--gpu-memory-utilization {share}" for share in more if works(gpu_memory_utilization=share)][:1]
+        tries += [f"`gpu_memory_utilization={share}`" for share in more if works(gpu_memory_utilization=share)][:1]
     if spec.dtype.itemsize > 2 and (plan := works(_in_bfloat16(spec), dtype="bfloat16")):
-        tries.append(f"--dtype bfloat16: weights of {_gb(plan.weights_bytes)} leave room for {plan.num_tokens} tokens")
+        tries.append(f"`dtype=bfloat16`: weights of {_gb(plan.weights_bytes)} leave room for {plan.num_tokens} tokens")
     if machine.kind == "cpu" and spec.decoder is not None and asked.quantization == "none":
         rounded = replace(spec, quantization="int8")
         if _can_round(asked, spec) and (plan := works(rounded, quantization="int8")):
             size = _gb(plan.weights_bytes)
-            tries.append(f"--quantization int8: weights of {size} leave room for {plan.num_tokens} tokens")
+            tries.append(f"`quantization=int8`: weights of {size} leave room for {plan.num_tokens} tokens")
     if not spec.int8_cache and (plan := works(replace(spec, int8_cache=True), kv_dtype="int8")):
-        tries.append(f"--kv-cache-dtype int8: a KV cache of {_gb(plan.kv_cache_bytes)} holds {plan.num_tokens} tokens")
+        tries.append(f"`kv_dtype=int8`: a KV cache of {_gb(plan.kv_cache_bytes)} holds {plan.num_tokens} tokens")
     small: dict[str, Any] = {
         "max_seqs": min(config.max_seqs, 4),
         "max_batched_tokens": min(config.max_batched_tokens, 64),
     }
     if works(**small):
         seqs, tokens = small.values()
-        tries.append(f"--max-num-seqs {seqs} --max-num-batched-tokens {tokens}, so that a step takes less memory")
+        tries.append(f"`max_seqs={seqs}` `max_batched_tokens={tokens}`, so that a step takes less memory")
 
     # What always helps: another machine, another model, another device.
     share = CPU_SHARE if machine.kind == "cpu" else asked.gpu_memory_utilization
@@ -339,11 +340,11 @@ def _tries(
         own = _count(spec.num_params)
         tries.append(f"a model of at most {_count(params)} parameters in bfloat16; this one has {own}")
     else:
-        tries.append("--model builtin, which needs next to no memory")
+        tries.append("`model=builtin`, which needs next to no memory")
     if machine.kind == "cpu":
-        tries.append(f"--device cuda on a GPU with at least {_gb_up(needed / asked.gpu_memory_utilization)}")
+        tries.append(f"`device=cuda` on a GPU with at least {_gb_up(needed / asked.gpu_memory_utilization)}")
     else:
-        tries.append(f"--device cpu on a machine with at least {_gb_up(needed / CPU_SHARE)} of memory")
+        tries.append(f"`device=cpu` on a machine with at least {_gb_up(needed / CPU_SHARE)} of memory")
     return tries
 
 

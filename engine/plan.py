@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from . import attention, hub, memory, models
-from .config import EngineConfig, check
-from .runner import pick_device
+from . import memory
+from .build import describe
+from .config import EngineConfig
 from .types import EngineError
 
 ASSUMPTIONS = (
@@ -29,16 +29,10 @@ ASSUMPTIONS = (
 
 def plan(config: EngineConfig) -> dict[str, Any]:
     """The arithmetic as one flat object; sizes in bytes, lengths in tokens. Raises EngineError."""
-    check(config)
-    device = pick_device(config.device)
-    attention.check(config.attention)
-    folder = hub.fetch(config.model, config.revision, weights=False)
-    spec = models.describe(folder.path, config)
-    if spec.quantization != "none":
-        models.product(config, spec, device)  # refuses what this machine cannot do
-    chosen = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
+    described = describe(config, weights=False)
+    spec, device, chosen = described.spec, described.device, described.attention
     machine = memory.measure(str(device))
-    found = memory.arrange(spec, config, machine, chosen.backend)
+    found = described.arrange(machine)
     return {
         "model": config.model,
         "architecture": spec.architecture,

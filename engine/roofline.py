@@ -1,35 +1,23 @@
-"""What a model's steps could take at best on this machine: its rates measured, and bytes and operations by the shape.
-
-    python -m engine.roofline --json '{"model": "some/folder"}'
-
-takes an EngineConfig as JSON and prints a Roofline as one JSON object per line: one at once, and another for every line
-on standard input. A machine's bandwidth drifts when others share it, so that who compares two measurements asks in
-between. Exit code 2 goes with an object that holds `error`.
-"""
+"""What a model's steps could take at best on a machine: its rates measured, and bytes and operations by the shape."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import mmap
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 from torch.nn import functional as F
 
-from . import hub, memory, models
-from .config import EngineConfig, check
+from . import memory, models
 from .kernels.library import Kernels
 from .models.layers import Linear
 from .models.spec import BITS
-from .types import EngineError, Roofline
+from .types import Roofline
 
 Pick = Callable[[list[float]], float]
 
@@ -139,40 +127,3 @@ def _seconds(work: Callable[[], Any], times: int, device: torch.device, pick: Pi
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return pick(taken[1:])
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.roofline", description=__doc__)
-    parser.add_argument("--json", required=True, metavar="CONFIG", help="an EngineConfig as a JSON object")
-    given = parser.parse_args(arguments)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not end up inside of the JSON
-            config = msgspec.json.decode(given.json, type=EngineConfig)
-            spec, device, kernels = _prepare(config)
-    except (msgspec.DecodeError, EngineError) as error:
-        print(json.dumps({"error": str(error)}))
-        return 2
-    while True:
-        found = measure(spec, device, kernels, quick=False)
-        if found is None:
-            print(json.dumps({"error": f"what a step of {spec.architecture} reads depends on its tokens"}))
-            return 2
-        told = {"dtype": str(spec.dtype).removeprefix("torch."), "device": str(device), **asdict(found)}
-        print(json.dumps(told), flush=True)
-        if not sys.stdin.readline():
-            return 0
-
-
-def _prepare(config: EngineConfig) -> tuple[models.ModelSpec, torch.device, Kernels | None]:
-    from .runner import pick_device, set_threads  # which itself measures a machine with this module
-
-    check(config)
-    device = pick_device(config.device)
-    spec = models.describe(hub.fetch(config.model, config.revision, weights=False).path, config)
-    if device.type == "cpu":
-        set_threads(config, spec)
-    return spec, device, models.product(config, spec, device).kernels
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,7 +19,7 @@ from .client import Client, Open
 from .config import EngineConfig, check
 from .process import spawn
 from .suspects import Suspects
-from .types import EngineDied, EngineError, EngineInfo, EngineRequest
+from .types import EngineDied, EngineError, EngineRequest, MemoryShort, ModelError
 
 MAX_RESTARTS = 3  # in a row that do not become ready
 BACKOFF_S = 0.5  # before the first restart; doubled for each further one in a row
@@ -106,6 +106,8 @@ class ProcessEngine(Client):
                 if self.info is None:
                     self._fail(error)  # nothing was ever served: the setting or the model is wrong
                     return
+                is_scarce = isinstance(error, MemoryShort)  # it was enough at first
+                log.error("the engine cannot be started again: %s", str(error).partition("\n")[0])
                 reason = EngineDied(f"the engine could not be started again: {error}")
             except Exception as error:
                 self._fail(EngineDied(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
@@ -132,7 +134,7 @@ class ProcessEngine(Client):
         watch = asyncio.create_task(self._watch(child), name="watch")
         try:
             await self._channel.open(child.ours)
-            self._channel.send(channel.Load(self.config, child.news()))
+            self._channel.send(channel.Load(self.config, child.news(), again=self.info is not None))
             while (message := await self._channel.receive()) is not None:
                 self._take(message)
             await self._log_end(child)
@@ -198,20 +200,19 @@ class ProcessEngine(Client):
                     self.status.phase = "restarting" if self.info else message.phase
                     self.status.share = message.share
             case channel.Ready():
-                self._begin(message.info)
+                self._begin(message)
             case channel.Failed():
                 error = getattr(types, message.kind)(message.message)
                 raise error
 
-    def _begin(self, info: EngineInfo) -> None:
+    def _begin(self, ready: channel.Ready) -> None:
         """The child takes requests."""
-        self.info = info
-        # A restart serves the very files of the first start, wherever a branch of the hub has gone since.
-        self.config = replace(self.config, revision=info.revision or self.config.revision)
-        if info.product.startswith("avx512"):
-            # Whether avx512bf16 or avx512 is faster was measured: another answer would change the bits of outputs that
-            # are half sent.
-            self.config = replace(self.config, cpu_isa=info.product)
+        if self.info is None:
+            # Every later life gets the config that the first one has made of ours: the same files of a hub's branch,
+            # kernels that were measured to be faster, as many blocks. Outputs that are half sent go on bit for bit.
+            self.info, self.config = ready.info, ready.config
+        elif ready.info.weights_hash != self.info.weights_hash:
+            raise ModelError(f"the weights of {self.config.model} are others than at the start")
         self.status.phase, self.status.share = "ready", 1.0
         self._settled.set()
         self._send_all()

@@ -169,6 +169,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     product: str = "torch"  # what computes the matrix products: an instruction set of our own kernels, or torch
     product_note: str = ""  # what is lost by it
     product_fix: str = ""  # how to get it
+    sampling: str = "torch"  # what samples from the logits: an instruction set of our own kernels, or torch
     hidden_size: int = 0  # numbers of an embedding; 0: this model tells no hidden states
     quantization: str = "none"  # what the weights were rounded to
     notes: tuple[str, ...] = ()  # what was changed from what was asked, one sentence each
@@ -216,6 +217,10 @@ class ModelError(EngineError):
 
 class ConfigError(EngineError):
     """A setting is impossible."""
+
+
+class MemoryShort(ConfigError):
+    """The settings need more memory than can be had now."""
 
 
 class RequestError(EngineError):

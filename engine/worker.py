@@ -13,21 +13,13 @@ import signal
 import socket
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from . import channel, types
-from .config import EngineConfig
 from .loop import EngineLoop
 from .process import begin_child
-from .scheduler import Scheduler
-from .types import EngineError, EngineInfo, StepStats, TokenDelta
-
-if TYPE_CHECKING:
-    from .grammar.grammars import Grammars
-    from .models import ModelSpec
-    from .runner import Runner
+from .types import EngineError, StepStats, TokenDelta
 
 HEARTBEAT_S = 0.5
 
@@ -59,7 +51,7 @@ class _Worker:
     async def main(self) -> int:
         gc.disable()  # nothing of what is imported and loaded is garbage; looking for it took a tenth of the start
         # torch takes a second and more, and is needed whatever is to be loaded.
-        self.imported = self.model_thread.submit(import_module, "engine.runner")
+        self.imported = self.model_thread.submit(import_module, "engine.build")
         load = await self.pipe.receive()
         if load is None:
             return 0  # the server died before it said anything
@@ -84,46 +76,29 @@ class _Worker:
         return 0
 
     async def _engine(self, load: channel.Load) -> None:
-        from .grammar.grammars import Grammars
+        await asyncio.get_running_loop().run_in_executor(self.model_thread, self._prepare, load)
+        from .build import assemble
 
-        config = load.config
-        reader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        width = 0
-        read: Future[Grammars] | None = None
-
-        def described(spec: ModelSpec) -> None:
-            nonlocal width
-            width = spec.vocab_size
-
-        def progress(share: float) -> None:
-            nonlocal read
-            self.share = share
-            # Reading a vocabulary holds the interpreter, which loading needs least from here on: weights are read.
-            if share and read is None:
-                read = reader.submit(Grammars, config, width)
-
-        def built() -> tuple[Runner, EngineInfo, EngineConfig]:
-            self.imported.result()  # done, in this thread; a second try of an import that failed tells another error
-            for name, value in load.environment.items():  # not beside the import: libraries read it there
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-            from .runner import build
-
-            return build(config, progress, described)
-
-        loop = asyncio.get_running_loop()
-        runner, info, resolved = await loop.run_in_executor(self.model_thread, built)
-        grammars = await asyncio.wrap_future(read or reader.submit(Grammars, config, info.vocab_size))
-        reader.shutdown(wait=False)
+        outbox = _Outbox(self.pipe)
+        engine, info = await assemble(load.config, outbox, self.model_thread, self._progress, again=load.again)
         gc.collect()
         gc.freeze()  # what was loaded stays: later collections need not look at it
         gc.enable()
-        scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
-        self.loop = EngineLoop(scheduler, runner, _Outbox(self.pipe), self.model_thread, grammars)
-        self.pipe.send(channel.Ready(info))
-        await self.loop.run()
+        self.loop = engine
+        self.pipe.send(channel.Ready(info, engine.scheduler.config))
+        await engine.run()
+
+    def _prepare(self, load: channel.Load) -> None:
+        """Wait for the imports and set the environment, on the model thread."""
+        self.imported.result()  # done, in this thread; a second try of an import that failed tells another error
+        for name, value in load.environment.items():  # not beside the import: libraries read it there
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def _progress(self, share: float) -> None:
+        self.share = share
 
     async def _beat(self) -> None:
         while True:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import httpx
 
-from engine import Engine, ProcessEngine
+from engine import Engine, EngineError, ProcessEngine
 
 from . import settings
 from .app import build_app
@@ -102,6 +102,9 @@ class LLM:
         self._finalizer.atexit = False  # by then no thread can be used; the child processes end with this one
         try:
             self._session.call(self._session.open())
+        except EngineError as error:
+            self.close()
+            raise type(error)(settings.with_flags(error)) from None
         except BaseException:
             self.close()
             raise

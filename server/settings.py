@@ -177,6 +177,32 @@ def setting(group: str, default: Any, description: str, metavar: str | None = No
     return Field(default, description=description, json_schema_extra={"group": group, "metavar": metavar}, **bounds)
 
 
+# Field of EngineConfig -> the setting that it is. The engine names fields in its sentences, see `with_flags`.
+ENGINE_SETTINGS = {
+    "model": "model",
+    "revision": "revision",
+    "device": "device",
+    "dtype": "dtype",
+    "quantization": "quantization",
+    "implementation": "model_impl",
+    "attention": "attention_backend",
+    "kv_dtype": "kv_cache_dtype",
+    "cpu_isa": "cpu_isa",
+    "max_len": "max_model_len",
+    "max_seqs": "max_num_seqs",
+    "max_batched_tokens": "max_num_batched_tokens",
+    "long_prefill_tokens": "long_prefill_token_threshold",
+    "policy": "scheduling_policy",
+    "prefix_caching": "enable_prefix_caching",
+    "block_size": "block_size",
+    "num_blocks": "num_gpu_blocks_override",
+    "kv_cache_memory": "kv_cache_memory",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "threads": "threads",
+}
+NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
+
+
 class Settings(BaseSettings):
     """Everything that can be set, validated; never changes after that."""
 
@@ -419,28 +445,7 @@ class Settings(BaseSettings):
         """The engine's part of the settings, not yet resolved for a device or a model."""
         from engine import EngineConfig
 
-        return EngineConfig(
-            model=self.model,
-            revision=self.revision,
-            device=self.device,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            implementation=self.model_impl,
-            attention=self.attention_backend,
-            kv_dtype=self.kv_cache_dtype,
-            cpu_isa=self.cpu_isa,
-            max_len=self.max_model_len,
-            max_seqs=self.max_num_seqs,
-            max_batched_tokens=self.max_num_batched_tokens,
-            long_prefill_tokens=self.long_prefill_token_threshold,
-            policy=self.scheduling_policy,
-            prefix_caching=self.enable_prefix_caching,
-            block_size=self.block_size,
-            num_blocks=self.num_gpu_blocks_override,
-            kv_cache_memory=self.kv_cache_memory,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            threads=self.threads,
-        )
+        return EngineConfig(**{field: getattr(self, name) for field, name in ENGINE_SETTINGS.items()})
 
 
 FIELDS = Settings.model_fields
@@ -451,6 +456,21 @@ KEYS = SECRET | {"api_key_file"}
 def flag(name: str) -> str:
     """The command-line flag of a field."""
     return "--" + name.replace("_", "-")
+
+
+def with_flags(text: object) -> str:
+    """A sentence of the engine with a flag for each field of EngineConfig that it names.
+
+    `max_len` becomes --max-model-len, and `max_len=512` becomes --max-model-len 512.
+    """
+
+    def spelled(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in ENGINE_SETTINGS:
+            return found[0]
+        return flag(ENGINE_SETTINGS[name]) + ("" if value is None else f" {value}")
+
+    return NAMED.sub(spelled, str(text))
 
 
 def group(name: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from engine import EngineConfig, models
+
 VOCAB = 300
 MAX_LEN = 256
 BASE = {
@@ -125,6 +127,13 @@ def make(
             value.copy_(torch.randn_like(value) * 0.15 if value.dim() > 1 else value + torch.randn_like(value) * 0.1)
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
     return folder
+
+
+def load_model(config: EngineConfig, folder: Path, progress: models.Progress = lambda share: None) -> models.Model:
+    """The model of a folder on the CPU under these settings."""
+    spec, checkpoint = models.examine(folder, config)
+    device = torch.device("cpu")
+    return models.load(spec, checkpoint, device, models.product(config, spec, device), progress)
 
 
 @functools.lru_cache(maxsize=4)

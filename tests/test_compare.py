@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"version": "7.8"})
     def do_POST(self):
         work = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if sys.argv[2] == "fails":
+        if sys.argv[2] == "fails" or work["sampling"] != {"top_k": 20}:
             return self.answer(500, {"error": "no memory"})
         one = {"sent": 1.0, "times": [1.5, 1.5 + 0.25 * work["at_once"]], "sizes": [1, work["output_lens"][0] - 1]}
         self.answer(200, {"answers": [one] * len(work["prompts"])})
@@ -147,7 +147,7 @@ def test_a_peer_takes_part_in_its_cases_and_rounds():
 
 def test_a_driver_runs_whole_workloads_and_its_times_are_taken():
     async def then(driver: Contestant):
-        asks = driver.asks(3, 8, 5, "p", 6)
+        asks = driver.asks(3, 8, 5, "p", 6, sampling={"top_k": 20})
         return driver, asks, await driver.run(asks, 2)
 
     command = (sys.executable, "-c", DRIVER, "{port}", "works")
@@ -165,7 +165,7 @@ def test_a_driver_runs_whole_workloads_and_its_times_are_taken():
 def test_a_driver_that_fails_says_why():
     async def then(driver: Contestant):
         with pytest.raises(Failure) as error:
-            await driver.run(driver.asks(1, 8, 5, "p", 0), 1)
+            await driver.run(driver.asks(1, 8, 5, "p", 0, sampling={}), 1)
         return str(error.value)
 
     command = (sys.executable, "-c", DRIVER, "{port}", "fails")
@@ -263,7 +263,7 @@ def turned(monkeypatch, each: Contestant, case: str, answers: dict, limits: Limi
         return True
 
     monkeypatch.setattr(compare, "SETTLE_S", 0)
-    monkeypatch.setattr(Contestant, "asks", lambda *_: [])
+    monkeypatch.setattr(Contestant, "asks", lambda *_, **__: [])
     monkeypatch.setattr(Contestant, "run", run)
     each.target = SimpleNamespace(answers=answers_still)
 
@@ -273,6 +273,25 @@ def turned(monkeypatch, each: Contestant, case: str, answers: dict, limits: Limi
                 await compare.turn(each, case, compare.CASES[case], number, limits or Limits(1.0))
 
     asyncio.run(main())
+
+
+def test_requests_are_greedy_in_every_case_but_p():
+    """The sampling fields reach the server, and no other case sends them."""
+    other = Other()
+
+    async def then(each: Contestant):
+        sent = {}
+        for name, case in compare.CASES.items():
+            other.bodies.clear()
+            await each.run(each.asks(1, 8, 2, name, 0, sampling=case.sampling), 1)
+            fields = ("temperature", "top_p", "top_k")
+            sent[name] = {field: body[field] for body in other.bodies for field in fields if field in body}
+        return sent
+
+    with other.listening() as url:
+        sent = entered(Peer("a", url=url), then)
+    assert sent.pop("P") == {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    assert set(sent) == set("ABCDS") and all(fields == {"temperature": 0} for fields in sent.values())
 
 
 def shot(tokens: int = 128, error: str | None = None) -> Shot:
@@ -361,7 +380,7 @@ def test_ratios_pass_over_rounds_in_which_one_has_no_figure():
 
 def test_the_table_tells_rounds_and_the_share_of_the_round_that_has_both(tmp_path):
     everyone = [
-        contestant(Peer("us"), A=[30, 20, 90], C=[9, 5, 5], S=[18]),
+        contestant(Peer("us"), A=[30, 20, 90], C=[9, 5, 5], P=[7], S=[18]),
         contestant(Peer("them"), A=[10], C=[10]),
         contestant(Peer("others", told="$X serve"), A=[10, 20, 30], C=[10, None, 10]),
         Contestant(Peer("absent"), failure="not started: $X not set"),
@@ -378,6 +397,7 @@ def test_the_table_tells_rounds_and_the_share_of_the_round_that_has_both(tmp_pat
     assert [rows[name][1] for name in ("us", "others", "absent")] == ["3", "2 to 3", ""]
     assert rows["absent"][2] == "not started: $X not set"
     assert rows["us"][6] == "0.500"
+    assert rows["us"][7] == "7.0"
     assert "| us to | rounds | A | C |" in table
     assert "| them | 1 | 3.00 (3.00 to 3.00) | 0.90" in table
     assert "- others: failed in case C, round 2: why" in table

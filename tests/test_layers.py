@@ -3,16 +3,20 @@
 import ast
 import asyncio
 import pathlib
+import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
 import engine
 from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams
+from server import settings
 
 ROOT = pathlib.Path(__file__).parent.parent
 HEAVY = {"torch", "transformers"}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Runs in a child process of its own, for tokenizers that only transformers can read.
 CONVERTER = ROOT / "server/tokenization/convert.py"
 NO_TORCH = [
@@ -30,6 +34,7 @@ LAYERS = [
     {"generation"},
     {"api"},
     {"app"},
+    {"offline"},
     {"cli"},
     {"__main__"},
 ]
@@ -77,12 +82,18 @@ def test_nothing_in_the_server_imports_upwards():
     assert not [arrow for arrow in below if arrow[0] != arrow[1] and rank[arrow[0]] <= rank[arrow[1]]]
 
 
-def test_no_modules_of_the_server_import_each_other_in_a_circle():
-    left = arrows("server")
-    while free := [name for name, names in left.items() if not names & set(left)]:
-        for name in free:
-            del left[name]
-    assert not left, "these import each other, or something that does"
+@pytest.mark.parametrize("package", ["engine", "server"])
+def test_no_modules_import_each_other_in_a_circle(package):
+    try:
+        list(TopologicalSorter(arrows(package)).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_running_engine_imports_no_bench():
+    for importer, names in arrows("engine").items():
+        if not importer.startswith("engine.bench"):
+            assert not {name for name in names if name.startswith("engine.bench")}, importer
 
 
 def test_the_engine_knows_nothing_of_the_server():
@@ -116,6 +127,32 @@ def test_there_is_no_text_in_the_engine():
     words = {"tokenizers", "jinja2"}
     found = [p for p in files("engine") if {module.partition(".")[0] for module, _ in imports(p)} & words]
     assert [p.relative_to(ROOT).as_posix() for p in found] == ["engine/builtin/train.py"]
+
+
+def test_the_engine_names_fields_and_no_flags():
+    """The server knows how users spell a setting; a program that reads flags of its own may name them."""
+    flags = re.compile("|".join(rf"{settings.flag(name)}(?![\w-])" for name in settings.ENGINE_SETTINGS.values()))
+    for path in files("engine"):
+        if path.parent.name == "builtin":  # what the built-in model was trained to say is data
+            continue
+        tree = ast.parse(path.read_text())
+        own = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("parser.")]
+        docs = [n.body[0] for n in ast.walk(tree) if isinstance(n, DOCUMENTED) and ast.get_docstring(n)]
+        skipped = {id(part) for n in own + docs for part in ast.walk(n)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+                assert not flags.search(node.value), f"{path}:{node.lineno} names a flag: {node.value}"
+
+
+def test_every_field_that_the_engine_names_has_a_flag():
+    fields = set(EngineConfig.__struct_fields__)
+    assert set(settings.ENGINE_SETTINGS) <= fields
+    assert set(settings.ENGINE_SETTINGS.values()) <= set(settings.FIELDS)
+    # What the engine alone sets: for tests, and for a restart.
+    assert fields - set(settings.ENGINE_SETTINGS) == {"debug", "products", "rope_len"}
+    named = [(path, found) for path in files("engine") for found in settings.NAMED.finditer(path.read_text())]
+    named = [(path, found[1]) for path, found in named if found[1] in fields]
+    assert len(named) > 15 and {name for _, name in named} <= set(settings.ENGINE_SETTINGS)
 
 
 @pytest.mark.parametrize("package", ["engine", "server"])

@@ -35,7 +35,7 @@ Strides = tuple[int, int, int, int, int, int]
 def variant(isa: str) -> tuple[ctypes.CDLL, str]:
     """The kernels and the instruction set that a setting means; ConfigError where there are none."""
     if isa == "torch":
-        raise ConfigError("no CPU kernels are wanted (--cpu-isa torch)")
+        raise ConfigError("no CPU kernels are wanted (`cpu_isa=torch`)")
     try:
         loaded, features = library.load(build.library())
     except (build.BuildError, OSError) as error:

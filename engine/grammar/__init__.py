@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
     from llguidance._lib import JsonCompileOptions
 
-    from .trial import Trial
-
 KINDS = ("json_schema", "regex", "choice", "lark")
 MAX_SOURCE = 64 << 10  # bytes of UTF-8
 MAX_SHOWN = 120  # characters of what llguidance says
@@ -76,13 +74,6 @@ def problem(kind: str, text: str) -> str | None:
     except GrammarError as error:
         return str(error)
     return shown(messages[0]) if failed else None
-
-
-def grammar_trial(width: int) -> Trial:
-    """What compiles grammars for a model with logits of this width, to see whether they can be."""
-    from .trial import Trial
-
-    return Trial(width)
 
 
 def limits() -> LLParserLimits:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 
-from llguidance import LLMatcher, LLTokenizer
-
 from . import GrammarError, limits, shown, source
 
 
-class Trial:
+class GrammarTrial:
     """Compiles grammars over a vocabulary of single bytes, padded to the width of a model's logits.
 
     What a grammar costs to compile hardly depends on the vocabulary, and this one takes no time to load. Token ids are
@@ -18,10 +16,14 @@ class Trial:
 
     def __init__(self, width: int) -> None:
         """`width`: of the model's logits."""
+        from llguidance import LLTokenizer  # importing this module costs nothing
+
         self._tokenizer = LLTokenizer(_bytes_alone(), n_vocab=max(width, 257), eos_token=256)
 
     def problem(self, kind: str, text: str) -> str | None:
         """Why the grammar cannot be used, in half a sentence; None when it compiles and has a first token."""
+        from llguidance import LLMatcher
+
         try:
             matcher = LLMatcher(self._tokenizer, source(kind, text), limits=limits(), log_level=0)
         except GrammarError as error:

@@ -1,8 +1,9 @@
-"""The kernels' library in this process, and the decision what computes a model's matrix products.
+"""The kernels' library in this process, and the decision what computes a model's matrix products and its sampling.
 
 The decision is about the machine: what its processor can do, whether there is a library, and what a person forces.
 Our own product gives a row the same bits in any batch; torch's products do not, and are taken where they must be (no
-library, no kernel for the processor) or are faster (AMX).
+library, no kernel for the processor) or are faster (AMX). Sampling is decided apart from them: its kernels find the
+tokens that torch finds, and are faster wherever they run.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
         return Choice(None)
     if dtype not in DTYPES:
         lost = f"the CPU kernels take {' and '.join(DTYPES.values())}: torch computes the products of this model"
-        return Choice(None, lost, "--dtype bfloat16")
+        return Choice(None, lost, "`dtype=bfloat16`")
     try:
         library, features = load(build.library())
     except (build.BuildError, OSError) as error:
@@ -171,7 +172,7 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
         return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
     have = best_first(features)
     if asked == "auto" and features & AMX and dtype == torch.bfloat16:
-        fix = f"--cpu-isa {have[0]} where equal bits matter more than speed" if have else ""
+        fix = f"`cpu_isa={have[0]}` where equal bits matter more than speed" if have else ""
         return Choice(None, "torch computes the products with AMX, and results depend on the batch", fix)
     if asked == "auto" and not have:
         lost = "this processor has no AVX2: torch computes the products, and results depend on the batch"
@@ -180,6 +181,32 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
         raise ConfigError(f"this processor cannot run {asked}; it can run {', '.join([*have, 'torch'])}")
     isa = have[0] if asked == "auto" else asked
     return Choice(Kernels(library, isa, quantizes=_quantizes(isa, features)))
+
+
+def for_sampling(asked: str, device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The kernels that sample from a model's logits, whatever computes its products; None where torch samples.
+
+    `asked` as for `choose`, which raises the errors: torch means no kernels at all. `dtype` is the model's, and logits
+    are float32 unless it is float64, of which the kernels take none.
+    """
+    isa = settle(asked, device)
+    if device.type != "cpu" or isa == "torch" or dtype == torch.float64:
+        return None
+    return Kernels(load(build.library())[0], isa)
+
+
+def settle(asked: str, device: torch.device) -> str:
+    """The instruction set that a setting means on this machine: torch where it has no such kernels.
+
+    Which of two is faster is measured when the library is loaded, so that another process may come to another one.
+    """
+    if device.type != "cpu" or asked == "torch":
+        return asked
+    try:
+        have = best_first(load(build.library())[1])
+    except (build.BuildError, OSError):
+        return "torch"
+    return next((isa for isa in have if asked in ("auto", isa)), "torch")
 
 
 def _quantizes(isa: str, features: int) -> bool:
@@ -191,12 +218,12 @@ def _for_quantized(asked: str, device: torch.device, dtype: torch.dtype) -> Choi
     """`choose` for quantized weights. AMX is no reason for torch here, and AVX-512 counts with VNNI alone."""
     need = "quantized weights need our CPU kernels"
     if device.type != "cpu":
-        raise ConfigError(f"{need}, and this engine runs on {device}: leave out --quantization")
+        raise ConfigError(f"{need}, and this engine runs on {device}: leave out `quantization`")
     if asked == "torch":
-        raise ConfigError(f"{need}, and --cpu-isa torch wants none of them")
+        raise ConfigError(f"{need}, and `cpu_isa=torch` wants none of them")
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"{need}, which take {' and '.join(DTYPES.values())}, not {name}: set --dtype bfloat16")
+        raise ConfigError(f"{need}, which take {' and '.join(DTYPES.values())}, not {name}: set `dtype=bfloat16`")
     try:
         library, features = load(build.library())
     except (build.BuildError, OSError) as error:

@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config import EngineConfig
 from ..kernels.library import Choice, choose
 from ..types import ConfigError, EngineError, ModelError
 from .forward import Forward, Outputs
+from .model import Model, Progress
 from .spec import ModelSpec, architecture, read_config, read_spec, shown
 from .weights import Checkpoint
 
-Progress = Callable[[float], None]  # gets the share of the weights that is in place, 0 to 1
+
+def describe(folder: Path, config: EngineConfig) -> ModelSpec:
+    """Return what the folder's config.json says, under these settings. Raises ModelError, ConfigError."""
+    return _describe(folder, read_config(folder), config, None)
 
 
-class Model(Protocol):
-    """A loaded model. Nothing of it changes after loading; all state of a request is in the cache."""
+def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
+    """Return `describe`'s spec and the folder's weights, for `load`.
 
-    spec: ModelSpec
-    num_params: int
-    weights_bytes: int
-    weights_hash: str
-    product: Choice  # what computes the matrix products
-    sinks: Mapping[str, Tensor]  # the parameters that the spec's attention layers name as sinks
-
-    def forward(self, forward: Forward) -> Outputs:
-        """Store a step's tokens in the cache and return the logits and hidden states of some of them.
-
-        A model whose spec has no hidden_size returns no hidden states.
-        """
-
-
-def describe(folder: Path, config: EngineConfig, *, weights: bool = False) -> ModelSpec:
-    """Return what the folder's config.json says, under these settings. Raises ModelError, ConfigError.
-
-    With `weights` the headers of the checkpoint are read too, and no number is believed that its tensors contradict.
+    The headers of the weights are read too, and no number is believed that their tensors contradict.
     """
     source = read_config(folder)
-    checkpoint = Checkpoint(folder) if weights else None
+    checkpoint = Checkpoint(folder)
+    return _describe(folder, source, config, checkpoint), checkpoint
+
+
+def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:
     try:
-        return _describe(folder, source, config, checkpoint)
+        return _spec(folder, source, config, checkpoint)
     except (EngineError, ImportError):
         raise
     except Exception as error:  # a value of another type than any model's
@@ -52,7 +41,7 @@ def describe(folder: Path, config: EngineConfig, *, weights: bool = False) -> Mo
         raise ModelError(f"{folder / 'config.json'} holds a value that cannot be used ({reason})") from error
 
 
-def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:
+def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:
     wanted = config.implementation
     if wanted != "transformers":
         spec = read_spec(source, config, native_only=wanted == "native")
@@ -64,7 +53,7 @@ def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkp
             return spec
     if config.quantization != "none":
         raise ConfigError(
-            f"--quantization {config.quantization} is for the native implementation, and {architecture(source)} runs "
+            f"`quantization={config.quantization}` is for the native implementation, and {architecture(source)} runs "
             "on transformers' code here: leave it out"
         )
     from . import hf
@@ -74,20 +63,36 @@ def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkp
 
 def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
     """What computes a model's products on a device. Raises ConfigError for what this machine cannot do."""
-    return choose(config.cpu_isa, device, spec.dtype, quantized=spec.quantization != "none")
+    asked = config.cpu_isa if config.products == "auto" else config.products
+    return choose(asked, device, spec.dtype, quantized=spec.quantization != "none")
 
 
-def load(config: EngineConfig, folder: Path, device: torch.device, progress: Progress = lambda share: None) -> Model:
-    """Build the model of a folder on a device; the weights are streamed in. Raises ModelError, ConfigError."""
-    spec = describe(folder, config)
-    chosen = product(config, spec, device)
+def load(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    product: Choice,
+    progress: Progress = lambda share: None,
+) -> Model:
+    """Build a model that `examine` has found on a device; its weights are streamed in. Raises ModelError."""
     if spec.implementation == "native":
         from .decoder import Decoder
 
-        return Decoder.load(spec, folder, device, chosen, progress)
+        return Decoder.load(spec, checkpoint, device, product, progress)
     from . import hf
 
-    return hf.load(spec, folder, device, chosen, progress)
+    return hf.load(spec, checkpoint, device, product, progress)
 
 
-__all__ = ["Forward", "Model", "ModelError", "ModelSpec", "Outputs", "Progress", "describe", "load", "product"]
+__all__ = [
+    "Forward",
+    "Model",
+    "ModelError",
+    "ModelSpec",
+    "Outputs",
+    "Progress",
+    "describe",
+    "examine",
+    "load",
+    "product",
+]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -46,14 +45,18 @@ class Decoder:
 
     @classmethod
     def load(
-        cls, spec: ModelSpec, folder: Path, device: torch.device, product: Choice, progress: Callable[[float], None]
+        cls,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        product: Choice,
+        progress: Callable[[float], None],
     ) -> Decoder:
-        """A model with the weights of a folder. Raises ModelError for a checkpoint that does not fit the spec.
+        """A model with the weights of a checkpoint that has passed `check`. Raises ModelError where it cannot be read.
 
         No more is held at once than all weights, and one of them, or those of a layer, a second time.
         """
-        checkpoint = Checkpoint(folder)
-        prefix, tied = check(spec, checkpoint)
+        prefix, tied = _layout(spec, checkpoint)
         if tied and "lm_head.weight" in checkpoint.entries:
             # A head that was trained apart is used, whatever the flag says.
             tied = checkpoint.equal("lm_head.weight", f"{prefix}embed_tokens.weight")
@@ -165,15 +168,19 @@ class Decoder:
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
 
 
-def check(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, bool]:
+def _layout(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, bool]:
+    """The prefix of the tensors' names, and whether config.json says that the head is the embedding."""
+    prefix = "model." if "model.embed_tokens.weight" in checkpoint.entries else ""
+    return prefix, spec.decoder is not None and spec.decoder.tied
+
+
+def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """Raise ModelError unless a checkpoint holds all tensors of a model in their shapes, and no others.
 
-    Returns the prefix of their names, and whether config.json says that the head is the embedding. Nothing is
-    allocated: config.json may ask for any amount of memory.
+    Nothing is allocated: config.json may ask for any amount of memory.
     """
-    tied = spec.decoder is not None and spec.decoder.tied
+    prefix, tied = _layout(spec, checkpoint)
     entries = checkpoint.entries
-    prefix = "model." if "model.embed_tokens.weight" in entries else ""
     model = Decoder(spec, torch.device("meta"), Choice(None, ""), tied=tied)
     places = {prefix + name: place for name, place in model.places().items()}
     if not tied or "lm_head.weight" in entries:
@@ -183,7 +190,6 @@ def check(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, bool]:
         # A tensor without a place means that the model is not what config.json says; these are harmless.
         if not name.endswith("rotary_emb.inv_freq"):
             raise ModelError(f"the checkpoint holds the tensor {name}, for which {spec.architecture} has no place")
-    return prefix, tied
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from ..files import read_json
 from ..kernels.library import Choice, Kernels
 from ..types import ModelError
 from .forward import Forward, Outputs
-from .packing import pack
+from .packing import Swap, pack, unpack
 from .spec import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
 from .trial import NOT_THERE, first_line, overheard, quiet, refusal, try_without_weights
 from .weights import Checkpoint
@@ -105,25 +105,28 @@ def describe(
 
 
 def load(
-    spec: ModelSpec, folder: Path, device: torch.device, product: Choice, progress: Callable[[float], None]
+    spec: ModelSpec, checkpoint: Checkpoint, device: torch.device, product: Choice, progress: Callable[[float], None]
 ) -> Transformers:
-    """The model of a folder with its weights, on the device. Raises ModelError."""
-    checkpoint = Checkpoint(folder)
+    """The model of a checkpoint's folder with its weights, on the device. Raises ModelError."""
     progress(0.0)
-    loaded = Transformers(spec, _read(spec, folder).to(device), checkpoint.weights_hash, product)
+    loaded = Transformers(spec, _read(spec, checkpoint.folder).to(device), checkpoint.weights_hash, product)
+    swaps = [] if product.kernels is None else loaded.pack(product.kernels)
     try:
         loaded.check_isolation(device)
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-        if product.kernels is None or "can't allocate memory" in str(error):
+        if not swaps or "can't allocate memory" in str(error):
             raise
         reason = first_line(error)
     else:
         progress(1.0)
         return loaded
     # Its code looks into its linear layers beside calling them.
-    del loaded
+    unpack(swaps)
     lost = f"torch computes the products: {spec.architecture} does not run on packed weights ({reason})"
-    return load(spec, folder, device, Choice(None, lost), progress)
+    loaded.product = Choice(None, lost)
+    loaded.check_isolation(device)
+    progress(1.0)
+    return loaded
 
 
 def _read(spec: ModelSpec, folder: Path) -> Any:
@@ -158,12 +161,10 @@ class Transformers:
     """A loaded model that transformers computes."""
 
     def __init__(self, spec: ModelSpec, model: Any, weights_hash: str, product: Choice) -> None:
-        self.spec, self.model, self.weights_hash = spec, model, weights_hash
+        self.spec, self.model, self.weights_hash, self.product = spec, model, weights_hash, product
         parameters = list(model.parameters())
         self.num_params = sum(parameter.numel() for parameter in parameters)
         self.weights_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
-        del parameters  # what is packed is freed
-        self.product = product if product.kernels is None else self._pack(product.kernels)
         names = {layer.sinks for layer in spec.layers if layer.sinks is not None}
         self.sinks: Mapping[str, Tensor] = {name: model.get_parameter(name) for name in names}
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -185,9 +186,10 @@ class Transformers:
         hidden = found[0][0, forward.hidden_at] if found else None
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
 
-    def _pack(self, kernels: Kernels) -> Choice:
-        """Have our kernels compute the products that they can; what computes them then."""
-        share = pack(self.model, kernels) / self.weights_bytes
+    def pack(self, kernels: Kernels) -> list[Swap]:
+        """Have our kernels compute the products that they can; returns what `unpack` needs to undo it."""
+        swaps = pack(self.model, kernels)
+        share = sum(swap.num_bytes for swap in swaps) / self.weights_bytes
         if share > 0.5:  # as long as anything views the checkpoint's file, all of it stays mapped
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.clone()
@@ -195,7 +197,8 @@ class Transformers:
             f"our kernels hold {share:.0%} of the weights; what transformers' code computes beside them with torch can"
             " change its last bits with the batch"
         )
-        return Choice(kernels, lost, alone=False)
+        self.product = Choice(kernels, lost, alone=False)
+        return swaps
 
     def check_isolation(self, device: torch.device) -> None:
         """Raise ModelError if a token's logits depend on another sequence's token in the same step."""
@@ -298,7 +301,7 @@ def _length(settings: Any, config: EngineConfig, name: str) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     length = next((value for key in names if isinstance(value := getattr(text, key, None), int)), config.max_len)
     if length is None:
-        raise ModelError(f"config.json does not tell how long a sequence {name} takes; set --max-model-len")
+        raise ModelError(f"config.json does not tell how long a sequence {name} takes; set `max_len`")
     rope = getattr(text, "rope_parameters", None) or {}
     factor = rope.get("factor") or 1.0
     if rope.get("rope_type") in ("linear", "dynamic"):

@@ -7,8 +7,10 @@ that is also an embedding which does more than look up rows.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -38,8 +40,22 @@ class PackedEmbedding(nn.Module):
         return self._packed.lookup(ids.reshape(-1)).view(*ids.shape, self._packed.columns)
 
 
-def pack(model: Any, kernels: Kernels) -> int:
-    """Replace a model's linear layers whose whole work is our product; gives the bytes of their weights.
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A linear layer that gave up its weight, the embeddings that shared it, and where all of them were."""
+
+    packed: Packed
+    linear: nn.Module
+    places: dict[nn.Module, list[tuple[nn.Module, str]]]  # each of them -> its parents and its names there
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the plain weight."""
+        return self.packed.outputs * self.packed.columns * self.packed.dtype.itemsize
+
+
+def pack(model: Any, kernels: Kernels) -> list[Swap]:
+    """Replace a model's linear layers whose whole work is our product; `unpack` takes what this returns.
 
     They are packed one by one, and each plain weight is freed at once. The model is on the CPU.
     """
@@ -53,13 +69,12 @@ def pack(model: Any, kernels: Kernels) -> int:
         for parameter in parent._parameters.values():
             if parameter is not None:
                 holders[id(parameter)].append(parent)
-    total = 0
+    swaps = []
     for linear in [module for module in places if _is_plain(module, kernels)]:
         weight: Tensor = linear.weight  # type: ignore[assignment]
         tied = [module for module in holders[id(weight)] if module is not linear]
         if not all(_only_looks_up(module) for module in tied):
             continue
-        total += weight.numel() * weight.itemsize
         rows = weight.detach() if isinstance(linear, nn.Linear) else weight.detach().T
         # Logits are wanted in float32.
         packed = Packed(kernels, rows, linear.bias, wide=linear is head)  # type: ignore[arg-type]
@@ -69,7 +84,20 @@ def pack(model: Any, kernels: Kernels) -> int:
             new = PackedLinear(packed) if old is linear else PackedEmbedding(packed)
             for parent, name in places[old]:
                 parent._modules[name] = new
-    return total
+        swaps.append(Swap(packed, linear, {old: places[old] for old in (linear, *tied)}))
+    return swaps
+
+
+def unpack(swaps: list[Swap]) -> None:
+    """Put the layers back with their weights, bit for bit; one plain weight beside a packed one at a time."""
+    while swaps:
+        swap = swaps.pop()
+        rows = swap.packed.lookup(torch.arange(swap.packed.outputs))
+        weight = nn.Parameter(rows if isinstance(swap.linear, nn.Linear) else rows.T.contiguous(), requires_grad=False)
+        for old, places in swap.places.items():
+            old.weight = weight
+            for parent, name in places:
+                parent._modules[name] = old
 
 
 def _is_plain(module: nn.Module, kernels: Kernels) -> bool:

@@ -181,7 +181,7 @@ def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype
         return DTYPES[config.dtype]
     name = stored_dtype(source)
     if name not in DTYPES:
-        raise ModelError(f"config.json names the dtype '{shown(name)}'; choose one of {', '.join(DTYPES)} with --dtype")
+        raise ModelError(f"config.json names the dtype '{shown(name)}'; choose one of {', '.join(DTYPES)} with `dtype`")
     return DTYPES[name]
 
 
@@ -191,7 +191,8 @@ def stored_dtype(source: Mapping[str, Any]) -> str:
 
 
 def serve_len(max_len: int, config: EngineConfig) -> int:
-    return min(config.max_len or max_len, max_len)
+    """Tokens that length-dependent frequencies are made for: as many as were asked for, whatever the memory holds."""
+    return config.rope_len or min(config.max_len or max_len, max_len)
 
 
 def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool = False) -> ModelSpec | None:
@@ -205,7 +206,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         reason = _beyond(source)
     if family is None or reason is not None:
         if native_only:
-            raise ModelError(f"{reason}; leave --implementation to auto")
+            raise ModelError(f"{reason}; leave `implementation` to auto")
         return None
     heads = _whole(source, "num_attention_heads", most=MAX_HEADS)
     omitted = heads if "num_key_value_heads" in source else family.kv_heads or heads  # null means: as many as heads

@@ -78,6 +78,7 @@ class Checkpoint:
     """The tensors of a model folder by name. Opening it reads and checks the headers only."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.entries: dict[str, Entry] = {}
         self._headers: list[tuple[str, int, bytes]] = []  # file name, file size, header
         self._header_bytes = 0

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from engine import Engine, EngineInfo
 
-from ..settings import Settings
+from ..settings import Settings, with_flags
 
 REFRESH_S = 0.1
 ANYWHERE = ("0.0.0.0", "::")
@@ -119,8 +119,8 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
     if not settings.keys and not settings.is_loopback:
         lines.append(("warning", "anyone who reaches this port can use the server; set --api-key"))
     if info.product_note:
-        lines.append(("note", "; ".join(filter(None, [info.product_note, info.product_fix]))))
-    lines += [("note", note) for note in info.notes]
+        lines.append(("note", with_flags("; ".join(filter(None, [info.product_note, info.product_fix])))))
+    lines += [("note", with_flags(note)) for note in info.notes]
     if settings.model == "builtin":
         lines.append(("note", DEMONSTRATION))
     return lines
@@ -139,8 +139,12 @@ def announce(
     if settings.log_format == "json":
         fields = {"model": settings.names[0], "url": url(settings, where), "seconds": round(seconds, 3)}
         fields |= {name: getattr(info, name) for name in ("dtype", "device", "num_blocks", "block_size", "max_len")}
-        fields |= {"quantization": info.quantization, "product": info.product, "product_note": info.product_note}
-        log.info("ready", extra={"fields": fields | {"exact": info.exact, "notes": list(info.notes)}})
+        fields |= {
+            "quantization": info.quantization,
+            "product": info.product,
+            "product_note": with_flags(info.product_note),
+        }
+        log.info("ready", extra={"fields": fields | {"exact": info.exact, "notes": [*map(with_flags, info.notes)]}})
         return
     stream = stream or sys.stdout
     lines = facts(info, settings, where, seconds)

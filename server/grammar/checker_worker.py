@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from engine import begin_child, grammar_trial
+from engine import GrammarTrial, begin_child
 
 from .schemas import wrong
 
@@ -133,7 +133,7 @@ def verdict_of(job_id: int, pid: int, written: bytes) -> Verdict:
 def serve(sock: socket.socket, width: int) -> None:
     """Fork for each job that comes, and send each verdict when its fork has ended, until the server goes."""
     frames = Frames(sock)
-    problem = grammar_trial(width).problem
+    problem = GrammarTrial(width).problem
     problem("regex", "a")  # what is made at the first use is made here, and not in every fork
     wrong("json_schema", '{"type": "object"}')
     gc.freeze()

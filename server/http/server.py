@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from engine import ConfigError, Engine, EngineError, EngineInfo, ModelError
 
-from ..settings import Settings
+from ..settings import Settings, with_flags
 from .connection import Connection
 
 ACCEPTS_PER_TURN = 16
@@ -141,7 +141,7 @@ class GracefulServer(uvicorn.Server):
 
     def _give_up(self, reason: object, code: int) -> None:
         if not self.signals:
-            self.failure = (str(reason), code)
+            self.failure = (with_flags(reason), code)
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

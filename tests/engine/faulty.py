@@ -1,6 +1,7 @@
 """The engine's process with faults: a request's seed says what happens when it has so many tokens of output.
 
-`python -m tests.engine.faulty` in the place of `python -m engine.worker`, through FaultyChild.
+`python -m tests.engine.faulty` in the place of `python -m engine.worker`, through FaultyChild. With OTHER_MACHINE in
+the environment it finds another machine: memory of so many bytes, on which the other instruction set is the faster one.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine import worker
+from engine import memory, worker
 from engine.batch import Batch, StepTokens
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.supervisor import Child
 
 BASE = 10_000_000
+OTHER_MACHINE = "PEQUOD_TEST_OTHER_MACHINE"
 KINDS = ("segfault", "exit", "stop", "hang", "spin", "memory")
 
 
@@ -78,6 +80,17 @@ def install() -> None:
     EngineLoop._compute, EngineLoop._tokens = faulty_compute, faulty_tokens
 
 
+def move(size: int) -> None:
+    """Let this process find another machine, with `size` bytes of memory."""
+    from engine.kernels import library
+
+    best_first = library.best_first
+    library.best_first = lambda features: best_first(features)[::-1]
+    memory.measure = lambda device: memory.Machine("cpu", size, size)
+
+
 if __name__ == "__main__":
     install()
+    if OTHER_MACHINE in os.environ:
+        move(int(os.environ[OTHER_MACHINE]))
     worker.main()

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from engine import (
     Child,
@@ -21,10 +20,8 @@ from engine import (
     ProcessEngine,
     SamplingParams,
     TokenDelta,
-    channel,
 )
 from server.__main__ import main as pequod
-from tests.fakes import INFO
 
 CONFIG = EngineConfig(model="builtin", num_blocks=64, debug=True)
 PROMPT = (5, 6, 7)
@@ -206,16 +203,6 @@ def test_a_reader_with_unread_tokens_is_told_that_the_engine_died():
             with pytest.raises(EngineDied):
                 while True:
                     await anext(stream)
-
-    run(main)
-
-
-@pytest.mark.parametrize(("product", "kept"), [("avx512", "avx512"), ("avx512bf16", "avx512bf16"), ("torch", "auto")])
-def test_a_restart_computes_with_what_was_measured_to_be_faster_at_first(product, kept):
-    async def main() -> None:
-        engine = ProcessEngine(CONFIG)
-        engine._take(channel.Ready(replace(INFO, product=product)))
-        assert engine.config.cpu_isa == kept
 
     run(main)
 

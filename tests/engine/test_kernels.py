@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from engine import ConfigError
-from engine.kernels import bench, build, library
+from engine.bench import kernels as bench
+from engine.kernels import build, library
 from engine.kernels.library import ISAS, Kernels, choose
 from engine.kernels.product import Packed
 
@@ -283,7 +284,7 @@ def test_the_best_variant_is_chosen(processor):
     assert choose("torch", CPU, torch.float32).kernels is None
     for dtype in (torch.float64, torch.float16):
         choice = choose("avx2", CPU, dtype)
-        assert choice.name == "torch" and "float32 and bfloat16" in choice.note and choice.fix == "--dtype bfloat16"
+        assert choice.name == "torch" and "float32 and bfloat16" in choice.note and choice.fix == "`dtype=bfloat16`"
     assert choose("auto", torch.device("cuda"), torch.bfloat16).name == "torch"
 
 

@@ -282,9 +282,9 @@ def test_amx_is_no_reason_for_torch(processor):
 def test_what_has_no_kernels_is_refused(processor, monkeypatch):
     processor("avx2")
     for asked, device, dtype, why in (
-        ("torch", CPU, torch.bfloat16, "--cpu-isa torch wants none"),
-        ("auto", torch.device("cuda"), torch.bfloat16, "runs on cuda: leave out --quantization"),
-        ("auto", CPU, torch.float64, "float32 and bfloat16, not float64: set --dtype bfloat16"),
+        ("torch", CPU, torch.bfloat16, "`cpu_isa=torch` wants none"),
+        ("auto", torch.device("cuda"), torch.bfloat16, "runs on cuda: leave out `quantization`"),
+        ("auto", CPU, torch.float64, "float32 and bfloat16, not float64: set `dtype=bfloat16`"),
         ("sse", CPU, torch.float32, "unknown instruction set 'sse'"),
     ):
         with pytest.raises(ConfigError, match=why):

@@ -16,7 +16,7 @@ from engine.kernels.library import choose
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
 from tests.engine.test_attention import spoil
-from tests.models import FALLBACK, FLOAT32_ONLY, MAX_LEN, MODELS, NATIVE, VOCAB, make, oracle, prompt
+from tests.models import FALLBACK, FLOAT32_ONLY, MAX_LEN, MODELS, NATIVE, VOCAB, load_model, make, oracle, prompt
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -39,7 +39,7 @@ def limit_of(name: str) -> float:
 def load(folder: Path, dtype: torch.dtype, max_len: int | None = None, kv_dtype: str = "auto") -> models.Model:
     name = str(dtype).removeprefix("torch.")
     config = EngineConfig(model=str(folder), dtype=name, max_len=max_len, kv_dtype=kv_dtype)
-    return models.load(config, folder, CPU)
+    return load_model(config, folder)
 
 
 class Bench:
@@ -300,7 +300,7 @@ def test_the_native_model_and_the_fallback_agree(home):
         folder = make(name, home / name, dtype=torch.float64)
         native = load(folder, torch.float64)
         config = EngineConfig(model="", dtype="float64", implementation="transformers")
-        other = models.load(config, folder, CPU)
+        other = load_model(config, folder)
         assert (native.spec.implementation, other.spec.implementation) == ("native", "transformers")
         assert native.spec.layers == other.spec.layers
         assert native.spec.num_params == other.spec.num_params and native.weights_hash == other.weights_hash
@@ -392,7 +392,7 @@ def test_packed_products_in_bfloat16(isa, looked_up):
 def test_packed_weights_are_held_once(home, name):
     """The packed form is what stays, also of an embedding that is the head too."""
     folder = make(name, home / name, dtype=torch.float64)
-    model = models.load(EngineConfig(model=str(folder), dtype="bfloat16"), folder, CPU)
+    model = load_model(EngineConfig(model=str(folder), dtype="bfloat16"), folder)
     if not model.product.invariant:
         pytest.skip("no CPU kernels here")
     linears = [linear for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
@@ -431,7 +431,7 @@ def test_float32_is_near_transformers(home, name, isa):
     """In float32 our own kernels compute, in float64 torch does."""
     folder = make(name, home / name, dtype=torch.float64)
     config = EngineConfig(model=str(folder), dtype="float32", cpu_isa=isa)
-    model, reference = models.load(config, folder, CPU), oracle(folder, torch.float64)
+    model, reference = load_model(config, folder), oracle(folder, torch.float64)
     assert isa == "torch" or model.product.invariant == (choose("auto", CPU, torch.float32).kernels is not None)
     for length in (1, 40):
         want = whole(reference, prompt(length))

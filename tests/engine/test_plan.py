@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from engine import memory, plan
+from engine.build import build
 from engine.config import EngineConfig
 from engine.kernels.library import choose
 from engine.memory import Machine, measure
-from engine.runner import build
 from engine.types import ConfigError
-from tests.engine.test_runner import tiny_llama
+from tests.engine.test_build import tiny_llama
 
 GB = 10**9
 QWEN3 = {  # the shape of Qwen3-0.6B
@@ -53,7 +53,7 @@ def on(monkeypatch):
     def pretend(total, available=None, kind="cpu"):
         machine = Machine(kind, total, total if available is None else available)
         monkeypatch.setattr(memory, "measure", lambda device: machine)
-        monkeypatch.setattr(plan, "pick_device", lambda name: torch.device(kind))
+        monkeypatch.setattr("engine.build.pick_device", lambda name: torch.device(kind))
 
     return pretend
 
@@ -117,7 +117,7 @@ def test_plain_weights_must_fit_beside_rounded_ones_where_they_are_converted(qwe
     ok(**small, quantization="int8", dtype="bfloat16")  # as the file has them
     found = impossible(**small, quantization="int8", dtype="float32")
     assert "while they are rounded, 0.6 GB of plain ones" in found["error"]
-    assert len(found["try"]) == 3 and found["try"][0].startswith("--dtype bfloat16")
+    assert len(found["try"]) == 3 and found["try"][0].startswith("`dtype=bfloat16`")
 
     on(64 * GB, (held["weights_bytes"] + head + 10**6) / 0.9)
     assert ok(**small, quantization="int8", dtype="float32")["num_blocks"] == 32
@@ -126,8 +126,8 @@ def test_plain_weights_must_fit_beside_rounded_ones_where_they_are_converted(qwe
 def test_what_is_too_large_may_fit_in_8_bits(qwen3, on):
     on(2.2 * GB)
     found = impossible(model=qwen3, max_len=1024)
-    assert any(line.startswith("--quantization int8: weights of 0.6 GB leave room") for line in found["try"])
-    assert not any("--quantization" in line for line in impossible(model=qwen3, max_len=10**6, device="cpu")["try"])
+    assert any(line.startswith("`quantization=int8`: weights of 0.6 GB leave room") for line in found["try"])
+    assert not any("quantization" in line for line in impossible(model=qwen3, max_len=10**6, device="cpu")["try"])
 
 
 def test_a_cache_of_int8_holds_more(qwen3, on):
@@ -262,17 +262,17 @@ def test_a_request_that_does_not_fit_is_offered_the_length_that_does(qwen3, on):
     found = impossible(model=qwen3, max_len=40960)
     assert "one request of 40960 tokens needs 4.7 GB" in found["error"]
     assert len(found["try"]) == 3
-    length = int(found["try"][0].removeprefix("--max-model-len ").split(",")[0])
+    length = int(found["try"][0].removeprefix("`max_len=").split("`")[0])
     assert ok(model=qwen3, max_len=length)["max_len"] == length
     impossible(model=qwen3, max_len=length * 5 // 4)
-    size = int(found["try"][1].removeprefix("--kv-cache-memory ").split(",")[0])
+    size = int(found["try"][1].removeprefix("`kv_cache_memory=").split("`")[0])
     ok(model=qwen3, max_len=length, kv_cache_memory=size)
 
 
 def test_a_smaller_dtype_is_offered_where_it_helps(qwen3, on):
     on(4 * GB)
     found = impossible(model=qwen3, dtype="float32")
-    assert any(each.startswith("--dtype bfloat16") for each in found["try"])
+    assert any(each.startswith("`dtype=bfloat16`") for each in found["try"])
     ok(model=qwen3, dtype="bfloat16")
 
 
@@ -280,7 +280,7 @@ def test_an_int8_cache_is_offered_where_it_helps(qwen3, on):
     on(6 * GB, 6 * GB, "cuda")
     settings = {"model": qwen3, "max_len": 40960, "max_seqs": 4, "max_batched_tokens": 16}
     found = impossible(**settings)
-    assert found["try"][1].startswith("--kv-cache-dtype int8: a KV cache of "), found
+    assert found["try"][1].startswith("`kv_dtype=int8`: a KV cache of "), found
     ok(**settings, kv_dtype="int8")
 
 
@@ -288,9 +288,9 @@ def test_a_cache_larger_than_memory(qwen3, on):
     on(64 * GB, 20 * GB)
     found = impossible(model=qwen3, kv_cache_memory=30 * GB)
     assert "30.0 GB as asked for" in found["error"] and "18.0 GB" in found["error"]
-    assert found["try"][0].startswith("no --kv-cache-memory") and len(found["try"]) == 3
+    assert found["try"][0].startswith("no `kv_cache_memory`") and len(found["try"]) == 3
     found = impossible(model=qwen3, num_blocks=1_000_000)
-    assert found["try"][0].startswith("no --num-gpu-blocks-override") and len(found["try"]) == 3
+    assert found["try"][0].startswith("no `num_blocks`") and len(found["try"]) == 3
 
 
 def test_a_cache_too_small_for_a_page(qwen3, on):
@@ -307,8 +307,8 @@ def test_a_gpu_in_use_is_offered_more_of_itself_or_the_cpu(qwen3, on):
     assert len(found["try"]) == 3
     on(8 * GB, 4 * GB, "cuda")
     found = impossible(model=qwen3, gpu_memory_utilization=0.7)
-    assert found["try"][0].startswith("--gpu-memory-utilization 0.9")
-    ok(model=qwen3, gpu_memory_utilization=float(found["try"][0].split()[1]))
+    assert found["try"][0].startswith("`gpu_memory_utilization=0.9")
+    ok(model=qwen3, gpu_memory_utilization=float(found["try"][0].split("=")[1].rstrip("`")))
 
 
 @pytest.mark.parametrize("total", [1, 10**6, GB, 3 * GB])

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import ConfigError, EngineConfig, models, plan
+from engine import ConfigError, EngineConfig, plan
 from engine.config import check
 from engine.kernels.library import choose
 from engine.models.decoder import Decoder
 from engine.models.layers import Linear
 from tests.engine.test_kernels_quantized import rounded_weight
 from tests.engine.test_models import CPU, Bench, prompt
-from tests.models import make
+from tests.models import load_model, make
 
 NAMES = ["qwen3-tied", "llama-bias", "qwen2"]
 
 
 def load(folder: Path, dtype: str = "float32", **settings: str) -> Decoder:
-    model = models.load(EngineConfig(model=str(folder), dtype=dtype, **settings), folder, CPU)
+    model = load_model(EngineConfig(model=str(folder), dtype=dtype, **settings), folder)
     assert isinstance(model, Decoder)
     return model
 
@@ -93,24 +93,22 @@ def test_an_unknown_quantization_is_refused():
 def test_transformers_models_are_refused(tmp_path, implementation):
     folder = make("phi3" if implementation == "auto" else "llama", tmp_path, dtype=torch.float32)
     config = EngineConfig(model=str(folder), device="cpu", implementation=implementation, quantization="int8")
-    for refuses in (lambda: plan.plan(config), lambda: models.load(config, folder, CPU)):
-        with pytest.raises(ConfigError, match=r"int8 is for the native implementation, and .*: leave it out"):
+    for refuses in (lambda: plan.plan(config), lambda: load_model(config, folder)):
+        with pytest.raises(ConfigError, match=r"int8` is for the native implementation, and .*: leave it out"):
             refuses()
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"cpu_isa": "torch"}, "--cpu-isa torch wants none of them"),
-        ({"dtype": "float64"}, "not float64: set --dtype bfloat16"),
-        ({"dtype": "float16"}, "not float16: set --dtype bfloat16"),
+        ({"cpu_isa": "torch"}, "`cpu_isa=torch` wants none of them"),
+        ({"dtype": "float64"}, "not float64: set `dtype=bfloat16`"),
+        ({"dtype": "float16"}, "not float16: set `dtype=bfloat16`"),
     ],
 )
 def test_what_our_kernels_do_not_compute_is_refused_before_loading(tmp_path, settings, why):
     folder = make("llama", tmp_path, dtype=torch.float32)
     config = EngineConfig(model=str(folder), device="cpu", quantization="int4", **settings)
-    with pytest.raises(ConfigError, match=why):
-        plan.plan(config)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=why):
-        models.load(config, folder, CPU)
+    for refuses in (lambda: plan.plan(config), lambda: load_model(config, folder)):
+        with pytest.raises(ConfigError, match=why):
+            refuses()

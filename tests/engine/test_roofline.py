@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import ConfigError, Roofline, hub, models, roofline
+from engine.bench import roofline as bench
 from engine.config import EngineConfig
 from engine.kernels.library import choose
 from engine.models.layers import Linear
@@ -96,7 +97,7 @@ def test_the_program_measures_again_for_each_line(monkeypatch, capsys):
     monkeypatch.setattr(roofline, "SHAPES", ((8, 16, 16),))
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    assert roofline.main(["--json", '{"model": "builtin"}']) == 0
+    assert bench.main(["--json", '{"model": "builtin"}']) == 0
     assert threads == [1], "a tiny model is computed by one thread, so its limit is that of one"
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 2
@@ -107,5 +108,5 @@ def test_the_program_measures_again_for_each_line(monkeypatch, capsys):
 
 @pytest.mark.parametrize("text", ["{", '{"model": "/no/such/folder"}', '{"model": "builtin", "device": "abacus"}'])
 def test_what_cannot_be_measured_is_one_line(capsys, text):
-    assert roofline.main(["--json", text]) == 2
+    assert bench.main(["--json", text]) == 2
     assert list(json.loads(capsys.readouterr().out)) == ["error"]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import types
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from engine import runner as package
-from engine.attention import AttentionLayer, choose
+from engine.attention import AttentionLayer
 from engine.batch import Batch, Entered, Masks, Row
 from engine.config import EngineConfig, resolve
 from engine.kernels.library import Choice
 from engine.loop import StepOutOfMemory
 from engine.models import Outputs
-from engine.runner import Runner, build, pick_device
-from engine.types import ConfigError, SamplingParams
+from engine.runner import Runner
+from engine.types import SamplingParams
 
 VOCAB = 11
 
@@ -212,111 +209,3 @@ def test_warming_up_stays_inside_the_pool_and_leaves_nobody(num_blocks, config):
     entered = [Entered(seq_id, GREEDY, 1, []) for seq_id in range(runner.config.max_seqs)]
     rows = [Row(entry.seq_id, 0, [5], [0], 0) for entry in entered]
     step(runner, rows, entered)  # every slot is free again
-
-
-# -- devices, and building everything ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["tpu", "meta", "cuda:x", ""])
-def test_an_unknown_device_is_refused(name):
-    with pytest.raises(ConfigError, match="unknown device"):
-        pick_device(name)
-
-
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device("auto").type == "cpu"
-    with pytest.raises(ConfigError, match="--device cuda"):
-        pick_device("cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert pick_device("auto").type == "cuda"
-    with pytest.raises(ConfigError, match="1 CUDA"):
-        pick_device("cuda:3")
-
-
-def tiny_llama(folder, max_positions=64):
-    """A folder with a random Llama of two layers."""
-    hidden, inner, heads, kv_heads, vocab = 16, 32, 4, 2, 40
-    source = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "max_position_embeddings": max_positions,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    }
-    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    for layer in range(2):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            prefix + "input_layernorm.weight": (hidden,),
-            prefix + "post_attention_layernorm.weight": (hidden,),
-            prefix + "self_attn.q_proj.weight": (hidden, hidden),
-            prefix + "self_attn.k_proj.weight": (hidden // heads * kv_heads, hidden),
-            prefix + "self_attn.v_proj.weight": (hidden // heads * kv_heads, hidden),
-            prefix + "self_attn.o_proj.weight": (hidden, hidden),
-            prefix + "mlp.gate_proj.weight": (inner, hidden),
-            prefix + "mlp.up_proj.weight": (inner, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, inner),
-        }
-    generator = torch.Generator().manual_seed(3)
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(source))
-    save_file(
-        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}, folder / "model.safetensors"
-    )
-    return str(folder)
-
-
-def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
-    shares: list[float] = []
-    runner, info, config = build(EngineConfig(model=tiny_llama(tmp_path), device="cpu"), shares.append)
-    assert (info.architecture, info.implementation) == ("LlamaForCausalLM", "native")
-    layers = [AttentionLayer(2, 1, 8, 8, scale=8**-0.5)]
-    assert info.attention == choose("auto", torch.device("cpu"), layers, torch.float32).name
-    assert (info.dtype, info.device, info.vocab_size, info.max_len) == ("float32", "cpu", 40, 64)
-    assert info.num_params == 40 * 16 + 16 + 2 * (2 * 16 + 2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 32)
-    assert info.weights_bytes == 4 * info.num_params
-    assert info.kv_bytes_per_token == 2 * 2 * 2 * 4 * 4
-    assert info.num_blocks == 2 * 16 * 64 // 16, "twice what all sequences at full length can hold"
-    assert info.exact == (info.attention == "cpu") and info.notes == () and info.torch == torch.__version__
-    assert shares and shares[-1] == 1.0 and shares == sorted(shares)
-    assert (config.max_seqs, config.max_batched_tokens, config.num_blocks) == (16, 256, info.num_blocks)
-    assert runner.config == config and runner.cache.layers[0].tensor.shape[0] == info.num_blocks
-    got = step(runner, [Row(1, 0, [3, 1, 4], [0], 1)], [Entered(1, GREEDY, 3, [])])
-    assert 0 <= got.token_ids[0][0] < 40
-
-
-def test_given_blocks_are_made_and_lower_the_length(tmp_path):
-    _, info, config = build(EngineConfig(model=tiny_llama(tmp_path), device="cpu", num_blocks=3, max_len=60))
-    assert (info.num_blocks, info.max_len, config.max_len) == (3, 48, 48)
-    assert info.notes == ("max_model_len lowered from 60 to 48 tokens, which is what the KV cache holds",)
-
-
-def test_what_memory_does_not_allow_is_a_config_error_with_ways_out(tmp_path):
-    config = EngineConfig(model=tiny_llama(tmp_path), device="cpu", kv_cache_memory=128 * 16, max_len=64)
-    with pytest.raises(ConfigError) as caught:
-        build(config)
-    assert type(caught.value) is ConfigError, "the wire knows no subclasses"
-    assert str(caught.value).count("\ntry: ") == 3
-
-
-def test_the_number_of_threads_is_set(tmp_path):
-    before = torch.get_num_threads()
-    try:
-        build(EngineConfig(model=tiny_llama(tmp_path), device="cpu", threads=1))
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_an_unknown_backend_is_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(ConfigError, match="known: auto, cpu, reference"):
-        package.build(EngineConfig(model=str(tmp_path / "nothing"), attention="magic"))

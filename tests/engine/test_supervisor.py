@@ -6,15 +6,29 @@ import asyncio
 import errno
 import logging
 import os
+import shutil
 import signal
 import time
 
 import pytest
 from msgspec.structs import replace
 
-from engine import EngineConfig, EngineDied, EngineRequest, LocalEngine, ProcessEngine, SamplingParams, supervisor
+from engine import (
+    EngineConfig,
+    EngineDied,
+    EngineInfo,
+    EngineRequest,
+    LocalEngine,
+    ProcessEngine,
+    SamplingParams,
+    channel,
+    hub,
+    memory,
+    models,
+    supervisor,
+)
 from engine.supervisor import ending
-from tests.engine.faulty import FaultyChild, seed
+from tests.engine.faulty import OTHER_MACHINE, FaultyChild, seed
 from tests.fakes import INFO
 
 pytestmark = pytest.mark.slow
@@ -199,6 +213,103 @@ def test_what_the_system_lacks_for_a_moment_is_no_failure_of_the_engine(monkeypa
 
     run(main)
     assert any("Too many open files" in record.getMessage() for record in caplog.records)
+
+
+class Watched(ProcessEngine):
+    """Keeps what each life of its child says when it is ready."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.lives: list[channel.Ready] = []
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, channel.Ready):
+            self.lives.append(message)
+        super()._take(message)
+
+
+def size_of(info: EngineInfo) -> int:
+    """Bytes of memory that an engine's plan counts."""
+    config = replace(CONFIG, num_blocks=info.num_blocks)
+    spec = models.describe(hub.fetch("builtin", weights=False).path, config)
+    return memory.arrange(spec, config, memory.Machine("cpu", 1 << 40, 1 << 40)).memory_bytes
+
+
+async def killed_in_a_stream(engine: ProcessEngine) -> asyncio.Task[list[int]]:
+    """A stream of 300 tokens whose engine has just been killed."""
+    stream = asyncio.create_task(read(engine, request(1, max_tokens=300)))
+    while not engine.status.last_step:
+        await asyncio.sleep(0.001)
+    os.kill(engine.pid, signal.SIGKILL)
+    return stream
+
+
+def test_a_restarted_engine_is_the_first_one_again_on_a_machine_that_has_changed(monkeypatch):
+    """Less memory than a first start would ask for, and other kernels that are measured to be faster."""
+
+    async def main() -> None:
+        [expected] = await undisturbed([1], max_tokens=300)
+        engine = Watched(EngineConfig(model="builtin", max_seqs=16, debug=True))
+        await engine.start()
+        try:
+            info = await engine.ready()
+            monkeypatch.setenv(OTHER_MACHINE, str(size_of(info) + (1 << 20)))
+            assert await (await killed_in_a_stream(engine)) == expected
+            first, second = engine.lives
+            assert second.config == first.config == engine.config
+            same = {"load_seconds": 0.0, "roofline": None}
+            assert replace(second.info, **same) == replace(first.info, **same)
+        finally:
+            await engine.close()
+
+        assert first.config.num_blocks == info.num_blocks
+        for name in ("device", "dtype", "attention", "implementation", "cpu_isa", "products"):
+            assert getattr(first.config, name) != "auto", name
+
+    run(main)
+
+
+def test_a_restart_waits_for_memory_that_is_not_free_yet(monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "SCARCE_S", 0.05)
+
+    async def main() -> None:
+        [expected] = await undisturbed([1], max_tokens=300)
+
+        async def work(engine: ProcessEngine) -> None:
+            monkeypatch.setenv(OTHER_MACHINE, str(1 << 20))
+            stream = await killed_in_a_stream(engine)
+            while "cannot be started again" not in caplog.text:
+                await asyncio.sleep(0.01)
+            assert engine.status.phase == "restarting"
+            monkeypatch.setenv(OTHER_MACHINE, str(1 << 40))
+            assert await stream == expected
+            assert engine.status.restarts == 1
+
+        await with_engine(work)
+
+    run(main)
+    assert "of memory that can be had now" in caplog.text
+
+
+def test_an_engine_whose_weights_have_changed_is_not_started_again(monkeypatch, tmp_path):
+    """A stream would go on with another model's tokens."""
+    folder = shutil.copytree(hub.fetch("builtin", weights=True).path, tmp_path / "model")
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
+
+    async def main() -> None:
+        engine = ProcessEngine(replace(CONFIG, model=str(folder)))
+        await engine.start()
+        try:
+            await engine.ready()
+            with (folder / "model.safetensors").open("r+b") as file:
+                file.seek(-2, os.SEEK_END)
+                file.write(b"\x00\x00")
+            with pytest.raises(EngineDied, match=r"could not be started again: the weights of .* are others"):
+                await (await killed_in_a_stream(engine))
+        finally:
+            await engine.close()
+
+    run(main)
 
 
 def test_an_abort_of_a_request_that_waits_for_its_turn_ends_it():

@@ -18,7 +18,7 @@ from engine.kernels.library import choose
 from engine.kernels.product import Packing
 from engine.models import weights
 from engine.models.weights import Checkpoint
-from tests.models import make
+from tests.models import load_model, make
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def edit(folder: Path, **changes: object) -> None:
 
 def load(folder: Path, **settings):
     """With torch's products: the weights are then kept as they were read."""
-    return models.load(EngineConfig(model=str(folder), **{"cpu_isa": "torch", **settings}), folder, CPU)
+    return load_model(EngineConfig(model=str(folder), **{"cpu_isa": "torch", **settings}), folder)
 
 
 def with_kernels() -> None:
@@ -55,7 +55,7 @@ def packed(folder: Path) -> list[torch.Tensor]:
     """What our kernels hold of a folder's weights."""
     with_kernels()
     shares: list[float] = []
-    model = models.load(EngineConfig(model=str(folder)), folder, CPU, shares.append)
+    model = load_model(EngineConfig(model=str(folder)), folder, shares.append)
     assert shares == sorted(shares) and shares[-1] == 1.0
     return panels(model)
 
@@ -94,7 +94,7 @@ def test_every_number_gets_to_its_place(folder, monkeypatch):
     # Pieces that end inside of rows; and parts of one matrix that come from three tensors.
     monkeypatch.setattr(weights, "PIECE_BYTES", 1000)
     shares: list[float] = []
-    model = models.load(EngineConfig(model="", cpu_isa="torch"), folder, CPU, shares.append)
+    model = load_model(EngineConfig(model="", cpu_isa="torch"), folder, shares.append)
     tensors = load_file(folder / "model.safetensors")
     assert shares == sorted(shares) and 0 < shares[0] < 0.1 and shares[-1] == 1.0
     attention = "model.layers.1.self_attn"
@@ -295,5 +295,5 @@ def test_a_file_that_shrinks_while_it_is_packed(folder, monkeypatch):
     with_kernels()
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: it ends early"):
-        models.load(EngineConfig(model=""), folder, CPU)
+        load_model(EngineConfig(model=""), folder)
     assert len(os.listdir("/proc/self/fd")) == opened

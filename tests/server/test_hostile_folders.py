@@ -233,7 +233,7 @@ from pathlib import Path
 from engine import EngineConfig, EngineError
 from engine.grammar.grammars import Grammars
 from engine.models import hf
-from engine.runner import build
+from engine.build import build
 from server.tokenization.generation_defaults import read_defaults
 from server.tokenization.encoder import Prompts
 from server.tokenization.tokenizer import Tokenizer

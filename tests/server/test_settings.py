@@ -10,7 +10,7 @@ import pytest
 from server import settings
 from server.cli.commands import TITLES
 from server.cli.commands import _default as default_text
-from server.settings import Settings, SettingsError, load, misspelt, num_bytes, read_toml
+from server.settings import Settings, SettingsError, load, misspelt, num_bytes, read_toml, with_flags
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -264,3 +264,15 @@ def test_the_settings_page_has_every_setting_with_its_default(group):
     (section,) = [part for part in page.split("\n## ")[1:] if part.splitlines()[0] == TITLES[group]]
     rows = [line for line in section.splitlines() if line.startswith("| `--")]
     assert rows == [row(name) for name in settings.FIELDS if settings.group(name) == group]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("set `max_len`, or `kv_cache_memory=1048576`", "set --max-model-len, or --kv-cache-memory 1048576"),
+        ("leave `implementation` to auto", "leave --model-impl to auto"),
+        ("the model `x` of `products` has no `y=1`", "the model `x` of `products` has no `y=1`"),
+    ],
+)
+def test_fields_that_the_engine_names_become_flags(said, told):
+    assert with_flags(said) == told

@@ -240,7 +240,7 @@ class Worker(worker._Worker):
         scheduler = WatchedScheduler(world, load.config)
         outbox = Outbox(self.pipe, runner, self.process)
         self.loop = Loop(scheduler, runner, outbox, self.thread, Grammars(world, self.process))
-        self.pipe.send(channel.Ready(world.info))
+        self.pipe.send(channel.Ready(world.info, load.config))
         world.was_ready, world.unready = True, 0
         try:
             await self.loop.run()

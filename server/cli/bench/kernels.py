@@ -15,7 +15,7 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod bench kernels [flags]"
     parser.description = (
         "Time the CPU kernels on the shapes of a model beside torch's, with their error against float64, and whether a"
-        " row has the same bits alone and in a batch. The same as `python -m engine.kernels.bench`."
+        " row has the same bits alone and in a batch. The same as `python -m engine.bench.kernels`."
     )
     parser.add_argument("--isa", metavar="NAME", help="instruction set: auto, avx512bf16, avx512, avx2, or torch")
     parser.add_argument("--dtype", metavar="TYPE", help="bfloat16 or float32 (default: bfloat16)")
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def words(arguments: argparse.Namespace) -> list[str]:
     """The child's command line after Python: the flags that were given, as they were given."""
-    words = ["-m", "engine.kernels.bench"]
+    words = ["-m", "engine.bench.kernels"]
     for name in FLAGS:
         value = getattr(arguments, name)
         if value is not None:

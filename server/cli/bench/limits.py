@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ...settings import with_flags
 from ..child import child_environment
 from ..commands import Failure
 
@@ -54,7 +55,7 @@ async def probe(settings: Settings) -> AsyncIterator[Probe]:
     config = msgspec.json.encode(settings.engine_config()).decode()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "engine.roofline", "--json", config),
+        *("-m", "engine.bench.roofline", "--json", config),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -79,9 +80,9 @@ async def _line(process: asyncio.subprocess.Process) -> tuple[Roofline, str]:
     try:
         told = json.loads(line)
     except ValueError:
-        raise Failure("the machine's limits could not be measured: `python -m engine.roofline` failed") from None
+        raise Failure("the machine's limits could not be measured: `python -m engine.bench.roofline` failed") from None
     if "error" in told:
-        raise Failure(f"the machine's limits are not known: {told['error']}")
+        raise Failure(f"the machine's limits are not known: {with_flags(told['error'])}")
     fields = {name: told[name] for name in Roofline.__struct_fields__}
     return Roofline(**fields), told["dtype"]
 

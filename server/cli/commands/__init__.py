@@ -171,7 +171,7 @@ def execute(name: str, summary: str, command: Command, argv: Sequence[str], **gi
         code = _engine_code(error)
         if code is None:
             raise
-        warn(str(error))
+        warn(settings.with_flags(error))
         return code
 
 

@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...settings import with_flags
 from ..child import run_python
 from ..machine import cpu_facts
 from . import Failure, Parser, add_settings, settings_from, wants_colour
@@ -313,22 +314,24 @@ def engine(settings: Settings) -> Iterator[Finding]:
         )
         return
     except ConfigError as error:
-        yield Finding("engine", "fail", str(error), "change the setting that it names")
+        yield Finding("engine", "fail", with_flags(error), "change the setting that it names")
         return
     except EngineError as error:
-        yield Finding("engine", "fail", str(error), "install Pequod again: make install")
+        yield Finding("engine", "fail", with_flags(error), "install Pequod again: make install")
         return
     yield Finding("engine", "ok", f"answers on {info.device}; start, built-in model and answer took {seconds:.1f} s")
     exact = "exact: a request gives the same bits alone and in any batch"
     yield Finding("results", "ok", exact if info.exact else "equal up to rounding between batches")
     if info.product_note:
-        yield Finding("products", "warn", info.product_note, info.product_fix)
+        yield Finding("products", "warn", with_flags(info.product_note), with_flags(info.product_fix))
     else:
         own = f"by our own kernels for {info.product}" if info.product != "torch" else "by torch"
         weights = "" if info.quantization == "none" else f", of weights in {info.quantization}"
         yield Finding("products", "ok", f"computed {own}{weights}")
     kept = f"keys and values in {info.kv_dtype}"
     yield Finding("attention", "ok", f"computed by the {info.attention} backend, {kept}")
+    samples = "by torch" if info.sampling == "torch" else f"by our own kernels for {info.sampling}"
+    yield Finding("sampling", "ok", f"computed {samples}")
     if runtimes is None:
         return
     if len(runtimes) <= 1:
@@ -396,7 +399,7 @@ def model(settings: Settings) -> Iterator[Finding]:
         folder = fetch(settings.model, settings.revision, weights=False).path
     except EngineError as error:
         yield Finding(
-            "model", "fail", str(error), "check the name, the folder, and for hub models the network or HF_TOKEN"
+            "model", "fail", with_flags(error), "check the name, the folder, and for hub models the network or HF_TOKEN"
         )
         return
     try:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ...settings import with_flags
 from ..child import run_python
 from . import Failure, Parser, add_settings, settings_from, warn
 
@@ -73,6 +74,8 @@ def make(config: EngineConfig) -> tuple[int, dict[str, Any]]:
     if not isinstance(plan, dict) or done.returncode not in (0, 2):
         last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         raise Failure(f"the plan could not be made: {last[0]}")
+    plan |= {name: [with_flags(each) for each in plan[name]] for name in ("notes", "try") if name in plan}
+    plan |= {name: with_flags(plan[name]) for name in ("error",) if name in plan}
     return done.returncode, plan
 
 

@@ -130,12 +130,12 @@ def test_flags_of_the_kernels_reach_their_program(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda words, **_: seen.append(words) or SimpleNamespace(returncode=7))
     assert main(["bench", "kernels", "--rows", "16,1", "--isa", "avx2", "--seconds", "0.1", "--json"]) == 7
     (words,) = seen
-    assert words[1:] == ["-m", "engine.kernels.bench", "--isa", "avx2", "--rows", "1,16", "--seconds", "0.1", "--json"]
+    assert words[1:] == ["-m", "engine.bench.kernels", "--isa", "avx2", "--rows", "1,16", "--seconds", "0.1", "--json"]
 
 
 @pytest.mark.slow
 def test_the_kernels_are_measured(capfd):
-    pytest.importorskip("engine.kernels.bench")
+    pytest.importorskip("engine.bench.kernels")
     assert main(["bench", "kernels", "--rows", "1", "--isa", "torch", "--seconds", "0.001", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["products"]
 

@@ -440,11 +440,13 @@ def test_plan_prints_a_table_or_json(pequod, child):
 
 
 def test_an_impossible_plan_ends_with_three_tries(pequod, child):
-    child.stdout = json.dumps({"error": "it does not fit", "try": ["one", "two", "three"]})
+    named = ["`max_len=77`, one", "two", "`max_seqs=4` `max_batched_tokens=64`, three"]
+    child.stdout = json.dumps({"error": "it does not fit", "try": named})
     child.returncode = 2
     code, out, err = pequod("plan", "m")
     assert (code, out) == (2, "")
-    assert err == "pequod: it does not fit\ntry: one\ntry: two\ntry: three\n"
+    tries = ["--max-model-len 77, one", "two", "--max-num-seqs 4 --max-num-batched-tokens 64, three"]
+    assert err == "pequod: it does not fit\n" + "".join(f"try: {each}\n" for each in tries)
 
 
 def test_a_plan_that_breaks_is_one_sentence(pequod, child):

@@ -207,23 +207,26 @@ def test_the_engine_answers(monkeypatch):
         torch="2", kv_dtype="float32",
     )  # fmt: skip
     found = answer(monkeypatch, (info, ["/a/libgomp.so.1"]))
-    assert [finding.level for finding in found.values()] == ["ok"] * 5
+    assert [finding.level for finding in found.values()] == ["ok"] * 6
     assert "rounding" in found["results"].text
     assert found["products"].text == "computed by torch"
     assert found["attention"].text == "computed by the reference backend, keys and values in float32"
     ours = structs.replace(info, product="avx512")
     assert "our own kernels for avx512" in answer(monkeypatch, (ours, None))["products"].text
+    assert found["sampling"].text == "computed by torch"
+    sampling = structs.replace(info, sampling="avx2")
+    assert answer(monkeypatch, (sampling, None))["sampling"].text == "computed by our own kernels for avx2"
     rounded = structs.replace(ours, quantization="int8")
     assert answer(monkeypatch, (rounded, None))["products"].text.endswith("for avx512, of weights in int8")
-    lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++")
+    lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++ or set `dtype=bfloat16`")
     told = answer(monkeypatch, (lost, None))["products"]
-    assert (told.level, told.text, told.fix) == ("warn", "no CPU kernels", "install g++")
+    assert (told.level, told.text, told.fix) == ("warn", "no CPU kernels", "install g++ or set --dtype bfloat16")
     assert answer(monkeypatch, (info, ["/a/libgomp.so.1", "/b/libomp.so"]))["openmp"].level == "warn"
     assert "openmp" not in answer(monkeypatch, (info, None))
 
 
 def test_settings_that_cannot_be_are_what_is_to_mend(monkeypatch):
-    found = answer(monkeypatch, ConfigError("--quantization int8 needs kernels"))["engine"]
+    found = answer(monkeypatch, ConfigError("`quantization=int8` needs kernels"))["engine"]
     assert (found.level, found.text) == ("fail", "--quantization int8 needs kernels")
     assert found.fix == "change the setting that it names"
 

@@ -1,12 +1,12 @@
 """Measure the packed product beside torch's, and attention:
 
-    python -m engine.kernels.bench --json [--isa auto|avx512bf16|avx512|avx2|torch] [--rows 1,4,8] [--dtype bfloat16]
+    python -m engine.bench.kernels --json [--isa auto|avx512bf16|avx512|avx2|torch] [--rows 1,4,8] [--dtype bfloat16]
 
 prints, for each shape of Qwen3-0.6B and each number of rows, the time of one product, torch's, the error against
 float64, and whether rows have the same bits alone and in the batch; and the same of weights in 8 and 4 bits, where our
 kernels have such products. All are called in turns, medians are told; every call takes the next of several weights,
 together larger than the caches. Then steps of attention, draws and log-probabilities in the same way
-(engine/attention/bench.py, engine/runner/bench.py). Exit code 2 goes with a sentence, or a JSON object that holds
+(attention.py and vocabulary.py beside this file). Exit code 2 goes with a sentence, or a JSON object that holds
 `error`. With `--isa torch`, "ours" is what Pequod then runs on.
 """
 
@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import bench as attention
+from ..kernels.library import CHOICES, Kernels, choose, for_sampling
 from ..models.layers import Linear, can_reorder
-from ..runner import bench as vocabulary
 from ..types import EngineError
-from .library import CHOICES, Kernels, choose
+from . import attention, vocabulary
 from .timing import interleaved
 
 # Qwen3-0.6B's weights: rows (outputs) and columns.
@@ -152,10 +151,10 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
         attended.append(attention.measure(*step, isa=isa, dtype=DTYPES[dtype], seconds=seconds))
         show(attention.told(attended[-1]))
     show(vocabulary.HEADER)
-    drawn = []
+    drawn, sampling = [], for_sampling(isa, torch.device("cpu"), DTYPES[dtype])
     for case in vocabulary.CASES:
         for count in vocabulary.ROWS:
-            drawn.append(vocabulary.measure(case, count, choice.kernels, seconds))
+            drawn.append(vocabulary.measure(case, count, sampling, seconds))
             show(vocabulary.told(drawn[-1]))
     return {
         "isa": choice.name,
@@ -171,7 +170,7 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m engine.kernels.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m engine.bench.kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--isa", default="auto", choices=CHOICES, help="instruction set; torch: without our kernels")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))

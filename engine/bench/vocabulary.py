@@ -1,4 +1,4 @@
-"""Measuring what a step does with its logits, for `python -m engine.kernels.bench`: draws and log-probabilities."""
+"""Measuring what a step does with its logits, for `python -m engine.bench.kernels`: draws and log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from ..kernels.timing import interleaved
 from ..kernels.vocabulary import NativeVocabulary
-from .vocabulary import ASKED, TorchVocabulary, Vocabulary
+from ..runner.vocabulary import ASKED, TorchVocabulary, Vocabulary
+from .timing import interleaved
 
 CPU = torch.device("cpu")
 VOCAB = 151936  # of Qwen3

@@ -1,4 +1,4 @@
-"""Measuring the attention of one layer of Qwen3-0.6B's shape, for `python -m engine.kernels.bench`.
+"""Measuring the attention of one layer of Qwen3-0.6B's shape, for `python -m engine.bench.kernels`.
 
 What a CPU's `auto` means is called in turns with the same on a cache of int8, with the reference backend, and with
 torch's attention over keys and values that lie in one piece, which no server has. A sum over plain memory is called
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.timing import interleaved
-from .choice import choose, create
-from .layer import AttentionLayer
-from .metadata import AttentionMeta
+from ..attention import AttentionLayer, AttentionMeta, choose, create
+from .timing import interleaved
 
 CPU = torch.device("cpu")
 LAYER, BLOCK_SIZE = AttentionLayer(16, 8, 128, 128, scale=128**-0.5), 16

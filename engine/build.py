@@ -1,0 +1,222 @@
+"""The one place where an engine is put together from its config.
+
+`describe` looks at the machine and the model's files, `load` divides the memory, reads the weights and makes a runner
+that is ready for its first batch, `assemble` does both on the model thread and puts the loop around them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from msgspec.structs import replace
+
+from . import attention, hub, memory, models, roofline
+from .config import EngineConfig, check
+from .grammar.grammars import Grammars
+from .kernels.library import Choice, settle
+from .loop import EngineLoop, Outbox, StepOutOfMemory
+from .models.weights import Checkpoint
+from .runner.runner import Runner, _guarded
+from .scheduler import Scheduler
+from .types import ConfigError, EngineInfo, MemoryShort
+
+# Models below this size run on one thread: beside other work on two cores a decode step of a model of 0.3 M parameters
+# took 13 to 100 ms with two threads and 3 ms with one.
+TINY_BYTES = 64 << 20
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that a setting means; a ConfigError when this machine does not have it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {name!r}; known: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            why = "finds no GPU" if torch.version.cuda else "is a build for CPUs only"
+            raise ConfigError(f"`device={name}` needs a CUDA GPU, but the installed torch {torch.__version__} {why}")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"there is no {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a config means on this machine, before any weight is read."""
+
+    began: float  # time.monotonic()
+    config: EngineConfig  # as asked
+    device: torch.device
+    folder: hub.Folder
+    spec: models.ModelSpec
+    checkpoint: Checkpoint | None  # the headers of its weights, where those were asked for
+    attention: attention.Choice
+    product: Choice
+
+    def arrange(self, machine: memory.Machine, activations: int | None = None) -> memory.Plan:
+        """See memory.arrange, which raises memory.Impossible."""
+        return memory.arrange(self.spec, self.config, machine, self.attention.backend, activations)
+
+
+class Built(NamedTuple):
+    """A runner that is ready for its first batch, what it is, and the resolved config."""
+
+    runner: Runner
+    info: EngineInfo
+    config: EngineConfig
+
+
+async def assemble(
+    config: EngineConfig, outbox: Outbox, model_thread: ThreadPoolExecutor, progress: models.Progress, *, again: bool
+) -> tuple[EngineLoop, EngineInfo]:
+    """Build an engine on its model thread, and its loop; `progress` is called there. See `load` for the rest."""
+    loop = asyncio.get_running_loop()
+    described = await loop.run_in_executor(model_thread, describe, config)
+    config = replace(config, revision=described.folder.revision or config.revision)
+    has_weights = asyncio.Event()
+
+    def tell(share: float) -> None:
+        progress(share)
+        if share:
+            loop.call_soon_threadsafe(has_weights.set)
+
+    loading = loop.run_in_executor(model_thread, partial(load, described, tell, again=again))
+    loading.add_done_callback(lambda _: has_weights.set())
+    # Reading a vocabulary holds the interpreter, which loading needs least while weights are read.
+    await has_weights.wait()
+    if loading.done():
+        loading.result()  # raises where it has failed
+    grammars = asyncio.to_thread(Grammars, config, described.spec.vocab_size)
+    (runner, info, resolved), made = await asyncio.gather(loading, grammars)
+    scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
+    return EngineLoop(scheduler, runner, outbox, model_thread, made), info
+
+
+def build(config: EngineConfig, progress: models.Progress = lambda share: None) -> Built:
+    """Load everything that a config asks for; see `describe` and `load`."""
+    return load(describe(config), progress)
+
+
+def describe(config: EngineConfig, *, weights: bool = True) -> Described:
+    """What a config means here; without `weights` from config.json alone. Raises ModelError and ConfigError."""
+    began = time.monotonic()
+    check(config)
+    device = pick_device(config.device)
+    attention.check(config.attention)
+    folder = hub.fetch(config.model, config.revision, weights=weights)
+    checkpoint = None
+    if weights:
+        spec, checkpoint = models.examine(folder.path, config)
+    else:
+        spec = models.describe(folder.path, config)
+    backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
+    product = models.product(config, spec, device)
+    return Described(began, config, device, folder, spec, checkpoint, backend, product)
+
+
+def load(described: Described, progress: models.Progress = lambda share: None, *, again: bool = False) -> Built:
+    """Load what was described with its weights. Raises ModelError and ConfigError.
+
+    The memory is measured and divided before the weights take their part of it. The resolved config makes the same
+    engine once more, bit for bit. `again` says that it does: what others have taken since of the memory that was left
+    to them is then no reason to refuse.
+    """
+    config, device, spec = described.config, described.device, described.spec
+    backend, product, checkpoint = described.attention, described.product, described.checkpoint
+    assert checkpoint is not None, "described without weights"
+    machine = memory.measure(str(device))
+    if again:
+        machine = dataclasses.replace(machine, share=1.0)
+    set_threads(described)
+    try:
+        plan = described.arrange(machine)
+        # While this process does nothing else.
+        limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
+        model = _guarded(lambda: models.load(spec, checkpoint, device, product, progress))
+        if device.type == "cuda":
+            taken = _profile(model, replace(plan.config, device=str(device), attention=backend.name))
+            if taken > plan.activation_bytes:
+                plan = described.arrange(machine, taken)
+        resolved = replace(
+            plan.config,
+            num_blocks=plan.num_blocks,
+            revision=described.folder.revision or config.revision,
+            device=str(device),
+            dtype=str(spec.dtype).removeprefix("torch."),
+            implementation=spec.implementation,
+            attention=backend.name,
+            cpu_isa=settle(config.cpu_isa, device),
+            products=model.product.name,
+            rope_len=spec.serve_len,
+        )
+        runner = Runner(model, resolved, plan.num_blocks)
+        runner.warm_up()
+    except memory.Impossible as error:
+        raise MemoryShort(str(error)) from None  # its own class has no place on the wire
+    except StepOutOfMemory as error:
+        raise MemoryShort(f"memory ran out while the model was loaded: {error}") from None
+    info = EngineInfo(
+        model=config.model,
+        architecture=spec.architecture,
+        max_len=plan.max_len,
+        vocab_size=spec.vocab_size,
+        block_size=resolved.block_size,
+        num_blocks=plan.num_blocks,
+        max_seqs=resolved.max_seqs or 0,
+        max_batched_tokens=resolved.max_batched_tokens or 0,
+        dtype=resolved.dtype,
+        device=str(device),
+        attention=backend.name,
+        kv_dtype=str(spec.cache_dtype).removeprefix("torch."),
+        implementation=spec.implementation,
+        exact=model.product.invariant and runner.cache.backend.invariant,
+        num_params=model.num_params,
+        weights_bytes=model.weights_bytes,
+        kv_bytes_per_token=plan.kv_bytes_per_token,
+        weights_hash=model.weights_hash,
+        revision=described.folder.revision,
+        load_seconds=time.monotonic() - described.began,
+        torch=str(torch.__version__),
+        product=model.product.name,
+        product_note=model.product.note,
+        product_fix=model.product.fix,
+        sampling="torch" if runner.sampling is None else runner.sampling.isa,
+        hidden_size=spec.hidden_size,
+        quantization=spec.quantization,
+        notes=(*plan.notes, backend.note) if backend.note else plan.notes,
+        roofline=limits,
+    )
+    return Built(runner, info, resolved)
+
+
+def set_threads(described: Described) -> None:
+    """torch's threads on a CPU; for a tiny model one: its products take less time than to wake a second thread, and
+    where the cores are busy every one of them would wait for the slowest thread."""
+    if described.device.type != "cpu":
+        return
+    if described.config.threads is not None:
+        torch.set_num_threads(described.config.threads)
+    elif described.spec.weights_bytes < TINY_BYTES:
+        torch.set_num_threads(1)
+
+
+def _profile(model: models.Model, config: EngineConfig) -> int:
+    """Bytes that the two extremes of a step take on a GPU beside weights and cache, measured with a small pool."""
+    assert config.max_len and config.max_seqs and config.max_batched_tokens
+    tokens = max(min(config.max_batched_tokens, config.max_len), config.max_seqs * config.block_size)
+    runner = Runner(model, config, -(-tokens // config.block_size))
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    before = torch.cuda.memory_allocated(runner.device)
+    runner.warm_up()
+    return torch.cuda.max_memory_allocated(runner.device) - before

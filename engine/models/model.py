@@ -1,0 +1,31 @@
+"""What a loaded model is to the runner, whoever computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from ..kernels.library import Choice
+from .forward import Forward, Outputs
+from .spec import ModelSpec
+
+Progress = Callable[[float], None]  # called with the fraction of the weights that has been read, 0 to 1
+
+
+class Model(Protocol):
+    """A loaded model. Nothing of it changes after loading; all state of a request is in the cache."""
+
+    spec: ModelSpec
+    num_params: int
+    weights_bytes: int
+    weights_hash: str
+    product: Choice  # what computes the matrix products
+    sinks: Mapping[str, Tensor]  # the parameters that the spec's attention layers name as sinks
+
+    def forward(self, forward: Forward) -> Outputs:
+        """Store a step's tokens in the cache and return the logits and hidden states of some of them.
+
+        A model whose spec has no hidden_size returns no hidden states.
+        """
