@@ -94,7 +94,7 @@ def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
     assert info.exact == (info.attention == "cpu") and info.notes == () and info.torch == torch.__version__
     assert shares and shares[-1] == 1.0 and shares == sorted(shares)
     assert (config.max_seqs, config.max_batched_tokens, config.num_blocks) == (16, 256, info.num_blocks)
-    assert runner.config == config and runner.cache.layers[0].shape[0] == info.num_blocks
+    assert runner.config == config and runner.cache.layers[0].tensor.shape[0] == info.num_blocks
     got = step(runner, [Row(1, 0, [3, 1, 4], [0], 1)], [Entered(1, GREEDY, 3, [])])
     assert 0 <= got.token_ids[0][0] < 40
 
