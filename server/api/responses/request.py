@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
 from ...grammar.schemas import Grammar
-from ...http.fields import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
+from ...http.fields import LABEL, MAX_LABEL, OneError, Refused, RefusedKinds, Wire, clash, refused
 from ..chat.request import Labels, Metadata, TemplateKwargs
 from ..conversation import (
     Calling,
@@ -72,10 +72,12 @@ class FlatFunction(Wire):
     strict: bool | None = None
     """true: arguments follow the schema also where the model is free to call the function or not."""
 
-    async_: Annotated[Any, refused(False), Field(alias="async")] = None
-    allowed_callers: Annotated[Any, refused(["direct"])] = None
-    defer_loading: Annotated[Any, refused(False)] = None
-    output_schema: Annotated[Any, refused()] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "async": refused(False),
+        "allowed_callers": refused(["direct"]),
+        "defer_loading": refused(False),
+        "output_schema": refused(),
+    }
 
 
 class HostedTool(Wire):
@@ -177,10 +179,12 @@ class ReasoningOptions(Wire):
     effort: Effort | None = None
     """How much the model is to think: told to the template. Where that can only turn thinking on or off, none turns it
     off and every other effort on; where it cannot do that either, the effort changes nothing."""
-    context: Annotated[Any, refused("auto", hint="What the chat template keeps of it is rendered.")] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "context": refused("auto", hint="What the chat template keeps of it is rendered."),
+        "mode": refused("standard"),
+    }
     generate_summary: Annotated[Summary | None, LABEL] = None
     """Accepted: the response has the whole reasoning."""
-    mode: Annotated[Any, refused("standard")] = None
     summary: Annotated[Summary | None, LABEL] = None
     """Accepted: the response has the whole reasoning."""
 
@@ -267,15 +271,17 @@ class ResponsesRequest(Labels, Conversation):
     truncation: Annotated[Literal["auto", "disabled"] | None, LABEL] = None
     """Accepted: nothing is taken from the input; what is too long gets a 400 either way."""
 
-    access_programs: Annotated[Any, refused()] = None
-    background_options: Annotated[Any, refused({})] = None
-    context_management: Annotated[Any, refused([])] = None
-    conversation: Annotated[Any, refused(hint="Send previous_response_id.")] = None
-    image: Annotated[Any, refused({})] = None
-    moderation: Annotated[Any, refused()] = None
-    prompt: Annotated[Any, refused(hint="Send the text itself, as instructions and input.")] = None
-    prompt_cache_options: Annotated[Any, refused({})] = None
-    prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "access_programs": refused(),
+        "background_options": refused({}),
+        "context_management": refused([]),
+        "conversation": refused(hint="Send previous_response_id."),
+        "image": refused({}),
+        "moderation": refused(),
+        "prompt": refused(hint="Send the text itself, as instructions and input."),
+        "prompt_cache_options": refused({}),
+        "prompt_cache_retention": refused("in_memory", "in-memory", "24h"),
+    }
 
     _before: list[Json] = PrivateAttr(default_factory=list)
     _own: list[Json] | None = PrivateAttr(default=None)
