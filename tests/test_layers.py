@@ -22,7 +22,9 @@ NO_TORCH = [
 # in one line knows nothing of its neighbours.
 LAYERS = [
     {"version", "parsers", "settings_keys"},
+    {"settings_values"},
     {"settings"},
+    {"settings_sources"},
     {"http"},
     {"observability", "grammar", "tokenization", "health"},
     {"loading"},

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from engine import ProcessEngine, SamplingParams
 
-    from ..settings import Loaded, Settings
+    from ..settings import Settings
+    from ..settings_sources import Loaded
     from ..tokenization.encoder import Prompts
     from ..tokenization.tokenizer import Tokenizer
 
