@@ -87,6 +87,10 @@ def test_no_modules_of_the_server_import_each_other_in_a_circle():
     assert not left, "these import each other, or something that does"
 
 
+def test_no_file_of_the_server_is_longer_than_one_sitting():
+    assert not [path.name for path in files("server") if len(path.read_text().splitlines()) > 450]
+
+
 def test_the_engine_knows_nothing_of_the_server():
     assert not [p for p in files("engine") for module, _ in imports(p) if module.partition(".")[0] == "server"]
 
