@@ -2,6 +2,6 @@
 
 from engine import ConfigError, ModelError
 from server.offline import LLM, APIError, Output
-from server.settings import SettingsError
+from server.settings_values import SettingsError
 
 __all__ = ["LLM", "APIError", "ConfigError", "ModelError", "Output", "SettingsError"]

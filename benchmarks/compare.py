@@ -43,7 +43,8 @@ from server.cli.bench.options import whole
 from server.cli.bench.processes import peak_bytes
 from server.cli.bench.session import machine
 from server.cli.commands import Failure, UsageError
-from server.settings import SettingsError, load
+from server.settings_sources import load
+from server.settings_values import SettingsError
 from server.tokenization.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,6 +23,8 @@ from . import settings
 from .app import build_app
 from .http.in_process import InProcess
 from .http.sse import EventStream
+from .settings_sources import load
+from .settings_values import SettingsError, nearest
 from .state import Pequod
 
 T = TypeVar("T")
@@ -173,9 +175,9 @@ def _settings(options: Mapping[str, Any]) -> settings.Settings:
     known = [name for name in settings.FIELDS if settings.group(name) in GROUPS]
     for name in options:
         if name not in known:
-            near = settings.nearest(name, known)
-            raise settings.SettingsError(f"LLM has no option {name}" + (f"; did you mean {near}?" if near else ""))
-    return settings.load(options).settings
+            near = nearest(name, known)
+            raise SettingsError(f"LLM has no option {name}" + (f"; did you mean {near}?" if near else ""))
+    return load(options).settings
 
 
 @asynccontextmanager

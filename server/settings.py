@@ -1,175 +1,46 @@
-"""Settings: every flag, PEQUOD_* variable and TOML key of the product is one field of one class.
-
-`load` puts the sources together: flag over environment over TOML file over default.
-"""
+"""Settings: every flag, PEQUOD_* variable and TOML key of the product is one field of one class."""
 
 from __future__ import annotations
 
 import os
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
-from .parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from .settings_keys import read_keys
+from .settings_values import (
+    Bytes,
+    Count,
+    Device,
+    DType,
+    File,
+    KeyFile,
+    Names,
+    NewFile,
+    ReasoningParser,
+    Secret,
+    Secrets,
+    SocketPath,
+    ToolParser,
+    _generation_config,
+    _root_path,
+)
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
     from engine import EngineConfig
 
 PREFIX = "PEQUOD_"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-UNITS = {"": 1, **{unit + "b": 1000**i for i, unit in enumerate("kmgt", 1)}, "b": 1}
-# A bare letter counts in 1024s, as docker and the kernel do.
-UNITS |= {suffix: 1024**i for i, unit in enumerate("kmgt", 1) for suffix in (unit, unit + "ib")}
-
-
-class SettingsError(Exception):
-    """A setting is wrong; the text is one sentence that names where it was written."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is most likely a misspelling of."""
-    from difflib import get_close_matches
-
-    plain = {choice.lower().replace("_", "-"): choice for choice in known}
-    close = get_close_matches(name.lower().replace("_", "-"), plain, n=1)
-    return plain[close[0]] if close else None
-
-
-def num_bytes(value: Any) -> Any:
-    """Bytes of a size such as 4GiB, 500MB or 4096."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]{0,3})", value.strip().lower())
-    if match is None or match[2] not in UNITS:
-        raise ValueError("is not a size such as 4GiB, 500MB or a number of bytes")
-    return int(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]
-
-
-def split(value: Any) -> Any:
-    """A list from `a,b`, from `["a","b"]` as JSON, or from several such flags."""
-    if isinstance(value, str):
-        if value.strip().startswith("["):
-            import json
-
-            try:
-                value = json.loads(value)
-            except ValueError:
-                raise ValueError("begins as a JSON list but is not one") from None
-        else:
-            value = value.split(",")
-    return [item.strip() if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
-
-
-def _no_blank(values: list[Any]) -> list[Any]:
-    if not all(str(value.get_secret_value() if isinstance(value, SecretStr) else value) for value in values):
-        raise ValueError("holds an empty entry")
-    return values
-
-
-def _not_blank(value: SecretStr) -> SecretStr:
-    if not value.get_secret_value():
-        raise ValueError("is empty")
-    return value
-
-
-def _file(path: Path) -> Path:
-    if not path.is_file():
-        raise ValueError("is not a file")
-    return path
-
-
-def _key_file(path: Path) -> Path:
-    read_keys(_file(path))
-    return path
-
-
-def _in_folder(path: Path) -> Path:
-    if not path.absolute().parent.is_dir():
-        raise ValueError("lies in a folder that does not exist")
-    if path.is_dir():
-        raise ValueError("is a folder, not a file")
-    return path
-
-
-def _socket_path(path: Path) -> Path:
-    if len(os.fsencode(path)) > 107:  # sun_path holds 108 bytes with its final NUL
-        raise ValueError("is longer than the 107 bytes that a socket's path may have")
-    return _in_folder(path)
-
-
-def _device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
-        raise ValueError("must be auto, cpu, cuda or cuda:N")
-    return value
-
-
-def _generation_config(value: str) -> str:
-    if value in ("auto", "engine"):
-        return value
-    if value in ("vllm", "none"):
-        return "engine"
-    if not Path(value).exists():
-        raise ValueError("must be auto, engine, or a folder or file that exists")
-    return value
-
-
-def _root_path(value: str) -> str:
-    if value and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", value):
-        raise ValueError("must be a path such as /llm")
-    return value.rstrip("/")
-
-
-def _alias(names: Mapping[str, str]) -> BeforeValidator:
-    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
-
-
-Bytes = Annotated[int, BeforeValidator(num_bytes)]
-Names = Annotated[list[str], NoDecode, BeforeValidator(split), AfterValidator(_no_blank)]
-Secrets = Annotated[list[SecretStr], NoDecode, BeforeValidator(split), AfterValidator(_no_blank)]
-Secret = Annotated[SecretStr, AfterValidator(_not_blank)]
-File = Annotated[Path, AfterValidator(_file)]
-KeyFile = Annotated[Path, AfterValidator(_key_file)]
-NewFile = Annotated[Path, AfterValidator(_in_folder)]
-SocketPath = Annotated[Path, AfterValidator(_socket_path)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-DType = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16", "float64"], _alias({"half": "float16", "float": "float32"})
-]
-Device = Annotated[str, AfterValidator(_device)]
-
-
-def _one_of(formats: Iterable[str]) -> AfterValidator:
-    """One of these, auto or none."""
-    known = ("auto", "none", *formats)
-
-    def check(value: str) -> str:
-        if value not in known:
-            near = nearest(value, known)
-            raise ValueError(f"must be one of {', '.join(known)}" + (f"; did you mean {near}?" if near else ""))
-        return value
-
-    return AfterValidator(check)
-
-
-ToolParser = Annotated[str, _one_of(TOOL_FORMATS)]
-ReasoningParser = Annotated[str, _one_of(REASONING_FORMATS)]
 
 
 def setting(group: str, default: Any, description: str, metavar: str | None = None, **bounds: Any) -> Any:
@@ -518,132 +389,3 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
             continue
         found[variable] = value
     return found
-
-
-def misspelt(environ: Mapping[str, str]) -> list[str]:
-    """One sentence for each PEQUOD_* variable that is no setting but looks like one."""
-    known = [PREFIX + name.upper() for name in FIELDS] + [PREFIX + "CONFIG"]
-    rest = [name for name in environ if name.startswith(PREFIX) and name not in known]
-    close = [(name, nearest(name.removeprefix(PREFIX), [k.removeprefix(PREFIX) for k in known])) for name in rest]
-    return [f"{name} is not a setting; did you mean {PREFIX}{meant}?" for name, meant in close if meant is not None]
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a TOML file by field name; keys may be written with - or _."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: is not TOML: {error}") from None
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        if name not in FIELDS:
-            close = nearest(name, FIELDS)
-            hint = f"did you mean {close}?" if close else "`pequod config show` lists the keys"
-            raise SettingsError(f"{path}: unknown key {key}; {hint}")
-        if name in values:
-            raise SettingsError(f"{path}: {name} is set twice")
-        _check_kind(path, key, name, value)
-        values[name] = value
-    return values
-
-
-def _check_kind(path: Path, key: str, name: str, value: Any) -> None:
-    """TOML has types, so that a quoted number is a mistake and not a number."""
-    kind = shape(name)[0]
-    is_size = metavar(name) == "SIZE"
-    wanted = {
-        bool: "true or false",
-        int: "a size such as 4GiB or a number" if is_size else "a whole number",
-        float: "a number",
-        list: "a list of texts",
-        str: "a text in quotes",
-    }[kind]
-    if kind is bool:
-        fits = isinstance(value, bool)
-    elif isinstance(value, bool):
-        fits = False
-    elif kind is int:
-        fits = isinstance(value, int) or (is_size and isinstance(value, str))
-    elif kind is float:
-        fits = isinstance(value, int | float)
-    elif kind is list:
-        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    else:
-        fits = isinstance(value, str)
-    if not fits:
-        raise SettingsError(f"{path}: {key} must be {wanted}{_told(name, value)}")
-
-
-def _told(name: str, value: Any) -> str:
-    if name in SECRET or isinstance(value, dict):
-        return ""
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
-    return f", not {text}" if len(text) <= 64 else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Settings and, for each field, where its value came from."""
-
-    settings: Settings
-    sources: dict[str, str]
-
-
-def load(flags: Mapping[str, Any], config: Path | None = None) -> Loaded:
-    """Settings from flags, environment, TOML file and defaults, in that order; SettingsError names what is wrong."""
-    from_file = {} if config is None else read_toml(config)
-    from_env = {variable.upper(): variable for variable in environment(os.environ)}
-    sources: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    for name in FIELDS:
-        variable = from_env.get(PREFIX + name.upper())
-        if name in flags:
-            sources[name] = f"flag {flag(name)}"
-            values[name] = flags[name]
-        elif variable is not None:
-            sources[name] = f"env {variable}"
-        elif name in from_file:
-            sources[name] = f"{config}: {name}"
-            values[name] = from_file[name]
-        else:
-            sources[name] = "default"
-    try:
-        return Loaded(Settings(**values), sources)
-    except ValidationError as error:
-        raise SettingsError(_sentence(error.errors()[0], sources)) from None
-
-
-def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
-    """One sentence for a validation error: where, what, and what would do."""
-    context = error.get("ctx", {})
-    kind = error["type"]
-    name = str(error["loc"][0]) if error["loc"] else ""
-    if kind == "value_error":
-        text = str(context["error"])
-    elif kind.startswith("int_"):
-        text = "is not a whole number"
-    elif kind.startswith(("float_", "finite_number")):
-        text = "is not a number"
-    elif kind.startswith("bool_"):
-        text = "must be true or false"
-    elif kind == "literal_error":
-        choices = shape(name)[1]
-        close = nearest(str(error["input"]), choices)
-        text = f"must be one of {', '.join(choices)}" + (f"; did you mean {close}?" if close else "")
-    elif kind in ("greater_than_equal", "less_than_equal", "greater_than"):
-        word = {"greater_than_equal": "at least", "less_than_equal": "at most", "greater_than": "above"}[kind]
-        text = f"must be {word} {next(iter(context.values())):g}"
-    elif kind in ("string_too_short", "string_too_long"):
-        text = "is empty" if kind == "string_too_short" else "is too long"
-    else:
-        text = "is not valid: " + error["msg"][:1].lower() + error["msg"][1:]
-    if not name:
-        return text
-    where = sources[name].removeprefix("flag ").removeprefix("env ")
-    shown = str(error["input"])
-    value = "" if name in SECRET or len(shown) > 64 or kind.startswith("string_") else f" {shown}"
-    joint = ":" if value and not text.startswith("is ") else ""
-    return f"{where}{joint}{value} {text}"

@@ -26,7 +26,9 @@ NO_TORCH = [
 # in one line knows nothing of its neighbours.
 LAYERS = [
     {"version", "parsers", "settings_keys"},
+    {"settings_values"},
     {"settings"},
+    {"settings_sources"},
     {"http"},
     {"observability", "grammar", "tokenization", "health"},
     {"loading"},
@@ -94,6 +96,10 @@ def test_a_running_engine_imports_no_bench():
     for importer, names in arrows("engine").items():
         if not importer.startswith("engine.bench"):
             assert not {name for name in names if name.startswith("engine.bench")}, importer
+
+
+def test_no_file_of_the_server_is_longer_than_one_sitting():
+    assert not [path.name for path in files("server") if len(path.read_text().splitlines()) > 450]
 
 
 def test_the_engine_knows_nothing_of_the_server():

@@ -7,107 +7,109 @@ here into the request models.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from ..http.fields import LABEL, MAX_LABEL, Wire, refused
+from ..http.fields import LABEL, MAX_LABEL, Refused, Wire, refused
 
 
 class VllmFields(Wire):
     """What vLLM takes on chat and on completions."""
 
-    early_stopping: Annotated[Any, refused(False)] = None
-    ec_transfer_params: Annotated[Any, refused()] = None
-    guided_choice: Annotated[Any, refused(hint="Send structured_outputs.choice.")] = None
-    guided_decoding_backend: Annotated[Any, refused()] = None
-    guided_grammar: Annotated[Any, refused(hint="Send structured_outputs.grammar.")] = None
-    guided_json: Annotated[Any, refused(hint="Send structured_outputs.json.")] = None
-    guided_regex: Annotated[Any, refused(hint="Send structured_outputs.regex.")] = None
-    guided_whitespace_pattern: Annotated[Any, refused()] = None
-    kv_transfer_params: Annotated[Any, refused()] = None
-    length_penalty: Annotated[Any, refused(1, 1.0)] = None
-    logits_processors: Annotated[Any, refused([])] = None
-    logprob_token_ids: Annotated[Any, refused()] = None
-    repetition_detection: Annotated[Any, refused()] = None
-    request_id: Annotated[Any, refused(hint="Send the header X-Request-Id.")] = None
-    return_mm_kwargs: Annotated[Any, refused(True)] = None
-    return_token_offsets: Annotated[Any, refused(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, refused(False, hint="Ask for return_token_ids.")] = None
-    routed_experts_prompt_start: Annotated[Any, refused(0)] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "early_stopping": refused(False),
+        "ec_transfer_params": refused(),
+        "guided_choice": refused(hint="Send structured_outputs.choice."),
+        "guided_decoding_backend": refused(),
+        "guided_grammar": refused(hint="Send structured_outputs.grammar."),
+        "guided_json": refused(hint="Send structured_outputs.json."),
+        "guided_regex": refused(hint="Send structured_outputs.regex."),
+        "guided_whitespace_pattern": refused(),
+        "kv_transfer_params": refused(),
+        "length_penalty": refused(1, 1.0),
+        "logits_processors": refused([]),
+        "logprob_token_ids": refused(),
+        "repetition_detection": refused(),
+        "request_id": refused(hint="Send the header X-Request-Id."),
+        "return_mm_kwargs": refused(True),
+        "return_token_offsets": refused(False),
+        "return_tokens_as_token_ids": refused(False, hint="Ask for return_token_ids."),
+        "routed_experts_prompt_start": refused(0),
+        "spaces_between_special_tokens": refused(True),
+        "stream_interval": refused(1),
+        "truncate_prompt_tokens": refused(hint="Shorten the prompt: what is too long gets a 400."),
+        "truncation_side": refused(),
+        "use_beam_search": refused(False),
+        "vllm_xargs": refused({}),
+        "watermarking": refused(False),
+    }
     session_id: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
     """Accepted for routers before this server."""
-    spaces_between_special_tokens: Annotated[Any, refused(True)] = None
-    stream_interval: Annotated[Any, refused(1)] = None
-    truncate_prompt_tokens: Annotated[Any, refused(hint="Shorten the prompt: what is too long gets a 400.")] = None
-    truncation_side: Annotated[Any, refused()] = None
-    use_beam_search: Annotated[Any, refused(False)] = None
-    vllm_xargs: Annotated[Any, refused({})] = None
-    watermarking: Annotated[Any, refused(False)] = None
 
 
 class LlamaCppFields(Wire):
     """What llama.cpp's server takes on chat and on completions, beside what others have too."""
 
-    adaptive_decay: Annotated[Any, refused(0.9)] = None
-    adaptive_target: Annotated[Any, refused(-1, -1.0)] = None
-    backend_sampling: Annotated[Any, refused(False)] = None
-    cache_prompt: Annotated[
-        Any, refused(True, hint="A cache_salt of its own keeps a prompt from the shared cache.")
-    ] = None
-    chat_format: Annotated[Any, refused()] = None
-    chat_parser: Annotated[Any, refused()] = None
-    dry_allowed_length: Annotated[Any, refused(2)] = None
-    dry_base: Annotated[Any, refused(1.75)] = None
-    dry_multiplier: Annotated[Any, refused(0, 0.0)] = None
-    dry_penalty_last_n: Annotated[Any, refused(-1, 0)] = None
-    dry_sequence_breakers: Annotated[Any, refused(["\n", ":", '"', "*"])] = None
-    dynatemp_exponent: Annotated[Any, refused(1, 1.0)] = None
-    dynatemp_range: Annotated[Any, refused(0, 0.0)] = None
-    generation_prompt: Annotated[Any, refused("")] = None
-    grammar: Annotated[Any, refused("", hint="Send structured_outputs.")] = None
-    grammar_lazy: Annotated[Any, refused(False)] = None
-    grammar_triggers: Annotated[Any, refused([])] = None
-    id_slot: Annotated[Any, refused(-1)] = None
-    json_schema: Annotated[Any, refused(hint="Send response_format.")] = None
-    lora: Annotated[Any, refused([])] = None
-    min_keep: Annotated[Any, refused(0)] = None
-    mirostat: Annotated[Any, refused(0)] = None
-    mirostat_eta: Annotated[Any, refused(0.1)] = None
-    mirostat_tau: Annotated[Any, refused(5, 5.0)] = None
-    n_cache_reuse: Annotated[Any, refused(0)] = None
-    n_cmpl: Annotated[Any, refused(1, hint="Send n.")] = None
-    n_discard: Annotated[Any, refused(0)] = None
-    n_indent: Annotated[Any, refused(0)] = None
-    n_keep: Annotated[Any, refused(0, -1)] = None
-    n_predict: Annotated[Any, refused(-1, hint="Send max_tokens.")] = None
-    n_probs: Annotated[Any, refused(0, hint="Send logprobs.")] = None
-    parse_tool_calls: Annotated[Any, refused()] = None
-    penalize_nl: Annotated[Any, refused(False)] = None
-    post_sampling_probs: Annotated[Any, refused(False)] = None
-    preserved_tokens: Annotated[Any, refused([])] = None
-    reasoning_budget_end_tag: Annotated[Any, refused()] = None
-    reasoning_budget_end_tags: Annotated[Any, refused()] = None
-    reasoning_budget_message: Annotated[Any, refused("")] = None
-    reasoning_budget_start_tag: Annotated[Any, refused()] = None
-    reasoning_budget_tokens: Annotated[Any, refused(-1)] = None
-    reasoning_control: Annotated[Any, refused(False)] = None
-    reasoning_format: Annotated[Any, refused("auto")] = None
-    repeat_last_n: Annotated[Any, refused(-1, hint="repetition_penalty looks at the whole prompt and output.")] = None
-    response_fields: Annotated[Any, refused([])] = None
-    return_progress: Annotated[Any, refused(False)] = None
-    return_tokens: Annotated[Any, refused(False, hint="Ask for return_token_ids.")] = None
-    samplers: Annotated[Any, refused()] = None
-    sse_ping_interval: Annotated[Any, refused()] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "adaptive_decay": refused(0.9),
+        "adaptive_target": refused(-1, -1.0),
+        "backend_sampling": refused(False),
+        "cache_prompt": refused(True, hint="A cache_salt of its own keeps a prompt from the shared cache."),
+        "chat_format": refused(),
+        "chat_parser": refused(),
+        "dry_allowed_length": refused(2),
+        "dry_base": refused(1.75),
+        "dry_multiplier": refused(0, 0.0),
+        "dry_penalty_last_n": refused(-1, 0),
+        "dry_sequence_breakers": refused(["\n", ":", '"', "*"]),
+        "dynatemp_exponent": refused(1, 1.0),
+        "dynatemp_range": refused(0, 0.0),
+        "generation_prompt": refused(""),
+        "grammar": refused("", hint="Send structured_outputs."),
+        "grammar_lazy": refused(False),
+        "grammar_triggers": refused([]),
+        "id_slot": refused(-1),
+        "json_schema": refused(hint="Send response_format."),
+        "lora": refused([]),
+        "min_keep": refused(0),
+        "mirostat": refused(0),
+        "mirostat_eta": refused(0.1),
+        "mirostat_tau": refused(5, 5.0),
+        "n_cache_reuse": refused(0),
+        "n_cmpl": refused(1, hint="Send n."),
+        "n_discard": refused(0),
+        "n_indent": refused(0),
+        "n_keep": refused(0, -1),
+        "n_predict": refused(-1, hint="Send max_tokens."),
+        "n_probs": refused(0, hint="Send logprobs."),
+        "parse_tool_calls": refused(),
+        "penalize_nl": refused(False),
+        "post_sampling_probs": refused(False),
+        "preserved_tokens": refused([]),
+        "reasoning_budget_end_tag": refused(),
+        "reasoning_budget_end_tags": refused(),
+        "reasoning_budget_message": refused(""),
+        "reasoning_budget_start_tag": refused(),
+        "reasoning_budget_tokens": refused(-1),
+        "reasoning_control": refused(False),
+        "reasoning_format": refused("auto"),
+        "repeat_last_n": refused(-1, hint="repetition_penalty looks at the whole prompt and output."),
+        "response_fields": refused([]),
+        "return_progress": refused(False),
+        "return_tokens": refused(False, hint="Ask for return_token_ids."),
+        "samplers": refused(),
+        "sse_ping_interval": refused(),
+        "t_max_predict_ms": refused(-1, hint="Send the header X-Deadline-Ms."),
+        "tfs_z": refused(1, 1.0),
+        "timings_per_token": refused(False),
+        "top_n_sigma": refused(-1, -1.0),
+        "typical_p": refused(1, 1.0),
+        "verbose": refused(False),
+        "xtc_probability": refused(0, 0.0),
+        "xtc_threshold": refused(0.1),
+    }
     ttl: Annotated[Annotated[int, Field(ge=-1)] | None, LABEL] = None
     """Accepted: the model stays loaded in any case."""
     draft_model: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
     """Accepted: it would change the speed and no token."""
-    t_max_predict_ms: Annotated[Any, refused(-1, hint="Send the header X-Deadline-Ms.")] = None
-    tfs_z: Annotated[Any, refused(1, 1.0)] = None
-    timings_per_token: Annotated[Any, refused(False)] = None
-    top_n_sigma: Annotated[Any, refused(-1, -1.0)] = None
-    typical_p: Annotated[Any, refused(1, 1.0)] = None
-    verbose: Annotated[Any, refused(False)] = None
-    xtc_probability: Annotated[Any, refused(0, 0.0)] = None
-    xtc_threshold: Annotated[Any, refused(0.1)] = None

@@ -15,7 +15,8 @@ from .openai_client import base_url, error_field, open_client, parsed
 if TYPE_CHECKING:
     import httpx
 
-    from ..settings import Loaded, Settings
+    from ..settings import Settings
+    from ..settings_sources import Loaded
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COMPLETION_TOKENS = 100  # of a continuation, where nothing else was asked for: it may never end by itself

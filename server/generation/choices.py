@@ -18,7 +18,7 @@ from engine import GRAMMARS_BUSY, Engine, EngineRequest, RequestStats, TokenDelt
 from ..grammar.checker import busy, refusal
 from ..http import retry
 from ..http.errors import ApiError, deadline, from_exception, invalid, unavailable
-from ..observability.metrics import Track
+from ..observability.tracking import Track
 from ..parsers import Call, Content, MessageParser, Part, Plain
 from ..tokenization.detokenizer import TextStream
 from .output import Json, Output, usage

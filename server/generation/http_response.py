@@ -21,6 +21,7 @@ from ..http import sse
 from ..http.admission import Caller
 from ..http.disconnect import while_connected
 from ..http.errors import deadline, from_exception
+from ..observability.tracking import Track
 from ..state import Pequod
 from .choices import Generation, Gone
 from .output import Head, Json, Output, Prompt, TokenText, Writer
@@ -72,8 +73,12 @@ async def answer(
     requests = engine_requests(
         app, model, caller, asked, prompts, max_tokens=max_tokens, grammar=grammar, bad_words=bad_words
     )
-    track = app.metrics.track(
-        request.state.request_id, asked.num_choices, [len(prompt.ids) for prompt in prompts], max(max_tokens)
+    track = Track(
+        app.metrics,
+        request.state.request_id,
+        asked.num_choices,
+        [len(prompt.ids) for prompt in prompts],
+        max(max_tokens),
     )
     track.began = began  # the client waits since then, not since its prompt was tokenized
     choices = make_choices(model, asked, requests, grammar, shaped)

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 
 from .auth import UserDep
 from .errors import ENVELOPE, ApiError, from_validation, invalid
-from .fields import Wire
+from .fields import Wire, own_names
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -162,7 +162,9 @@ def shortened(value: Any, known: Collection[str]) -> Any:
 
 def names(model: type[BaseModel]) -> set[str]:
     """What the fields of a request and of all objects in requests are called."""
-    return {field.alias or name for kind in (model, *_kinds(Wire)) for name, field in kind.model_fields.items()}
+    wires = [model, *_kinds(Wire)]
+    own = {name for kind in wires for name in own_names(kind)}
+    return own.union(*(kind.unsupported for kind in wires if issubclass(kind, Wire)))
 
 
 def _kinds(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:

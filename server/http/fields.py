@@ -1,9 +1,9 @@
 """What a request model is made of: strict JSON objects, and fields of three kinds.
 
-A request model is the one table of its fields. Each field is of one of three kinds, told by its annotation: `LABEL`
-(accepted, without influence on the tokens), `Refused` (known, and only its default passes), or neither: it has its
-effect. `RefusedKinds` marks objects of which the API knows kinds that this server does not take. `table` reads all of
-that, with the docstrings of the fields as notes.
+A request model is the one table of its fields. A field has its effect, or its annotation says `LABEL`: it is accepted,
+without influence on the tokens. Of the fields in `unsupported` only null and the listed defaults pass. `RefusedKinds`
+marks objects of which the API knows kinds that this server does not take. `table` reads all of that, with the
+docstrings of the fields as notes.
 """
 
 from __future__ import annotations
@@ -13,45 +13,20 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, LiteralString, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 MAX_LABEL = 512  # characters
 MANY_NAMES = 256  # of one object; none has so many fields
+UNSUPPORTED = PydanticCustomError("unsupported", "this server does not support it yet")
 
 
-class Wire(BaseModel):
-    """A JSON object, taken literally: no unknown keys, "5" is not 5, true is not 1, NaN is nothing."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown(cls, value: Any) -> Any:
-        """Of very many names that no field has the first is enough to refuse the object: each would be an error."""
-        if not isinstance(value, dict) or len(value) <= MANY_NAMES:
-            return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in value if name not in known), None)
-        return {name: value[name] for name in (*known, unknown) if name in value}
-
-
-class _Label:
-    """Marks a field that is accepted, and echoed where OpenAI does so, but decides nothing."""
-
-
-LABEL = _Label()
-
-
-# Compared by identity: typing keeps one Annotated of equal marks, and (1,) equals (True,).
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Refused:
-    """Marks a field that is known but not supported: null and `defaults`, which ask for nothing, count as absent."""
+    """A field that is known but not supported: null and `defaults`, which ask for nothing, count as absent."""
 
     defaults: tuple[Any, ...] = ()
     hint: str = ""  # what to do instead, as a sentence
@@ -62,16 +37,70 @@ class Refused:
         accepted = ", ".join(json.dumps(value) for value in (None, *self.defaults))
         return f"Not supported: only what asks for nothing is accepted ({accepted}). {self.hint}".strip()
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [None, *self.defaults], "description": self.note}
-
-    def _check(self, value: Any) -> None:
+    def accepts(self, value: Any) -> bool:
+        """Whether a value asks for nothing."""
         # True equals 1 in Python, and nowhere else.
-        if value is not None and not any(type(value) is type(own) and value == own for own in self.defaults):
-            raise PydanticCustomError("unsupported", "this server does not support it yet")
+        return value is None or any(type(value) is type(own) and value == own for own in self.defaults)
+
+
+class Wire(BaseModel):
+    """A JSON object, taken literally: no unknown keys, "5" is not 5, true is not 1, NaN is nothing."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+    unsupported: ClassVar[dict[str, Refused]] = {}
+    """The fields that are refused, by their names in JSON; checked and dropped before the others are validated."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A class refuses what its bases refuse, but for its own fields."""
+        super().__pydantic_init_subclass__(**kwargs)
+        inherited = [vars(base).get("unsupported", {}) for base in reversed(cls.__mro__)]
+        taken = own_names(cls)
+        cls.unsupported = {name: mark for table in inherited for name, mark in table.items() if name not in taken}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, value: Any) -> Any:
+        """Refuse what is known and not supported.
+
+        Of very many names that no field has the first is enough to refuse the object: each would be an error.
+        """
+        if not isinstance(value, dict):
+            return value
+        if not cls.unsupported.keys().isdisjoint(value):
+            value = cls._without_unsupported(value)
+        if len(value) <= MANY_NAMES:
+            return value
+        known = own_names(cls)
+        unknown = next((name for name in value if name not in known), None)
+        return {name: value[name] for name in (*known, unknown) if name in value}
+
+    @classmethod
+    def _without_unsupported(cls, value: dict[str, Any]) -> dict[str, Any]:
+        sent = [name for name in cls.unsupported if name in value]
+        errors = [
+            InitErrorDetails(type=UNSUPPORTED, loc=(name,), input=value[name])
+            for name in sent
+            if not cls.unsupported[name].accepts(value[name])
+        ]
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        return {name: each for name, each in value.items() if name not in cls.unsupported}
+
+
+def own_names(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a model by their names in JSON."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+class _Label:
+    """Marks a field that is accepted, and echoed where OpenAI does so, but decides nothing."""
+
+
+LABEL = _Label()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,21 +133,25 @@ class FieldRow(NamedTuple):
 
 def table(model: type[BaseModel]) -> Iterator[FieldRow]:
     """Every field of a request and what becomes of it; what holds objects of our own is followed by their fields."""
-    for name, field in model.model_fields.items():
-        yield from _rows(field.alias or name, field)
+    for name, field in own_names(model).items():
+        yield from _rows(name, field)
+    yield from _refused_rows(model, "")
+
+
+def _refused_rows(model: type[BaseModel], prefix: str) -> Iterator[FieldRow]:
+    if issubclass(model, Wire):
+        for name, mark in model.unsupported.items():
+            yield FieldRow(prefix + name, "refused", mark.note)
 
 
 def _rows(path: str, field: FieldInfo) -> Iterator[FieldRow]:
-    mark = _mark(field, (_Label, Refused))
-    if isinstance(mark, Refused):
-        yield FieldRow(path, "refused", mark.note)
-        return
+    mark = _mark(field, _Label)
     yield FieldRow(path, "effect" if mark is None else "label", _note(field))
     for objects in _objects(field.annotation, path, field.discriminator, _mark(field, RefusedKinds)):
         yield from objects.rows()
 
 
-def _mark(field: FieldInfo, kinds: tuple[type, ...] | type) -> Any:
+def _mark(field: FieldInfo, kinds: type) -> Any:
     return next((mark for mark in field.metadata if isinstance(mark, kinds)), None)
 
 
@@ -141,18 +174,23 @@ class _Objects(NamedTuple):
 
     def rows(self) -> Iterator[FieldRow]:
         """The tag of all kinds, then the fields of each, and at last the kinds that are refused."""
-        names = Counter(name for member in self.members for name in member.model_fields)
+        names = Counter(name for member in self.members for name in (*own_names(member), *member.unsupported))
         if len(self.members) > 1:
             told = ", ".join(kind for member in self.members for kind in self._kinds(member))
             yield FieldRow(f"{self.path}.{self.tag}", "effect", f"One of: {told}.")
             del names[self.tag]
         for member in self.members:
-            for name, field in member.model_fields.items():
-                if num := names[name]:
-                    path = self.path if num == 1 else self._of(*self._kinds(member))
-                    yield from _rows(f"{path}.{field.alias or name}", field)
+            for name, field in own_names(member).items():
+                if names[name]:
+                    yield from _rows(self._inside(member, name, names[name]), field)
+            for name, mark in member.unsupported.items():
+                yield FieldRow(self._inside(member, name, names[name]), "refused", mark.note)
         for kind in self.refused:
             yield FieldRow(self._of(kind), "refused", f"Not supported: a 400 that names {self.tag}.")
+
+    def _inside(self, member: type[Wire], name: str, num_owners: int) -> str:
+        """The path of a field, with the kind of object that has it where several have one of its name."""
+        return f"{self.path if num_owners == 1 else self._of(*self._kinds(member))}.{name}"
 
     def _kinds(self, member: type[Wire]) -> tuple[str, ...]:
         return _literals(member.model_fields[self.tag].annotation)
@@ -188,7 +226,7 @@ def _is_object(annotation: Any) -> bool:
 
 def kinds(model: type[BaseModel]) -> dict[str, Kind]:
     """The kind of each field of a request itself."""
-    own = {field.alias or name for name, field in model.model_fields.items()}
+    own = {*own_names(model), *(model.unsupported if issubclass(model, Wire) else ())}
     return {row.field: row.kind for row in table(model) if row.field in own}
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine import Engine, EngineInfo, RequestStats, StepStats
+from engine import Engine, EngineInfo, StepStats
 
-from .logs import StepLog, dropped_lines, request_line
+from .logs import StepLog, dropped_lines
 from .phases import KERNELS, PHASES
 
 if TYPE_CHECKING:
@@ -33,7 +31,6 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "cancelled", "error")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction with each further one: some fifty steps count
-MOST_GAPS = 4096  # per choice, for the median that the log tells
 
 # Pages of metrics that are written anew: a router that scrapes every 50 ms gets a new one each time.
 RENDERS_PER_S, RENDER_BURST = 20, 20
@@ -57,7 +54,7 @@ def decades(top: int) -> list[int]:
 
 
 class Metrics:
-    """All families of one app, and the tracks that feed them."""
+    """All families of one app."""
 
     def __init__(
         self, settings: Settings, engine: Engine, limits: Limits, clock: Callable[[], float] = time.monotonic
@@ -235,12 +232,6 @@ class Metrics:
         self.http_requests.labels(method, handler, str(status)).inc()
         self.http_seconds.labels(method, handler).observe(seconds)
 
-    def track(self, label: str, n: int, prompt_tokens: int | Sequence[int], max_tokens: int | None) -> Track:
-        """Begin to watch one request, of one prompt or several, with `n` choices each; max_tokens None: it asks for no
-        tokens at all."""
-        prompts = [prompt_tokens] if isinstance(prompt_tokens, int) else list(prompt_tokens)
-        return Track(self, label, n, prompts, max_tokens)
-
     # A scrape
 
     def render(self) -> bytes:
@@ -372,140 +363,6 @@ class Metrics:
         if last is None or self._life != self.engine.status.restarts:
             return (info.num_blocks if info else 0), 0, 0, 0
         return last.blocks_free, last.blocks_cached, last.blocks_held, last.blocks_unaccounted
-
-
-class Track:
-    """One request from its admission to the end of its last choice; feeds the families and writes the log line.
-
-    Choices have the index that the API gives them: prompt index * n + i.
-    """
-
-    def __init__(self, metrics: Metrics, label: str, n: int, prompts: list[int], max_tokens: int | None) -> None:
-        self.metrics = metrics
-        self.label = label
-        self.n = n
-        self.prompts = prompts  # tokens of each
-        self.began = metrics.clock()
-        self.choices = [_Choice() for _ in range(n * len(prompts))]
-        self.begun: set[int] = set()  # prompts of which a token has come
-        self.cached: dict[int, int] = {}  # by prompt: tokens found in the cache, as its first choice tells
-        self.cause: str | None = None  # of the abort
-        self.generates = max_tokens is not None
-        metrics.params_n.observe(n)
-        if max_tokens is not None:
-            metrics.lengths[2].observe(max_tokens)
-
-    def delivered(self, num_tokens: int, choice: int = 0) -> None:
-        """Tokens that are handed on to the client, now."""
-        mine, metrics = self.choices[choice], self.metrics
-        if num_tokens < 1 or mine.reason is not None:
-            return
-        now = metrics.clock()
-        metrics.generation_tokens.inc(num_tokens)
-        gaps = num_tokens
-        if mine.tokens == 0:
-            self._begin(choice // self.n)
-            mine.first = mine.last = now
-            metrics.ttft.observe(now - self.began)
-            gaps -= 1
-        mine.tokens += num_tokens
-        # Tokens that came together share the time since the one before: the sum stays the time that has passed.
-        for _ in range(gaps):
-            gap = (now - mine.last) / gaps
-            metrics.gaps.observe(gap)
-            metrics.fine_gaps.observe(gap)
-            if len(mine.gaps) < MOST_GAPS:
-                mine.gaps.append(gap)
-        mine.last = now
-
-    def finished(self, reason: str, stats: RequestStats | None = None, choice: int = 0) -> None:
-        """The end of one choice; only the first one counts."""
-        mine, metrics = self.choices[choice], self.metrics
-        if mine.reason is not None:
-            return
-        mine.reason = reason if reason in FINISH_REASONS else "error"
-        metrics.success[mine.reason].inc()
-        prompt = choice // self.n
-        metrics.lengths[0].observe(self.prompts[prompt])
-        if self.generates:
-            metrics.lengths[1].observe(mine.tokens)
-        metrics.latency.observe(metrics.clock() - self.began)
-        if mine.reason in ("stop", "length"):  # also an answer of no token, when a stop token was drawn first
-            self._begin(prompt)
-        if mine.tokens > 1:
-            metrics.per_token.observe((mine.last - mine.first) / (mine.tokens - 1))
-        if stats is not None:
-            metrics.preemptions_each.observe(stats.preemptions)
-            self._timings(mine, stats)
-            if choice % self.n == 0:
-                self.cached[prompt] = stats.cached_tokens
-                metrics.prompt_tokens_cached.inc(stats.cached_tokens)
-        if all(each.reason for each in self.choices):
-            self._log()
-
-    def _timings(self, mine: _Choice, stats: RequestStats) -> None:
-        metrics = self.metrics
-        if stats.scheduled:
-            mine.queued = max(0.0, stats.scheduled - stats.arrived)
-            metrics.queue_seconds.observe(mine.queued)
-        if stats.scheduled and stats.last_token:
-            # An embedding has no first token: all of its time is its prompt's.
-            metrics.prefill_seconds.observe(max(0.0, (stats.first_token or stats.last_token) - stats.scheduled))
-            if stats.first_token:
-                metrics.decode_seconds.observe(max(0.0, stats.last_token - stats.first_token))
-            metrics.inference_seconds.observe(max(0.0, stats.last_token - stats.scheduled))
-
-    def aborted(self, cause: str) -> None:
-        """End all choices that are open, for one of ABORT_CAUSES."""
-        still_open = [i for i, choice in enumerate(self.choices) if choice.reason is None]
-        if not still_open:
-            return
-        self.cause = cause if cause in ABORT_CAUSES else "error"
-        self.metrics.aborts[self.cause].inc()
-        for choice in still_open:
-            self.finished("error" if self.cause == "error" else "abort", None, choice)
-
-    def close(self) -> None:
-        """For a `finally`: whoever leaves choices open has lost the client."""
-        self.aborted("disconnect")
-
-    def _begin(self, prompt: int) -> None:
-        if prompt not in self.begun:
-            self.begun.add(prompt)
-            self.metrics.prompt_tokens.inc(self.prompts[prompt])
-
-    def _log(self) -> None:
-        first = min((choice.first for choice in self.choices if choice.tokens), default=None)
-        gaps = [gap for choice in self.choices for gap in choice.gaps]
-        queued = [choice.queued for choice in self.choices if choice.queued is not None]
-        reasons = [choice.reason for choice in self.choices if choice.reason]
-        request_line(
-            id=self.label,
-            model=self.metrics.model,
-            prompt_tokens=sum(self.prompts),
-            cached_tokens=sum(self.cached.values()),
-            output_tokens=sum(choice.tokens for choice in self.choices),
-            queue_s=max(queued) if queued else None,
-            ttft_s=None if first is None else first - self.began,
-            itl_p50_s=median(gaps) if gaps else None,
-            seconds=self.metrics.clock() - self.began,
-            finish=",".join(dict.fromkeys(reasons)),
-            cause=self.cause,
-        )
-
-
-class _Choice:
-    """What is known of one choice."""
-
-    __slots__ = ("first", "gaps", "last", "queued", "reason", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.first = 0.0
-        self.last = 0.0
-        self.gaps = array("f")
-        self.queued: float | None = None
-        self.reason: str | None = None
 
 
 class _Share:

@@ -10,7 +10,9 @@ import pytest
 from server import settings
 from server.cli.commands import TITLES
 from server.cli.commands import _default as default_text
-from server.settings import Settings, SettingsError, load, misspelt, num_bytes, read_toml, with_flags
+from server.settings import Settings, with_flags
+from server.settings_sources import load, misspelt, read_toml
+from server.settings_values import SettingsError, num_bytes
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 

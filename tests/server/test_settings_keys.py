@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from server.settings import Settings, SettingsError, load
+from server.settings import Settings
 from server.settings_keys import MAX_BYTES, read_keys
+from server.settings_sources import load
+from server.settings_values import SettingsError
 
 
 def test_a_key_in_each_line_with_its_weight(tmp_path):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ...generation.output import Json
-from ...http.fields import LABEL, RefusedKinds, Wire, refused
+from ...http.fields import LABEL, Refused, RefusedKinds, Wire, refused
 from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
 from ..sampling import Text
 
@@ -45,7 +45,9 @@ class TextBlock(Block):
     type: Literal["text"]
     text: Text
     """Part of the prompt."""
-    citations: Annotated[Any, refused([])] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "citations": refused([]),
+    }
 
 
 class ThinkingBlock(Block):
@@ -76,8 +78,10 @@ class ToolUseBlock(Block):
     """Part of the prompt."""
     input: dict[str, Any]
     """Part of the prompt."""
-    caller: Annotated[Any, refused({"type": "direct"})] = None
-    toolset_name: Annotated[Any, refused()] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "caller": refused({"type": "direct"}),
+        "toolset_name": refused(),
+    }
 
 
 ResultBlocks = Annotated[
@@ -100,7 +104,9 @@ class ToolResultBlock(Block):
     """Part of the prompt."""
     is_error: bool | None = None
     """true: the model reads `Error: ` before the content, and `Error` where there is none."""
-    toolset_name: Annotated[Any, refused()] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "toolset_name": refused(),
+    }
 
 
 UserBlock = Annotated[
@@ -142,8 +148,10 @@ class SystemTurn(Wire):
     content: Texts
     """Part of the prompt, where it stands, as a reminder in the person's turn."""
 
-    clear_at: Annotated[Any, refused("never")] = None
-    output_config: Annotated[Any, refused({}, hint="Send the request's own output_config.")] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "clear_at": refused("never"),
+        "output_config": refused({}, hint="Send the request's own output_config."),
+    }
 
 
 Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]

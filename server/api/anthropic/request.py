@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from ...generation.output import Json
 from ...generation.request import Calling, Tool
 from ...grammar.schemas import Grammar, of_schema
-from ...http.fields import LABEL, MAX_LABEL, RefusedKinds, Wire, clash, refused
+from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, clash, refused
 from ..chat.request import CacheMark
 from ..conversation import Conversation, thinking_variables
 from ..response_format import Schema, StructuredOutputs, of_outputs
@@ -52,9 +52,11 @@ class MessagesTool(Wire):
     """Accepted: equal beginnings of prompts are found without it."""
     eager_input_streaming: Annotated[bool | None, LABEL] = None
     """Accepted: the input of a call is streamed as it is written."""
-    allowed_callers: Annotated[Any, refused(["direct"])] = None
-    defer_loading: Annotated[Any, refused(False)] = None
-    input_examples: Annotated[Any, refused([])] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "allowed_callers": refused(["direct"]),
+        "defer_loading": refused(False),
+        "input_examples": refused([]),
+    }
 
 
 class AutoToolChoice(Wire):
@@ -97,7 +99,9 @@ class ThinkingEnabled(Wire):
     """The thinking ends after this many tokens at the latest."""
     display: Literal["summarized", "omitted"] | None = None
     """omitted: the answer is without the text of its thinking."""
-    block_binding: Annotated[Any, refused({})] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "block_binding": refused({}),
+    }
 
 
 class ThinkingAdaptive(Wire):
@@ -106,7 +110,9 @@ class ThinkingAdaptive(Wire):
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] | None = None
     """omitted: the answer is without the text of its thinking."""
-    block_binding: Annotated[Any, refused({})] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "block_binding": refused({}),
+    }
 
 
 class ThinkingDisabled(Wire):
@@ -131,7 +137,9 @@ class OutputConfig(Wire):
     """How much the model is to think, where its template knows `reasoning_effort`; agents send it to every model."""
     format: MessagesFormat | None = None
     """The answer's text follows a JSON schema."""
-    task_budget: Annotated[Any, refused()] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "task_budget": refused(),
+    }
 
 
 class MessagesPrompt(Wire):
@@ -171,13 +179,15 @@ class MessagesPrompt(Wire):
 
     cache_control: Annotated[CacheMark | None, LABEL] = None
     """Accepted: equal beginnings of prompts are found without it."""
-    billing_policy: Annotated[Any, refused()] = None
-    compaction: Annotated[Any, refused()] = None
-    context_management: Annotated[
-        Any, refused({}, {"edits": []}, *KEEP_THINKING, hint="Shorten the conversation before it is sent.")
-    ] = None
-    mcp_servers: Annotated[Any, refused([])] = None
-    speed: Annotated[Any, refused("standard")] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "billing_policy": refused(),
+        "compaction": refused(),
+        "context_management": refused(
+            {}, {"edits": []}, *KEEP_THINKING, hint="Shorten the conversation before it is sent."
+        ),
+        "mcp_servers": refused([]),
+        "speed": refused("standard"),
+    }
 
     @field_validator("messages")
     @classmethod
@@ -290,11 +300,13 @@ class MessagesRequest(MessagesPrompt, Conversation):
     service_tier: Annotated[Literal["auto", "standard_only"] | None, LABEL] = None
     """There is one tier; the usage says standard."""
 
-    container: Annotated[Any, refused()] = None
-    fallback_credit_token: Annotated[Any, refused()] = None
-    fallbacks: Annotated[Any, refused([])] = None
-    inference_geo: Annotated[Any, refused()] = None
-    thread: Annotated[Any, refused()] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "container": refused(),
+        "fallback_credit_token": refused(),
+        "fallbacks": refused([]),
+        "inference_geo": refused(),
+        "thread": refused(),
+    }
 
     @field_validator("output_format", "structured_outputs")
     @classmethod

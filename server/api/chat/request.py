@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
-from ...http.fields import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
+from ...http.fields import LABEL, MAX_LABEL, OneError, Refused, RefusedKinds, Wire, clash, refused
 from ..conversation import Conversation, Effort, by_effort, is_thinking, thinking_variables
 from ..response_format import Structured
 from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Text
@@ -46,10 +46,12 @@ class TextPart(Wire):
     cache_control: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
     """Accepted: equal beginnings of prompts are found without it."""
 
-    file: Annotated[Any, refused(hint=ONLY_TEXT)] = None
-    image_url: Annotated[Any, refused(hint=ONLY_TEXT)] = None
-    input_audio: Annotated[Any, refused(hint=ONLY_TEXT)] = None
-    refusal: Annotated[Any, refused(hint="Send it as text.")] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "file": refused(hint=ONLY_TEXT),
+        "image_url": refused(hint=ONLY_TEXT),
+        "input_audio": refused(hint=ONLY_TEXT),
+        "refusal": refused(hint="Send it as text."),
+    }
 
 
 Parts = Annotated[
@@ -143,10 +145,12 @@ class AssistantMessage(Wire):
     """The same in OpenRouter's form; told to the template where neither of the other two is there."""
     tool_calls: ToolCalls | None = None
     """The calls that the model made; part of the prompt."""
-    refusal: Annotated[Any, refused()] = None
-    annotations: Annotated[Any, refused([])] = None
-    audio: Annotated[Any, refused()] = None
-    function_call: Annotated[Any, refused()] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "refusal": refused(),
+        "annotations": refused([]),
+        "audio": refused(),
+        "function_call": refused(),
+    }
     # What clients add to the messages that they give their users, who send them back as they are.
     parsed: Annotated[Any, LABEL, Field(exclude=True)] = None
     """Accepted: the content once more, which `.parse()` of OpenAI's SDK adds."""
@@ -202,8 +206,10 @@ class TemplateOptions(ToolsField):
     continue_final_message: bool | None = None
     """The answer goes on with the last message."""
 
-    chat_template: Annotated[Any, refused(hint="The server has --chat-template.")] = None
-    documents: Annotated[Any, refused([])] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "chat_template": refused(hint="The server has --chat-template."),
+        "documents": refused([]),
+    }
 
     @field_validator("continue_final_message")
     @classmethod
@@ -318,19 +324,21 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
     verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL] = None
     """Accepted: models here are not told how much to say."""
 
-    add_special_tokens: Annotated[Any, refused(False)] = None
-    audio: Annotated[Any, refused()] = None
-    echo: Annotated[Any, refused(False)] = None
-    function_call: Annotated[Any, refused("none", "auto")] = None
-    functions: Annotated[Any, refused([])] = None
-    modalities: Annotated[Any, refused(["text"])] = None
-    moderation: Annotated[Any, refused()] = None
-    prompt_cache_options: Annotated[Any, refused({})] = None
-    prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
-    mm_processor_kwargs: Annotated[Any, refused({})] = None
-    media_io_kwargs: Annotated[Any, refused({})] = None
-    return_prompt_text: Annotated[Any, refused(False, hint="POST /apply-template tells it.")] = None
-    web_search_options: Annotated[Any, refused()] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "add_special_tokens": refused(False),
+        "audio": refused(),
+        "echo": refused(False),
+        "function_call": refused("none", "auto"),
+        "functions": refused([]),
+        "modalities": refused(["text"]),
+        "moderation": refused(),
+        "prompt_cache_options": refused({}),
+        "prompt_cache_retention": refused("in_memory", "in-memory", "24h"),
+        "mm_processor_kwargs": refused({}),
+        "media_io_kwargs": refused({}),
+        "return_prompt_text": refused(False, hint="POST /apply-template tells it."),
+        "web_search_options": refused(),
+    }
 
     @field_validator("max_completion_tokens")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -11,7 +11,7 @@ from engine import TokenLogprob
 
 from ...generation.output import Head, Json, Output, Prompt, PromptLogprobs, TokenText, Usage, Writer, number
 from ...generation.request import UNLIMITED, TextPrompts
-from ...http.fields import Wire, refused
+from ...http.fields import Refused, Wire, refused
 from ..response_format import Structured
 from ..sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
 
@@ -76,9 +76,11 @@ class CompletionRequest(Structured):
     add_special_tokens: bool | None = None
     """false: a prompt that is a text does not get the tokens that the tokenizer puts around one."""
 
-    prompt_embeds: Annotated[Any, refused()] = None
-    suffix: Annotated[Any, refused("")] = None
-    thinking_token_budget: Annotated[Any, refused(-1)] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "prompt_embeds": refused(),
+        "suffix": refused(""),
+        "thinking_token_budget": refused(-1),
+    }
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

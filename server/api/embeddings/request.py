@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import struct
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import PromptTokensDetails
-from ...http.fields import LABEL, MAX_LABEL, Wire, clash, refused
+from ...http.fields import LABEL, MAX_LABEL, Refused, Wire, clash, refused
 from ..completions.request import MAX_PROMPT_IDS, form, listed
 from ..sampling import MAX_INT, MAX_TEXT, Count, TokenId
 
@@ -70,22 +70,24 @@ class EmbeddingRequest(Wire):
     """Accepted for accounting elsewhere."""
 
     # vLLM's and llama.cpp's
-    add_generation_prompt: Annotated[Any, refused(False, hint=AS_TEXT)] = None
-    chat_template: Annotated[Any, refused(hint=AS_TEXT)] = None
-    chat_template_kwargs: Annotated[Any, refused({}, hint=AS_TEXT)] = None
-    content: Annotated[Any, refused(hint="Send input.")] = None
-    continue_final_message: Annotated[Any, refused(False, hint=AS_TEXT)] = None
-    embd_normalize: Annotated[Any, refused(2, hint="Vectors have length 1.")] = None
-    embed_dtype: Annotated[Any, refused("float32")] = None
-    endianness: Annotated[Any, refused("native", "little", hint="base64 is little-endian.")] = None
-    media_io_kwargs: Annotated[Any, refused({})] = None
-    messages: Annotated[Any, refused(hint=AS_TEXT)] = None
-    mm_processor_kwargs: Annotated[Any, refused({})] = None
-    normalize: Annotated[Any, refused(True, hint="Vectors have length 1.")] = None
-    padding: Annotated[Any, refused("do_not_pad")] = None
-    request_id: Annotated[Any, refused(hint="Send the header X-Request-Id.")] = None
-    task: Annotated[Any, refused("embed")] = None
-    use_activation: Annotated[Any, refused(True, hint="Vectors have length 1.")] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "add_generation_prompt": refused(False, hint=AS_TEXT),
+        "chat_template": refused(hint=AS_TEXT),
+        "chat_template_kwargs": refused({}, hint=AS_TEXT),
+        "content": refused(hint="Send input."),
+        "continue_final_message": refused(False, hint=AS_TEXT),
+        "embd_normalize": refused(2, hint="Vectors have length 1."),
+        "embed_dtype": refused("float32"),
+        "endianness": refused("native", "little", hint="base64 is little-endian."),
+        "media_io_kwargs": refused({}),
+        "messages": refused(hint=AS_TEXT),
+        "mm_processor_kwargs": refused({}),
+        "normalize": refused(True, hint="Vectors have length 1."),
+        "padding": refused("do_not_pad"),
+        "request_id": refused(hint="Send the header X-Request-Id."),
+        "task": refused("embed"),
+        "use_activation": refused(True, hint="Vectors have length 1."),
+    }
 
     @field_validator("truncate_prompt_tokens")
     @classmethod

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ...generation.output import Json
-from ...http.fields import LABEL, MAX_LABEL, RefusedKinds, Wire, refused
+from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, refused
 from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
 from ..sampling import Text
 
@@ -93,8 +93,10 @@ class FunctionCallItem(Wire):
     namespace: Name | None = None
     """The group of functions that the function is one of; part of the prompt."""
 
-    async_: Annotated[Any, refused(False), Field(alias="async")] = None
-    caller: Annotated[Any, refused({"type": "direct"})] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "async": refused(False),
+        "caller": refused({"type": "direct"}),
+    }
 
 
 class FunctionCallOutputItem(Wire):
@@ -115,7 +117,9 @@ class FunctionCallOutputItem(Wire):
     namespace: Annotated[Name | None, LABEL] = None
     """Accepted: the call has it."""
 
-    caller: Annotated[Any, refused({"type": "direct"})] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "caller": refused({"type": "direct"}),
+    }
 
 
 class ReasoningText(Wire):
@@ -144,7 +148,9 @@ class ReasoningItem(Wire):
     """What the template is told where there is no content."""
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     """What the model thought; told to the template, which may leave it out of the prompt."""
-    encrypted_content: Annotated[Any, refused()] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "encrypted_content": refused(),
+    }
     status: Annotated[ItemStatus | None, LABEL] = None
     """Accepted, and kept with the item."""
 

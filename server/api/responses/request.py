@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
+from ...generation.request import Calling, Tool
 from ...grammar.schemas import Grammar, of_schema
-from ...http.fields import LABEL, MAX_LABEL, OneError, RefusedKinds, Wire, clash, refused
+from ...http.fields import LABEL, MAX_LABEL, Refused, Wire, clash, refused
 from ..chat.request import Labels, Metadata, TemplateKwargs
-from ..conversation import (
-    Calling,
-    Conversation,
-    Effort,
-    Tool,
-    by_effort,
-    calling_of,
-    check_choice,
-    is_thinking,
-    thinking_variables,
-)
+from ..conversation import Conversation, Effort, by_effort, calling_of, check_choice, is_thinking, thinking_variables
 from ..response_format import (
     ANY_OBJECT,
     JsonObjectFormat,
@@ -32,8 +22,9 @@ from ..response_format import (
     of_outputs,
 )
 from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Stop, Text
-from ..tools import MAX_TOOLS, NO_PARAMETERS, FunctionName
+from ..tools import MAX_TOOLS
 from .items import ItemId, Items, as_turns, in_namespace
+from .tools import AnyTool, FlatAllowed, FlatChoice, FlatFunction, NamespaceTool, chosen_names, functions
 
 if TYPE_CHECKING:
     from ...tokenization.encoder import RenderOptions
@@ -48,105 +39,6 @@ Included = Literal[
     "message.input_image.image_url",
     "web_search_call.action.sources",
     "web_search_call.results",
-]
-BUILT_IN_CHOICES = """
-    apply_patch code_interpreter computer computer_use computer_use_preview custom file_search image_generation mcp
-    programmatic_tool_calling shell web_search_preview web_search_preview_2025_03_11
-"""
-
-
-# Tools
-
-
-class FlatFunction(Wire):
-    """A function that the model may call: its name, what it is for, and the JSON schema of its arguments."""
-
-    type: Literal["function"]
-    name: FunctionName
-    """Part of the prompt, and what a call has."""
-    description: Text | None = None
-    """Part of the prompt."""
-    parameters: dict[str, Any] | None = None
-    """The JSON schema of the arguments, an object; absent: there are none."""
-    strict: bool | None = None
-    """true: arguments follow the schema also where the model is free to call the function or not."""
-
-    async_: Annotated[Any, refused(False), Field(alias="async")] = None
-    allowed_callers: Annotated[Any, refused(["direct"])] = None
-    defer_loading: Annotated[Any, refused(False)] = None
-    output_schema: Annotated[Any, refused()] = None
-
-
-class HostedTool(Wire):
-    """A tool that OpenAI runs, or that is called in a notation of its own: left out of the prompt.
-
-    With tool_choice auto the model may answer without any tool, so that this is such an answer.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal[
-        "apply_patch",
-        "code_interpreter",
-        "computer",
-        "computer_use_preview",
-        "custom",
-        "file_search",
-        "image_generation",
-        "local_shell",
-        "mcp",
-        "programmatic_tool_calling",
-        "shell",
-        "tool_search",
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-    ]
-
-
-class NamespaceTool(Wire):
-    """A group of functions. The model knows each by the names of both, as in `group__function`."""
-
-    type: Literal["namespace"]
-    name: FunctionName
-    """Part of the prompt; a call of one of its functions has it as `namespace`."""
-    description: Annotated[Text | None, LABEL] = None
-    """Accepted: the functions have descriptions of their own."""
-    tools: Annotated[
-        list[Annotated[FlatFunction | HostedTool, Field(discriminator="type")]],
-        Field(max_length=MAX_TOOLS, fail_fast=True),
-    ]
-    """The functions. Tools in a notation of their own are left out of the prompt."""
-
-
-AnyTool = Annotated[FlatFunction | NamespaceTool | HostedTool, Field(discriminator="type")]
-
-
-class FlatNamed(Wire):
-    """A function that must be called, by its name."""
-
-    type: Literal["function"]
-    name: FunctionName
-    """One of the tools' names."""
-
-
-class FlatAllowed(Wire):
-    """The model sees all tools and may call only some."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    """auto: the model decides; required: at least one call."""
-    tools: Annotated[list[FlatNamed], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-    """Those that may be called."""
-
-
-FlatChoice = Annotated[
-    Literal["none", "auto", "required"]
-    | Annotated[
-        FlatNamed | FlatAllowed, Field(discriminator="type"), RefusedKinds("type", tuple(BUILT_IN_CHOICES.split()))
-    ],
-    OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
 ]
 
 
@@ -176,10 +68,12 @@ class ReasoningOptions(Wire):
     effort: Effort | None = None
     """How much the model is to think: told to the template. Where that can only turn thinking on or off, none turns it
     off and every other effort on; where it cannot do that either, the effort changes nothing."""
-    context: Annotated[Any, refused("auto", hint="What the chat template keeps of it is rendered.")] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "context": refused("auto", hint="What the chat template keeps of it is rendered."),
+        "mode": refused("standard"),
+    }
     generate_summary: Annotated[Summary | None, LABEL] = None
     """Accepted: the response has the whole reasoning."""
-    mode: Annotated[Any, refused("standard")] = None
     summary: Annotated[Summary | None, LABEL] = None
     """Accepted: the response has the whole reasoning."""
 
@@ -266,15 +160,17 @@ class ResponsesRequest(Labels, Conversation):
     truncation: Annotated[Literal["auto", "disabled"] | None, LABEL] = None
     """Accepted: nothing is taken from the input; what is too long gets a 400 either way."""
 
-    access_programs: Annotated[Any, refused()] = None
-    background_options: Annotated[Any, refused({})] = None
-    context_management: Annotated[Any, refused([])] = None
-    conversation: Annotated[Any, refused(hint="Send previous_response_id.")] = None
-    image: Annotated[Any, refused({})] = None
-    moderation: Annotated[Any, refused()] = None
-    prompt: Annotated[Any, refused(hint="Send the text itself, as instructions and input.")] = None
-    prompt_cache_options: Annotated[Any, refused({})] = None
-    prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory", "24h")] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "access_programs": refused(),
+        "background_options": refused({}),
+        "context_management": refused([]),
+        "conversation": refused(hint="Send previous_response_id."),
+        "image": refused({}),
+        "moderation": refused(),
+        "prompt": refused(hint="Send the text itself, as instructions and input."),
+        "prompt_cache_options": refused({}),
+        "prompt_cache_retention": refused("in_memory", "in-memory", "24h"),
+    }
 
     _before: list[Json] = PrivateAttr(default_factory=list)
     _own: list[Json] | None = PrivateAttr(default=None)
@@ -420,31 +316,3 @@ class ResponsesRequest(Labels, Conversation):
         choice = self.tool_choice
         mode = choice.mode if isinstance(choice, FlatAllowed) else None
         return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
-
-
-def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
-    """The functions that a choice names."""
-    if isinstance(choice, FlatNamed):
-        return [choice.name]
-    return [tool.name for tool in choice.tools] if isinstance(choice, FlatAllowed) else []
-
-
-def functions(tools: Sequence[AnyTool] | None) -> list[Tool]:
-    """The functions among the tools, as the rest of the server knows them."""
-    found = []
-    for index, tool in enumerate(tools or ()):
-        if isinstance(tool, FlatFunction):
-            found.append(described(tool, tool.name, f"tools[{index}]"))
-        elif isinstance(tool, NamespaceTool):
-            found += [
-                described(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{place}]")
-                for place, own in enumerate(tool.tools)
-                if isinstance(own, FlatFunction)
-            ]
-    return found
-
-
-def described(tool: FlatFunction, name: str, field: str) -> Tool:
-    """A function as the rest of the server knows it, under this name."""
-    parameters = NO_PARAMETERS if tool.parameters is None else tool.parameters
-    return Tool(name, tool.description, parameters, bool(tool.strict), f"{field}.parameters")

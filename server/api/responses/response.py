@@ -14,7 +14,8 @@ from ...generation.request import UNLIMITED
 from ...http import sse
 from ...http.errors import ApiError
 from ...parsers import Arguments, Call, Content, Part, Reasoning
-from .request import AnyTool, FlatAllowed, FlatFunction, FlatNamed, ResponsesRequest
+from .request import ResponsesRequest
+from .tools import AnyTool, FlatAllowed, FlatFunction, FlatNamed
 
 Keep = Callable[[Json], None]
 # OpenAI's account of what was put into a cache because the request asked for it; here no request has to ask.

@@ -23,11 +23,12 @@ from ...tokenization.encoder import TextTooLong
 from ...tokenization.renderer import TemplateError
 from .background import Job
 from .items import MAX_ITEMS
+from .records import Record, elements, packed, unpacked
 from .request import ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
 from .schema import InputItems, InputTokens, ResponseAnswer, ResponseDeleted, ResponseEvent
 from .state import ResponsesDep
-from .store import Record, Store, elements, packed, unpacked
+from .store import Store
 
 OPEN = ("queued", "in_progress")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

@@ -18,20 +18,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import msgspec
+from typing import Any, TypeVar
 
 from engine import ConfigError
 
 from ...http import retry
 from ...http.errors import unavailable
+from .records import Record
 from .store_file import open_database
 
 T = TypeVar("T")
 Json = dict[str, Any]
 
-ROW_BYTES = 512  # what a row costs beside its texts
 # Between attempts to write what was refused: doubled after each failure. A new change brings the next attempt forward,
 # but never closer than the first delay to the last failure.
 FIRST_DELAY_S = 2.0
@@ -43,25 +41,6 @@ CLOSE_S = 5.0  # to write what is left
 INTERRUPT_S = 1.0  # for the statement that was running then to end
 
 log = logging.getLogger("pequod.store")
-
-
-class Record(NamedTuple):
-    """A stored response, and the conversation that led to it."""
-
-    id: str
-    owner: str  # who alone may see it: a hash of the API key
-    is_open: bool  # its work goes on
-    answer: bytes  # the response as JSON
-    items: bytes  # the conversation before it as JSON
-    payer: str = ""  # whose share it counts against: the owner, unless all owners are the same for want of keys
-
-    @property
-    def share(self) -> str:
-        return self.payer or self.owner
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.answer) + len(self.items) + ROW_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -454,21 +433,3 @@ class Store:
             self._clock = used
         with self._transaction():
             self._trim()
-
-
-def packed(value: Any) -> bytes:
-    """JSON as a record holds it."""
-    return msgspec.json.encode(value)
-
-
-def unpacked(data: bytes | msgspec.Raw) -> Any:
-    """The value of a record's JSON."""
-    return msgspec.json.decode(data)
-
-
-def elements(data: bytes) -> list[msgspec.Raw]:
-    """The elements of a record's JSON array, not decoded.
-
-    Decoding them one by one lets other threads run in between; msgspec holds the interpreter's lock during a call.
-    """
-    return msgspec.json.decode(data, type=list[msgspec.Raw])

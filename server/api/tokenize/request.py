@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from ...http.fields import MAX_LABEL, Wire, clash, refused
+from ...http.fields import MAX_LABEL, Refused, Wire, clash, refused
 from ..chat.request import Messages, TemplateOptions
 from ..completions.request import MAX_PROMPT_IDS
 from ..sampling import Text, TokenId
@@ -84,7 +84,9 @@ class TemplateRequest(TemplateOptions):
     """One of the served names."""
     messages: Messages
     """The conversation."""
-    add_special_tokens: Annotated[Any, refused(False)] = None
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "add_special_tokens": refused(False),
+    }
 
 
 class Templated(Wire):

@@ -22,7 +22,7 @@ from .steps import Step, StepLog
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ...settings import Loaded
+    from ...settings_sources import Loaded
 
 START_S = 3600.0  # a large model is first downloaded
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ... import settings
-from ...settings import Loaded, SettingsError
+from ...settings_sources import Loaded, load, misspelt
+from ...settings_values import SettingsError, nearest, split
 from ..argv import hide
 
 TITLES = {"model": "model", "engine": "engine", "http": "HTTP", "limits": "limits", "logs": "logs and metrics"}
@@ -53,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         for word in rest:
             if word.startswith("-") and word != "-":
                 name = word.split("=")[0]
-                near = settings.nearest(name, self._option_string_actions)
+                near = nearest(name, self._option_string_actions)
                 hint = f"did you mean {near}?" if near else f"see `{self.prog} --help`"
                 raise UsageError(f"unknown flag {name[:64]}; {hint}")
         if rest:
@@ -93,7 +94,7 @@ def _add_field(box: argparse._ArgumentGroup, name: str) -> None:
 
 def _items(word: str) -> list[str]:
     try:
-        return settings.split(word)
+        return split(word)
     except ValueError as error:
         # Without the word: it may be a key.
         raise argparse.ArgumentTypeError(f"the value {error}") from None
@@ -130,9 +131,9 @@ def settings_from(arguments: argparse.Namespace) -> Loaded:
     config = arguments.config
     if config is None and os.environ.get("PEQUOD_CONFIG"):
         config = Path(os.environ["PEQUOD_CONFIG"])
-    for sentence in settings.misspelt(os.environ):
+    for sentence in misspelt(os.environ):
         warn(sentence)
-    loaded = settings.load(given, config)
+    loaded = load(given, config)
     secrets = (*loaded.settings.api_key, loaded.settings.metrics_key)
     hide(secret.get_secret_value() for secret in secrets if secret is not None)
     if loaded.settings.local_files_only:
@@ -184,7 +185,7 @@ def execute_group(name: str, summary: str, group: Group, argv: Sequence[str]) ->
         return 0 if argv else 2
     part = argv[0]
     if part not in group.PARTS:
-        near = settings.nearest(part, group.PARTS)
+        near = nearest(part, group.PARTS)
         warn(
             f"pequod {name} has no part {part[:64]}; "
             + (f"did you mean {near}?" if near else f"see `pequod {name} --help`")

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from ...settings import nearest
+from ...settings_values import nearest
 from . import Failure, Parser, UsageError, add_settings, settings_from, wants_colour, warn
 from .complete import add_sampling, options_from
 

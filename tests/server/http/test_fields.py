@@ -6,7 +6,7 @@ from server.api.chat.request import ChatRequest
 from server.api.completions.request import CompletionRequest
 from server.app import build_app
 from server.http.body import models
-from server.http.fields import Refused, kinds
+from server.http.fields import kinds
 from server.settings import Settings
 from tests.fakes import FakeEngine, model_folder
 from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, QUESTION, RESPONSES, ask, ids, run, saying
@@ -22,10 +22,7 @@ def folder(tmp_path_factory):
 
 
 def refused_fields(path):
-    for name, field in MODELS[path].model_fields.items():
-        for mark in field.metadata:
-            if isinstance(mark, Refused):
-                yield name, mark
+    return MODELS[path].unsupported.items()
 
 
 def answers(folder, path, bodies, **settings):
@@ -66,9 +63,15 @@ def test_what_is_not_supported_is_refused_by_name(folder, path):
         assert "not support" in message
 
 
+def test_a_refused_field_is_named_before_anything_else_that_is_wrong(folder):
+    [(status, param, _)] = answers(folder, CHAT, [{"temperature": "hot", "n": 0, "colour": 1, "mirostat": 2}])
+    assert (status, param) == (400, "mirostat")
+
+
 @BOTH
 def test_null_and_documented_defaults_count_as_absent(folder, path):
-    everything = {name: None for name in MODELS[path].model_fields if name not in BASE[path]}
+    names = [*MODELS[path].model_fields, *MODELS[path].unsupported]
+    everything = {name: None for name in names if name not in BASE[path]}
     one_by_one = [{name: value} for name, mark in refused_fields(path) for value in mark.defaults]
     seen = answers(folder, path, [everything, *one_by_one])
     assert [status for status, _, _ in seen] == [200] * len(seen), seen
@@ -285,5 +288,6 @@ LEAST = {
 def test_every_optional_field_may_be_null(folder, path):
     optional = [name for name, field in ALL[path].model_fields.items() if not field.is_required()]
     nulls = {ALL[path].model_fields[name].alias or name: None for name in optional if name not in LEAST[path]}
+    nulls |= dict.fromkeys(ALL[path].unsupported)
     response = ask(folder, path, {**LEAST[path], **nulls}, FakeEngine(saying("a")))
     assert response.status_code == 200, response.text

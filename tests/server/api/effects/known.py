@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typing_extensions import is_typeddict
 
-from server.http.fields import Refused, RefusedKinds, Wire
+from server.http.fields import RefusedKinds, Wire
 
 TAGS = ("type", "role")
 
@@ -47,9 +47,11 @@ def gaps(ours: type[Wire], theirs: Any, path: str = "") -> typing.Iterator[str]:
         return
     fields = {field.alias or name: field for name, field in ours.model_fields.items()}
     for name, hint in typing.get_type_hints(theirs).items():
+        if name in ours.unsupported:
+            continue
         if name not in fields:
             yield f"{path}{name}"
-        elif not any(isinstance(mark, Refused) for mark in fields[name].metadata):
+        else:
             yield from inner_gaps(fields[name], hint, f"{path}{name}")
 
 

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from server.api.responses.store import MAX_FAILURES, ROW_BYTES, Shares, Store
+from server.api.responses.records import ROW_BYTES
+from server.api.responses.store import MAX_FAILURES, Shares, Store
 from server.http.errors import ApiError
 from tests.fakes import FakeEngine, model_folder, until
 from tests.server.api.responses.stores import FULL, Faulty, blocked, names, record, reopened, use, written

@@ -11,7 +11,8 @@ import pytest
 
 from engine import ConfigError
 from server.api.responses import store_file
-from server.api.responses.store import Record, Store
+from server.api.responses.records import Record
+from server.api.responses.store import Store
 from server.api.responses.store_file import APPLICATION_ID, VERSION
 from server.settings import Settings
 from tests.fakes import FakeEngine
@@ -59,7 +60,8 @@ def test_a_killed_process_leaves_a_file_that_opens(tmp_path):
     path = tmp_path / "store.db"
     code = (
         "import asyncio, os, signal, sys, pathlib\n"
-        "from server.api.responses.store import Record, Store\n"
+        "from server.api.responses.records import Record\n"
+        "from server.api.responses.store import Store\n"
         "async def main():\n"
         "    store = Store(pathlib.Path(sys.argv[1]), 100, 1 << 20)\n"
         "    store.put(Record('one', 'a', False, b'{}', b'[]'))\n"

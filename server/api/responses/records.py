@@ -1,0 +1,46 @@
+"""A stored response as the store holds it, and its JSON."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+ROW_BYTES = 512  # what a row costs beside its texts
+
+
+class Record(NamedTuple):
+    """A stored response, and the conversation that led to it."""
+
+    id: str
+    owner: str  # who alone may see it: a hash of the API key
+    is_open: bool  # its work goes on
+    answer: bytes  # the response as JSON
+    items: bytes  # the conversation before it as JSON
+    payer: str = ""  # whose share it counts against: the owner, unless all owners are the same for want of keys
+
+    @property
+    def share(self) -> str:
+        return self.payer or self.owner
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.answer) + len(self.items) + ROW_BYTES
+
+
+def packed(value: Any) -> bytes:
+    """JSON as a record holds it."""
+    return msgspec.json.encode(value)
+
+
+def unpacked(data: bytes | msgspec.Raw) -> Any:
+    """The value of a record's JSON."""
+    return msgspec.json.decode(data)
+
+
+def elements(data: bytes) -> list[msgspec.Raw]:
+    """The elements of a record's JSON array, not decoded.
+
+    Decoding them one by one lets other threads run in between; msgspec holds the interpreter's lock during a call.
+    """
+    return msgspec.json.decode(data, type=list[msgspec.Raw])

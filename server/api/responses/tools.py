@@ -1,0 +1,144 @@
+"""Tools in the form of the Responses API, and what tool_choice means there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from ...generation.request import Tool
+from ...http.fields import LABEL, OneError, Refused, RefusedKinds, Wire, refused
+from ..sampling import Text
+from ..tools import MAX_TOOLS, NO_PARAMETERS, FunctionName
+from .items import in_namespace
+
+if TYPE_CHECKING:
+    pass
+
+BUILT_IN_CHOICES = """
+    apply_patch code_interpreter computer computer_use computer_use_preview custom file_search image_generation mcp
+    programmatic_tool_calling shell web_search_preview web_search_preview_2025_03_11
+"""
+
+
+class FlatFunction(Wire):
+    """A function that the model may call: its name, what it is for, and the JSON schema of its arguments."""
+
+    type: Literal["function"]
+    name: FunctionName
+    """Part of the prompt, and what a call has."""
+    description: Text | None = None
+    """Part of the prompt."""
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of the arguments, an object; absent: there are none."""
+    strict: bool | None = None
+    """true: arguments follow the schema also where the model is free to call the function or not."""
+
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "async": refused(False),
+        "allowed_callers": refused(["direct"]),
+        "defer_loading": refused(False),
+        "output_schema": refused(),
+    }
+
+
+class HostedTool(Wire):
+    """A tool that OpenAI runs, or that is called in a notation of its own: left out of the prompt.
+
+    With tool_choice auto the model may answer without any tool, so that this is such an answer.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+
+
+class NamespaceTool(Wire):
+    """A group of functions. The model knows each by the names of both, as in `group__function`."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    """Part of the prompt; a call of one of its functions has it as `namespace`."""
+    description: Annotated[Text | None, LABEL] = None
+    """Accepted: the functions have descriptions of their own."""
+    tools: Annotated[
+        list[Annotated[FlatFunction | HostedTool, Field(discriminator="type")]],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+    ]
+    """The functions. Tools in a notation of their own are left out of the prompt."""
+
+
+AnyTool = Annotated[FlatFunction | NamespaceTool | HostedTool, Field(discriminator="type")]
+
+
+class FlatNamed(Wire):
+    """A function that must be called, by its name."""
+
+    type: Literal["function"]
+    name: FunctionName
+    """One of the tools' names."""
+
+
+class FlatAllowed(Wire):
+    """The model sees all tools and may call only some."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    """auto: the model decides; required: at least one call."""
+    tools: Annotated[list[FlatNamed], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    """Those that may be called."""
+
+
+FlatChoice = Annotated[
+    Literal["none", "auto", "required"]
+    | Annotated[
+        FlatNamed | FlatAllowed, Field(discriminator="type"), RefusedKinds("type", tuple(BUILT_IN_CHOICES.split()))
+    ],
+    OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
+]
+
+
+def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
+    """The functions that a choice names."""
+    if isinstance(choice, FlatNamed):
+        return [choice.name]
+    return [tool.name for tool in choice.tools] if isinstance(choice, FlatAllowed) else []
+
+
+def functions(tools: Sequence[AnyTool] | None) -> list[Tool]:
+    """The functions among the tools, as the rest of the server knows them."""
+    found = []
+    for index, tool in enumerate(tools or ()):
+        if isinstance(tool, FlatFunction):
+            found.append(described(tool, tool.name, f"tools[{index}]"))
+        elif isinstance(tool, NamespaceTool):
+            found += [
+                described(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{place}]")
+                for place, own in enumerate(tool.tools)
+                if isinstance(own, FlatFunction)
+            ]
+    return found
+
+
+def described(tool: FlatFunction, name: str, field: str) -> Tool:
+    """A function as the rest of the server knows it, under this name."""
+    parameters = NO_PARAMETERS if tool.parameters is None else tool.parameters
+    return Tool(name, tool.description, parameters, bool(tool.strict), f"{field}.parameters")
