@@ -7,7 +7,7 @@ from .client import Engine, EngineStatus, LocalEngine
 from .config import EngineConfig
 from .fair import FairLock
 from .files import LIST_BYTES, read_file, read_json, read_text
-from .grammar import GRAMMARS_BUSY, grammar_trial
+from .grammar import grammar_trial
 from .grammar import problem as grammar_problem
 from .hub import Folder, fetch
 from .process import begin_child, spawn
@@ -18,6 +18,7 @@ from .types import (
     EngineError,
     EngineInfo,
     EngineRequest,
+    ErrorCode,
     ModelError,
     Pooling,
     RequestError,
@@ -30,7 +31,6 @@ from .types import (
 )
 
 __all__ = [
-    "GRAMMARS_BUSY",
     "LIST_BYTES",
     "Child",
     "ConfigError",
@@ -41,6 +41,7 @@ __all__ = [
     "EngineInfo",
     "EngineRequest",
     "EngineStatus",
+    "ErrorCode",
     "FairLock",
     "Folder",
     "LocalEngine",

@@ -37,6 +37,7 @@ from ..attention import AttentionMeta, KVCache, LayerKV, select
 from ..config import EngineConfig
 from ..files import read_json
 from ..kernels.library import Choice, Kernels
+from ..memory import is_out_of_memory
 from ..types import ModelError
 from . import Outputs
 from .packing import pack
@@ -233,7 +234,7 @@ def load(
     try:
         loaded.check_isolation(device)
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-        if product.kernels is None or "can't allocate memory" in str(error):
+        if product.kernels is None or is_out_of_memory(error):
             raise
         reason = _first_line(error)
     else:
