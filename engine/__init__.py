@@ -7,7 +7,6 @@ from .client import Engine, EngineStatus, LocalEngine
 from .config import EngineConfig
 from .fair import FairLock
 from .files import LIST_BYTES, read_file, read_json, read_text
-from .grammar import GRAMMARS_BUSY
 from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
@@ -19,6 +18,7 @@ from .types import (
     EngineError,
     EngineInfo,
     EngineRequest,
+    ErrorCode,
     ModelError,
     Pooling,
     RequestError,
@@ -31,7 +31,6 @@ from .types import (
 )
 
 __all__ = [
-    "GRAMMARS_BUSY",
     "LIST_BYTES",
     "Child",
     "ConfigError",
@@ -42,6 +41,7 @@ __all__ = [
     "EngineInfo",
     "EngineRequest",
     "EngineStatus",
+    "ErrorCode",
     "FairLock",
     "Folder",
     "GrammarTrial",

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .types import SamplingParams, TokenLogprob
+from .types import ErrorCode, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:  # half of those who import this have no other use for it
     import numpy as np
     from numpy.typing import NDArray
-
-# Why a row failed whose filters and grammar exclude each other.
-NOTHING_LEFT = "logit_bias, allowed_ids, bad_words, min_tokens and the grammar leave no token that could be drawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +65,22 @@ class Masks:
 
 
 @dataclass(frozen=True, slots=True)
+class RowError:
+    """Why a row failed, and its sequence alone."""
+
+    message: str
+    code: ErrorCode | None = None
+    field: str | None = None  # of SamplingParams, to blame
+
+
+@dataclass(frozen=True, slots=True)
 class StepTokens:
     """What a step drew, aligned with batch.rows."""
 
     token_ids: list[list[int]]  # one where the row draws, and those that its grammar forces behind it
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per token
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per scored token
-    errors: dict[int, str] = field(default_factory=dict)  # row index -> why this row alone failed
+    errors: dict[int, RowError] = field(default_factory=dict)  # row index -> why this row alone failed
     seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample, kernels
-    fields: dict[int, str] = field(
-        default_factory=dict
-    )  # row index -> for errors: the field of SamplingParams to blame
     ended: frozenset[int] = frozenset()  # rows whose grammar has nothing more to say
     embeddings: dict[int, bytes] = field(default_factory=dict)  # row index -> TokenDelta.embedding, where it embeds

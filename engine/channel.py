@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from .config import EngineConfig
-from .types import EngineInfo, EngineRequest, RequestStats, StepStats, TokenDelta, TokenLogprob
+from .types import EngineInfo, EngineRequest, ErrorCode, RequestStats, StepStats, TokenDelta, TokenLogprob
 
 HIGH_WATER = 8 << 20  # bytes of unsent frames at which the sender must wait
 MAX_FRAME = 1 << 30
@@ -65,6 +65,7 @@ class End(Struct, frozen=True, array_like=True):
 
     reason: str | None
     error: str | None
+    code: ErrorCode | None
     field: str | None
     stats: RequestStats | None
 
@@ -95,7 +96,7 @@ def pack(deltas: list[TokenDelta], stats: StepStats | None = None) -> Tokens:
         prompt_logprobs={i: d.prompt_logprobs for i, d in enumerate(deltas) if d.prompt_logprobs is not None},
         embeddings={i: delta.embedding for i, delta in enumerate(deltas) if delta.embedding is not None},
         ends={
-            i: End(delta.finish_reason, delta.error, delta.field, delta.stats)
+            i: End(delta.finish_reason, delta.error, delta.code, delta.field, delta.stats)
             for i, delta in enumerate(deltas)
             if delta.finish_reason or delta.stats
         },
@@ -115,6 +116,7 @@ def unpack(tokens: Tokens) -> list[TokenDelta]:
                 prompt_logprobs=tokens.prompt_logprobs.get(i),
                 finish_reason=end.reason if end else None,
                 error=end.error if end else None,
+                code=end.code if end else None,
                 field=end.field if end else None,
                 stats=end.stats if end else None,
                 embedding=tokens.embeddings.get(i),

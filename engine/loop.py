@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from .batch import Batch, Masks, StepTokens
 from .grammar import GrammarError, GrammarsBusy
 from .scheduler import Scheduler
-from .types import EngineRequest, StepStats, TokenDelta
+from .types import EngineRequest, ErrorCode, StepStats, TokenDelta
 
 if TYPE_CHECKING:
     from .grammar.grammars import Grammars
@@ -153,9 +153,12 @@ class EngineLoop:
                 raise GrammarError("this engine takes no grammars")
             matcher = await self.grammars.compile(request)
             begins = matcher.begin(self.scheduler.room(request) - 1)
-        except (GrammarError, GrammarsBusy) as error:
-            field = "grammar" if isinstance(error, GrammarError) else None
-            delta: TokenDelta | None = TokenDelta(id=request.id, finish_reason="error", error=str(error), field=field)
+        except GrammarError as error:
+            delta: TokenDelta | None = TokenDelta(
+                id=request.id, finish_reason="error", error=str(error), field="grammar"
+            )
+        except GrammarsBusy as error:
+            delta = TokenDelta(id=request.id, finish_reason="error", error=str(error), code=ErrorCode.GRAMMARS_BUSY)
         except Exception as error:  # a bug: the request must not wait for ever
             message = f"the grammar cannot be compiled: {type(error).__name__}"
             delta = TokenDelta(id=request.id, finish_reason="error", error=message)

@@ -34,6 +34,9 @@ LEAST_TOKENS = 512
 # The sampler's columns of a row: logits and a copy (float32), weights (int64), their sums and filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 
+# torch has a class for its own CUDA allocator alone: its CPU allocator, the CUDA runtime and cuBLAS raise RuntimeError.
+OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -373,6 +376,15 @@ def _in_bfloat16(spec: ModelSpec) -> ModelSpec:
     import torch
 
     return replace(spec, dtype=torch.bfloat16)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that host or device memory ran out."""
+    import torch
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def _gb_up(size: float) -> str:

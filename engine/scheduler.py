@@ -17,12 +17,12 @@ from heapq import heapify, heappop, heappush
 
 from msgspec.structs import replace
 
-from .batch import NOTHING_LEFT, Batch, Entered, Row, StepTokens
+from .batch import Batch, Entered, Row, RowError, StepTokens
 from .blocks import BlockPool, root_hash
 from .config import EngineConfig
 from .sequence import Sequence, Status
 from .service import OUTPUT_COST, Service
-from .types import EngineRequest, Pooling, StepStats, TokenDelta, TokenLogprob
+from .types import EngineRequest, ErrorCode, Pooling, StepStats, TokenDelta, TokenLogprob
 
 # Logits of every position of a chunk are wide: 64 rows of a vocabulary of 152,000 are 39 MB in float32.
 SCORED_TOKENS = 64
@@ -435,10 +435,7 @@ class Scheduler:
             if seq.aborted:
                 deltas.append(self._end(seq, "abort"))
             elif index in tokens.errors:
-                error, field = tokens.errors[index], tokens.fields.get(index)
-                if error == NOTHING_LEFT:
-                    field = seq.request.params.narrowest
-                deltas.append(self._end(seq, "error", error=error, field=field))
+                deltas.append(self._end(seq, "error", error=tokens.errors[index]))
             elif index in tokens.embeddings:
                 seq.last_token = now
                 deltas.append(self._end(seq, "stop", delta=TokenDelta(id=seq.id, embedding=tokens.embeddings[index])))
@@ -475,7 +472,8 @@ class Scheduler:
             if seq.aborted:
                 deltas.append(self._end(seq, "abort"))
             elif row is largest:
-                deltas.append(self._end(seq, "error", error="the step that this request was in ran out of memory"))
+                error = RowError("the step that this request was in ran out of memory")
+                deltas.append(self._end(seq, "error", error=error))
         return deltas
 
     @property
@@ -539,8 +537,7 @@ class Scheduler:
         seq: Sequence,
         reason: str,
         *,
-        error: str | None = None,
-        field: str | None = None,
+        error: RowError | None = None,
         delta: TokenDelta | None = None,
     ) -> TokenDelta:
         """The terminal delta: `delta`, the sequence's last tokens, with its end in it, or one without tokens."""
@@ -552,8 +549,11 @@ class Scheduler:
         del self.by_id[seq.id]
         self.service.leave(seq.request.flow)
         self._cohort.discard(seq.id)
-        delta = delta or TokenDelta(id=seq.id)
-        return replace(delta, finish_reason=reason, error=error, field=field, stats=seq.stats())
+        delta = replace(delta or TokenDelta(id=seq.id), finish_reason=reason, stats=seq.stats())
+        if error is None:
+            return delta
+        field = seq.request.params.narrowest if error.code is ErrorCode.NO_TOKEN_LEFT else error.field
+        return replace(delta, error=error.message, code=error.code, field=field)
 
     def _leave(self, seq: Sequence) -> None:
         """A running sequence gives back its blocks, its marks and its place at the runner."""

@@ -6,6 +6,8 @@ never changes. Text has no place here: the engine takes token ids and gives toke
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from msgspec import Struct
 
 
@@ -74,6 +76,13 @@ class EngineRequest(Struct, frozen=True, array_like=True, kw_only=True):
     compile_s: float = 0.0  # CPU time that compiling the grammar takes, as far as is known
 
 
+class ErrorCode(StrEnum):
+    """Why a request failed, where someone must act on the reason. The sentence beside it is for people alone."""
+
+    NO_TOKEN_LEFT = "no_token_left"  # the request's filters and its grammar exclude every token
+    GRAMMARS_BUSY = "grammars_busy"  # its grammar waited too long to be compiled
+
+
 class TokenLogprob(Struct, frozen=True, array_like=True):
     """Log-probability of a drawn token in the raw distribution, and the most likely alternatives."""
 
@@ -105,6 +114,7 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # all at once with the first token, when asked for
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None  # a sentence, with finish_reason error
+    code: ErrorCode | None = None  # with error: its kind, where that decides what the client is sent
     field: str | None = None  # with error: the field of SamplingParams that is to blame, where there is one
     stats: RequestStats | None = None  # with the first token and with the finish_reason
     embedding: bytes | None = None  # float32, little-endian; alone, when asked for

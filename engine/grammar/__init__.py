@@ -33,15 +33,15 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 
 
-GRAMMARS_BUSY = "too many grammars are being compiled"
-
-
 class GrammarError(Exception):
     """A grammar, or what is left of it part-way, cannot be used; its text is one sentence without a full stop."""
 
 
 class GrammarsBusy(Exception):
     """So many grammars are being compiled that one has waited too long."""
+
+    def __init__(self) -> None:
+        super().__init__("too many grammars are being compiled")
 
 
 def source(kind: str, text: str) -> str:

@@ -22,10 +22,10 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from .. import hub
-from ..batch import NOTHING_LEFT, Batch, Masks, StepTokens
+from ..batch import Batch, Masks, RowError, StepTokens
 from ..config import EngineConfig
-from ..types import EngineError, EngineRequest, SamplingParams
-from . import GRAMMARS_BUSY, GrammarError, GrammarsBusy
+from ..types import EngineError, EngineRequest, ErrorCode, SamplingParams
+from . import GrammarError, GrammarsBusy
 from .compiler import Compiler
 from .table import Table
 
@@ -37,10 +37,11 @@ SLOW_S = 0.025
 LARGE = 4096  # characters
 # A mask takes 0.1 ms, to wake other threads as long and, on a machine that is busy, ten times as long.
 MASK_THREADS, MANY_ROWS = 8, 16
-REFUSED = "a token was drawn that the grammar does not allow"
-TOO_COMPLEX = "the grammar takes more work for one token than is allowed"
-NOT_ALLOWED = "doesn't satisfy the grammar"  # what the library then says
-PANICKED = "the grammar library has failed on it"
+REFUSED = RowError("a token was drawn that the grammar does not allow")
+TOO_COMPLEX = RowError("the grammar takes more work for one token than is allowed", field="grammar")
+PANICKED = RowError("the grammar library has failed on it", field="grammar")
+# How the library's message reads when it is REFUSED. Its stop_reason() is "InternalError" for that and for the rest.
+NOT_ALLOWED = "doesn't satisfy the grammar"
 
 T = TypeVar("T")
 
@@ -81,8 +82,8 @@ class Matcher:
         return self._ask(self.library.is_error, True)
 
     @property
-    def failure(self) -> str:
-        """Why it has failed, in half a sentence."""
+    def failure(self) -> RowError:
+        """Why it has failed."""
         error = self._ask(self.library.get_error, "")
         if self.has_panicked:
             return PANICKED
@@ -150,7 +151,7 @@ class Matcher:
             self._ask(self.library.rollback, False, 1)
             taken.pop()
         if self.has_failed:
-            raise GrammarError(self.failure)
+            raise GrammarError(self.failure.message)
         return taken
 
 
@@ -184,7 +185,7 @@ class Grammars:
             async with asyncio.timeout(WAIT_S), compiler.turns.turn(request.flow):
                 return await loop.run_in_executor(compiler.thread, self._make, compiler, request)
         except TimeoutError:
-            raise GrammarsBusy(GRAMMARS_BUSY) from None
+            raise GrammarsBusy from None
 
     def _make(self, compiler: Compiler, request: EngineRequest) -> Matcher:
         assert request.params.grammar is not None
@@ -199,7 +200,7 @@ class Grammars:
         except BaseException as error:
             raise GrammarError(f"the grammar cannot be compiled: {type(error).__name__}") from None
         if matcher.has_failed:
-            raise GrammarError(matcher.failure)
+            raise GrammarError(matcher.failure.message)
         if not is_allowed:
             raise GrammarError("the output so far is not what the grammar allows")
         return matcher
@@ -253,12 +254,12 @@ class Grammars:
 
         `room(request id)`: tokens that the output may still have, with the one that was just drawn.
         """
-        token_ids, errors, fields = list(tokens.token_ids), dict(tokens.errors), dict(tokens.fields)
+        token_ids, errors = list(tokens.token_ids), dict(tokens.errors)
         ended: set[int] = set()
         for row in rows:
             seq_id = batch.rows[row].seq_id
             matcher = self._matchers[seq_id]
-            if errors.get(row) == NOTHING_LEFT and matcher.is_accepting:
+            if row in errors and errors[row].code is ErrorCode.NO_TOKEN_LEFT and matcher.is_accepting:
                 del errors[row]  # there is nothing to add, and nothing is missing
                 ended.add(row)
             elif row in errors or matcher.has_failed:
@@ -271,11 +272,9 @@ class Grammars:
                     ended.add(row)
             if matcher.has_failed and row not in ended and row not in errors:
                 errors[row] = matcher.failure
-                if errors[row] != REFUSED:
-                    fields[row] = "grammar"
         for row in errors:
             token_ids[row] = []
-        return replace(tokens, token_ids=token_ids, errors=errors, fields=fields, ended=frozenset(ended))
+        return replace(tokens, token_ids=token_ids, errors=errors, ended=frozenset(ended))
 
     def close(self) -> None:
         """What still compiles is not waited for."""

@@ -29,6 +29,7 @@ from ..attention.reference import Reference
 from ..config import EngineConfig
 from ..files import read_json
 from ..kernels.library import Choice, Kernels
+from ..memory import is_out_of_memory
 from ..types import ModelError
 from .forward import Forward, Outputs
 from .packing import Swap, pack, unpack
@@ -114,7 +115,7 @@ def load(
     try:
         loaded.check_isolation(device)
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-        if not swaps or "can't allocate memory" in str(error):
+        if not swaps or is_out_of_memory(error):
             raise
         reason = first_line(error)
     else:

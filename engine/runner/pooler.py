@@ -9,12 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..batch import Entered, Row
+from ..batch import Entered, Row, RowError
 from ..types import Pooling
 
-NOT_FINITE = "the hidden states for this request are not finite numbers, or are all zero"
-
-NOT_TOLD = "this model tells no hidden states"
+NOT_FINITE = RowError("the hidden states for this request are not finite numbers, or are all zero")
+NOT_TOLD = RowError("this model tells no hidden states")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,7 @@ class Pooled:
     """What a step's rows came to, by their index: a vector (float32, little-endian) or the reason why not."""
 
     embeddings: dict[int, bytes] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, RowError] = field(default_factory=dict)
 
 
 class Pooler:

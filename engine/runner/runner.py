@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from .. import attention, models
-from ..batch import Batch, Entered, Masks, Row, StepTokens
+from .. import attention, memory, models
+from ..batch import Batch, Entered, Masks, Row, RowError, StepTokens
 from ..config import EngineConfig
 from ..kernels.library import Clock, for_sampling
 from ..loop import StepOutOfMemory
@@ -48,7 +48,7 @@ class Step:
         token_ids: list[list[int]] = [[] for _ in self.batch.rows]
         logprobs: dict[int, list[TokenLogprob]] = {}
         scores: dict[int, list[TokenLogprob]] = {}
-        errors: dict[int, str] = {}
+        errors: dict[int, RowError] = {}
         embeddings: dict[int, bytes] = {}
         if self.prepared is not None:
             sampler, prepared = self.runner.sampler, self.prepared
@@ -180,7 +180,7 @@ def _guarded(work: Callable[[], T]) -> T:
         with torch.inference_mode():
             return work()
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not memory.is_out_of_memory(error):
             raise
         message = str(error).split("\n", 1)[0]
     # Not in the except block: there the traceback still holds the tensors of the step.
@@ -188,9 +188,3 @@ def _guarded(work: Callable[[], T]) -> T:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     raise StepOutOfMemory(message)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return "can't allocate memory" in str(error)  # torch's allocator on CPU has no class of its own for it

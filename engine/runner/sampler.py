@@ -24,10 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..batch import NOTHING_LEFT, Entered
+from ..batch import Entered, RowError
 from ..kernels.library import Kernels
 from ..kernels.vocabulary import NativeVocabulary
-from ..types import SamplingParams, TokenLogprob
+from ..types import ErrorCode, SamplingParams, TokenLogprob
 from .vocabulary import ASKED, ONE, Distribution, Ints, TorchVocabulary, Vocabulary, rows_of
 
 # Below this a temperature is greedy: (logit - max) / temperature would leave float32's range of useful values.
@@ -37,8 +37,11 @@ HOTTEST = 1e30
 NEVER, ONLY = -100.0, 100.0
 NOT_FINITE, NOTHING = -1, -2  # in place of a token id; the first is a vocabulary's
 ERRORS = {
-    NOT_FINITE: "the logits for this request, or what its penalties make of them, are not finite numbers",
-    NOTHING: NOTHING_LEFT,
+    NOT_FINITE: RowError("the logits for this request, or what its penalties make of them, are not finite numbers"),
+    NOTHING: RowError(
+        "logit_bias, allowed_ids, bad_words, min_tokens and the grammar leave no token that could be drawn",
+        ErrorCode.NO_TOKEN_LEFT,
+    ),
 }
 
 
@@ -130,7 +133,7 @@ class Drawn:
 
     token_ids: list[int]  # below 0 where the row failed
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, RowError] = field(default_factory=dict)
 
 
 class Sampler:
@@ -158,7 +161,7 @@ class Sampler:
         self._bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._prompt_logprobs = np.full(max_seqs, -1, np.int64)  # -1: none asked for
         self._history: dict[int, History] = {}
-        self.problems: dict[int, str] = {}  # slot -> why its parameters cannot be sampled with
+        self.problems: dict[int, RowError] = {}  # slot -> why its parameters cannot be sampled with
 
     def add(self, slot: int, entered: Entered) -> None:
         """Take a sequence's parameters. Bad ones are told in `problems`, and the row draws as if it had none."""
@@ -167,7 +170,7 @@ class Sampler:
         if found is None and params.uses_history and not all(0 <= t < self.vocab_size for t in entered.token_ids):
             found = f"a token id is outside of the vocabulary of {self.vocab_size} tokens"
         if found is not None:
-            self.problems[slot] = found
+            self.problems[slot] = RowError(found)
             params = SamplingParams(max_tokens=params.max_tokens)
         self._prompt_len[slot] = entered.prompt_len
         self._seed[slot] = params.seed & (1 << 64) - 1

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from starlette.types import Receive
 
-from engine import GRAMMARS_BUSY, Engine, EngineRequest, RequestStats, TokenDelta, TokenLogprob
+from engine import Engine, EngineRequest, ErrorCode, RequestStats, TokenDelta, TokenLogprob
 
 from ..grammar.checker import busy, refusal
 from ..http import retry
@@ -201,7 +201,7 @@ def check_json(text: str) -> None:
 
 def unfinished(delta: TokenDelta) -> ApiError:
     """503 where the engine had too much to do, 500 for what else it gave up."""
-    if delta.error == GRAMMARS_BUSY:
+    if delta.code is ErrorCode.GRAMMARS_BUSY:
         return busy()
     return ApiError(
         500,

@@ -8,7 +8,7 @@ import pytest
 
 from engine import channel
 from engine.config import EngineConfig
-from engine.types import EngineRequest, RequestStats, SamplingParams, StepStats, TokenDelta, TokenLogprob
+from engine.types import EngineRequest, ErrorCode, RequestStats, SamplingParams, StepStats, TokenDelta, TokenLogprob
 from tests.live import WAIT_S
 
 
@@ -46,7 +46,7 @@ def test_deltas_cross_in_columns_and_come_back_the_same():
     deltas = [
         TokenDelta(id=1, token_ids=(5,)),
         TokenDelta(id=2, token_ids=(6, 7), logprobs=(entry, entry)),
-        TokenDelta(id=3, finish_reason="error", error="why"),
+        TokenDelta(id=3, finish_reason="error", error="why", code=ErrorCode.GRAMMARS_BUSY),
         TokenDelta(id=5, finish_reason="stop", embedding=bytes(range(256))),
         TokenDelta(
             id=4,

@@ -325,7 +325,7 @@ def test_hidden_states_that_are_no_numbers_fail_their_row_alone():
     model.poison = 4
     rows = [Row(i, 0, tokens, [i], 0, num_hidden=1, embeds=True) for i, tokens in enumerate(([3, 4], [4, 3]))]
     got = step(runner, rows, [entered(i, LAST, 2) for i in range(2)])
-    assert list(got.errors) == [0] and "not finite" in got.errors[0]
+    assert list(got.errors) == [0] and "not finite" in got.errors[0].message
     assert list(got.embeddings) == [1]
 
 
@@ -335,7 +335,7 @@ def test_a_model_that_tells_no_hidden_states_fails_such_rows_alone():
     model.forward = lambda step: forward(replace(step, hidden_at=None))
     rows = [Row(1, 0, [3, 1], [0], 0, num_hidden=2), Row(2, 0, [6], [5], 1)]
     got = step(runner, rows, [entered(1, MEAN, 4), Entered(2, GREEDY, 1, [])])
-    assert list(got.errors) == [0] and "no hidden states" in got.errors[0]
+    assert list(got.errors) == [0] and "no hidden states" in got.errors[0].message
     assert got.token_ids == [[], [model.greedy([6])]]
 
 

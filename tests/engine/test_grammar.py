@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from engine import SamplingParams
-from engine.batch import NOTHING_LEFT, Batch, Row, StepTokens
+from engine import ErrorCode, SamplingParams
+from engine.batch import Batch, Row, RowError, StepTokens
 from engine.grammar import limits, problem, source
 from engine.grammar.grammars import REFUSED, Grammars, Matcher
 from engine.grammar.table import Table
@@ -118,7 +118,8 @@ def test_a_token_that_the_grammar_does_not_allow_fails_its_row_alone():
         rows = grammars.rows(batch)
         assert rows == [0, 1, 2]
         y = next(i for i in TOKENS.encode("yes").ids)
-        drawn = StepTokens([[y], [TOKENS.token_to_id("!")], [], [7]], errors={2: NOTHING_LEFT})
+        nothing_left = RowError("no token is left", ErrorCode.NO_TOKEN_LEFT)
+        drawn = StepTokens([[y], [TOKENS.token_to_id("!")], [], [7]], errors={2: nothing_left})
         tokens = grammars.advance(batch, rows, drawn, lambda _: 50)
         assert TOKENS.decode(tokens.token_ids[0]) == "yes"
         assert tokens.token_ids[1:] == [[], [], [7]]

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from engine import GRAMMARS_BUSY, LocalEngine
+from engine import ErrorCode, LocalEngine
 from engine.grammar import GrammarError
 from engine.grammar import compiler as compiler_module
 from engine.grammar.grammars import Grammars
@@ -89,7 +89,7 @@ def test_a_grammar_that_waits_too_long_is_not_the_clients_fault(monkeypatch):
     async def main():
         async with LocalEngine(CONFIG) as engine:
             [delta] = await deltas(engine, request(1, SCHEMA))
-            assert (delta.finish_reason, delta.error, delta.field) == ("error", GRAMMARS_BUSY, None)
+            assert (delta.finish_reason, delta.code, delta.field) == ("error", ErrorCode.GRAMMARS_BUSY, None)
             held.go.set()
 
     asyncio.run(main())

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import NOTHING_LEFT, Entered
+from engine.batch import Entered
 from engine.runner import vocabulary
 from engine.runner.sampler import Sampler, uniform
-from engine.types import SamplingParams
+from engine.types import ErrorCode, SamplingParams
 
 VOCAB = 300
 CPU = torch.device("cpu")
@@ -340,7 +340,8 @@ def test_a_mask_forbids_tokens_of_its_row_only():
     assert draw(logits, greedy, masks=(np.array([1]), bits[1:])).token_ids == [4, 0]
     assert draw(logits, greedy, masks=(np.array([0]), bits[1:])).token_ids == [0, 4]
     nothing = draw(logits, greedy, masks=(np.array([1]), bits[1:] * 0))
-    assert (nothing.token_ids[0], nothing.errors) == (4, {1: NOTHING_LEFT})
+    assert (nothing.token_ids[0], list(nothing.errors)) == (4, [1])
+    assert nothing.errors[1].code is ErrorCode.NO_TOKEN_LEFT
     last = np.zeros((1, bits.shape[1]), np.uint32)
     last[0, (VOCAB - 1) // 32] = 1 << (VOCAB - 1) % 32
     assert draw(logits, greedy, masks=(np.array([1]), last.view(np.int32))).token_ids == [4, VOCAB - 1]
@@ -426,7 +427,7 @@ def test_a_row_of_bad_logits_fails_alone(settings, value):
     else:
         bad[2, 77] = value
     drawn = draw(bad, ask)
-    assert list(drawn.errors) == [2] and "not finite" in drawn.errors[2]
+    assert list(drawn.errors) == [2] and "not finite" in drawn.errors[2].message
     keep = [0, 1, 3, 4]
     assert [drawn.token_ids[row] for row in keep] == [good.token_ids[row] for row in keep]
     assert {row: drawn.logprobs.get(row) for row in keep} == {row: good.logprobs.get(row) for row in keep}
@@ -440,7 +441,7 @@ def test_a_row_with_no_token_left_fails_alone(temperature):
         params(temperature=temperature),
     ]
     drawn = draw(logits, ask)
-    assert list(drawn.errors) == [0] and "no token" in drawn.errors[0]
+    assert list(drawn.errors) == [0] and "no token" in drawn.errors[0].message
     assert drawn.token_ids[1] >= 0
 
 
@@ -466,7 +467,7 @@ def test_bad_parameters_are_told_and_hurt_nobody(settings):
     sampler.add(1, Entered(2, params(temperature=0.0), 3, []))
     drawn = sampler.sample(logits.clone(), np.array([0, 1]), np.array([3, 3]))
     assert list(sampler.problems) == [0]
-    assert next(iter(settings)) in sampler.problems[0]
+    assert next(iter(settings)) in sampler.problems[0].message
     assert drawn.token_ids[1] == int(logits[1].argmax())
 
 
@@ -499,7 +500,7 @@ def test_absurd_numbers_hurt_nobody_else(settings):
 def test_history_outside_of_the_vocabulary_is_told():
     sampler = Sampler(1, VOCAB, CPU)
     sampler.add(0, Entered(1, params(presence_penalty=1.0), 1, [VOCAB]))
-    assert "vocabulary" in sampler.problems[0]
+    assert "vocabulary" in sampler.problems[0].message
 
 
 def test_only_allowed_tokens_are_drawn_also_beside_a_row_that_may_draw_all():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.batch import Batch, StepTokens
+from engine.batch import Batch, RowError, StepTokens
 from engine.config import EngineConfig
 from engine.scheduler import Scheduler
 from engine.sim import ManualClock
@@ -272,7 +272,8 @@ def test_what_can_never_run_is_told_at_once(prompt, fields, words):
 def test_a_row_that_fails_hurts_only_itself():
     driver = Driver().add("a", prompt=2).add("b", prompt=2)
     driver.launch()
-    deltas = driver.scheduler.update(driver.batch, StepTokens([[], [9]], errors={0: "its logits are not numbers"}))
+    error = RowError("its logits are not numbers")
+    deltas = driver.scheduler.update(driver.batch, StepTokens([[], [9]], errors={0: error}))
     assert [(d.finish_reason, d.error) for d in deltas] == [("error", "its logits are not numbers"), (None, None)]
     assert driver.step() == {"b": 1}
 

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine import EngineInfo, EngineRequest, SamplingParams, TokenDelta, channel, worker
-from engine.batch import Batch, StepTokens
+from engine.batch import Batch, RowError, StepTokens
 from engine.fair import FairLock
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.scheduler import Scheduler
@@ -317,7 +317,7 @@ class Runner(FakeRunner):
             raise StepOutOfMemory
         for index, row in enumerate(batch.rows):
             if row.draws and self.length(row.seq_id) == world.bad_rows.get(row.seq_id):
-                tokens.errors[index] = NOT_FINITE
+                tokens.errors[index] = RowError(NOT_FINITE)
         return tokens
 
     def length(self, seq_id: int) -> int:

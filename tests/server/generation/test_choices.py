@@ -10,7 +10,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from engine import EngineDied, TokenDelta
+from engine import EngineDied, ErrorCode, TokenDelta
 from server.generation import choices as generation
 from server.generation import http_response as answer
 from tests.fakes import INFO, FakeEngine, listening, model_folder, serving, until
@@ -307,6 +307,14 @@ def test_an_error_before_the_first_byte_has_its_own_status(folder, stream):
             assert await metric(client, "vllm:request_success_total", finished_reason="error") == 2
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(ErrorCode.GRAMMARS_BUSY, (503, "grammars_busy")), (None, (500, "engine_error"))]
+)
+def test_the_status_follows_the_code_of_the_error_and_not_its_sentence(code, expected):
+    error = generation.unfinished(TokenDelta(id=1, finish_reason="error", error="any sentence", code=code))
+    assert (error.status, error.code) == expected
 
 
 def test_an_error_after_the_first_byte_is_an_event_and_then_done(folder):
