@@ -33,7 +33,7 @@ VARIANTS = {
 OBJECTS = {
     f"{kernel}_{isa}": (f"{kernel}.cpp", options)
     for isa, options in VARIANTS.items()
-    for kernel in ("attention", "layers", "product", "quantized", "vocabulary")
+    for kernel in ("attention", "layers", "logits", "matmul", "quantized")
 } | {name: (f"{name}.cpp", []) for name in ("machine", "threads")}
 # Sums are written as they are meant: no reordering, and multiply-adds fused only where the source says so. gcc 12
 # takes its own headers for wrong (uninitialized).

@@ -5,7 +5,7 @@
 
 // A packed weight.
 struct Matrix {
-  const void* panels;  // see product.h
+  const void* panels;  // see matmul.h
   const void* scales;  // of a quantized weight, see quantized.cpp; else null
   const float* bias;   // one panel's width for each panel, or null
   int64_t outputs;     // columns of the result

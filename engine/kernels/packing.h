@@ -7,7 +7,7 @@
 #include <errno.h>
 #include <unistd.h>
 
-#include "product.h"
+#include "matmul.h"
 
 namespace {
 

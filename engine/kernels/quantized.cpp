@@ -1,4 +1,4 @@
-// y = x W^T for weights of 8 or 4 bits that were packed once, see product.h, with x quantized to 8 bits on the way.
+// y = x W^T for weights of 8 or 4 bits that were packed once, see matmul.h, with x quantized to 8 bits on the way.
 //
 // Weights are held without a sign, with ZERO in the middle. In 8 bits a row of W has one scale. In 4 bits each group of
 // a row has its own, in bfloat16: with one for a whole row, the largest of some thousand numbers would leave the others
@@ -12,7 +12,7 @@
 #include <float.h>
 
 #include "packing.h"
-#include "product.h"
+#include "matmul.h"
 
 namespace {
 
@@ -358,7 +358,7 @@ void dequantize(const Matrix& matrix, int bits, int64_t id, Number* to) {
 
 }  // namespace
 
-// The same as `pack` in product.cpp for weights in `bits` bits, 8 or 4. Of 8, scales are [num_panels, WIDTH] floats; of 4
+// The same as `pack` in matmul.cpp for weights in `bits` bits, 8 or 4. Of 8, scales are [num_panels, WIDTH] floats; of 4
 // [num_panels, groups of 32 columns, WIDTH] bfloat16.
 EXPORT int32_t NAMED(quantize)(const Weight* weights, int64_t count, Progress* progress, int32_t threads) {
   Packing<Rounded> packing = {weights, count, progress, nullptr, 0, 0};

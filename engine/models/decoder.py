@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
 from ..kernels.library import Choice, Kernels
-from ..kernels.product import Packing
+from ..kernels.matmul import Packing
 from ..types import ModelError
 from . import Outputs
 from .layers import Gated, InFile, Linear, RMSNorm

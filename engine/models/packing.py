@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..kernels.library import Kernels
-from ..kernels.product import Packed
+from ..kernels.matmul import Packed
 
 
 class PackedLinear(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from ..attention import LayerKV
 from ..config import EngineConfig
 from ..files import read_json
-from ..kernels.product import quantized_bytes
+from ..kernels.matmul import quantized_bytes
 from ..types import ModelError
 from .layers import ACTIVATIONS
 from .rope import SCALINGS, Rope, frequencies

@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..files import LIST_BYTES, check_values, read_file
-from ..kernels.product import Stored
+from ..kernels.matmul import Stored
 from ..types import ModelError
 
 DTYPES = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
+from ..kernels.logits import NativeVocabulary
 from ..kernels.timing import interleaved
-from ..kernels.vocabulary import NativeVocabulary
 from .vocabulary import ASKED, TorchVocabulary, Vocabulary
 
 CPU = torch.device("cpu")

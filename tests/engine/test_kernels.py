@@ -16,7 +16,7 @@ from torch import Tensor
 from engine import ConfigError
 from engine.kernels import bench, build, library
 from engine.kernels.library import ISAS, Kernels, choose
-from engine.kernels.product import Packed
+from engine.kernels.matmul import Packed
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

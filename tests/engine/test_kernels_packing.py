@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.product import Packed, Packing, Quantized, Stored
+from engine.kernels.matmul import Packed, Packing, Quantized, Stored
 from tests.engine.test_kernels import DTYPES, drawn, needs_library, variant  # noqa: F401 (a fixture)
 
 # Rows and columns: less than a panel; several pieces with a last one that is cut; odd columns; rows of one piece each.

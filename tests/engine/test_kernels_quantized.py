@@ -11,7 +11,7 @@ from torch import Tensor
 from engine import ConfigError
 from engine.kernels import build, library
 from engine.kernels.library import ISAS, Kernels, choose
-from engine.kernels.product import GROUP, Quantized, quantized_bytes
+from engine.kernels.matmul import GROUP, Quantized, quantized_bytes
 from tests.engine.test_kernels import CPU, DTYPES, drawn, error, kernels, needs_library, processor, same_threads_after
 
 __all__ = ["processor", "same_threads_after"]

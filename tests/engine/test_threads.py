@@ -19,8 +19,8 @@ from torch import Tensor
 from engine.attention import LayerKV
 from engine.kernels import build
 from engine.kernels.library import ISAS, Kernels
-from engine.kernels.product import Packed, Quantized
-from engine.kernels.vocabulary import NativeVocabulary
+from engine.kernels.logits import NativeVocabulary
+from engine.kernels.matmul import Packed, Quantized
 from engine.models.layers import RMSNorm
 from engine.runner.vocabulary import ASKED
 from tests.engine.test_attention import Pool

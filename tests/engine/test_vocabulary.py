@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.batch import Entered
 from engine.kernels import library
 from engine.kernels.library import Kernels
-from engine.kernels.vocabulary import NativeVocabulary
+from engine.kernels.logits import NativeVocabulary
 from engine.runner.sampler import Sampler
 from engine.runner.vocabulary import ASKED, TorchVocabulary
 from engine.types import SamplingParams

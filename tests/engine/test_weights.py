@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, ModelError, models
 from engine.kernels.library import choose
-from engine.kernels.product import Packing
+from engine.kernels.matmul import Packing
 from engine.models import weights
 from engine.models.weights import Checkpoint
 from tests.models import make

@@ -1,6 +1,6 @@
-// y = x W^T for weights in float32 or bfloat16 that were packed once, see product.h.
+// y = x W^T for weights in float32 or bfloat16 that were packed once, see matmul.h.
 #include "packing.h"
-#include "product.h"
+#include "matmul.h"
 
 namespace {
 
