@@ -5,7 +5,7 @@
 // Order. A row's sum of squares has four sums side by side, joined at the end; its size alone says how. Each result is
 // rounded where torch rounds it: behind the norm, behind its weight, and behind each product of a rotation. Rows are
 // shared out among the threads whole.
-#include "handed.h"
+#include "structures.h"
 #include "pages.h"
 #include "work.h"
 

@@ -14,7 +14,7 @@
 // largest number's size / 127. The 16 scales of a page's keys lie behind their cell, and those of its values behind
 // theirs; in the plain layout each lies behind its key or value. So they are part of the run.
 #pragma once
-#include "handed.h"
+#include "structures.h"
 #include "numbers.h"
 
 #include <float.h>

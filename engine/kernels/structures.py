@@ -1,4 +1,4 @@
-"""The structures that the kernels are handed, field by field as handed.h has them."""
+"""The structures that the kernels are handed, field by field as structures.h has them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 // What all kernels need.
 #pragma once
-#include "handed.h"
+#include "structures.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
