@@ -1,5 +1,6 @@
-"""Our own CPU kernels: C++ behind a C interface, built when Pequod is installed, chosen for the processor at run time.
+"""CPU kernels: C++ with a C interface, compiled when Pequod is installed, selected for the processor at run time.
 
-`build` compiles the library and finds it, `library` loads it and decides what computes the products, `matmul` is
-the packed matrix product; attention's side is engine/attention/cpu.py. `python -m engine.kernels.bench` measures.
+`build` compiles and finds the library, `library` loads it and chooses what computes matmuls, `matmul` multiplies by
+packed weights, `logits` samples. engine/attention/cpu.py calls the attention kernels. `python -m engine.kernels.bench`
+measures.
 """

@@ -1,7 +1,7 @@
-// What a step wants of its logits: each row's largest number, a token drawn by chance, the likeliest tokens.
+// Operations on rows of logits: argmax, sampling, the top log-probabilities, and masking.
 //
-// The lowest place wins among equals, and what is no number wins over all. Probabilities are whole numbers, whose sums
-// are the same in any order, and the same for every instruction set and in torch (engine/runner/vocabulary.py).
+// The lowest index wins among equals, and NaN wins over all numbers. Probabilities are integers, whose sums are the
+// same in any order, on every instruction set and in torch (engine/runner/vocabulary.py).
 #include <math.h>
 
 #include <algorithm>
@@ -12,80 +12,79 @@
 namespace {
 
 const int64_t SMALL = 1 << 15;  // numbers below which waking other threads costs more than they save
-const double ONE = 0x1p44;      // the weight of a row's likeliest token
-// Weights are added as doubles in so many at once: up to 2^53 that is exact.
-const int64_t SPAN = 256;
+const double ONE = 0x1p44;      // the weight of a row's most likely token
+const int64_t SPAN = 256;       // weights that are summed as doubles: exact, because the sum is at most 2^53
 
 struct Best {
   float value;
-  int64_t place;
+  int64_t index;
 };
 
-bool is_number(float x) { return x == x; }
-bool any_none(V v) {
+bool not_nan(float x) { return x == x; }
+bool any_nan(V v) {
   float lanes[LANES];
   store(lanes, v);
   for (float lane : lanes)
-    if (!is_number(lane)) return true;
+    if (!not_nan(lane)) return true;
   return false;
 }
 
-// A first pass without places: they would cost more than to look for the one that counts.
-Best look(const float* from, int64_t count) {
-  V most = all(from[0]), none = zero();
+// The largest number. Finds its value first and then its index, which is faster than tracking both.
+Best argmax(const float* from, int64_t count) {
+  V largest_lanes = set1(from[0]), nan_lanes = zero();
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
     const V v = load(from + i);
-    most = greatest(v, most);
-    none = where_number(v, none, v);
+    largest_lanes = max(v, largest_lanes);
+    nan_lanes = where_not_nan(v, nan_lanes, v);
   }
-  float top = largest(most);
-  bool odd = any_none(none);
+  float top = max_lane(largest_lanes);
+  bool has_nan = any_nan(nan_lanes);
   for (; i < count; ++i) {
-    odd |= !is_number(from[i]);
+    has_nan |= !not_nan(from[i]);
     if (from[i] > top) top = from[i];
   }
-  int64_t place = 0;
-  if (odd)
-    while (is_number(from[place])) ++place;
+  int64_t index = 0;
+  if (has_nan)
+    while (not_nan(from[index])) ++index;
   else
-    while (from[place] != top) ++place;
-  return {from[place], place};
+    while (from[index] != top) ++index;
+  return {from[index], index};
 }
 
-// -- weights ---------------------------------------------------------------------------------------------------------
+// -- weights ----------------------------------------------------------------------------------------------------------
 
 const double EIGHTHS[] = {  // 2^(i / 8)
     0x1.0000000000000p+0, 0x1.172b83c7d517bp+0, 0x1.306fe0a31b715p+0, 0x1.4bfdad5362a27p+0,
     0x1.6a09e667f3bcdp+0, 0x1.8ace5422aa0dbp+0, 0x1.ae89f995ad3adp+0, 0x1.d5818dcfba487p+0,
 };
 
-// e^x to 2^-52, for x from -32 to 0. Of the 3 * 10^8 floats there, each gives what torch's exp of a double gives, once
-// both are rounded to floats.
+// e^x to 2^-52, for x from -32 to 0. For each of the 3 * 10^8 floats in that range, the result rounded to float equals
+// that of torch's exp of a double.
 D exponential(D x) {
-  const D shift = all_doubles(0x1.8p52);
-  const D n = fma(x, all_doubles(0x1.71547652b82fep3), shift);
-  const D whole = add(n, all_doubles(-0x1.8p52));
-  D r = fma(whole, all_doubles(-0x1.62e42fefa0000p-4), x);  // exact: the constant is short, and so is x
-  r = fma(whole, all_doubles(-0x1.cf79abc9e3b39p-43), r);
-  D e = all_doubles(1.0 / 40320);  // Taylor's series: the next term is below 2^-59
-  e = fma(e, r, all_doubles(1.0 / 5040));
-  e = fma(e, r, all_doubles(1.0 / 720));
-  e = fma(e, r, all_doubles(1.0 / 120));
-  e = fma(e, r, all_doubles(1.0 / 24));
-  e = fma(e, r, all_doubles(1.0 / 6));
-  e = fma(e, r, all_doubles(0.5));
-  e = fma(e, r, all_doubles(1.0));
-  e = fma(e, r, all_doubles(1.0));
+  const D shift = set1_doubles(0x1.8p52);
+  const D n = fma(x, set1_doubles(0x1.71547652b82fep3), shift);
+  const D whole = add(n, set1_doubles(-0x1.8p52));
+  D r = fma(whole, set1_doubles(-0x1.62e42fefa0000p-4), x);  // exact: the constant and x have few bits
+  r = fma(whole, set1_doubles(-0x1.cf79abc9e3b39p-43), r);
+  D e = set1_doubles(1.0 / 40320);  // Taylor's series: the next term is below 2^-59
+  e = fma(e, r, set1_doubles(1.0 / 5040));
+  e = fma(e, r, set1_doubles(1.0 / 720));
+  e = fma(e, r, set1_doubles(1.0 / 120));
+  e = fma(e, r, set1_doubles(1.0 / 24));
+  e = fma(e, r, set1_doubles(1.0 / 6));
+  e = fma(e, r, set1_doubles(0.5));
+  e = fma(e, r, set1_doubles(1.0));
+  e = fma(e, r, set1_doubles(1.0));
   return times_power(e, EIGHTHS, n);
 }
 
 // floor(2^44 e^(coldness (x - top))) of each lane; x is at most top.
 V weight(V x, V top, V coldness) {
-  const V scaled = mul(minus(x, top), coldness);
-  if (!bits_at_least(scaled, all(-31.0f))) return zero();  // e^-31 is below 2^-44
-  const V near = greatest(scaled, all(-32.0f));
-  return down(mul(as_floats(exponential(first_half(near)), exponential(second_half(near))), all((float)ONE)));
+  const V scaled = mul(sub(x, top), coldness);
+  if (!bits_where_ge(scaled, set1(-31.0f))) return zero();  // e^-31 is below 2^-44
+  const V clamped = max(scaled, set1(-32.0f));
+  return floor(mul(to_floats(exponential(first_half(clamped)), exponential(second_half(clamped))), set1((float)ONE)));
 }
 
 int64_t whole_sum(D sum) {
@@ -95,13 +94,13 @@ int64_t whole_sum(D sum) {
   return (int64_t)result;
 }
 
-// Weights of up to SPAN numbers, and their sum.
+// Write the weights of up to SPAN numbers; returns their sum.
 int64_t weigh(const float* x, int64_t count, float top, float coldness, float* weights) {
-  const V most = all(top), scale = all(coldness);
-  D sum = all_doubles(0.0);
+  const V maximum = set1(top), scale = set1(coldness);
+  D sum = set1_doubles(0.0);
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
-    const V w = weight(load(x + i), most, scale);
+    const V w = weight(load(x + i), maximum, scale);
     store(weights + i, w);
     sum = add(sum, add(first_half(w), second_half(w)));
   }
@@ -109,7 +108,7 @@ int64_t weigh(const float* x, int64_t count, float top, float coldness, float* w
   if (i < count) {
     float lanes[LANES];
     for (int lane = 0; lane < LANES; ++lane) lanes[lane] = i + lane < count ? x[i + lane] : -INFINITY;
-    store(lanes, weight(load(lanes), most, scale));
+    store(lanes, weight(load(lanes), maximum, scale));
     for (int lane = 0; i + lane < count; ++lane) {
       weights[i + lane] = lanes[lane];
       rest += (int64_t)lanes[lane];
@@ -118,44 +117,44 @@ int64_t weigh(const float* x, int64_t count, float top, float coldness, float* w
   return whole_sum(sum) + rest;
 }
 
-// -- thresholds ------------------------------------------------------------------------------------------------------
+// -- thresholds -------------------------------------------------------------------------------------------------------
 
-// How much numbers count for: one each, or, where they are weights, what they are.
+// A Measure of a set of numbers: how many there are, or, for weights, their sum.
 struct Count {
-  int64_t found = 0;
-  void take(V, uint32_t bits) { found += __builtin_popcount(bits); }
+  int64_t count = 0;
+  void add_lanes(V, uint32_t bits) { count += __builtin_popcount(bits); }
   static int64_t of(float) { return 1; }
-  int64_t sum() { return found; }
+  int64_t sum() { return count; }
 };
 struct Mass {
-  D found = all_doubles(0.0);
-  void take(V v, uint32_t bits) {
+  D mass = set1_doubles(0.0);
+  void add_lanes(V v, uint32_t bits) {
     v = where_bits(bits, v, zero());
-    found = add(found, add(first_half(v), second_half(v)));
+    mass = add(mass, add(first_half(v), second_half(v)));
   }
   static int64_t of(float x) { return (int64_t)x; }
-  int64_t sum() { return whole_sum(found); }
+  int64_t sum() { return whole_sum(mass); }
 };
 
 struct Part {
-  int64_t count;    // of its numbers
-  int64_t measure;  // what they count for together
+  int64_t count;    // of numbers
+  int64_t measure;  // of all of them
 };
 
-// The numbers from `low` up to below `high`; put together at `room`, which may be `v`, or null.
+// Select the numbers in [low, high), and copy them to `out` unless it is null; `out` may be `v`.
 template <class Measure>
-Part part(const float* v, int64_t count, float low, float high, float* room) {
+Part select(const float* v, int64_t count, float low, float high, float* out) {
   Part found = {0, 0};
-  const V least = all(low), limit = all(high);
+  const V low_lanes = set1(low), high_lanes = set1(high);
   for (int64_t start = 0; start < count; start += SPAN) {
     const int64_t end = start + SPAN < count ? start + SPAN : count;
     Measure measure;
     int64_t i = start;
     for (; i + LANES <= end; i += LANES) {
       const V x = load(v + i);
-      const uint32_t bits = bits_at_least(x, least) & ~bits_at_least(x, limit);
-      measure.take(x, bits);
-      if (room) store_some(room + found.count, x, bits);
+      const uint32_t bits = bits_where_ge(x, low_lanes) & ~bits_where_ge(x, high_lanes);
+      measure.add_lanes(x, bits);
+      if (out) store_selected(out + found.count, x, bits);
       found.count += __builtin_popcount(bits);
     }
     found.measure += measure.sum();
@@ -163,28 +162,28 @@ Part part(const float* v, int64_t count, float low, float high, float* room) {
       const float x = v[i];
       if (!(x >= low) || x >= high) continue;
       found.measure += Measure::of(x);
-      if (room) room[found.count] = x;
+      if (out) out[found.count] = x;
       ++found.count;
     }
   }
   return found;
 }
 
-// What the numbers count for that are at least `low`, and those that are at least `high`.
+// Measure the numbers that are at least `low`, and those that are at least `high`.
 template <class Measure>
 void measure(const float* v, int64_t count, float low, float high, int64_t& from_low, int64_t& from_high) {
-  const V least = all(low), limit = all(high);
+  const V low_lanes = set1(low), high_lanes = set1(high);
   from_low = from_high = 0;
   for (int64_t start = 0; start < count; start += SPAN) {
     const int64_t end = start + SPAN < count ? start + SPAN : count;
-    Measure more, most;
+    Measure low_measure, high_measure;
     int64_t i = start;
     for (; i + LANES <= end; i += LANES) {
       const V x = load(v + i);
-      more.take(x, bits_at_least(x, least));
-      most.take(x, bits_at_least(x, limit));
+      low_measure.add_lanes(x, bits_where_ge(x, low_lanes));
+      high_measure.add_lanes(x, bits_where_ge(x, high_lanes));
     }
-    from_low += more.sum(), from_high += most.sum();
+    from_low += low_measure.sum(), from_high += high_measure.sum();
     for (; i < end; ++i) {
       if (v[i] >= low) from_low += Measure::of(v[i]);
       if (v[i] >= high) from_high += Measure::of(v[i]);
@@ -192,25 +191,25 @@ void measure(const float* v, int64_t count, float low, float high, int64_t& from
   }
 }
 
-const int64_t FEW = 256;    // numbers that are sorted: to have the answer, or to see about where it is
-const int64_t MARGIN = 24;  // places in a sample by which it may be wrong: three times what is usual
+const int64_t FEW = 256;    // numbers that are sorted: all that are left, or a sample of them
+const int64_t MARGIN = 24;  // error of an index in the sample that is allowed for: three times the usual one
 
-// The largest number of v such that those at least as large measure `need`, which is from 1 to `total`, what all of
-// them measure. No number of v is NaN or positive infinity. room: [count + LANES].
+// The largest number t in v such that the numbers >= t measure at least `need`, which is from 1 to `total`, the measure
+// of all of v. v has no NaN and no positive infinity. buffer: [count + LANES].
 template <class Measure>
-float threshold(const float* v, int64_t count, int64_t need, int64_t total, float* room) {
+float threshold(const float* v, int64_t count, int64_t need, int64_t total, float* buffer) {
   while (count > FEW) {
     float sample[FEW];
     int64_t measured = 0;
     for (int64_t i = 0; i < FEW; ++i) measured += Measure::of(sample[i] = v[i * count / FEW]);
     std::sort(sample, sample + FEW, [](float a, float b) { return a > b; });
     const double share = (double)need / (double)total * (double)measured;
-    int64_t place = 0;
-    for (double upto = (double)Measure::of(sample[0]); upto < share && place < FEW - 1;)
-      upto += (double)Measure::of(sample[++place]);
-    // Of what is above, between and below, keep the part that holds the answer.
-    const float high = place >= MARGIN ? sample[place - MARGIN] : INFINITY;
-    const float low = place + MARGIN < FEW ? sample[place + MARGIN] : -INFINITY;
+    int64_t index = 0;
+    for (double upto = (double)Measure::of(sample[0]); upto < share && index < FEW - 1;)
+      upto += (double)Measure::of(sample[++index]);
+    // Keep the range that holds the threshold: above `high`, between `low` and `high`, or below `low`.
+    const float high = index >= MARGIN ? sample[index - MARGIN] : INFINITY;
+    const float low = index + MARGIN < FEW ? sample[index + MARGIN] : -INFINITY;
     int64_t from_low, from_high;
     measure<Measure>(v, count, low, high, from_low, from_high);
     float from = -INFINITY, to = low;
@@ -219,75 +218,75 @@ float threshold(const float* v, int64_t count, int64_t need, int64_t total, floa
       from = high, to = INFINITY, above = 0;
     else if (need <= from_low)
       from = low, to = high, above = from_high;
-    Part kept = part<Measure>(v, count, from, to, room);
-    if (kept.count == count) {  // the least of them was the edge: it is the answer, or can go
-      from = *std::min_element(room, room + count);
+    Part kept = select<Measure>(v, count, from, to, buffer);
+    if (kept.count == count) {  // nothing was dropped: the smallest number is the threshold, or can be dropped
+      from = *std::min_element(buffer, buffer + count);
       const float next = nextafterf(from, INFINITY);
-      kept = part<Measure>(room, count, next, INFINITY, room);
+      kept = select<Measure>(buffer, count, next, INFINITY, buffer);
       if (kept.measure < need - above) return from;
     }
-    v = room, count = kept.count, need -= above, total = kept.measure;
+    v = buffer, count = kept.count, need -= above, total = kept.measure;
   }
-  if (v != room) std::copy(v, v + count, room);
-  std::sort(room, room + count, [](float a, float b) { return a > b; });
-  int64_t place = 0;
-  for (int64_t upto = Measure::of(room[0]); upto < need; ++place) upto += Measure::of(room[place + 1]);
-  return room[place];
+  if (v != buffer) std::copy(v, v + count, buffer);
+  std::sort(buffer, buffer + count, [](float a, float b) { return a > b; });
+  int64_t index = 0;
+  for (int64_t upto = Measure::of(buffer[0]); upto < need; ++index) upto += Measure::of(buffer[index + 1]);
+  return buffer[index];
 }
 
-// The places of the numbers that are at least `low`, ascending; how many.
-int64_t places_of(const float* v, int64_t count, float low, int32_t* places) {
-  const V least = all(low);
+// Write the indices of the numbers that are at least `low`, in ascending order; returns how many there are.
+int64_t indices_from(const float* v, int64_t count, float low, int32_t* indices) {
+  const V low_lanes = set1(low);
   int64_t found = 0, i = 0;
   for (; i + LANES <= count; i += LANES)
-    for (uint32_t bits = bits_at_least(load(v + i), least); bits; bits &= bits - 1)
-      places[found++] = (int32_t)(i + __builtin_ctz(bits));
+    for (uint32_t bits = bits_where_ge(load(v + i), low_lanes); bits; bits &= bits - 1)
+      indices[found++] = (int32_t)(i + __builtin_ctz(bits));
   for (; i < count; ++i)
-    if (v[i] >= low) places[found++] = (int32_t)i;
+    if (v[i] >= low) indices[found++] = (int32_t)i;
   return found;
 }
 
-// -- rows ------------------------------------------------------------------------------------------------------------
+// -- rows -------------------------------------------------------------------------------------------------------------
 
-// Room of a thread for its row.
-struct Room {
-  float *weights, *more;  // [size + LANES]
-  int32_t* places;        // [size]
-  int64_t* sums;          // [spans] of the weights
+// A thread's scratch memory for one row.
+struct Scratch {
+  float *weights, *buffer;  // [size + LANES]
+  int32_t* indices;         // [size]
+  int64_t* sums;            // [spans] of the weights
 };
 
-// Rows, of which each thread takes the next one: a row stays in one core's cache, nobody waits for a thread that other
-// work holds up, and a fifth of a millisecond for a row alone is not worth waking one.
+// Rows of logits, which threads claim one at a time: a row stays in one core's cache, no thread waits for one that
+// lacks a processor, and a single row takes a fifth of a millisecond, too little to share.
 struct Rows {
   const float* x;  // [rows, size]
   int64_t rows, size, spans;
   char* memory;
-  int64_t room_size;
+  int64_t scratch_size;
   Parts parts = {};
 
-  bool make(const float* given, int64_t num_rows, int64_t row_size, int threads) {
-    x = given, rows = num_rows, size = row_size, spans = (size + SPAN - 1) / SPAN;
-    room_size = (8 * spans + 4 * 3 * (size + LANES) + 63) / 64 * 64;
+  bool allocate(const float* logits, int64_t num_rows, int64_t row_size, int threads) {
+    x = logits, rows = num_rows, size = row_size, spans = (size + SPAN - 1) / SPAN;
+    scratch_size = (8 * spans + 4 * 3 * (size + LANES) + 63) / 64 * 64;
     parts = {rows};
-    memory = (char*)scratch(room_size * threads);
+    memory = (char*)scratch(scratch_size * threads);
     return memory != nullptr;
   }
 
   const float* row(int64_t r) const { return x + r * size; }
 
-  Room room(int thread) const {
-    int64_t* sums = (int64_t*)(memory + thread * room_size);
+  Scratch scratch_of(int thread) const {
+    int64_t* sums = (int64_t*)(memory + thread * scratch_size);
     float* weights = (float*)(sums + spans);
     return {weights, weights + size + LANES, (int32_t*)(weights + 2 * (size + LANES)), sums};
   }
 
   bool take(int64_t& r) { return parts.take(r); }
 
-  // Weights of a row of numbers, and their sums by span.
-  void weigh_all(const float* from, int64_t count, float top, double temperature, const Room& room) const {
+  // Compute the weights of a row and their sums by span.
+  void weigh_all(const float* from, int64_t count, float top, double temperature, const Scratch& scratch) const {
     const float coldness = (float)(1.0 / temperature);
     for (int64_t i = 0; i < count; i += SPAN)
-      room.sums[i / SPAN] = weigh(from + i, count - i < SPAN ? count - i : SPAN, top, coldness, room.weights + i);
+      scratch.sums[i / SPAN] = weigh(from + i, count - i < SPAN ? count - i : SPAN, top, coldness, scratch.weights + i);
   }
 };
 
@@ -301,182 +300,185 @@ int64_t sum_of(const int64_t* sums, int64_t count) {
   return total;
 }
 
-struct Search : Rows {
+struct Argmax : Rows {
   float* values;
-  int64_t* places;
+  int64_t* indices;
 
   static void share(void* work, int) {
-    Search& s = *(Search*)work;
+    Argmax& s = *(Argmax*)work;
     for (int64_t r; s.take(r);) {
-      const Best best = look(s.row(r), s.size);
-      s.values[r] = best.value, s.places[r] = isfinite(best.value) ? best.place : -1;
+      const Best best = argmax(s.row(r), s.size);
+      s.values[r] = best.value, s.indices[r] = isfinite(best.value) ? best.index : -1;
     }
   }
 };
 
-// -- the draw --------------------------------------------------------------------------------------------------------
+// -- sampling ---------------------------------------------------------------------------------------------------------
 
-// How a row is drawn. The sampler's numpy type has the same fields in the same order.
-struct Asked {
-  double temperature;  // 0: the largest number
+// A row's sampling parameters. The sampler's numpy type has the same fields in the same order.
+struct Params {
+  double temperature;  // 0: greedy
   double top_p, min_p;
-  double u;       // the uniform number
-  int64_t top_k;  // from the row's size on: off
+  double u;       // the random number, uniform in [0, 1)
+  int64_t top_k;  // off if it is at least the row's size
 };
 
-struct Draws : Rows {
-  const Asked* asked;
+struct Sampling : Rows {
+  const Params* params;
   float* values;
-  int64_t* places;
+  int64_t* indices;
 
-  // The place among `count` weights with these sums by span.
-  int64_t pick(const Asked& ask, const Room& room, int64_t count) const {
+  // Sample an index among `count` weights, whose sums by span are in `scratch`.
+  int64_t pick(const Params& p, const Scratch& scratch, int64_t count) const {
     const int64_t num_spans = (count + SPAN - 1) / SPAN;
-    int64_t total = sum_of(room.sums, num_spans);
-    double floor = fmax(ceil(ask.min_p * ONE), 1.0);
-    if (ask.top_p < 1.0) {
-      const double mass = ceil(ask.top_p * (double)total);
+    int64_t total = sum_of(scratch.sums, num_spans);
+    double min_weight = fmax(ceil(p.min_p * ONE), 1.0);
+    if (p.top_p < 1.0) {
+      const double mass = ceil(p.top_p * (double)total);
       int64_t need = mass < (double)total ? (int64_t)mass : total;
       need = need < 1 ? 1 : need < total ? need : total;
-      floor = fmax(floor, (double)threshold<Mass>(room.weights, count, need, total, room.more));
+      min_weight = fmax(min_weight, (double)threshold<Mass>(scratch.weights, count, need, total, scratch.buffer));
     }
-    // The least float that is not below: weights are floats themselves.
-    float least = (float)floor;
-    if ((double)least < floor) least = nextafterf(least, INFINITY);
-    if (least > 1.0f) {
+    // The smallest float that is not below it, because weights are floats.
+    float low = (float)min_weight;
+    if ((double)low < min_weight) low = nextafterf(low, INFINITY);
+    if (low > 1.0f) {
       for (int64_t i = 0; i < num_spans; ++i) {
         const int64_t left = count - i * SPAN;
-        const float* weights = room.weights + i * SPAN;
-        room.sums[i] = part<Mass>(weights, left < SPAN ? left : SPAN, least, INFINITY, nullptr).measure;
+        const float* weights = scratch.weights + i * SPAN;
+        scratch.sums[i] = select<Mass>(weights, left < SPAN ? left : SPAN, low, INFINITY, nullptr).measure;
       }
-      total = sum_of(room.sums, num_spans);
+      total = sum_of(scratch.sums, num_spans);
     }
-    int64_t target = (int64_t)(ask.u * (double)total);
+    int64_t target = (int64_t)(p.u * (double)total);
     target = target < total - 1 ? target : total - 1;
     int64_t span = 0;
-    while (target >= room.sums[span]) target -= room.sums[span++];
-    int64_t place = span * SPAN;
-    for (;; ++place) {
-      const float w = room.weights[place];
-      const int64_t each = w >= least ? (int64_t)w : 0;
-      if (target < each) return place;
-      target -= each;
+    while (target >= scratch.sums[span]) target -= scratch.sums[span++];
+    int64_t index = span * SPAN;
+    for (;; ++index) {
+      const float w = scratch.weights[index];
+      const int64_t mass = w >= low ? (int64_t)w : 0;
+      if (target < mass) return index;
+      target -= mass;
     }
   }
 
-  int64_t draw(int64_t r, float top, const Room& room) const {
-    const Asked& ask = asked[r];
+  int64_t sample(int64_t r, float top, const Scratch& scratch) const {
+    const Params& p = params[r];
     const float* from = row(r);
-    if (ask.top_k >= size) {
-      weigh_all(from, size, top, ask.temperature, room);
-      return pick(ask, room, size);
+    if (p.top_k >= size) {
+      weigh_all(from, size, top, p.temperature, scratch);
+      return pick(p, scratch, size);
     }
-    const int64_t kept = places_of(from, size, threshold<Count>(from, size, ask.top_k, size, room.more), room.places);
-    for (int64_t i = 0; i < kept; ++i) room.more[i] = from[room.places[i]];
-    weigh_all(room.more, kept, top, ask.temperature, room);
-    return room.places[pick(ask, room, kept)];
+    const float low = threshold<Count>(from, size, p.top_k, size, scratch.buffer);
+    const int64_t kept = indices_from(from, size, low, scratch.indices);
+    for (int64_t i = 0; i < kept; ++i) scratch.buffer[i] = from[scratch.indices[i]];
+    weigh_all(scratch.buffer, kept, top, p.temperature, scratch);
+    return scratch.indices[pick(p, scratch, kept)];
   }
 
   static void share(void* work, int thread) {
-    Draws& d = *(Draws*)work;
-    const Room room = d.room(thread);
+    Sampling& d = *(Sampling*)work;
+    const Scratch scratch = d.scratch_of(thread);
     for (int64_t r; d.take(r);) {
-      const Best best = look(d.row(r), d.size);
-      d.values[r] = best.value, d.places[r] = best.place;
+      const Best best = argmax(d.row(r), d.size);
+      d.values[r] = best.value, d.indices[r] = best.index;
       if (!isfinite(best.value))
-        d.places[r] = -1;
-      else if (d.asked[r].temperature > 0)
-        d.places[r] = d.draw(r, best.value, room);
+        d.indices[r] = -1;
+      else if (d.params[r].temperature > 0)
+        d.indices[r] = d.sample(r, best.value, scratch);
     }
   }
 };
 
-// -- the likeliest ---------------------------------------------------------------------------------------------------
+// -- top log-probabilities --------------------------------------------------------------------------------------------
 
-struct Likeliest : Rows {
+struct TopLogits : Rows {
   int64_t count;
-  double* logs;     // [rows]
-  float* values;    // [rows, count]
-  int64_t* places;  // [rows, count]
+  double* logs;      // [rows], log(sum(e^x))
+  float* values;     // [rows, count]
+  int64_t* indices;  // [rows, count]
 
-  void list(int64_t r, const Room& room) const {
+  void list(int64_t r, const Scratch& scratch) const {
     const float* from = row(r);
-    const float least = threshold<Count>(from, size, count, size, room.more);
-    const int64_t kept = places_of(from, size, least, room.places);
-    std::sort(room.places, room.places + kept,
+    const float low = threshold<Count>(from, size, count, size, scratch.buffer);
+    const int64_t kept = indices_from(from, size, low, scratch.indices);
+    std::sort(scratch.indices, scratch.indices + kept,
               [from](int32_t a, int32_t b) { return from[a] > from[b] || (from[a] == from[b] && a < b); });
     for (int64_t i = 0; i < count; ++i) {
-      values[r * count + i] = from[room.places[i]];
-      places[r * count + i] = room.places[i];
+      values[r * count + i] = from[scratch.indices[i]];
+      indices[r * count + i] = scratch.indices[i];
     }
   }
 
   static void share(void* work, int thread) {
-    Likeliest& l = *(Likeliest*)work;
-    const Room room = l.room(thread);
+    TopLogits& l = *(TopLogits*)work;
+    const Scratch scratch = l.scratch_of(thread);
     for (int64_t r; l.take(r);) {
-      const float top = look(l.row(r), l.size).value;
+      const float top = argmax(l.row(r), l.size).value;
       l.logs[r] = NAN;
       if (!isfinite(top)) continue;
-      l.weigh_all(l.row(r), l.size, top, 1.0, room);
-      l.logs[r] = top + log((double)sum_of(room.sums, l.spans) / ONE);
-      if (l.count) l.list(r, room);
+      l.weigh_all(l.row(r), l.size, top, 1.0, scratch);
+      l.logs[r] = top + log((double)sum_of(scratch.sums, l.spans) / ONE);
+      if (l.count) l.list(r, scratch);
     }
   }
 };
 
 }  // namespace
 
-// values and places: [rows] of x: [rows, size]; size is at least 1. Where the value is infinite or no number the place
-// is -1.
-EXPORT void NAMED(best)(const float* x, int64_t rows, int64_t size, float* values, int64_t* places, int32_t threads) {
-  const Timed timed(IN_OTHERS);
-  Search search;
-  search.x = x, search.rows = rows, search.size = size;
-  search.values = values, search.places = places, search.parts = {rows};
-  run(Search::share, &search, threads_for(rows, size, threads));
+// The largest number of each row of x: [rows, size] and its index: [rows]. The index is -1 if the number is infinite or
+// NaN. `size` is at least 1.
+EXPORT void NAMED(best)(const float* x, int64_t rows, int64_t size, float* values, int64_t* indices, int32_t threads) {
+  const Timed timed(OTHER);
+  Argmax argmax;
+  argmax.x = x, argmax.rows = rows, argmax.size = size;
+  argmax.values = values, argmax.indices = indices, argmax.parts = {rows};
+  run(Argmax::share, &argmax, threads_for(rows, size, threads));
 }
 
-// A place of each row, drawn as asked: [rows]; -1 where the largest number, its value, is infinite or none. Gives 1
-// where memory is short, else 0.
-EXPORT int32_t NAMED(draw)(const float* x, int64_t rows, int64_t size, const void* asked, float* values, int64_t* places,
-                           int32_t threads) {
-  const Timed timed(IN_OTHERS);
-  Draws draws;
+// Sample an index of each row: [rows], and report its largest number in `values`. The index is -1 if that is infinite
+// or NaN. Returns 0, or 1 if out of memory.
+EXPORT int32_t NAMED(sample)(const float* x, int64_t rows, int64_t size, const void* params, float* values,
+                             int64_t* indices, int32_t threads) {
+  const Timed timed(OTHER);
+  Sampling sampling;
   threads = threads_for(rows, size, threads);
-  if (!draws.make(x, rows, size, threads) && rows) return 1;
-  draws.asked = (const Asked*)asked, draws.values = values, draws.places = places;
-  run(Draws::share, &draws, threads);
+  if (!sampling.allocate(x, rows, size, threads) && rows) return 1;
+  sampling.params = (const Params*)params, sampling.values = values, sampling.indices = indices;
+  run(Sampling::share, &sampling, threads);
   return 0;
 }
 
-// log(sum(e^x)) of each row, no number where its largest is infinite or none: [rows]. And the `count` largest of the
-// other rows, equals by ascending place: [rows, count]. Gives 1 where memory is short, else 0.
-EXPORT int32_t NAMED(likeliest)(const float* x, int64_t rows, int64_t size, int64_t count, double* logs, float* values,
-                                int64_t* places, int32_t threads) {
-  const Timed timed(IN_OTHERS);
-  Likeliest likeliest;
+// Compute log(sum(e^x)) of each row: [rows], and its `count` largest numbers, equals by ascending index: [rows, count].
+// If a row's largest number is infinite or NaN, its log is NaN and nothing else is written. Returns 0, or 1 if out of
+// memory.
+EXPORT int32_t NAMED(top_logits)(const float* x, int64_t rows, int64_t size, int64_t count, double* logs, float* values,
+                                int64_t* indices, int32_t threads) {
+  const Timed timed(OTHER);
+  TopLogits top;
   threads = threads_for(rows, size, threads);
-  if (!likeliest.make(x, rows, size, threads) && rows) return 1;
-  likeliest.count = count, likeliest.logs = logs, likeliest.values = values, likeliest.places = places;
-  run(Likeliest::share, &likeliest, threads);
+  if (!top.allocate(x, rows, size, threads) && rows) return 1;
+  top.count = count, top.logs = logs, top.values = values, top.indices = indices;
+  run(TopLogits::share, &top, threads);
   return 0;
 }
 
-// Make negative infinity of what is forbidden, in place. chosen: [rows] rows of x; bits: [rows, words], 0: forbidden.
+// Set forbidden logits to negative infinity, in place. chosen: [rows], row numbers of x; bits: [rows, words], 1:
+// allowed.
 EXPORT void NAMED(forbid)(float* x, int64_t size, const int64_t* chosen, const uint32_t* bits, int64_t rows,
                           int64_t words) {
-  const Timed timed(IN_OTHERS);
-  const V never = all(-INFINITY);
+  const Timed timed(OTHER);
+  const V forbidden = set1(-INFINITY);
   for (int64_t r = 0; r < rows; ++r) {
     float* row = x + chosen[r] * size;
-    const uint32_t* of_row = bits + r * words;
+    const uint32_t* row_bits = bits + r * words;
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
-      const uint32_t allowed = of_row[i / 32] >> i % 32;
-      store(row + i, where_bits(allowed, load(row + i), never));
+      const uint32_t allowed = row_bits[i / 32] >> i % 32;
+      store(row + i, where_bits(allowed, load(row + i), forbidden));
     }
     for (; i < size; ++i)
-      if (!(of_row[i / 32] >> i % 32 & 1)) row[i] = -INFINITY;
+      if (!(row_bits[i / 32] >> i % 32 & 1)) row[i] = -INFINITY;
   }
 }
