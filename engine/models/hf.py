@@ -1,11 +1,11 @@
-"""Every other causal model: transformers' own code computes, attention runs on our paged cache.
+"""Runs models that the native decoder does not support with transformers' code, with attention over the paged cache.
 
-The rows of a step are flattened into one line of tokens, batch size 1. Attention functions are registered with
-transformers under our names; what a step needs travels as one keyword argument through the model's forward into
-every layer's call. Whether a model can be served so is not a list of names: a trial run without weights (meta
-tensors) shows which layers call the attention function and with what, and a small one with the weights shows that
-nothing but attention carries something from one token to another. On a CPU its plain linear layers are packed for our
-product (packing.py).
+A step's rows are flattened into one sequence of tokens with batch size 1. Attention functions are registered with
+transformers under our names, and the step's metadata is passed as a keyword argument through the model's forward to
+each layer's attention. Whether a model can be served is not decided by a list of names: a trial run without weights
+(meta tensors) shows which layers call the attention function, and with which arguments; a short run with the weights
+shows that only attention passes information from one token to another. On a CPU plain linear layers are packed
+(packing.py).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from .packing import pack
 from .spec import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
 from .weights import Checkpoint
 
-SERVE = "pequod"  # the attention of a step; no mask function is registered under it, so no masks are made
-TRIAL = "pequod_trial"  # notes what it is called with
-# Keyword arguments of attention calls that change nothing here, or that are handled.
+SERVE = "pequod"  # serves steps; without a mask function of this name, transformers makes no masks
+TRIAL = "pequod_trial"  # records its arguments
+# Keyword arguments of attention calls that are handled, or that may be ignored.
 KNOWN = {"dropout", "scaling", "softcap", "sliding_window", "s_aux", "position_ids", "is_causal", "cache_position"}
-# Settings that count parts of a model: transformers makes lists of their length before it makes a model.
+# Settings that count parts of a model. transformers makes lists of that length before it creates a model.
 COUNTS = re.compile(r"(layer|block|depth|stage|expert|head|group)s?$|_replace$")
 MAX_PARTS = 1 << 17  # modules and parameters of a model
 NOT_THERE = "its layers do not go through that interface, or hand it nothing of what forward is given"
@@ -55,7 +55,7 @@ NOT_THERE = "its layers do not go through that interface, or hand it nothing of 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the attention of one forward needs; handed through the model as a keyword argument."""
+    """The arguments of attention in one step; passed through the model as a keyword argument."""
 
     meta: AttentionMeta
     cache: KVCache
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(slots=True)
 class Trial:
-    """What a model did in a trial run: its attention calls by layer, and the first thing that rules it out."""
+    """A model's attention calls in a trial run, by layer, and the first reason why it cannot be served."""
 
     layers: dict[int, tuple[LayerKV, int | None]] = field(default_factory=dict)
     objection: str | None = None
@@ -74,17 +74,17 @@ class Trial:
 
 
 class Tried(NamedTuple):
-    """What a trial run showed."""
+    """The result of a trial run."""
 
     trial: Trial
     vocab_size: int  # width of the logits
-    hidden_size: int  # of the last hidden states; 0: they cannot be heard
+    hidden_size: int  # of the last hidden states; 0: not available
     num_params: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Stands for an attention mask in a trial run: the window that the model would mask with."""
+    """Replaces an attention mask in a trial run: the window of the model's mask."""
 
     window: int | None
     objection: str | None = None
@@ -92,7 +92,7 @@ class Mask:
 
 def _serve(
     module: Any,
-    query: Tensor,  # [1, heads, tokens, head_dim]; key and value with their own heads and sizes
+    query: Tensor,  # [1, heads, tokens, head_dim]; key and value may have other numbers of heads and sizes
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
@@ -103,7 +103,7 @@ def _serve(
     pequod_step: Step | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of a step."""
+    """Compute attention in a step; registered as SERVE."""
     if pequod_step is None:
         raise RuntimeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
     step, layer = pequod_step, module.layer_idx
@@ -132,13 +132,13 @@ def _trial(
     sliding_window: int | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of a trial run: notes the layer and gives zeros."""
+    """Record the layer's arguments and return zeros; registered as TRIAL."""
     out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     if pequod_trial is None:
         raise RuntimeError(NOT_THERE)
     trial, layer = pequod_trial, getattr(module, "layer_idx", None)
-    strange = sorted(name for name, value in given.items() if name not in KNOWN and value is not None)
-    strange = [name for name in strange if not isinstance(given[name], bool)]
+    unknown = sorted(name for name, value in given.items() if name not in KNOWN and value is not None)
+    unknown = [name for name in unknown if not isinstance(given[name], bool)]
     window = sliding_window
     if isinstance(attention_mask, Mask):
         window = attention_mask.window
@@ -146,8 +146,8 @@ def _trial(
             trial.object(attention_mask.objection)
     elif attention_mask is not None:
         trial.object("it makes attention masks of its own")
-    if strange:
-        trial.object(f"its attention depends on {strange[0]}")
+    if unknown:
+        trial.object(f"its attention depends on {unknown[0]}")
     elif layer is None or layer in trial.layers:
         trial.object("its attention layers are not numbered")
     elif not getattr(module, "is_causal", True) or given.get("is_causal") is False:
@@ -158,8 +158,8 @@ def _trial(
 
 
 def _trial_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Mask:
-    """The mask function of a trial run: finds out what would be seen by asking at the edges."""
-    far = 3 * (local_size or 1000) + 1  # not a multiple of the size: the edges of chunks lie elsewhere
+    """Return the window of a mask function, which is probed at the edges of the window."""
+    far = 3 * (local_size or 1000) + 1  # not a multiple of the size, where a chunked mask would look like a window
 
     def seen(query: int, key: int) -> bool:
         zero = torch.zeros((), dtype=torch.int64)
@@ -182,10 +182,9 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(TRIAL, _trial_mask)
 def describe(
     folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None = None
 ) -> ModelSpec:
-    """The spec of a folder, from its config.json and a trial run without weights. Raises ModelError.
+    """Return the spec of a folder, from its config.json and a trial run without weights. Raises ModelError.
 
-    `checkpoint`: the folder's weights, which the numbers of config.json are compared with before a model of that size
-    is made.
+    `checkpoint`: the folder's weights. config.json is compared with them before a model of that size is created.
     """
     name = architecture(source)
     _check_counts(source)
@@ -226,7 +225,7 @@ def describe(
 def load(
     spec: ModelSpec, folder: Path, device: torch.device, product: Choice, progress: Callable[[float], None]
 ) -> Transformers:
-    """The model of a folder with its weights, on the device. Raises ModelError."""
+    """Return the model of a folder with its weights, on the device. Raises ModelError."""
     checkpoint = Checkpoint(folder)
     progress(0.0)
     loaded = Transformers(spec, _read(spec, folder).to(device), checkpoint.weights_hash, product)
@@ -239,14 +238,14 @@ def load(
     else:
         progress(1.0)
         return loaded
-    # Its code looks into its linear layers beside calling them.
+    # The model's code accesses its linear layers' attributes, which packed layers lack.
     del loaded
     lost = f"torch computes the products: {spec.architecture} does not run on packed weights ({reason})"
     return load(spec, folder, device, Choice(None, lost), progress)
 
 
 def _read(spec: ModelSpec, folder: Path) -> Any:
-    """transformers' own model with the weights of a folder. Raises ModelError."""
+    """Return transformers' model with the weights of a folder. Raises ModelError."""
     with quiet():
         try:
             found: Any = AutoModelForCausalLM.from_pretrained(
@@ -256,9 +255,9 @@ def _read(spec: ModelSpec, folder: Path) -> Any:
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are told as missing ones are, below
+                ignore_mismatched_sizes=True,  # reported below, like missing ones
                 output_loading_info=True,
-                # The grouped products of experts take no float64.
+                # The grouped matmuls of experts do not support float64.
                 **({"experts_implementation": "eager"} if spec.dtype == torch.float64 else {}),
             )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
@@ -274,7 +273,7 @@ def _read(spec: ModelSpec, folder: Path) -> Any:
 
 
 class Transformers:
-    """A loaded model that transformers computes."""
+    """A loaded model that runs transformers' code."""
 
     def __init__(self, spec: ModelSpec, model: Any, weights_hash: str, product: Choice) -> None:
         self.spec, self.model, self.weights_hash = spec, model, weights_hash
@@ -296,9 +295,9 @@ class Transformers:
         *,
         hidden_at: Tensor | None = None,
     ) -> Outputs:
-        """Model.forward."""
+        """Run a step, see Model.forward."""
         silence: AbstractContextManager[list[Tensor]] = nullcontext([])
-        with silence if hidden_at is None else overheard(self.model) as found:
+        with silence if hidden_at is None else captured(self.model) as found:
             logits: Tensor = self.model(
                 input_ids=ids[None],
                 position_ids=positions[None],
@@ -312,9 +311,9 @@ class Transformers:
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
 
     def _pack(self, kernels: Kernels) -> Choice:
-        """Have our kernels compute the products that they can; what computes them then."""
+        """Pack the layers that the kernels support; returns what computes the matmuls from then on."""
         share = pack(self.model, kernels) / self.weights_bytes
-        if share > 0.5:  # as long as anything views the checkpoint's file, all of it stays mapped
+        if share > 0.5:  # copy the rest: a view would keep the whole file mapped
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.clone()
         lost = (
@@ -343,12 +342,12 @@ class Transformers:
             ).logits
             for before in ((some, other), (other, other))
         )
-        # The same numbers up to rounding; experts may be multiplied in other groups.
+        # Equal up to rounding, because experts may be multiplied in other groups.
         if (first - second).abs().max() > 0.05 * first.abs().max():
             raise ModelError(
                 _refusal(self.spec.architecture, "something other than attention passes from one token to another")
             )
-        # Alone and without positions the model counts them itself: it must come to the same.
+        # Alone and without position ids the model computes positions itself. They must be the same.
         alone = AttentionMeta.of([([0], 0, 2)], size, device)
         with torch.inference_mode():
             own = self.model(
@@ -365,15 +364,15 @@ class Transformers:
 
 
 @contextmanager
-def overheard(model: Any) -> Iterator[list[Tensor]]:
-    """The last hidden states that a model hands to its head while it runs, [1, tokens, hidden].
+def captured(model: Any) -> Iterator[list[Tensor]]:
+    """Capture the last hidden states that a model passes to its head while it runs, [1, tokens, hidden].
 
-    Heard, because a model gives only logits, and what a head does beside its product (caps, scales) is its own. Stays
-    empty where the head is no module of its own.
+    A hook is needed because the model returns only logits, and because heads may scale or cap them. The list stays
+    empty if the model has no separate head.
     """
     found: list[Tensor] = []
 
-    def hear(_: Any, __: Any, output: Any) -> None:
+    def capture(_: Any, __: Any, output: Any) -> None:
         states = getattr(output, "last_hidden_state", None)
         if isinstance(states, Tensor) and states.dim() == 3:
             found.append(states)
@@ -382,7 +381,7 @@ def overheard(model: Any) -> Iterator[list[Tensor]]:
     if body is model:
         yield found
         return
-    hook = body.register_forward_hook(hear)
+    hook = body.register_forward_hook(capture)
     try:
         yield found
     finally:
@@ -390,7 +389,7 @@ def overheard(model: Any) -> Iterator[list[Tensor]]:
 
 
 def _check_counts(source: dict[str, Any]) -> None:
-    """Raise ModelError where a config.json, or a part of it, asks for a list longer than any model's."""
+    """Raise ModelError if config.json, or an object in it, has a count larger than any model's."""
     for key, value in source.items():
         if isinstance(value, dict):
             _check_counts(value)
@@ -400,13 +399,13 @@ def _check_counts(source: dict[str, Any]) -> None:
 
 @contextmanager
 def _bounded(name: str, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """While a model is made, raise ModelError as soon as it has more parts or numbers than its checkpoint is for.
+    """While a model is created, raise ModelError as soon as it is much larger than its checkpoint.
 
-    When the weights are read, transformers allocates what the checkpoint lacks before it reports that.
+    transformers would allocate tensors that the checkpoint lacks before it reports them as missing.
     """
-    # What a checkpoint holds as one tensor may be several parts of a model, and tied weights are counted up to thrice.
-    most = MAX_PARTS if checkpoint is None else min(MAX_PARTS, 16 * len(checkpoint.entries) + 1024)
-    most_numbers = math.inf if checkpoint is None else 4 * checkpoint.num_numbers
+    # One tensor of a checkpoint may become several parts of a model, and tied weights are counted up to three times.
+    max_parts = MAX_PARTS if checkpoint is None else min(MAX_PARTS, 16 * len(checkpoint.entries) + 1024)
+    max_numbers = math.inf if checkpoint is None else 4 * checkpoint.num_numbers
     parts = numbers = 0
 
     def count(_: Any, __: Any, part: Any) -> None:
@@ -414,7 +413,7 @@ def _bounded(name: str, checkpoint: Checkpoint | None) -> Iterator[None]:
         parts += 1
         if isinstance(part, Tensor):
             numbers += part.numel()
-        if parts > most or numbers > most_numbers:
+        if parts > max_parts or numbers > max_numbers:
             raise ModelError(f"config.json is for {name} with far more, or far larger, layers than the checkpoint has")
 
     hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
@@ -426,11 +425,11 @@ def _bounded(name: str, checkpoint: Checkpoint | None) -> Iterator[None]:
 
 
 def _settings(folder: Path, name: str) -> Any:
-    """transformers' configuration object."""
+    """Return transformers' configuration object. Raises ModelError."""
     with quiet():
         try:
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # what a broken config raises is up to each model's class
+        except Exception as error:  # model classes raise any error for a broken config
             known = f"transformers {transformers.__version__}"
             if "model type" in str(error) or "trust_remote_code" in str(error):
                 raise ModelError(f"the architecture {name} is known neither here nor to {known}") from None
@@ -438,7 +437,7 @@ def _settings(folder: Path, name: str) -> Any:
 
 
 def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
-    """The class that AutoModelForCausalLM would take, if it is the one that config.json names."""
+    """Return the class that AutoModelForCausalLM would use if config.json names it. Raises ModelError."""
     found = AutoModelForCausalLM._model_mapping.get(type(settings), None)
     kinds = found if isinstance(found, tuple) else (found,)
     wanted = source.get("architectures") or [kind.__name__ for kind in kinds if kind is not None]
@@ -449,20 +448,20 @@ def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
 
 
 def _try(settings: Any, kind: Any, name: str, dtype: torch.dtype, checkpoint: Checkpoint | None = None) -> Tried:
-    """A trial run of two tokens on meta tensors."""
+    """Run two tokens on meta tensors. Raises ModelError."""
     trial, settings = Trial(), deepcopy(settings)
-    settings._experts_implementation = "batched_mm"  # the one form of experts whose shapes do not depend on numbers
+    settings._experts_implementation = "batched_mm"  # the only implementation whose shapes do not depend on values
     try:
         with torch.device("meta"), _bounded(name, checkpoint):
             model = kind._from_config(settings, attn_implementation=TRIAL, dtype=dtype).eval()
             ones = torch.ones(1, 2, dtype=torch.int64)
-        with torch.inference_mode(), overheard(model) as hidden:
+        with torch.inference_mode(), captured(model) as hidden:
             logits = model(
                 input_ids=ones, attention_mask=ones, position_ids=ones, use_cache=False, pequod_trial=trial
             ).logits
     except ModelError:
         raise
-    except Exception as error:  # models fail in their own ways where they cannot be run like this
+    except Exception as error:  # model classes raise any error if they cannot run on meta tensors
         reason = trial.objection or f"it cannot be tried without weights ({_first_line(error)})"
         raise ModelError(_refusal(name, reason if trial.layers or trial.objection else NOT_THERE)) from None
     return Tried(
@@ -474,7 +473,8 @@ def _try(settings: Any, kind: Any, name: str, dtype: torch.dtype, checkpoint: Ch
 
 
 def _fix_rotary(model: torch.nn.Module, length: int) -> None:
-    """Make length-dependent frequencies once; transformers remakes them from the longest position of a whole batch."""
+    """Compute length-dependent frequencies once. transformers would recompute them for the longest position of a
+    batch."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if not isinstance(kinds, str | dict):
@@ -488,7 +488,7 @@ def _fix_rotary(model: torch.nn.Module, length: int) -> None:
             new, scale = ROPE_INIT_FUNCTIONS[kind](module.config, old.device, seq_len=length, layer_type=layer_type)
             setattr(module, f"{prefix}inv_freq", new.to(old))
             setattr(module, f"{prefix}attention_scaling", scale)
-            by_layer[layer_type] = "default"  # the name that is never remade
+            by_layer[layer_type] = "default"  # which transformers never recomputes
         module.rope_type = by_layer[None] if isinstance(kinds, str) else by_layer  # type: ignore[assignment]
 
 
@@ -525,7 +525,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without its own progress bars and warnings; errors are raised to us anyway."""
+    """Suppress transformers' progress bars and warnings."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
