@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.service import MAX_ABSENT, Service
+from engine.service import MAX_IDLE, Service
 from tests.engine.test_scheduler import Driver
 
 
@@ -93,7 +93,7 @@ def test_leaving_for_a_moment_clears_no_debt():
 def test_counters_of_absent_flows_are_bounded_and_the_longest_absent_goes():
     service = Service()
     service.enter("stays")
-    for i in range(MAX_ABSENT + 1):
+    for i in range(MAX_IDLE + 1):
         service.enter(f"flow {i}")
         service.charge(f"flow {i}", 7, 1.0)
         service.leave(f"flow {i}")
