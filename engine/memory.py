@@ -1,6 +1,6 @@
-"""The memory arithmetic: what a model needs, what the machine has, and how many blocks that makes.
+"""Divides the machine's memory among weights, activations and the KV cache, and computes the number of blocks.
 
-The same functions decide in `engine.plan`, before anything is loaded, and in `engine.runner.build`, which loads.
+`engine.plan`, which loads nothing, and `engine.runner.build`, which loads the model, use the same functions.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .types import ConfigError
 if TYPE_CHECKING:
     from .models import ModelSpec
 
-# Of a machine's memory on CPU. The other half is the server's process, the page cache that the weights are read
-# through, and whatever else lives on a machine that was not bought for this.
+# Share of the machine's memory that a CPU engine may use. The rest is for the server's process, the page cache that the
+# weights are read through, and other programs.
 CPU_SHARE = 0.5
-# Of what is available this very moment; the rest is for others to grow by a little without the kernel killing us.
+# Share of the memory that is available now. The rest lets other processes grow without the OOM killer ending this one.
 AVAILABLE_SHARE = 0.9
-# More tokens than all sequences at full length can never be held by requests, and as many again keep their prefixes.
-# Beyond that a cache for a tiny model would only take memory from others.
+# The maximum size of the cache, in multiples of all sequences at full length: requests can use 1, and cached prefixes
+# as much again. A larger cache for a tiny model would only waste memory.
 USEFUL = 2
-# A model length that nobody asked for is lowered to what the pool holds, but not below this: a server that cannot
-# hold a page of text is no answer to "run this model".
-LEAST_TOKENS = 512
-# Bounds of the attention backend's workspace, in numbers: pages gathered, and scores.
+# If the user sets no length, the model's is lowered to what the pool holds, but not below this number of tokens: a
+# server that cannot hold a page of text is useless.
+MIN_TOKENS = 512
+# Bounds of the attention backend's workspace, in elements: gathered pages, and scores.
 GATHERED, SCORES = 2 << 23, 1 << 24
-# The sampler's columns of a row: logits and a copy (float32), weights (int64), their sums and filtered copy.
+# The sampler's memory per logit: the logit and a copy (float32), the weight (int64), its sum and a filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 
 
@@ -42,15 +42,15 @@ class Machine:
 
     kind: str  # cpu | cuda
     total: int
-    available: int  # free, or freed on demand
+    available: int  # free or reclaimable
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the memory goes, and what the engine can hold with it."""
+    """How the memory is divided, and the resulting capacity."""
 
-    config: EngineConfig  # resolved; max_len lowered to what the pool holds
-    memory_bytes: int  # everything together may take this
+    config: EngineConfig  # resolved, with max_len lowered to what the pool holds
+    memory_bytes: int  # the total budget
     weights_bytes: int
     activation_bytes: int
     kv_bytes_per_token: int
@@ -76,7 +76,7 @@ class Plan:
 
 
 class Impossible(ConfigError):
-    """Settings that memory does not allow: the arithmetic in one sentence, and three things to try instead."""
+    """The settings need more memory than there is. Has the arithmetic in one sentence, and three alternatives."""
 
     def __init__(self, sentence: str, suggestions: list[str]) -> None:
         super().__init__("\n".join([sentence, *(f"try: {each}" for each in suggestions)]))
@@ -85,7 +85,7 @@ class Impossible(ConfigError):
 
 
 def measure(device: str, root: Path = Path("/")) -> Machine:
-    """The memory of a device as it is now: "cpu" or "cuda[:N]". `root` is where /proc and /sys are."""
+    """Return the current memory of a device, "cpu" or "cuda[:N]". `root` is the parent of /proc and /sys."""
     if device.startswith("cuda"):
         import torch
 
@@ -107,7 +107,7 @@ def measure(device: str, root: Path = Path("/")) -> Machine:
 
 
 def _cgroups(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of every control group that this process is in, versions 1 and 2, with its parents."""
+    """Return (limit, used) in bytes for each control group of this process and its parents, versions 1 and 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -129,7 +129,7 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
                 used = int((folder / used_file).read_text())
                 stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
                 found.append((limit, used - int(stat.get(cache, 0))))
-            except (OSError, ValueError):  # no such file (a container sees only its own part), or "max"
+            except (OSError, ValueError):  # no such file (a container sees only part of the tree), or "max"
                 pass
             if folder == base:
                 break
@@ -137,18 +137,18 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
 
 
 def activation_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """What one step takes beside weights and cache, at most; an estimate from the shape, for a resolved config."""
+    """Return the estimated maximum memory of a step beside weights and cache, for a resolved config."""
     assert config.max_len and config.max_seqs and config.max_batched_tokens
     hidden, inner = widths(spec.source)
     size = spec.dtype.itemsize
     widest = max(spec.layers, key=lambda layer: layer.numbers)
     heads = first(spec.source, "num_attention_heads", "n_head") or widest.num_kv_heads
     numbers = widest.numbers
-    # Residual, norm, output and their float32 twin in the norm; queries and their result; gate, up and their product.
+    # Residual, norm, output, and the norm's float32 copy; queries and attention's output; gate, up and their product.
     token = size * (4 * hidden + 2 * heads * widest.head_dim + numbers + 3 * inner) + 4 * hidden
     everything = config.max_seqs * config.max_len * numbers
     gathered = size * min(everything, max(config.max_len * numbers, GATHERED))
-    if spec.int8_cache:  # of keys or values at a time: the bytes, and two of float32 before the model's dtype
+    if spec.int8_cache:  # keys or values as int8, and two float32 copies before the conversion to the model's dtype
         gathered += gathered // size * 5
     scores = 3 * 4 * min(SCORES, heads * config.max_batched_tokens * config.max_len)
     rows = min(config.max_seqs, config.max_batched_tokens)
@@ -156,7 +156,8 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def widths(source: dict[str, Any]) -> tuple[int, int]:
-    """Hidden size, and width of the feed-forward layers that one token passes; names differ by architecture."""
+    """Return the hidden size, and the width of the feed-forward layers that a token uses. Keys differ by
+    architecture."""
     hidden = first(source, "hidden_size", "n_embd", "d_model") or 4096
     inner = first(source, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
     experts = first(source, "num_experts_per_tok", "num_experts_per_token")
@@ -166,20 +167,20 @@ def widths(source: dict[str, Any]) -> tuple[int, int]:
 
 
 def first(source: dict[str, Any], *names: str) -> int | None:
-    """The first of these keys of a config.json that holds a whole number, also of its text_config; None without."""
+    """Return the value of the first of these keys that is an integer, in config.json or its text_config, or None."""
     nested = source.get("text_config")
-    for place in (source, nested if isinstance(nested, dict) else {}):
+    for mapping in (source, nested if isinstance(nested, dict) else {}):
         for name in names:
-            if isinstance(place.get(name), int):
-                return int(place[name])
+            if isinstance(mapping.get(name), int):
+                return int(mapping[name])
     return None
 
 
 def arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations: int | None = None) -> Plan:
-    """Divide the machine's memory. `asked` is not resolved yet; `activations` in bytes, when they have been measured.
+    """Divide the machine's memory. `asked` is not resolved; `activations` is in bytes, if they have been measured.
 
-    A model length that was asked for is kept or refused; the model's own is lowered to what the pool holds. With
-    `num_blocks` given, that many blocks are made, and the length is lowered to what they hold. Raises Impossible.
+    A max_len that is set is kept or refused; otherwise the model's length is lowered to what the pool holds. If
+    `num_blocks` is set, the pool has that size, and max_len is lowered to what it holds. Raises Impossible.
     """
     try:
         return _arrange(spec, asked, machine, activations)
@@ -192,7 +193,7 @@ class _Short(Exception):
     def __init__(self, sentence: str, memory_bytes: int) -> None:
         super().__init__(sentence)
         self.sentence = sentence
-        self.memory_bytes = memory_bytes  # what the settings would need in all
+        self.memory_bytes = memory_bytes  # that the settings would need in total
 
 
 def _arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations: int | None = None) -> Plan:
@@ -209,7 +210,7 @@ def _arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations
             f"max_model_len lowered from {asked.max_len} to {spec.max_len} tokens, which is what the model takes"
         )
 
-    # The cache and the activations are taken after the load, which holds plain weights beside rounded ones for a time.
+    # While weights are quantized, loading needs memory for plain ones too. Cache and activations are allocated later.
     plain = spec.loading_bytes
     if plain and weights + plain > _usable(machine):
         raise _Short(
@@ -235,17 +236,17 @@ def _arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations
             raise _Short(
                 f"{parts} leave nothing for the KV cache of the {_gb(budget)} that may be used "
                 f"({_share(machine, config)})",
-                fixed + block_bytes * -(-min(config.max_len, LEAST_TOKENS) // config.block_size),
+                fixed + block_bytes * -(-min(config.max_len, MIN_TOKENS) // config.block_size),
             )
 
     held = num_blocks * config.block_size
-    least = config.max_len if asked.max_len else min(config.max_len, LEAST_TOKENS)
-    if held < least and config.num_blocks is None:
+    needed = config.max_len if asked.max_len else min(config.max_len, MIN_TOKENS)
+    if held < needed and config.num_blocks is None:
         raise _Short(
             f"after {parts} the KV cache is {_gb(num_blocks * block_bytes)} and holds {held} tokens "
-            f"({spec.kv_bytes_per_token} bytes each), but one request of {least} tokens needs "
-            f"{_gb(least * spec.kv_bytes_per_token)}",
-            fixed + block_bytes * -(-least // config.block_size),
+            f"({spec.kv_bytes_per_token} bytes each), but one request of {needed} tokens needs "
+            f"{_gb(needed * spec.kv_bytes_per_token)}",
+            fixed + block_bytes * -(-needed // config.block_size),
         )
     if held < config.max_len:
         notes.append(f"max_model_len lowered from {config.max_len} to {held} tokens, which is what the KV cache holds")
@@ -254,12 +255,12 @@ def _arrange(spec: ModelSpec, asked: EngineConfig, machine: Machine, activations
 
 
 def _usable(machine: Machine) -> int:
-    """What can be taken now at most."""
+    """Return the maximum that can be allocated now."""
     return int(machine.available * AVAILABLE_SHARE) if machine.kind == "cpu" else machine.available
 
 
 def _budget(machine: Machine, config: EngineConfig) -> int:
-    """What weights, activations and cache may take together."""
+    """Return the budget for weights, activations and cache together."""
     if machine.kind == "cpu":
         return min(int(machine.total * CPU_SHARE), _usable(machine))
     used = machine.total - machine.available
@@ -278,9 +279,9 @@ def _share(machine: Machine, config: EngineConfig) -> str:
 
 
 def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) -> list[str]:
-    """Ways out, each checked by the same arithmetic, the least painful first; always three or more.
+    """Return at least three alternatives, the mildest first; changed settings are checked by the same arithmetic.
 
-    `needed`: bytes that the settings would need in all.
+    `needed`: bytes that the settings would need in total.
     """
     config = resolve(asked, machine.kind, spec.max_len)
     assert config.max_len and config.max_seqs and config.max_batched_tokens
@@ -308,8 +309,8 @@ def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) 
     if spec.dtype.itemsize > 2 and (plan := works(_in_bfloat16(spec), dtype="bfloat16")):
         tries.append(f"--dtype bfloat16: weights of {_gb(plan.weights_bytes)} leave room for {plan.num_tokens} tokens")
     if machine.kind == "cpu" and spec.decoder is not None and asked.quantization == "none":
-        rounded = replace(spec, quantization="int8")
-        if _can_round(asked, spec) and (plan := works(rounded, quantization="int8")):
+        quantized = replace(spec, quantization="int8")
+        if _can_quantize(asked, spec) and (plan := works(quantized, quantization="int8")):
             size = _gb(plan.weights_bytes)
             tries.append(f"--quantization int8: weights of {size} leave room for {plan.num_tokens} tokens")
     if not spec.int8_cache and (plan := works(replace(spec, int8_cache=True), kv_dtype="int8")):
@@ -322,7 +323,7 @@ def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) 
         seqs, tokens = small.values()
         tries.append(f"--max-num-seqs {seqs} --max-num-batched-tokens {tokens}, so that a step takes less memory")
 
-    # What always helps: another machine, another model, another device.
+    # Alternatives that always exist: another machine, model or device.
     share = CPU_SHARE if machine.kind == "cpu" else asked.gpu_memory_utilization
     where = "a machine" if machine.kind == "cpu" else "a GPU"
     tries.append(f"{where} with at least {_gb_up(needed / share)} of memory")
@@ -340,15 +341,15 @@ def _tries(spec: ModelSpec, asked: EngineConfig, machine: Machine, needed: int) 
 
 
 def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine) -> int:
-    """Bytes for one request of full length, or the most that can be had with a tenth left; whole MiB."""
+    """Return the size of a cache for one request of full length, or else 90 % of what is free; in whole MiB."""
     assert config.max_len
-    room = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config))
+    free = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config))
     full = spec.kv_bytes_per_token * (config.max_len + config.block_size)
-    return max(1, int(min(room, full + (1 << 20))) >> 20) << 20
+    return max(1, int(min(free, full + (1 << 20))) >> 20) << 20
 
 
-def _can_round(asked: EngineConfig, spec: ModelSpec) -> bool:
-    """Whether this machine has products of rounded weights for a model."""
+def _can_quantize(asked: EngineConfig, spec: ModelSpec) -> bool:
+    """Return whether this machine supports quantized weights for a model."""
     import torch
 
     from .kernels.library import choose
