@@ -1,14 +1,14 @@
-"""OpenVINO GenAI, which has no server of its own, for benchmarks/compare.py: runs workloads and takes their times.
+"""Runs workloads with OpenVINO GenAI, which has no server, and measures their times for benchmarks/compare.py.
 
     python openvino_driver.py FOLDER --port 8000 [--precision bf16] [--kv-precision u8] [--threads 2]
 
-FOLDER is a model that `optimum-cli export openvino` has written. Runs with the Python that has openvino_genai, and
-needs nothing else. GET /health answers once the model is loaded, GET /version tells the version, and POST /run takes
+FOLDER is a model written by `optimum-cli export openvino`. The only dependency is openvino_genai. GET /health responds
+once the model is loaded, GET /version returns the version, and POST /run takes
 
     {"prompts": [[1, 2, …], …], "output_lens": [128, …], "at_once": 16}
 
-and answers, when all is done, with the seconds since the workload began: {"answers": [{"sent": …, "times": […],
-"sizes": […]}, …]}, where `sizes` are the tokens that came at each time. No token ends an answer early.
+and returns, at the end, times in seconds since the start of the workload: {"answers": [{"sent": …, "times": […],
+"sizes": […]}, …]}, where `sizes` are the numbers of tokens that arrived at each time. No token ends an answer early.
 """
 
 import argparse
@@ -32,7 +32,7 @@ parser.add_argument("--max-batch-tokens", type=int, default=512)
 
 
 class Driver:
-    """The pipeline, one workload at a time."""
+    """Runs the pipeline, one workload at a time."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         scheduler = openvino_genai.SchedulerConfig()
@@ -47,10 +47,10 @@ class Driver:
         if given.kv_precision:
             hints["KV_CACHE_PRECISION"] = given.kv_precision
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(given.folder, scheduler, "CPU", hints)
-        self._count = 0  # of requests so far: each has a number of its own
+        self._count = 0  # requests so far; each needs a unique id
 
     def run(self, prompts: list, output_lens: list, at_once: int) -> list:
-        """The answers' times, in the order of the prompts."""
+        """Return the answers' times, in the order of the prompts."""
         began = time.perf_counter()
         waiting = list(zip(prompts, output_lens, strict=True))[::-1]
         answers, running = [], []
@@ -94,7 +94,7 @@ def main() -> None:
             try:
                 work = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 told = {"answers": driver.run(work["prompts"], work["output_lens"], work["at_once"])}
-            except Exception as error:  # whatever it is, the comparison must hear of it
+            except Exception as error:  # reported to the comparison
                 self.answer(500, {"error": f"{type(error).__name__}: {error}"})
             else:
                 self.answer(200, told)

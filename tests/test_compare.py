@@ -73,7 +73,7 @@ def test_a_peer_is_read_and_its_places_are_filled(tmp_path, monkeypatch):
     )
     assert peer.command == ("run", "/models/a b", "-m", "/x.gguf", "--port", "{port}")
     assert peer.env == {"N": "/r/n"}
-    assert peer.told == "run {model} -m $GGUF --port {port}"
+    assert peer.shown == "run {model} -m $GGUF --port {port}"
     assert peer.rounds == 2
     assert (peer.ready, peer.api, peer.url) == ("/health", "completions", None)
 
@@ -132,7 +132,7 @@ def test_the_committed_peers_are_read(monkeypatch):
     peers = read_peers(ROOT / "benchmarks/peers.toml", {"model": "m", "python": "/p", "root": str(ROOT)})
     assert peers[0].name == "Pequod"
     assert all("{port}" in " ".join(peer.command) for peer in peers)
-    assert not any(peer.missing or str(ROOT) in peer.told for peer in peers)
+    assert not any(peer.missing or str(ROOT) in peer.shown for peer in peers)
     drivers = [peer for peer in peers if peer.api == "in-process"]
     assert len(drivers) == 2
     assert all(Path(peer.command[1]).is_file() for peer in drivers)
