@@ -1,4 +1,4 @@
-"""The paged reference against attention written out densely, over random schedules of chunks and single tokens."""
+"""The paged reference against dense attention, over random schedules of chunks and single tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ CPU = torch.device("cpu")
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window=None, softcap=None, sinks=None) -> Tensor:
-    """Of one sequence: q [new, heads, dim] are its last tokens, k and v [all, kv_heads, dim] all of them."""
+    """Return the attention of one sequence: q [new, heads, dim] are its last tokens, k and v [all, kv_heads, dim]
+    all."""
     new, heads, _ = q.shape
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -34,14 +35,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window=None, softcap
 
 
 def spoil(cache: Tensor) -> Tensor:
-    """Fill with what is no number; in int8 with bytes that are none as a scale."""
+    """Fill with NaN; an int8 cache with bytes that are NaN as a scale."""
     return cache.fill_(-1 if cache.dtype == torch.int8 else math.nan)
 
 
 class Pool:
     """Sequences with random keys and values in one cache whose unused memory is NaN, their blocks scattered.
 
-    `held` is the cache's dtype. What comes back is compared with what is made of the keys and values that it holds.
+    `held` is the cache's dtype. Results are compared with dense attention over the cached keys and values.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Pool:
         self.done = [0] * len(lengths)
 
     def step(self, rows: dict[int, int], **kw) -> float:
-        """Run so many tokens of each sequence in one call; gives the largest difference to dense attention."""
+        """Run this many tokens of each sequence in one call; returns the largest difference from dense attention."""
         meta = AttentionMeta.of([(self.blocks[s], self.done[s], new) for s, new in rows.items()], self.block_size)
         q, k, v = (
             torch.cat([x[s][self.done[s] : self.done[s] + new] for s, new in rows.items()])
@@ -100,7 +101,7 @@ class Pool:
         return worst
 
     def run(self, **kw) -> float:
-        """All sequences in random chunks, many single tokens among them, until all are done."""
+        """Run all sequences to the end in random chunks, many of them single tokens."""
         worst = 0.0
         while open_ := [s for s, length in enumerate(self.lengths) if self.done[s] < length]:
             chosen = [s for s in open_ if self.random.random() < 0.8] or open_
@@ -127,20 +128,20 @@ def test_mixed_rows_equal_dense_attention(window, softcap, with_sinks, held):
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str
 )
-def test_other_types_are_as_exact_as_their_rounding(dtype, limit):
+def test_results_in_other_dtypes_differ_only_by_rounding(dtype, limit):
     pool = Pool(1, [200, 30, 31, 90], LayerKV(2, 32, 32), group=2, block_size=16, dtype=dtype)
     assert pool.run() < limit
     again = Pool(1, [200, 30, 31, 90], LayerKV(2, 32, 32), group=2, block_size=16, dtype=dtype)
     assert again.run(softcap=20.0, sinks=torch.zeros(4)) < limit
 
 
-def test_decode_beside_much_longer_and_shorter_rows():
+def test_decode_rows_are_independent_of_much_longer_and_shorter_rows():
     pool = Pool(2, [700, 2, 350, 40, 41, 16], LayerKV(2, 8, 8), group=2, block_size=16, dtype=torch.float64)
     pool.step({s: length - 1 for s, length in enumerate(pool.lengths)})
     assert pool.step({5: 1, 0: 1, 3: 1, 1: 1, 4: 1, 2: 1}) < 1e-12
 
 
-def test_work_that_is_cut_into_parts_gives_the_same(monkeypatch):
+def test_splitting_the_work_does_not_change_the_result(monkeypatch):
     monkeypatch.setattr(reference, "GATHER_NUMBERS", 600)
     monkeypatch.setattr(reference, "SCORE_NUMBERS", 500)
     pool = Pool(3, [90, 33, 34, 60], LayerKV(2, 8, 8), group=2, block_size=4, dtype=torch.float64)
@@ -149,7 +150,7 @@ def test_work_that_is_cut_into_parts_gives_the_same(monkeypatch):
     assert pool.run(window=7) < 1e-12
 
 
-def test_a_block_moves_as_bytes():
+def test_blocks_can_be_copied_as_bytes():
     pool = Pool(5, [20], LayerKV(2, 8, 8), group=2, block_size=8, dtype=torch.float64)
     pool.step({0: 19})
     cache, spare = pool.cache.layers[0], ({0, 1, 2, 3, 4, 5} - set(pool.blocks[0])).pop()
@@ -165,7 +166,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e4, 3e37])
-def test_a_number_in_int8_is_off_by_half_a_step_at_most(dtype, scale):
+def test_int8_error_is_at_most_half_a_step(dtype, scale):
     scale = min(scale, torch.finfo(dtype).max / 10)
     x = (torch.randn(50, 3, 33, dtype=torch.float64) * scale).to(dtype)
     held = narrowed(x)
@@ -179,7 +180,7 @@ def test_a_number_in_int8_is_off_by_half_a_step_at_most(dtype, scale):
     torch.testing.assert_close(found.gather(-1, at), x.gather(-1, at), rtol=rtol, atol=torch.finfo(dtype).tiny)
 
 
-def test_odd_numbers_in_int8():
+def test_int8_of_nan_infinity_and_tiny_numbers():
     tiny = torch.finfo(torch.float32).tiny
     x = torch.tensor([[0.0, -0.0], [1e-39, -1e-45], [126 * tiny, 1.0 * tiny], [math.nan, 1.0], [-math.inf, 1.0]])
     found = widened(narrowed(x), torch.float32)
@@ -187,7 +188,7 @@ def test_odd_numbers_in_int8():
     assert widened(narrowed(torch.tensor([[128 * tiny, 0.0]])), torch.float32)[0, 0] == pytest.approx(128 * tiny)
 
 
-def test_one_odd_sequence_in_int8_does_not_touch_another():
+def test_nan_in_one_int8_sequence_does_not_affect_another():
     pool = Pool(6, [20, 30], LayerKV(2, 8, 8), group=2, block_size=8, dtype=torch.float32, held=torch.int8)
     pool.k[0][3] = math.nan
     meta = AttentionMeta.of([(pool.blocks[s], 0, n) for s, n in enumerate(pool.lengths)], 8)
@@ -195,14 +196,14 @@ def test_one_odd_sequence_in_int8_does_not_touch_another():
     assert out[3:20].isnan().all() and not out[20:].isnan().any()
 
 
-def test_what_a_token_takes():
+def test_cache_bytes_per_token():
     layer = LayerKV(2, 8, 24)
     assert [layer.bytes(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8)] == [256, 128, 2 * (12 + 28)]
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         assert Reference().allocate(layer, 3, 5, dtype, CPU).nbytes == 15 * layer.bytes(dtype)
 
 
-def test_backends_are_made_by_name():
+def test_backends_are_created_by_name():
     assert isinstance(select("reference"), Reference)
     assert select("reference") is not select("reference")
     check("auto")

@@ -1,4 +1,4 @@
-"""The paged CPU kernel against attention written out densely in float64, the bits of its tokens, and its choice."""
+"""The paged CPU kernel against dense attention in float64, the bits of its results, and its selection."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def backend(isa: str) -> Paged:
-    """A variant; that of bfloat16 emulated where the processor lacks the instruction. Skips where nothing helps."""
+    """Return a variant, emulating avx512bf16 if the processor lacks the instruction; skips the test if it cannot
+    run."""
     loaded, features = library.load(build.library())
     needed = isa
     if isa == "avx512bf16" and not features & ISAS[isa]:
@@ -117,14 +118,14 @@ def test_mixed_rows_equal_dense_attention(kind, shape):
     "kw", [{"window": 1}, {"window": 5}, {"window": 64}, {"softcap": 3.0}, {"sinks": True}], ids=str
 )
 @pytest.mark.parametrize("shape", [(16, 2, 3, 64), (4, 2, 3, 8)], ids=str)
-def test_what_models_add(kind, shape, kw):
+def test_window_softcap_and_sinks_equal_dense_attention(kind, shape, kw):
     _, dtype, _ = kind
     if "sinks" in kw:
         kw = {"sinks": torch.linspace(-2, 3, shape[1] * shape[2])}
     assert pool(kind, shape, [150, 3, 70, 1]).run(**kw) < LIMITS[dtype]
 
 
-def test_everything_added_at_once(best):
+def test_window_softcap_and_sinks_together_equal_dense_attention(best):
     sinks = torch.linspace(-2, 3, 6)
     made = pool((best, torch.float32, torch.float32), (16, 2, 3, 64), [150, 3, 70, 1])
     assert made.run(window=40, softcap=2.0, sinks=sinks) < 1e-5
@@ -151,7 +152,7 @@ def test_huge_scores(kind):
 
 
 def test_scores_far_below_zero_are_scores(best):
-    """No score is as small as what a sum begins with. Powers of two: any order gives the oracle equal sums."""
+    """No score is below the initial maximum. Powers of two, so that the oracle's sums are exact in any order."""
     made = pool((best, torch.float32, torch.float32), (16, 1, 1, 64), [70])
     made.q[0], made.k[0] = torch.full((70, 1, 64), 2.0**60), torch.full((70, 1, 64), -(2.0**60))
     assert made.step({0: 69}) < 1e-5
@@ -174,14 +175,14 @@ def test_one_key_is_its_value(kind):
     assert made.step({0: 1}) <= (LIMITS[dtype] if made.is_int8 else 0.0)
 
 
-def test_empty_rows_get_nothing_and_disturb_nobody(best):
+def test_empty_rows_do_not_affect_others(best):
     made = pool((best, torch.float32, torch.float32), (16, 1, 2, 64), [30, 20])
     made.step({0: 10, 1: 10})
     assert made.step({0: 0, 1: 5}) < 1e-5
     assert made.step({0: 5, 1: 0}) < 1e-5
 
 
-def test_a_number_that_is_none_stays_with_its_sequence(best_kind):
+def test_nan_stays_in_its_sequence(best_kind):
     best, _, _ = best_kind
     made = pool(best_kind, (16, 1, 2, 64), [30, 20])
     made.q[0][3] = made.k[0][25] = math.nan
@@ -190,7 +191,7 @@ def test_a_number_that_is_none_stays_with_its_sequence(best_kind):
     assert out[3].isnan().all() and out[25:30].isnan().all() and not out[30:].isnan().any()
 
 
-def test_a_block_moves_as_bytes(best_kind):
+def test_blocks_can_be_copied_as_bytes(best_kind):
     _, dtype, _ = best_kind
     made = pool(best_kind, (16, 2, 2, 64), [40])
     made.step({0: 39})
@@ -202,8 +203,8 @@ def test_a_block_moves_as_bytes(best_kind):
     assert made.step({0: 1}) < LIMITS[dtype]
 
 
-def test_parts_of_larger_tensors_are_read_where_they_are(best):
-    """Values come as a slice of a fused product, transformers' queries with their heads first."""
+def test_strided_inputs_are_read_in_place(best):
+    """Values are a slice of a fused matmul's result; transformers' queries have the heads first."""
     made = pool((best, torch.float32, torch.float32), (16, 2, 2, 64), [50])
     made.q[0] = made.q[0].transpose(0, 1).contiguous().transpose(0, 1)
     made.v[0] = torch.cat([made.v[0], torch.full((50, 3, 64), math.nan)], 1)[:, :2]
@@ -217,7 +218,7 @@ def test_parts_of_larger_tensors_are_read_where_they_are(best):
 
 
 class Streams:
-    """Sequences whose every token was computed alone: the truth of bits."""
+    """Sequences with every token computed alone: the reference for bits."""
 
     LENGTHS = (1300, 700, 65, 64, 17, 1)
 
@@ -276,7 +277,7 @@ def test_bits_do_not_depend_on_the_layout(kind):
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_logits_have_the_same_bits_in_any_schedule(tmp_path, dtype, name):
-    """The whole model: each token alone, and many sequences in chunks, on one thread and on two."""
+    """The whole model: each token alone, and many sequences in chunks, on one and two threads."""
     model = load(make(name, tmp_path, dtype=dtype), dtype)
     if not model.product.invariant:
         pytest.skip("torch computes the products here")
@@ -296,8 +297,8 @@ def test_logits_have_the_same_bits_in_any_schedule(tmp_path, dtype, name):
             assert torch.equal(torch.cat(one), torch.cat(other))
 
 
-def test_int8_holds_the_numbers_that_the_reference_holds(kind):
-    """A key that is asked for alone comes back as its value: what `narrowed` says, for numbers of every size."""
+def test_int8_cache_equals_that_of_the_reference(kind):
+    """Attention over a single key returns its value: that of `narrowed`, for numbers of every magnitude."""
     paged, dtype, held = kind
     if held != torch.int8:
         pytest.skip("not a cache of int8")
@@ -317,7 +318,7 @@ def test_int8_holds_the_numbers_that_the_reference_holds(kind):
 # -- bad calls and the choice -----------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused(best):
+def test_unsupported_shapes_are_refused(best):
     cache = best.allocate(LayerKV(2, 8, 8), 3, 16, torch.float32, CPU)
     meta = AttentionMeta.of([([0], 0, 4)], 16)
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
@@ -343,14 +344,14 @@ def test_what_does_not_fit_is_refused(best):
             best.allocate(layer, 3, 16, dtype, CPU)
 
 
-def test_what_a_token_takes(best_kind):
+def test_cache_bytes_per_token(best_kind):
     best, _, held = best_kind
     for layer in (LayerKV(2, 8, 8), LayerKV(3, 33, 33)):
         for block_size in (16, 5):
             assert best.allocate(layer, 3, block_size, held, CPU).nbytes == 3 * block_size * layer.bytes(held)
 
 
-def test_auto_takes_the_kernel_where_it_can():
+def test_auto_chooses_the_kernel_if_it_is_supported():
     same, other = [LayerKV(2, 8, 8)], [LayerKV(2, 8, 8), LayerKV(2, 8, 4)]
     assert choose("auto", CPU, same, torch.bfloat16).name == "cpu"
     assert choose("cpu", CPU, same, torch.float32).note == ""
@@ -377,7 +378,7 @@ def test_without_a_library_torch_computes(monkeypatch):
     assert found.name == "reference" and "there are no CPU kernels: no C++ compiler was found" in found.note
 
 
-def test_a_forced_variant_is_the_one_that_computes():
+def test_forced_variant_is_used():
     isa = library.available()[-1]
     q, k, v = (torch.randn(5, 2, 64) for _ in range(3))
     meta = AttentionMeta.of([([0], 0, 5)], 16)

@@ -1,4 +1,4 @@
-"""Batches become tensors: random traces against AttentionMeta.of, which is built from lists row by row."""
+"""Converting batches to tensors: random traces against AttentionMeta.of, which works row by row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class World:
-    """Sequences that come, grow, stop for a step and go, with blocks that are given again to others."""
+    """Sequences that start, grow, pause and end, with blocks that are reused."""
 
     def __init__(self, seed, *, max_seqs=4, block_size=4, max_blocks=8):
         self.rng = random.Random(seed)
@@ -84,7 +84,7 @@ def test_random_traces_equal_the_row_by_row_version(seed):
         assert got.lengths.tolist() == want.seq_lens_list
 
 
-def test_a_step_without_draws_asks_for_no_logits():
+def test_step_without_sampling_rows_computes_no_logits():
     inputs = Inputs(2, 4, 4, CPU)
     inputs.enter(9)
     rows = [Row(9, 0, [1, 2, 3], [5], 0)]
@@ -94,7 +94,7 @@ def test_a_step_without_draws_asks_for_no_logits():
     assert got.meta.slot_mapping.tolist() == [20, 21, 22]
 
 
-def test_a_slot_is_given_again_with_an_empty_table():
+def test_reused_slot_starts_with_an_empty_block_table():
     inputs = Inputs(1, 3, 2, CPU)
     for seq_id, blocks in ((1, [7, 8]), (2, [3])):
         inputs.enter(seq_id)
@@ -104,7 +104,7 @@ def test_a_slot_is_given_again_with_an_empty_table():
         inputs.leave(seq_id)
 
 
-def test_tensors_of_a_step_stay_when_the_next_is_prepared():
+def test_preparing_a_step_keeps_the_tensors_of_the_previous_one():
     inputs = Inputs(1, 3, 2, CPU)
     inputs.enter(1)
     first = [Row(1, 0, [5, 6], [2], 1)]
