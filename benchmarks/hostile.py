@@ -177,8 +177,8 @@ def main() -> int:
         print(f"{seconds * 1000:8.1f} ms  {name}")
     for name, problem in found["failed"].items():
         print(f"  FAILED     {name}: {problem}")
-    told = f"{found['late']} later than 100 ms, {found['always_late']} each time; {len(found['failed'])} failed"
-    print(f"{len(BODIES)} rows, {told}")
+    summary = f"{found['late']} later than 100 ms, {found['always_late']} each time; {len(found['failed'])} failed"
+    print(f"{len(BODIES)} rows, {summary}")
     least, most = found["same_work_s"][0] * 1000, found["same_work_s"][-1] * 1000
     print(f"the same work took {least:.1f} to {most:.1f} ms")
     calm, busy = (statistics.median(each) * 1000 for each in found["itl_p95_s"].values())

@@ -32,9 +32,9 @@ SHAPE = {
 
 def words(size: int) -> Tokenizer:
     """Return a tokenizer of `size` ids: known words are one token, everything else is encoded as bytes."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     space = "\u0120"  # in byte-level vocabularies
-    vocab = {text: i for i, text in enumerate(["<|endoftext|>", *letters, f"{space}w"])}
+    vocab = {text: i for i, text in enumerate(["<|endoftext|>", *characters, f"{space}w"])}
     vocab |= {f"{space}w{i}": i for i in range(len(vocab), size)}
     # Whole words match before any merge. The one merge is for readers that require merges.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(space, "w")], ignore_merges=True))

@@ -93,14 +93,14 @@ def main() -> None:
         def do_POST(self) -> None:
             try:
                 work = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                told = {"answers": driver.run(work["prompts"], work["output_lens"], work["at_once"])}
+                result = {"answers": driver.run(work["prompts"], work["output_lens"], work["at_once"])}
             except Exception as error:  # reported to the comparison
                 self.answer(500, {"error": f"{type(error).__name__}: {error}"})
             else:
-                self.answer(200, told)
+                self.answer(200, result)
 
-        def answer(self, status: int, told: dict) -> None:
-            content = json.dumps(told).encode()
+        def answer(self, status: int, result: dict) -> None:
+            content = json.dumps(result).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -55,8 +55,8 @@ class Engine:
     """A model with some settings, and a cache, of whose first blocks steps are computed."""
 
     def __init__(self, model: str, threads: int | None, settings: dict[str, Any]) -> None:
-        told = {"model": model, "device": "cpu", "threads": threads, "num_blocks": 160, "max_seqs": 16, **settings}
-        config = msgspec.convert({**told, "max_len": 512}, EngineConfig)
+        values = {"model": model, "device": "cpu", "threads": threads, "num_blocks": 160, "max_seqs": 16, **settings}
+        config = msgspec.convert({**values, "max_len": 512}, EngineConfig)
         self.runner: Runner
         self.info: EngineInfo
         self.runner, self.info, self.config = build(config)
@@ -76,11 +76,11 @@ class Engine:
 
 def write(engine: Engine, first: int) -> Tensor:
     """Return [TEXTS, TOKENS] sampled by the model after a first token."""
-    draws = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     texts = torch.full((TEXTS, TOKENS), first)
     for place in range(TOKENS - 1):
-        chances = engine.logits(texts, place, 1).softmax(-1)
-        texts[:, place + 1] = torch.multinomial(chances, 1, generator=draws)[:, 0]
+        probabilities = engine.logits(texts, place, 1).softmax(-1)
+        texts[:, place + 1] = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
     return texts
 
 
@@ -93,10 +93,10 @@ def deviation(got: Tensor, want: Tensor, texts: Tensor) -> dict[str, float]:
     """Return the deviation of logits from the reference; the perplexity is over positions that have a next token."""
     logs, wanted = got.log_softmax(-1), want.log_softmax(-1)
     follows = torch.arange(len(got)).view(texts.shape)[:, :-1].reshape(-1)
-    drawn = logs[follows].gather(1, texts[:, 1:].reshape(-1, 1))
+    sampled = logs[follows].gather(1, texts[:, 1:].reshape(-1, 1))
     spread = want - want.mean(-1, keepdim=True)
     return {
-        "perplexity": (-drawn.mean()).exp().item(),
+        "perplexity": (-sampled.mean()).exp().item(),
         "divergence": (wanted.exp() * (wanted - logs)).sum(-1).mean().item(),
         "agreement": (got.argmax(-1) == want.argmax(-1)).float().mean().item(),
         "error": ((got - want).norm() / spread.norm()).item(),

@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
 def generating(max_tokens: int, seed: int) -> list[Request]:
     """Return one streamed request of each API and kind, whose output depends only on the seed."""
-    drawn = {"temperature": 0.8, "seed": seed}
+    sampling = {"temperature": 0.8, "seed": seed}
     ask = {"messages": [{"role": "user", "content": f"{STORY} Begin with the number {seed}."}]}
     long = {**ask, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     schema = {"type": "json_schema", "json_schema": {"name": "look", "schema": LOOK}}
@@ -46,15 +46,15 @@ def generating(max_tokens: int, seed: int) -> list[Request]:
     function = {"name": "look", "description": "Looks at a place.", "parameters": LOOK}
     return [
         Request("completion, greedy", "/v1/completions", {**text, "temperature": 0}),
-        Request("completion, two choices", "/v1/completions", {**text, **drawn, "n": 2}),
-        Request("completion, long prompt", "/v1/completions", {**text, **drawn, "prompt": f"{seed} whales. " * 80}),
-        Request("completion, penalties", "/v1/completions", {**text, **drawn, "frequency_penalty": 0.3}),
-        Request("chat", "/v1/chat/completions", {**long, **drawn}),
-        Request("chat, schema", "/v1/chat/completions", {**long, **drawn, "response_format": schema}),
+        Request("completion, two choices", "/v1/completions", {**text, **sampling, "n": 2}),
+        Request("completion, long prompt", "/v1/completions", {**text, **sampling, "prompt": f"{seed} whales. " * 80}),
+        Request("completion, penalties", "/v1/completions", {**text, **sampling, "frequency_penalty": 0.3}),
+        Request("chat", "/v1/chat/completions", {**long, **sampling}),
+        Request("chat, schema", "/v1/chat/completions", {**long, **sampling, "response_format": schema}),
         Request(
             "chat, call",
             "/v1/chat/completions",
-            {**long, **drawn, "tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+            {**long, **sampling, "tools": [{"type": "function", "function": function}], "tool_choice": "required"},
         ),
         Request(
             "response",

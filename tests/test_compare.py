@@ -363,7 +363,7 @@ def test_the_table_tells_rounds_and_the_share_of_the_round_that_has_both(tmp_pat
     everyone = [
         contestant(Peer("us"), A=[30, 20, 90], C=[9, 5, 5], S=[18]),
         contestant(Peer("them"), A=[10], C=[10]),
-        contestant(Peer("others", told="$X serve"), A=[10, 20, 30], C=[10, None, 10]),
+        contestant(Peer("others", shown="$X serve"), A=[10, 20, 30], C=[10, None, 10]),
         Contestant(Peer("absent"), failure="not started: $X not set"),
     ]
     everyone[2].lost = ["failed in case C, round 2: why"]

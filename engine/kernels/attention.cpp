@@ -420,8 +420,8 @@ struct Attention {
 
   // -- a task ---------------------------------------------------------------------------------------------------------
 
-  // Query i of a task is token i % R / group, KV head i / R, and query head i % group of that KV head, where R = count
-  // * group.
+  // Query i of a task belongs to token i % R / group, KV head i / R, and query head i % group of that KV head, where each
+  // KV head has R queries.
   int64_t token(const Task& task, int64_t i) const {
     return call.query_start[task.row] + task.first + i % (task.count * group) / group;
   }

@@ -1,7 +1,7 @@
 // The matmul y = x W^T with a packed weight, whatever its type: panels, tiles, threads, and the epilogue.
 //
 // Units. A unit is four bytes of a row of W along k: one float, two bfloat16, four int8 or eight int4, the first in the
-// lowest bits. The last unit of a row is padded with zeros.
+// lowest bits. The last unit of a row is padded with zero weights.
 //
 // Panels. A panel holds 2 * LANES rows of W (columns of y) as P[unit][row], so each step along k reads 2 vectors. Rows
 // beyond the end of W are zero. In a gated matrix, where a gate row and an up row make one column of y, a panel's first

@@ -376,7 +376,7 @@ def _whole(source: Mapping[str, Any], key: str, default: int | None = None, *, m
     if value is None:
         value = default
     if value is None:
-        raise ModelError(f"config.json does not tell {key}")
+        raise ModelError(f"config.json has no {key}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json: {key} must be a positive whole number, not {shown(repr(value))}")
     if value > most:

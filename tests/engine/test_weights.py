@@ -162,7 +162,7 @@ def test_config_that_is_no_json_object_is_refused(folder, text, says):
     [
         ({"architectures": ["NovelForCausalLM"], "model_type": "novel"}, "NovelForCausalLM is known neither here"),
         ({"quantization_config": {"quant_method": "gptq"}}, "asks for gptq quantization, which is not supported"),
-        ({"hidden_size": None}, "does not tell hidden_size"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers must be a positive whole number, not '3'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads evenly"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
