@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 # After its n-th crash a request has made progress once it has sampled TOKENS_FACTOR ** (n - 1) tokens. The number grows
 # so that a request which crashes the engine some tokens later each time is found too.
 TOKENS_FACTOR = 4
-FAR = 256  # tokens after which a request's crashes are forgotten; also the maximum that counts as progress
+FAR = 256  # tokens after which a request's crashes are forgotten; never more are needed for progress
 
 
 class Suspects:
