@@ -2,13 +2,13 @@
 
     python -m benchmarks.busy MODEL --competitors 0,4,16 --json benchmarks/results/busy.json
 
-Starts an engine and, for each level, that many processes that only use CPU time; one request then generates tokens
-alone. Levels alternate from round to round, so that a machine that changes its speed changes it for all of them, and
-medians over the rounds are reported.
+Starts an engine and, for each level, that many processes that only use CPU time, while one request generates tokens.
+Each round measures all levels, so that a change of the machine's speed affects all of them, and medians over the rounds
+are reported.
 
 The scheduler gives every runnable thread the same share of the processors: of C processors, T threads of the engine
 beside K competitors get T C / (T + K). The fair ratio is the time per token that this share allows, as a multiple of
-the quiet time: (T + K) / C, and at least 1. It counts the engine's computing threads alone. Exit code 1 says that some
+the quiet time: (T + K) / C, and at least 1. It only counts the engine's computing threads. The exit status is 1 if a
 level took more than LIMIT times its fair ratio.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 from engine import EngineConfig, EngineError, EngineRequest, ProcessEngine, SamplingParams
 from server.cli.bench.session import machine
 
-# Reports by a line that it runs, and ends by itself when this process has died without killing it.
+# Prints a line when it runs, and ends when this process has died.
 COMPETITOR = """
 import os, sys
 print(flush=True)
@@ -39,7 +39,7 @@ while os.getppid() == int(sys.argv[1]):
     for _ in range(1_000_000): pass
 """
 PROMPT_TOKENS, WARM_TOKENS = 32, 8
-LIMIT = 1.5  # times the fair ratio: threads that wait for each other also lose what is left of a time slice
+LIMIT = 1.5  # times the fair ratio: threads that wait for each other also lose the rest of their time slices
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ async def seconds_per_token(engine: ProcessEngine, number: int, tokens: int) -> 
     """Return the mean seconds per token over `tokens` tokens of one request, after its first few."""
     prompt = tuple(range(1 + number, 1 + number + PROMPT_TOKENS))
     params = SamplingParams(max_tokens=WARM_TOKENS + tokens, temperature=0.0)
-    seen, began, first, last = 0, 0.0, 0, 0.0
+    seen, start, first, last = 0, 0.0, 0, 0.0
     async for delta in engine.generate(EngineRequest(id=number, prompt_ids=prompt, params=params)):
         if delta.error is not None:
             raise EngineError(delta.error)
@@ -74,8 +74,8 @@ async def seconds_per_token(engine: ProcessEngine, number: int, tokens: int) -> 
             continue
         seen, last = seen + len(delta.token_ids), time.perf_counter()
         if not first and seen >= WARM_TOKENS:
-            first, began = seen, last
-    return (last - began) / (seen - first)
+            first, start = seen, last
+    return (last - start) / (seen - first)
 
 
 async def measure(config: EngineConfig, levels: list[int], rounds: int, tokens: int) -> dict[int, list[float]]:
@@ -120,7 +120,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def counts(text: str) -> list[int]:
-    """Parse comma-separated whole numbers; 0, the quiet machine, is always among them."""
+    """Parse comma-separated integers; 0, the quiet machine, is always included."""
     return list(dict.fromkeys([0, *(int(part) for part in text.split(","))]))
 
 
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="of the engine (default: one per processor)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="generated in each measurement (default: 64)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     given = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     if min(given.competitors) < 0 or min(given.rounds, given.tokens, given.threads or 1) < 1:

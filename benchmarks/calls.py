@@ -1,12 +1,12 @@
-"""Required tool calls over collections of requests as people wrote them: does every call follow its tool's schema?
+"""Checks that required tool calls match their tools' schemas, over collections of real requests.
 
     python -m benchmarks.calls ../shared/data --json > benchmarks/results/calls.json
 
-Each line of each function_calling/*.jsonl file (`messages` and `tools`) is asked once, with tool_choice required, of a
-small model of random weights that has Qwen3's vocabulary and chat template, so that the model is no help. By
-collection: `answers`, of which `length` ran into the token limit; `valid` and `invalid` calls, checked by the
-jsonschema package but for the last of an answer that was cut; and `failed` answers: an error, no call, or text beside
-the calls. Every invalid or failed one is told with its id.
+Each line of each function_calling/*.jsonl file (`messages` and `tools`) is sent once, with tool_choice required, to a
+small model with random weights and Qwen3's vocabulary and chat template, so that only the grammar makes calls valid.
+Reports for each collection: `answers`, of which `length` reached the token limit; `valid` and `invalid` calls, checked
+with the jsonschema package except the last of a truncated answer; and `failed` answers: an error, no call, or text
+beside the calls. Every invalid or failed one is listed with its id.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ class Case(NamedTuple):
 
     collection: str
     seed: int
-    asked: dict[str, Any]  # id, messages, tools
+    request: dict[str, Any]  # id, messages, tools
 
 
 def cases(data: Path, every: int) -> list[Case]:
-    """Each `every`-th line of each collection."""
+    """Return every `every`-th line of each collection."""
     lines = (
         (file.stem, json.loads(line))
         for file in sorted((data / "function_calling").glob("*.jsonl"))
         for line in file.read_text().splitlines()[::every]
     )
-    return [Case(collection, seed, asked) for seed, (collection, asked) in enumerate(lines)]
+    return [Case(collection, seed, request) for seed, (collection, request) in enumerate(lines)]
 
 
 @contextlib.contextmanager
 def random_model(data: Path) -> Iterator[Server]:
-    """A server on a small Qwen3 of random weights with the real vocabulary and chat template."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "qwen3"
+    """Run a server with a small random Qwen3 that has the real vocabulary and chat template."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "qwen3"
         shape = {**models.BASE, "head_dim": 16, "vocab_size": 151936, "max_position_embeddings": 4096}
         models.MODELS["qwen3-random"] = ("qwen3", {**shape, "num_hidden_layers": 1, "eos_token_id": 151645})
         models.make("qwen3-random", folder)
@@ -68,14 +68,14 @@ def random_model(data: Path) -> Iterator[Server]:
 
 
 def closing(data: Path) -> dict[str, int]:
-    """What closes something is drawn more often: a string drawn at random would hardly ever end."""
+    """Return a logit_bias for closing quotes and brackets: a randomly sampled string would hardly ever end."""
     vocabulary = json.loads((data / "tokenizers/qwen3/tokenizer.json").read_text())["model"]["vocab"]
     closers = [i for token, i in vocabulary.items() if token[:1] in ('"', "}", "]") and len(token) < 5]
     return {str(i): 12 for i in sorted(closers)[:NUM_BIASES]}
 
 
 def judge(case: Case, answer: httpx.Response, counts: Counter[str]) -> str | None:
-    """Count what an answer holds; what is wrong with it, if anything."""
+    """Count an answer and its calls; returns what is wrong with it, or None."""
     counts["answers"] += 1
     if answer.status_code != 200:
         counts["failed"] += 1
@@ -87,7 +87,7 @@ def judge(case: Case, answer: httpx.Response, counts: Counter[str]) -> str | Non
     if not is_cut and (choice["finish_reason"] != "tool_calls" or not calls or choice["message"]["content"]):
         counts["failed"] += 1
         return json.dumps(choice)[:400]
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in case.asked["tools"]}
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in case.request["tools"]}
     for call in calls[:-1] if is_cut else calls:
         try:
             jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])
@@ -99,26 +99,26 @@ def judge(case: Case, answer: httpx.Response, counts: Counter[str]) -> str | Non
 
 
 def measure(server: Server, data: Path, every: int, concurrency: int) -> dict[str, Any]:
-    """Ask each `every`-th line; what came of it, by collection."""
+    """Send every `every`-th line; returns the counts by collection."""
     bias = closing(data)
-    began = time.perf_counter()
+    start = time.perf_counter()
 
     def ask(case: Case) -> httpx.Response:
-        drawn = {"temperature": 1.0, "seed": case.seed, "logit_bias": bias, "max_tokens": MAX_TOKENS}
-        body = {"messages": case.asked["messages"], "tools": case.asked["tools"], "tool_choice": "required"}
-        return client.post("/v1/chat/completions", json=body | drawn | {"thinking_token_budget": 0})
+        sampling = {"temperature": 1.0, "seed": case.seed, "logit_bias": bias, "max_tokens": MAX_TOKENS}
+        body = {"messages": case.request["messages"], "tools": case.request["tools"], "tool_choice": "required"}
+        return client.post("/v1/chat/completions", json=body | sampling | {"thinking_token_budget": 0})
 
     collections: dict[str, Counter[str]] = {}
     wrong = []
-    asked = cases(data, every)
+    lines = cases(data, every)
     with (
-        httpx.Client(base_url=server.url, timeout=None) as client,  # how long it takes is not what is asked here
+        httpx.Client(base_url=server.url, timeout=None) as client,  # time is not measured here
         concurrent.futures.ThreadPoolExecutor(concurrency) as pool,
     ):
-        for case, answer in zip(asked, pool.map(ask, asked), strict=True):
+        for case, answer in zip(lines, pool.map(ask, lines), strict=True):
             counts = collections.setdefault(case.collection, Counter(dict.fromkeys(COUNTED, 0)))
             if (problem := judge(case, answer, counts)) is not None:
-                wrong.append({"collection": case.collection, "id": case.asked["id"], "problem": problem})
+                wrong.append({"collection": case.collection, "id": case.request["id"], "problem": problem})
     return {
         "model": "one layer of random weights with Qwen3's vocabulary and chat template",
         "temperature": 1.0,
@@ -127,15 +127,15 @@ def measure(server: Server, data: Path, every: int, concurrency: int) -> dict[st
         "collections": {name: dict(counts) for name, counts in collections.items()},
         "all": {kind: sum(counts[kind] for counts in collections.values()) for kind in COUNTED},
         "wrong": wrong,
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - start, 1),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="holds function_calling/ and tokenizers/qwen3/")
+    parser.add_argument("data", type=Path, help="folder with function_calling/ and tokenizers/qwen3/")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--every", type=int, default=1, help="only each n-th line of a collection")
+    parser.add_argument("--every", type=int, default=1, help="use only every n-th line of a collection")
     parser.add_argument("--concurrency", type=int, default=16)
     args = parser.parse_args()
     with random_model(args.data) as server:

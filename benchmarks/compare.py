@@ -2,20 +2,20 @@
 
     python benchmarks/compare.py benchmarks/peers.toml --model /tmp/qwen3-0.6b-random --out /tmp/compare
 
-The TOML file names servers: how each is started, or where it runs. Nothing is installed. All of them are started first,
-then in every round each case is measured with each server in turn, in an order that moves on by one each round, with
-the machine's bandwidth probed before and after each turn, so that what the machine does meanwhile happens to all. After
-each case it writes compare.json, with the times of all tokens, and compare.md, a table with ratios, so that a run can
-be stopped at any time. A ratio is the figure of the first server of a kind of weights to that of another one, in rounds
-that both were measured in: above 1 it is ahead. A server that does not start or dies is a row that says so; a turn in
-which a request stays unanswered has no figures, and a note.
+The TOML file lists servers, each with a command that starts it or a URL. Nothing is installed. All servers are started
+first. In every round each case is then measured with each server in turn, in an order that rotates by one each round,
+and the machine's bandwidth is probed before and after each turn, so that changes of the machine's speed affect all
+servers. After each case the program writes compare.json, with the times of all tokens, and compare.md, a table with
+ratios, so that a run can be stopped at any time. A ratio compares the first server of a kind of weights with another
+one, over the rounds in which both were measured; above 1 the first is faster. A server that fails to start or dies has
+a row with the reason. A turn in which a request fails has a note instead of figures.
 
 A  one request, 32 tokens in, 128 out: tokens/s after the first
 B  one request, 512 in, 1 out: seconds
 C  16 requests at once, 256 in, 64 out: tokens/s of all
 P  as C, but sampled with temperature 0.7, top_p 0.9 and top_k 20; all other cases are greedy
 D  8 requests one after another, 512 shared and 16 own in, 16 out: seconds
-S  requests as in C, one after another, once: seconds, of which C's are a share
+S  requests as in C, one after another, once: seconds; C's time is reported as a share of them
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ from server.settings_values import SettingsError
 from server.tokenization.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-WEIGHTS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # of which the limit is known, by torch's name
-POOL, LEAST = 2000, 100  # words for prompts that are text
+WEIGHTS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # torch's name -> kind of weights
+POOL, MIN_POOL = 2000, 100  # words for prompts that are text
 WORD = re.compile(r" [a-z0-9]{2,}")
-WARM_UP = -1  # the number of a round that is not counted
-WARM_UP_SHARE = 4  # its lengths are a quarter
-# Threads of many servers spin for some 0.2 s after their last work, which a probe of the bandwidth would feel.
+WARM_UP = -1  # number of the round that is not counted
+WARM_UP_SHARE = 4  # its lengths are divided by this
+# Threads of many servers spin for about 0.2 s after their last work, which would slow down a probe of the bandwidth.
 SETTLE_S = 0.5
-STOPPED = 130  # exit code, as of a command that Ctrl-C ends
+STOPPED = 130  # exit status, like that of a command ended by Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload of performance tables: lengths in tokens."""
+    """A workload; lengths in tokens."""
 
     requests: int
     at_once: int
     shared_len: int
     own_len: int
     output_len: int
-    figure: str  # of summarize()
+    figure: str  # key in the result of summarize()
     more_is_better: bool
     once: bool = False  # too long for more than one round, or for a warm-up
     sampling: Mapping[str, float] = field(
@@ -79,7 +79,7 @@ class Case:
         return self.shared_len + self.own_len
 
     def at(self, number: int) -> Case | None:
-        """What is sent in a round; None: nothing."""
+        """Return the workload of a round, or None for none."""
         if self.once and number != 0:
             return None
         if number != WARM_UP:
@@ -99,8 +99,8 @@ CASES = {
 
 
 def word_pool(model: str) -> list[str]:
-    """Texts that are one token each, alone and one after another, for servers that take no token ids; none where the
-    model's tokenizer has none."""
+    """Return words that are one token each, alone and in sequence, for servers that take no token ids; empty if the
+    tokenizer has too few."""
     try:
         tokenizer = Tokenizer(fetch(model, weights=False).path)
     except EngineError as error:
@@ -108,11 +108,12 @@ def word_pool(model: str) -> list[str]:
     texts = (tokenizer.token_text(token)[0] for token in range(IDS[0], min(tokenizer.vocab_size, 20 * POOL)))
     fitting = (text for text in texts if WORD.fullmatch(text) and len(tokenizer.encode(text, add_special=False)) == 1)
     pool = list(itertools.islice(fitting, POOL))
-    return pool if len(tokenizer.encode("".join(pool), add_special=False)) == len(pool) >= LEAST else []
+    return pool if len(tokenizer.encode("".join(pool), add_special=False)) == len(pool) >= MIN_POOL else []
 
 
 async def turn(each: Contestant, name: str, case: Case, number: int, limits: Probe) -> str:
-    """Measure one server in one round of a case, with what the machine did meanwhile; what is to be told of it."""
+    """Measure one server in one round of a case, and the machine's load meanwhile; returns the figure or error to
+    print."""
     before = limits.seen[-1].bytes_per_s
     prefix = f"{name}, round {number}"
     lengths = case.input_len, case.output_len
@@ -140,7 +141,7 @@ async def turn(each: Contestant, name: str, case: Case, number: int, limits: Pro
 
 
 async def settled(limits: Probe) -> Roofline:
-    """The machine's limits now that no server works."""
+    """Return the machine's limits while no server works."""
     await asyncio.sleep(SETTLE_S)
     return await limits.measure()
 
@@ -152,11 +153,11 @@ def label(number: int) -> str:
 async def measure(
     everyone: Sequence[Contestant], arguments: argparse.Namespace, limits: Probe, keep: Callable[[], None]
 ) -> None:
-    """All cases in all rounds for which there is time, with `keep()` after each of them."""
-    began = time.monotonic()
+    """Measure all cases in all rounds for which there is time, calling `keep()` after each case."""
+    started = time.monotonic()
     took: dict[tuple[str, str], float] = {}  # a turn's seconds, by case and server
     for number in range(WARM_UP, arguments.rounds):
-        # The order turns by one each round, so that what one server leaves in the caches does not always hit the same.
+        # The order rotates by one each round, so that a server is not always affected by the same one before it.
         shift = max(number, 0) % len(everyone)
         order = [*everyone[shift:], *everyone[:shift]]
         turns = {
@@ -165,23 +166,23 @@ async def measure(
             if (case := CASES[name].at(number))
         }
         expected = sum(took.get((name, each.peer.name), 0.0) for (name, _), group in turns.items() for each in group)
-        if number > 0 and arguments.minutes and time.monotonic() - began + expected > 60 * arguments.minutes:
+        if number > 0 and arguments.minutes and time.monotonic() - started + expected > 60 * arguments.minutes:
             return
         for (name, case), group in turns.items():
             for each in group:
                 if each.failure is None:
                     start = time.monotonic()
-                    said = await turn(each, name, case, number, limits)
+                    outcome = await turn(each, name, case, number, limits)
                     took[name, each.peer.name] = time.monotonic() - start
-                    say(f"{label(number)}, {name}: {each.peer.name} {said}")
+                    say(f"{label(number)}, {name}: {each.peer.name} {outcome}")
             keep()
 
 
 async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything measured, as JSON has it; in the folder --out after each case, too."""
+    """Measure everything; returns the result for JSON, which is also written to --out after each case."""
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # servers must not be left behind
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # stops the servers too
     values = {"model": arguments.model, "python": sys.executable, "root": str(ROOT)}
     peers = read_peers(arguments.peers, values, arguments.servers)
     words = word_pool(arguments.model)
@@ -189,7 +190,7 @@ async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.out.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         limits = await stack.enter_async_context(probe(settings))
-        seed = time.time_ns()  # one for all, so that they get the same prompts; a server that ran before knows none
+        seed = time.time_ns()  # the same prompts for all servers, and new ones for a server that ran before
         everyone = []
         for peer in peers:
             say(f"starting {peer.name}")
@@ -203,7 +204,7 @@ async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(arguments: argparse.Namespace, everyone: Sequence[Contestant], limits: Probe) -> dict[str, Any]:
-    """Put what has been measured so far into the folder --out; it, as JSON has it."""
+    """Write the measurements so far to the folder --out; returns them for JSON."""
     rounds = [number + 1 for each in everyone for rows in each.rounds.values() for number in rows]
     result = {
         "machine": machine(),
@@ -211,25 +212,25 @@ def write(arguments: argparse.Namespace, everyone: Sequence[Contestant], limits:
         "model": Path(arguments.model).name,
         "rounds": max(rounds, default=0),
         "bytes_per_s": [seen.bytes_per_s for seen in limits.seen],
-        "servers": [_told(each) for each in everyone],
+        "servers": [_record(each) for each in everyone],
         "ratios": {name: ratios(everyone, name) for name in arguments.cases if not CASES[name].once},
     }
     if rounds:
         for name, text in (("json", json.dumps(rounded(result)) + "\n"), ("md", markdown(result))):
-            beside = arguments.out / f"compare.{name}.new"  # whatever ends this program, a whole result is left
+            beside = arguments.out / f"compare.{name}.new"  # renamed when complete, so that a result is always whole
             beside.write_text(text)
             beside.replace(arguments.out / f"compare.{name}")
     return result
 
 
-def _told(each: Contestant) -> dict[str, Any]:
+def _record(each: Contestant) -> dict[str, Any]:
     found = [] if each.target is None else notes(each.target, each.shots)
-    expected = [note for note in found if "from a cache" not in note]  # which case D is about
+    expected = [note for note in found if "from a cache" not in note]  # case D measures that
     return {
         "name": each.peer.name,
         "version": each.version,
         "weights": each.peer.weights,
-        "command": each.peer.told,
+        "command": each.peer.shown,
         "failure": each.failure,
         "ready_s": each.ready_s,
         "peak_bytes": peak_bytes(each.child.pid) if each.child is not None else None,
@@ -248,9 +249,9 @@ def _told(each: Contestant) -> dict[str, Any]:
 
 
 def ratios(everyone: Sequence[Contestant], name: str) -> dict[str, dict[str, Any]]:
-    """The first server of each kind of weights to every other one of its kind in a case, by the other's name.
+    """Return the ratios of the first server of each kind of weights to the others of its kind, by the others' names.
 
-    Each is the ratio of medians, and quartiles of the rounds' own ratios, over the rounds that both were measured in.
+    Each has the ratio of medians and the quartiles of the rounds' ratios, over the rounds in which both were measured.
     """
     case = CASES[name]
 
@@ -276,7 +277,7 @@ def ratios(everyone: Sequence[Contestant], name: str) -> dict[str, dict[str, Any
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables that are committed."""
+    """Return the tables of compare.md."""
     speeds = sorted(each / 1e9 for each in result["bytes_per_s"])
     elsewhere = median(
         figures["elsewhere_cores"]
@@ -314,12 +315,12 @@ def markdown(result: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     for weights in dict.fromkeys(each["weights"] for each in result["servers"]):
         lines += _ratio_table(result, [each["name"] for each in result["servers"] if each["weights"] == weights])
-    told = [f"- {each['name']}: {' '.join(note.split())}" for each in result["servers"] for note in each["notes"]]
-    return "\n".join([*lines, *([""] if told else []), *told]) + "\n"
+    remarks = [f"- {each['name']}: {' '.join(note.split())}" for each in result["servers"] for note in each["notes"]]
+    return "\n".join([*lines, *([""] if remarks else []), *remarks]) + "\n"
 
 
 def _ratio_table(result: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """The lines of the ratios of the first of some servers to the others; none where there are none."""
+    """Return the table of the ratios of the first of some servers to the others; empty without ratios."""
     first, *others = names
     cases = result["ratios"]
     if not any(other in case for other in others for case in cases.values()):
@@ -345,19 +346,19 @@ def _ratio_table(result: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _counts(rounds: Iterable[int]) -> str:
-    """How many there were: `5`, or `4 to 5` where the cases differ."""
+    """Return the number of rounds: `5`, or `4 to 5` if the cases differ."""
     found = sorted(rounds)
     return " to ".join(str(count) for count in dict.fromkeys((*found[:1], *found[-1:])))
 
 
 def _cell(each: dict[str, Any], case: str, figure: str, form: str, scale: float = 1.0) -> str:
-    """A median as `form` has it; nothing where it was not seen."""
+    """Return a median, formatted with `form`; empty if it was not measured."""
     found = each["cases"].get(case, {}).get("figures", {}).get(figure)
     return "" if found is None else form.format(found["median"] * scale)
 
 
 def _share(each: dict[str, Any]) -> str:
-    """The time of requests together, of their time one after another in the same round."""
+    """Return the time of concurrent requests as a share of their sequential time in the same round."""
     together, serial = (
         {row["round"]: row["wall_s"] for row in each["cases"].get(case, {}).get("rounds", ())} for case in "CS"
     )
@@ -374,11 +375,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("peers", type=Path, help="TOML file of servers; see benchmarks/peers.toml")
-    parser.add_argument("--model", required=True, help="folder of the model that all of them serve")
+    parser.add_argument("--model", required=True, help="folder of the model that all servers use")
     parser.add_argument("--rounds", type=whole(1), default=5)
-    parser.add_argument("--minutes", type=whole(1), help="begin no round that would end later (default: all rounds)")
-    parser.add_argument("--cases", default="".join(CASES), help=f"some of {''.join(CASES)} (default: all)")
-    parser.add_argument("--servers", default="", help="names of servers of the file, with commas (default: all)")
+    parser.add_argument("--minutes", type=whole(1), help="start no round that would end later (default: all rounds)")
+    parser.add_argument("--cases", default="".join(CASES), help=f"cases to measure, of {''.join(CASES)} (default: all)")
+    parser.add_argument("--servers", default="", help="comma-separated names of servers in the file (default: all)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for compare.json and .md")
     arguments = parser.parse_args(argv)
     arguments.servers = [name.strip() for name in arguments.servers.split(",") if name.strip()]

@@ -1,8 +1,7 @@
-"""The servers of a comparison: read from a TOML file, started, asked, and their processor time counted.
+"""The servers of a comparison: reads them from a TOML file, starts them, runs workloads, and counts their CPU time.
 
-A server is asked over HTTP by the client of `pequod bench`. One whose `api` is "in-process" is a library that a driver
-of ours runs (benchmarks/openvino_driver.py): it gets a whole workload at once and takes the times itself, so that no
-HTTP is in its figures.
+The client of `pequod bench` sends requests over HTTP. If the `api` is "in-process", the contestant is a library in a
+driver (benchmarks/openvino_driver.py), which receives a whole workload and measures times itself, without HTTP.
 """
 
 from __future__ import annotations
@@ -32,42 +31,45 @@ START_S = 900.0
 IN_PROCESS = "in-process"
 TEXTS = {"name", "command", "url", "ready", "model", "api", "weights", "version", "cases", "note"}
 KEYS = TEXTS | {"rounds", "env"}
-MOST_FAILURES = 2  # of one server that lives on: each may take as long as SILENCE_S
+MAX_FAILURES = 2  # of a server that keeps running: each may take SILENCE_S
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One server, as the TOML file describes it."""
+    """A server of the TOML file."""
 
     name: str
     command: tuple[str, ...] = ()
-    told: str = ""  # its command or url as the file has it, without this machine's places
+    shown: str = ""  # the command or URL as the file has it, without this machine's paths
     url: str | None = None
-    ready: str = "/health"  # path that answers 200 when it takes work
-    model: str | None = None  # name in requests; None: the first that it tells
+    ready: str = "/health"  # path that returns 200 when the server is ready
+    model: str | None = None  # name in requests; None: the first that the server lists
     api: str = "completions"  # completions | chat | in-process
-    weights: str = "bf16"  # the first server with the same word is what it is compared with
+    weights: str = "bf16"  # compared with the first server of the same value
     version: str = ""  # a command that prints it
-    cases: str | None = None  # those it takes part in; None: all
-    rounds: int | None = None  # at most so many of each case; None: all
-    note: str = ""  # what a reader of its figures must know
+    cases: str | None = None  # cases to measure; None: all
+    rounds: int | None = None  # maximum for each case; None: all
+    note: str = ""  # for readers of its figures
     env: dict[str, str] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()  # variables that it needs and that are not set
+    missing: tuple[str, ...] = ()  # required variables that are not set
 
     def takes_part(self, case: str, number: int) -> bool:
-        """Whether it is measured in a round of a case; the warm-up is the round -1."""
+        """Return whether it is measured in a round of a case; the warm-up is round -1."""
         return (self.cases is None or case in self.cases) and (self.rounds is None or number < self.rounds)
 
 
 def read_peers(path: Path, values: Mapping[str, str], only: Collection[str] = ()) -> list[Peer]:
-    """The servers of a file, or `only` some, by name; {name} of `values` and $VARIABLES are replaced in what starts or
-    finds them. UsageError says what is wrong with the file; a variable that is not set is the server's `missing`."""
+    """Return the servers of a file, or `only` those of some names. Raises UsageError.
+
+    {name} of `values` and $VARIABLES are replaced in commands, URLs and environments. Variables that are not set are in
+    the server's `missing`.
+    """
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
-    servers = told.get("server")
-    if not isinstance(servers, list) or not servers or set(told) != {"server"}:
+    servers = document.get("server")
+    if not isinstance(servers, list) or not servers or set(document) != {"server"}:
         raise UsageError(f"{path} must hold [[server]] tables and nothing else")
     for number, each in enumerate(servers, 1):
         _check(f"{path}: server {number}", each)
@@ -80,15 +82,15 @@ def read_peers(path: Path, values: Mapping[str, str], only: Collection[str] = ()
     return [_peer(each, values) for each in wanted]
 
 
-def _check(where: str, told: dict[str, Any]) -> None:
-    if unknown := set(told) - KEYS:
+def _check(where: str, table: dict[str, Any]) -> None:
+    if unknown := set(table) - KEYS:
         raise UsageError(f"{where} has {sorted(unknown)[0]!r}, which is none of {', '.join(sorted(KEYS))}")
-    if not isinstance(told.get("name"), str) or ("command" in told) == ("url" in told):
+    if not isinstance(table.get("name"), str) or ("command" in table) == ("url" in table):
         raise UsageError(f"{where} needs a name, and a command or a url")
-    env, rounds = told.get("env", {}), told.get("rounds", 1)
+    env, rounds = table.get("env", {}), table.get("rounds", 1)
     if not isinstance(env, dict) or not all(isinstance(text, str) for text in env.values()):
         raise UsageError(f"{where}: env must be a table of texts")
-    if wrong := sorted(key for key in set(told) & TEXTS if not isinstance(told[key], str)):
+    if wrong := sorted(key for key in set(table) & TEXTS if not isinstance(table[key], str)):
         raise UsageError(f"{where}: {wrong[0]} must be text")
     if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
         raise UsageError(f"{where}: rounds must be a number from 1")
@@ -106,13 +108,13 @@ def _peer(given: dict[str, Any], values: Mapping[str, str]) -> Peer:
     texts: dict[str, Any] = {key: filled(given[key]) for key in ("url", "model", "version") if key in given}
     texts["command"] = tuple(filled(word) for word in shlex.split(given.get("command", "")))
     texts["env"] = {name: filled(value) for name, value in given.get("env", {}).items()}
-    told = given.get("command") or given["url"]
-    return Peer(**given | texts, told=told, missing=tuple(dict.fromkeys(missing)))
+    shown = given.get("command") or given["url"]
+    return Peer(**given | texts, shown=shown, missing=tuple(dict.fromkeys(missing)))
 
 
 @dataclass(slots=True, eq=False)
 class Contestant:
-    """A peer that runs, or why it does not, and what was measured of it."""
+    """A running peer, or the reason why it does not run, and its measurements."""
 
     peer: Peer
     target: Target | None = None
@@ -120,20 +122,20 @@ class Contestant:
     child: Child | None = None
     ready_s: float | None = None
     version: str = ""
-    failure: str | None = None  # it takes no further part
-    lost: list[str] = field(default_factory=list)  # turns without figures, and why
-    rounds: dict[str, dict[int, Figures]] = field(default_factory=dict)  # by case and by the round's number
+    failure: str | None = None  # if set, it is not measured any more
+    lost: list[str] = field(default_factory=list)  # reasons of turns without figures
+    rounds: dict[str, dict[int, Figures]] = field(default_factory=dict)  # by case and number of the round
     runs: dict[str, dict[int, Run]] = field(default_factory=dict)
     stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # stops it
 
     @property
     def shots(self) -> list[Shot]:
-        """All that was sent."""
+        """All requests that were sent."""
         return [shot for runs in self.runs.values() for done in runs.values() for shot in done.shots]
 
     @property
     def process_seconds(self) -> float | None:
-        """Processor time it has used; None for one that was not started here."""
+        """The CPU time it has used; None if it was not started here."""
         return None if self.child is None else cpu_seconds(self.child.pid)
 
     def asks(
@@ -154,19 +156,19 @@ class Contestant:
         return [replace(each, body=sampling) for each in asks]
 
     async def run(self, asks: Sequence[Ask], at_once: int) -> Run:
-        """Send all of them, `at_once` at a time. Failure when the server is gone or answers none."""
+        """Send the requests, `at_once` at a time. Raises Failure if the server has died or answers none."""
         assert self.target is not None
         if self.peer.api == IN_PROCESS:
             return await _drive(self.target, asks, at_once)
         return await run(self.target, asks, at_once, died=self._died)
 
     async def fail(self, why: str, last: bool) -> None:
-        """A turn has no figures. It was the server's last one if it is gone, has failed often, or if `last` says so:
-        then it is stopped, so that what it still does disturbs nobody."""
+        """Record a turn without figures. Stops the server if it has died or failed too often, or if `last` is set, so
+        that it does not disturb the others."""
         assert self.target is not None
         self.lost.append(why)
-        last = last or self.peer.api == IN_PROCESS  # which keeps the requests of a run that failed
-        if last or len(self.lost) >= MOST_FAILURES or self._died() or not await self.target.answers():
+        last = last or self.peer.api == IN_PROCESS  # the driver would still run the failed workload
+        if last or len(self.lost) >= MAX_FAILURES or self._died() or not await self.target.answers():
             self.failure = why
             await self.stack.aclose()
 
@@ -175,9 +177,9 @@ class Contestant:
 
 
 async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[str], seed: int) -> Contestant:
-    """Start a peer, or find it; it is stopped when the stack is. One that cannot take part says so in `failure`.
+    """Start a peer, or connect to it; closing the stack stops it. If it cannot run, `failure` has the reason.
 
-    `words`: each exactly one token of the model, wherever it stands.
+    `words`: each is exactly one token of the model in any context.
     """
     found = Contestant(peer)
     if peer.missing:
@@ -201,7 +203,7 @@ async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[st
         found.prompts = Prompts(found.target, seed, words)
         found.version = str(found.target.version.get("version", ""))
         if peer.version:
-            found.version = await asyncio.to_thread(_said, peer)
+            found.version = await asyncio.to_thread(_version, peer)
     except (Failure, UsageError) as error:
         found.failure = f"did not start: {error}"
         await own.aclose()
@@ -213,7 +215,7 @@ async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[st
     return found
 
 
-def _said(peer: Peer) -> str:
+def _version(peer: Peer) -> str:
     try:
         done = subprocess.run(
             shlex.split(peer.version),
@@ -226,7 +228,7 @@ def _said(peer: Peer) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"unknown ({type(error).__name__})"
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    numbered = [line for line in lines if re.search(r"\d+[.\d]*", line)]  # some print more around it
+    numbered = [line for line in lines if re.search(r"\d+[.\d]*", line)]  # some commands print more lines
     return next(iter(numbered), "unknown").strip()[:60]
 
 
@@ -241,7 +243,7 @@ async def _in_process(url: str) -> Target:
 
 
 async def _drive(target: Target, asks: Sequence[Ask], at_once: int) -> Run:
-    """A workload that a driver runs, with the times that it took."""
+    """Let a driver run a workload; returns its times."""
     work = {
         "prompts": [ask.prompt for ask in asks],
         "output_lens": [ask.output_len for ask in asks],
@@ -250,11 +252,11 @@ async def _drive(target: Target, asks: Sequence[Ask], at_once: int) -> Run:
     }
     try:
         answer = await target.http.post("/run", json=work)
-        told = answer.json()
+        result = answer.json()
     except (httpx.HTTPError, ValueError) as error:
         raise Failure(f"the driver died: {type(error).__name__}") from None
     if answer.status_code != 200:
-        raise Failure(f"the driver failed: {told.get('error', answer.status_code)}")
+        raise Failure(f"the driver failed: {result.get('error', answer.status_code)}")
     shots = [
         Shot(
             at=one["sent"],
@@ -267,13 +269,13 @@ async def _drive(target: Target, asks: Sequence[Ask], at_once: int) -> Run:
             prompt_tokens=len(ask.prompt),
             finish_reason="length",
         )
-        for ask, one in zip(asks, told["answers"], strict=True)
+        for ask, one in zip(asks, result["answers"], strict=True)
     ]
     return Run(shots, max(shot.done for shot in shots) - min(shot.sent for shot in shots))
 
 
 def busy_seconds() -> float | None:
-    """Processor time that all of this machine has used; None where the system does not tell."""
+    """Return the CPU time used on this machine since boot; None if the system does not report it."""
     try:
         user, nice, system, _idle, _waiting, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
     except (OSError, ValueError):
@@ -282,18 +284,18 @@ def busy_seconds() -> float | None:
 
 
 class Elsewhere:
-    """Processor time that a machine spends on anything but one server and this process, from now on."""
+    """Measures the CPU time of everything except one server and this process, from its creation on."""
 
     def __init__(self, server: Contestant) -> None:
         self._server = server
-        self._began, self._before = time.perf_counter(), self._seconds()
+        self._started, self._before = time.perf_counter(), self._seconds()
 
     def cores(self) -> float | None:
-        """How many cores it kept busy on average; None where the system or the server does not tell."""
+        """Return the average number of busy cores; None if the CPU time of the system or the server is not known."""
         after = self._seconds()
         if after is None or self._before is None:
             return None
-        return max(0.0, after - self._before) / (time.perf_counter() - self._began)
+        return max(0.0, after - self._before) / (time.perf_counter() - self._started)
 
     def _seconds(self) -> float | None:
         used = self._server.process_seconds

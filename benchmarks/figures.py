@@ -2,11 +2,11 @@
 
     python -m benchmarks.figures --model-dir /tmp/qwen3-0.6b-random --json benchmarks/results/cpu.json
 
-decode        batch-1 tokens/s over HTTP, against transformers' `generate` in the same run, in turns
-together      16 requests at once, against the same 16 one after another
-prefix        TTFT of a second request that shares 512 tokens with the first, against the first's
-interference  a 4,000-token prompt arrives beside a stream: the stream's largest gap, the prompt against alone
-start         the built-in model: seconds until the port answers, until /ready
+decode        batch-1 tokens/s over HTTP, relative to transformers' `generate`, measured alternately together      16
+requests at once, relative to the same 16 one after another prefix        TTFT of a second request that shares 512
+tokens with the first, relative to the first's interference  a 4,000-token prompt arrives during a stream: the stream's
+largest gap, the prompt's time relative to alone start         the built-in model: seconds until the port accepts
+connections, and until /ready
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 async def one(target: Target, ask: Ask) -> Shot:
-    """One request; a failed one ends the measurement."""
+    """Send one request; a failure ends the measurement."""
     return (await run(target, [ask])).shots[0]
 
 
@@ -148,7 +148,7 @@ async def measure(folder: pathlib.Path, rounds: int, cases: list[str]) -> dict:
 def main() -> None:
     every = ["decode", "together", "prefix", "interference", "start"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", type=pathlib.Path, required=True, help="made when it is not there")
+    parser.add_argument("--model-dir", type=pathlib.Path, required=True, help="created if it does not exist")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("cases", nargs="*", default=every)

@@ -1,18 +1,18 @@
-"""What hostile requests cost: time to each refusal, and the inter-token latency of a bystander's stream meanwhile.
+"""Measures the cost of hostile requests: the time to each refusal, and a concurrent stream's inter-token latency.
 
     python -m benchmarks.hostile --json /tmp/hostile.json
 
-The rows are those of tests/server/http/hostile.py. Two figures are held. Every refusal begins within 100 ms of the last
-byte of its row: that byte is held back until the server has read all others, and timed is from it to the answer's first
-byte, each row on a connection of its own and nothing beside it (0: the answer came before the last byte), the median
-of its rounds. And the bystander's ITL p95 is at most 1.5 times what it is without them, taken in turns in one run;
-there each row is sent at once.
+The rows are those of tests/server/http/hostile.py. There are two limits. Every refusal must start within 100 ms of its
+row's last byte, as the median of the rounds. That byte is held back until the server has read all others; the time runs
+from it to the response's first byte, on a separate connection without other load (0: the response came before the last
+byte). And the stream's ITL p95 must be at most 1.5 times its value without hostile requests, measured alternately in
+one run; there each row is sent at once.
 
-A row that gets another answer than its refusal, or none, has failed and is told by its name.
+A row with another response than its refusal, or none, has failed and is listed by name.
 
-A shared machine may itself be several times slower for a while. Then the medians tell of that machine, and the least
-of each row's times of what the refusal takes (`always_late`: rows for which it is too long, too); `same_work_s` are
-the 5th to 95th percentiles of a piece of work in this process, always the same one, timed before each row.
+A shared machine may be several times slower for a while. Then the medians include its delays, and the minimum of each
+row's times is closer to the cost of the refusal (`always_late`: rows whose minimum is too long). `same_work_s` are the
+5th to 95th percentiles of a fixed piece of work in this process, timed before each row.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from tests.live import Server
 from tests.server.http.hostile import BODIES, Body
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "seed": 7, "stream": True}
-PAUSE_S = 0.05  # between two hostile requests: one client's, not a flood
-HOLD_S = 0.3  # before the last byte: 8 MB are read in a third of it
+PAUSE_S = 0.05  # between two hostile requests, as from one client
+HOLD_S = 0.3  # before the last byte; reading 8 MB takes a third of it
 ANSWER_S = 60.0
-RATIO, REFUSAL_S = 1.5, 0.1  # at most
+RATIO, REFUSAL_S = 1.5, 0.1  # the limits
 SAME_WORK = "sum(range(300_000))"
 
 
 class Client:
-    """Sends the rows one after the other, each on a bare socket."""
+    """Sends the rows one after another, each on a new socket."""
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self.failed: dict[str, str] = {}  # by the name of a row
-        # Made before anything is timed: this process also reads the bystander's stream.
+        self.failed: dict[str, str] = {}  # by row name
+        # Encoded before anything is timed, because this process also reads the concurrent stream.
         self._contents = {row.name: row.content for row in BODIES}
 
     async def send(self, row: Body, hold_s: float = 0.0) -> float | None:
-        """Seconds from the row's last byte to the answer's first; None when it failed."""
+        """Return the seconds from the row's last byte to the response's first; None if it failed."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 seconds, status, error = await self._send(row, hold_s)
@@ -72,7 +72,7 @@ class Client:
         sent = "\r\n".join([*lines, "", ""]).encode() + content
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         reading = asyncio.create_task(read_answer(reader))
-        with contextlib.suppress(ConnectionError):  # an answer that comes early is still read
+        with contextlib.suppress(ConnectionError):  # an early response is still read
             writer.write(sent[:-1])
             await writer.drain()
             await asyncio.sleep(hold_s)
@@ -86,7 +86,7 @@ class Client:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> tuple[float, int, bytes]:
-    """When the answer began, its status and its body."""
+    """Return the time of the response's first byte, its status and its body."""
     begun = await reader.readexactly(1)
     first = time.perf_counter()
     head = begun + await reader.readuntil(b"\r\n\r\n")
@@ -95,7 +95,7 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[float, int, bytes]:
 
 
 async def gaps(client: httpx.AsyncClient, until: asyncio.Event) -> list[float]:
-    """Seconds between the pieces of one stream after the other, until the event comes."""
+    """Return the seconds between chunks of successive streams, until the event is set."""
     found: list[float] = []
     while not until.is_set():
         times: list[float] = []
@@ -110,7 +110,7 @@ async def gaps(client: httpx.AsyncClient, until: asyncio.Event) -> list[float]:
 
 
 async def beside(client: httpx.AsyncClient, work: Callable[[], Awaitable[Any]]) -> list[float]:
-    """The gaps of a stream while `work` is done."""
+    """Return the gaps of a stream while `work` runs."""
     over = asyncio.Event()
     reading = asyncio.create_task(gaps(client, over))
     try:
@@ -134,7 +134,7 @@ async def measure(server: Server, rounds: int) -> dict[str, Any]:
 
     ratios, calm_s, busy_s = [], [], []
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        await send_all()  # what is done once, at the first of its kind, is done
+        await send_all()  # a warm-up
         for _ in range(rounds):
             began = time.perf_counter()
             busy = p95(await beside(client, send_all))
@@ -177,8 +177,8 @@ def main() -> int:
         print(f"{seconds * 1000:8.1f} ms  {name}")
     for name, problem in found["failed"].items():
         print(f"  FAILED     {name}: {problem}")
-    told = f"{found['late']} later than 100 ms, {found['always_late']} each time; {len(found['failed'])} failed"
-    print(f"{len(BODIES)} rows, {told}")
+    summary = f"{found['late']} later than 100 ms, {found['always_late']} each time; {len(found['failed'])} failed"
+    print(f"{len(BODIES)} rows, {summary}")
     least, most = found["same_work_s"][0] * 1000, found["same_work_s"][-1] * 1000
     print(f"the same work took {least:.1f} to {most:.1f} ms")
     calm, busy = (statistics.median(each) * 1000 for each in found["itl_p95_s"].values())

@@ -1,17 +1,17 @@
-"""Random faults beside running streams: does any of them change a byte of what the streams say?
+"""Injects faults during streams and checks that no byte of their output changes.
 
     python -m benchmarks.kill --json benchmarks/results/kill.json
 
-First each stream of `generating` is read alone, and then all of them at once: both undisturbed, with equal hashes. Then
-in each round all of them run at once, and at a random moment one fault happens; every stream's hash must be the
-undisturbed one.
+First each stream of `generating` is read alone, and then all of them at once, without faults; the hashes must be equal.
+Then in each round all of them run at once, and one fault is injected at a random time; every stream's hash must stay
+the same.
 
 kill        kill -9 of the engine
-stop        SIGSTOP of the engine for good: it is replaced after --stall-seconds
+stop        SIGSTOP of the engine: it is replaced after --stall-seconds
 pause       SIGSTOP of the engine, and SIGCONT a second later
-pause all   the same of every process of the server
-helpers     kill -9 of what renders templates and checks grammars
-memory      the engine in a cgroup without memory, until the system kills it; left out where none can be made
+pause all   the same for every process of the server
+helpers     kill -9 of the processes that render templates and check grammars
+memory      the engine in a cgroup without memory, until the kernel kills it; skipped if no cgroup can be created
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tests.live import Server, alive
 
 from .traffic import Answer, Failed, Request, about, children, events, generating, samples, write
 
-STALL_S = 3  # of a stopped engine
+STALL_S = 3  # --stall-seconds
 PAUSE_S = 1.0
-OOM_S = 15.0  # to be killed in
-OOM_BYTES = 64 << 10  # of new memory
+OOM_S = 15.0  # within which the engine must be killed
+OOM_BYTES = 64 << 10  # new memory that is allowed
 FLAGS = ("--dtype", "float32", "--stall-seconds", str(STALL_S))
 ENGINE = "engine.worker"
 
@@ -84,21 +84,21 @@ async def helpers(server: Server) -> None:
 
 
 async def memory(server: Server) -> None:
-    """Give the engine's process no more memory; Failed when it lives on."""
+    """Deny the engine's process more memory; raises Failed if it is not killed."""
     pid = server.engine_pid
     with cgroup(pid):
         end = time.monotonic() + OOM_S
         while alive(pid):
             if time.monotonic() > end:
                 raise Failed("the engine needed no more memory")
-            # A long prompt that is new takes blocks that have not been written yet.
+            # A new long prompt uses blocks that have not been written yet, whose memory is not yet allocated.
             body = {"prompt": f"{time.monotonic()} whales. " * 100, "max_tokens": 1}
             await asyncio.to_thread(httpx.post, f"{server.url}/v1/completions", json=body, timeout=120)
 
 
 @contextlib.contextmanager
 def cgroup(pid: int) -> Any:
-    """The process in a cgroup of its own, below its present one; OSError where that is not allowed."""
+    """Put the process into a new cgroup below its current one. Raises OSError if that is not permitted."""
     lines = pathlib.Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     here = {line.split(":")[1]: line.split(":", 2)[2].lstrip("/") for line in lines}
     if "memory" in here:
@@ -108,12 +108,12 @@ def cgroup(pid: int) -> Any:
     folder = parent / f"pequod-{pid}"
     folder.mkdir()
     try:
-        # What the process has stays its parent's: the limit is for what it takes from now on.
+        # Existing memory stays charged to the parent; the limit applies to new memory.
         (folder / limit).write_text(str(OOM_BYTES))
         (folder / "cgroup.procs").write_text(str(pid))
         yield
     finally:
-        with contextlib.suppress(OSError):  # still there if the process lives
+        with contextlib.suppress(OSError):  # not empty if the process is still alive
             (parent / "cgroup.procs").write_text(str(pid))
         for _ in range(100):
             with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ async def counters(client: httpx.AsyncClient) -> dict[str, int]:
 
 
 async def disturbed(server: Server, client: httpx.AsyncClient, requests: list[Request], fault: str, at_s: float) -> Any:
-    """All streams at once, with the fault after `at_s`: hashes or errors by name, and what it has cost."""
+    """Run all streams at once with a fault after `at_s`; returns hashes or errors by name, and the delays."""
     before = await counters(client)
     began = time.perf_counter()
     reading = {request.name: asyncio.create_task(read(client, request)) for request in requests}
@@ -179,7 +179,7 @@ async def disturbed(server: Server, client: httpx.AsyncClient, requests: list[Re
         "at_s": round(at_s, 3),
         "open_streams": open_streams,
         "seconds": round(time.perf_counter() - began, 3),
-        "pause_s": round(max(gaps), 3) if gaps else None,  # of the stream that waited longest
+        "pause_s": round(max(gaps), 3) if gaps else None,  # of the stream with the longest pause
         **{name: costs[name] - value for name, value in before.items()},
         **({"not_done": problem} if problem else {}),
         "hashes": hashes,
@@ -189,7 +189,7 @@ async def disturbed(server: Server, client: httpx.AsyncClient, requests: list[Re
 async def measure(server: Server, faults: list[str], rounds: int, tokens: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     requests = generating(tokens, seed)
-    fresh = httpx.Limits(max_keepalive_connections=0)  # a stopped server cannot say that it closes an idle connection
+    fresh = httpx.Limits(max_keepalive_connections=0)  # a stopped server cannot close idle connections
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=fresh) as client:
         first = {request.name: (await read(client, request)).hash for request in requests}
         began = time.perf_counter()
@@ -217,7 +217,7 @@ def summary(rounds: list[dict[str, Any]], faults: list[str]) -> dict[str, Any]:
         table[fault] = {
             "rounds": len(here),
             "not_done": sum("not_done" in each for each in here),
-            "streams": sum(each["open_streams"] for each in here),  # open at the fault
+            "streams": sum(each["open_streams"] for each in here),  # open when the fault was injected
             "resumed": sum(each["streams_resumed"] for each in here),
             "restarts": sum(each["engine_restarts"] for each in here),
             "changed": sum(len(each["changed"]) for each in here),
@@ -229,9 +229,9 @@ def summary(rounds: list[dict[str, Any]], faults: list[str]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="some of them, as kill,stop")
-    parser.add_argument("--rounds", type=int, default=10, help="of each fault")
-    parser.add_argument("--tokens", type=int, default=400, help="of each stream")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated faults, such as kill,stop")
+    parser.add_argument("--rounds", type=int, default=10, help="number of rounds for each fault")
+    parser.add_argument("--tokens", type=int, default=400, help="length of each stream")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()

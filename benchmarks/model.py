@@ -1,10 +1,10 @@
-"""A folder with the Qwen3-0.6B shape, random weights in bfloat16 and a tokenizer whose every id is visible text.
+"""Creates a model with the shape of Qwen3-0.6B, random bfloat16 weights and a tokenizer whose ids are all visible text.
 
     python -m benchmarks.model /tmp/qwen3-0.6b-random
 
-Speed depends on the shape alone. A random model draws ids from the whole vocabulary, and a server sends a chunk only
-for visible text, so nearly each id must have some: beside the 256 bytes they are whole words, " w258", " w259", ….
-The tokenizer is a byte-level BPE, the kind that other servers' converters know.
+Speed depends only on the shape. A random model samples ids from the whole vocabulary, and servers send chunks only for
+visible text, so nearly every id must have some: besides the 256 bytes the tokens are words, " w258", " w259", ….
+The tokenizer is a byte-level BPE, which other servers' converters support.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SHAPE = {
 
 
 def words(size: int) -> Tokenizer:
-    """A tokenizer of so many ids; a word of its own is one token, everything else comes as bytes."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    space = "\u0120"  # how byte-level vocabularies write it
-    vocab = {text: i for i, text in enumerate(["<|endoftext|>", *letters, f"{space}w"])}
+    """Return a tokenizer of `size` ids: known words are one token, everything else is encoded as bytes."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    space = "\u0120"  # in byte-level vocabularies
+    vocab = {text: i for i, text in enumerate(["<|endoftext|>", *characters, f"{space}w"])}
     vocab |= {f"{space}w{i}": i for i in range(len(vocab), size)}
-    # Words are found as wholes before any merge. The one merge is there for readers that want some.
+    # Whole words match before any merge. The one merge is for readers that require merges.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(space, "w")], ignore_merges=True))
     split = pre_tokenizers.Split(" ", "merged_with_next")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -46,7 +46,7 @@ def words(size: int) -> Tokenizer:
 
 
 def make(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
-    """Write the folder unless it is there; gives it back."""
+    """Write the folder unless it exists; returns it."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch

@@ -1,9 +1,9 @@
-"""OpenVINO GenAI, which has no server of its own, for benchmarks/compare.py: runs workloads and takes their times.
+"""Runs workloads with OpenVINO GenAI, which has no server, and measures their times for benchmarks/compare.py.
 
     python openvino_driver.py FOLDER --port 8000 [--precision bf16] [--kv-precision u8] [--threads 2]
 
-FOLDER is a model that `optimum-cli export openvino` has written. Runs with the Python that has openvino_genai, and
-needs nothing else. GET /health answers once the model is loaded, GET /version tells the version, and POST /run takes
+FOLDER is a model written by `optimum-cli export openvino`. The only dependency is openvino_genai. GET /health responds
+once the model is loaded, GET /version returns the version, and POST /run takes
 
     {"prompts": [[1, 2, …], …], "output_lens": [128, …], "at_once": 16, "sampling": {"temperature": 0.7, …}}
 
@@ -33,7 +33,7 @@ parser.add_argument("--max-batch-tokens", type=int, default=512)
 
 
 class Driver:
-    """The pipeline, one workload at a time."""
+    """Runs the pipeline, one workload at a time."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         scheduler = openvino_genai.SchedulerConfig()
@@ -48,7 +48,7 @@ class Driver:
         if given.kv_precision:
             hints["KV_CACHE_PRECISION"] = given.kv_precision
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(given.folder, scheduler, "CPU", hints)
-        self._count = 0  # of requests so far: each has a number of its own
+        self._count = 0  # requests so far; each needs a unique id
 
     def run(self, prompts: list, output_lens: list, at_once: int, sampling: dict) -> list:
         """The answers' times, in the order of the prompts."""
@@ -100,10 +100,10 @@ def main() -> None:
             except Exception as error:  # whatever it is, the comparison must hear of it
                 self.answer(500, {"error": f"{type(error).__name__}: {error}"})
             else:
-                self.answer(200, told)
+                self.answer(200, result)
 
-        def answer(self, status: int, told: dict) -> None:
-            content = json.dumps(told).encode()
+        def answer(self, status: int, result: dict) -> None:
+            content = json.dumps(result).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -1,19 +1,19 @@
-"""Ten times the load that the server can carry, from several keys: what it completes, refuses, and says of itself.
+"""Sends ten times the load that the server can handle, from several keys, and measures completions and refusals.
 
     python -m benchmarks.overload --json benchmarks/results/overload.json
 
-In turns, each for --seconds:
+Two phases alternate, each for --seconds:
 
-capacity   so many requests at a time as the engine runs and half as many again: it is always full, nobody is refused
-overload   arrivals of a Poisson process, --factor times as many a second as were completed at capacity (the best
-           until then, and with what the probe asks for), from four keys; the first sends half of them
+capacity   1.5 times as many concurrent requests as the engine runs: it is always full, and no request is refused
+overload   Poisson arrivals, --factor times the highest rate completed at capacity so far (including the probe's
+           requests), from four keys; the first sends half of them
 
-Measured in either is what comes after --ramp, when the queue has filled. `goodput`: tokens a second of requests that
-are answered to their end; that of the overload must be at least 95 % of the mean of the capacities before and after it.
-A refusal (503 or 429) must come within 100 ms at the 99th percentile, and /live within 100 ms each time, asked by a
-process that does nothing else and timed from before the connection is made. The clients have the machine's last core
-for themselves and the server the others: what it costs to send such a load is not the server's. On a machine
-that is busy with other work too, `of_capacity_by_cpu` compares tokens by the server's processor time instead.
+Measurements start after --ramp, when the queue is full. `goodput` is the tokens per second of completed requests; in
+overload it must be at least 95 % of the mean of the capacities before and after. Refusals (503 or 429) must take at
+most 100 ms at the 99th percentile, and /live at most 100 ms each time. A separate process measures both, including the
+time to connect. The clients use only the machine's last core and the server only the others, so that the cost of
+sending the load is not the server's. On a machine with other load `of_capacity_by_cpu` compares tokens per CPU time of
+the server instead.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from tests.live import Server
 
 from .traffic import about, write
 
-KEYS = {"busy": 3, "one": 1, "two": 1, "three": 1}  # arrivals by key, as parts of all
-# Tokens. What a refusal costs is the same for all models, but a request of 64 tokens to the built-in one only ten times
-# that. A server of a real model is never so near to it.
+KEYS = {"busy": 3, "one": 1, "two": 1, "three": 1}  # relative arrivals by key
+# Tokens. A refusal costs the same for all models, and a request of 64 tokens to the built-in model only ten times that.
+# With a real model the ratio is far larger.
 INPUT, OUTPUT = 128, 256
 SEQS = 16
 QUEUED = 32
-RAMP_S = 10.0  # until the queue is full
+RAMP_S = 10.0  # for the queue to fill
 GOODPUT, LATE_S = 0.95, 0.1
 PROBE_EVERY_S = 0.1
 
 
 class Window(NamedTuple):
-    """What is measured of a run."""
+    """The part of a run that is measured."""
 
-    ramp: float  # seconds from its begin
+    ramp: float  # seconds from the start
     seconds: float
 
     @property
@@ -67,7 +67,7 @@ class Window(NamedTuple):
 
 
 async def capacity(targets: dict[str, Target], prompts: Prompts, window: Window) -> dict[str, Any]:
-    """The server kept full by clients that wait for their answers."""
+    """Keep the server full with clients that wait for their responses."""
     began = time.perf_counter()
     shots: list[Shot] = []
 
@@ -87,7 +87,7 @@ async def capacity(targets: dict[str, Target], prompts: Prompts, window: Window)
 
 
 async def overload(targets: dict[str, Target], prompts: Prompts, window: Window, rate: float) -> dict[str, Any]:
-    """The server offered `rate` requests a second, whatever it answers."""
+    """Send `rate` requests per second, whatever the server returns."""
     parts = sum(KEYS.values())
     asks: dict[str, list[Ask]] = {}
     for number, (name, part) in enumerate(KEYS.items()):
@@ -108,14 +108,14 @@ async def overload(targets: dict[str, Target], prompts: Prompts, window: Window,
         "goodput_by_key": {name: goodput(each, window) for name, each in by_key.items()},
         "ttft_s": quantiles([shot.ttft for shot in shots if shot.ok and shot.ttft is not None]),
         "refused": {status: len(each) for status, each in refused.items()},
-        "refusal_of_clients_s": quantiles(waits),  # as noticed between the pieces of their streams
-        "sent_late_s": quantiles(late),  # by this client, which has no more time than the server
+        "refusal_of_clients_s": quantiles(waits),  # including delays of these clients
+        "sent_late_s": quantiles(late),  # delays of this client
         "errors": sorted({s.error for s in shots if s.error and not any(s in each for each in refused.values())}),
     }
 
 
 def goodput(shots: list[Shot], window: Window) -> float:
-    """Tokens a second, within the time that is measured, of answers that came to their end."""
+    """Return the tokens per second of completed responses, within the measured time."""
     count = 0
     for shot in shots:
         if shot.ok:
@@ -125,7 +125,7 @@ def goodput(shots: list[Shot], window: Window) -> float:
 
 
 def tokens(shots: list[Shot]) -> int:
-    """Of all answers that came to their end, whenever."""
+    """Return the number of tokens of all completed responses."""
     return sum(shot.tokens for shot in shots if shot.ok)
 
 
@@ -137,10 +137,10 @@ def quantiles(values: list[float]) -> dict[str, float] | None:
 
 
 def probe(url: str, over: Event, path: str, refused: bool) -> None:
-    """In a process that does nothing else, until it is over: ask /live and, to be `refused`, for too many choices.
+    """Request /live, and if `refused` also too many choices, until `over`. Runs in a separate process.
 
-    A client that reads sixteen streams notices each step of a refusal late. SEQS choices at once are refused whenever
-    more than half of the queue is taken.
+    A client that reads sixteen streams would notice refusals late. SEQS choices at once are refused whenever more than
+    half of the queue is in use.
     """
     body = {"prompt": "a", "max_tokens": 1, "n": SEQS}
     headers = {"Authorization": f"Bearer {list(KEYS)[-1]}"}
@@ -161,7 +161,7 @@ def probe(url: str, over: Event, path: str, refused: bool) -> None:
 
 
 async def watched(server: Server, work: Callable[[], Any], refused: bool = False) -> dict[str, Any]:
-    """What `work` gives, with what the probe saw and the server's processor time meanwhile."""
+    """Return the result of `work`, with the probe's measurements and the server's CPU time meanwhile."""
     before = cpu_seconds(server.process.pid)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -206,7 +206,7 @@ async def measure(server: Server, window: Window, rounds: int, seed: int, factor
 
 
 def judge(found: dict[str, Any]) -> dict[str, Any]:
-    """The three figures: medians of the rounds, but for /live, which is its worst one."""
+    """Return the three figures: medians of the rounds, but the maximum for /live."""
     rounds = found["overload"]
     waits = [each["refusal_s"]["p99"] for each in rounds if each["refusal_s"]]
     return {

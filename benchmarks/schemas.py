@@ -1,11 +1,11 @@
-"""Structured output over collections of JSON schemas: does every answer that ends by itself follow its schema?
+"""Checks structured output over collections of JSON schemas: every completed answer must match its schema.
 
     python benchmarks/schemas.py ../shared/data/schemas --json > benchmarks/results/schemas.json
 
-One answer for each schema of each *.jsonl file under the folder (lines with `id` and `schema`), drawn at a high
-temperature, so that the model is no help. `valid` and `invalid` ended with "stop" and were checked by the jsonschema
-package (`unchecked`: a pattern is not one of Python's), `length` ran into --max-tokens, `refused` got a 400 at the
-door, by reason, and `failed` an error later on.
+Generates one answer for each schema of each *.jsonl file under the folder (lines with `id` and `schema`), at a high
+temperature, so that only the grammar makes answers valid. `valid` and `invalid` answers ended with "stop" and were
+checked with the jsonschema package (`unchecked`: Python does not support a pattern); `length`: reached --max-tokens;
+`refused`: by validation, by reason; `failed`: an error during generation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT = "An example:"
 
 
 def schemas(folder: Path, every: int) -> Iterator[tuple[str, str, Any]]:
-    """(collection, id, schema), each `every`-th of a collection."""
+    """Yield (collection, id, schema) for every `every`-th schema of a collection."""
     for file in sorted(folder.rglob("*.jsonl")):
         for index, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
             if index % every == 0:
@@ -41,25 +41,25 @@ def schemas(folder: Path, every: int) -> Iterator[tuple[str, str, Any]]:
 
 
 def checked(text: str, schema: Any) -> str:
-    """Whether a text is JSON that the schema allows: valid, invalid, or unchecked."""
+    """Return whether a text matches the schema: valid, invalid, or unchecked."""
     try:
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         kind(schema).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError):
         return "invalid"
-    except re.error:  # Python does not have \\p, which JSON Schema's regular expressions do
+    except re.error:  # Python does not support \\p, which JSON Schema's regular expressions may contain
         json.loads(text)
         return "unchecked"
     return "valid"
 
 
 class Run:
-    """One engine, and what became of each schema."""
+    """One engine, and the outcome of each schema."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.tokenizer = Tokenizer(fetch(args.model, weights=False).path)
-        # Drawn at random, a string hardly ever ends, and no answer would: what closes something is drawn more often.
+        # A randomly sampled string hardly ever ends, so closing quotes and brackets get a bias.
         size = range(self.tokenizer.vocab_size)
         closing = [i for i in size if set('"]}') & set(self.tokenizer.token_text(i)[0])]
         self.bias = {i: args.closing_bias for i in closing} if args.closing_bias else {}
@@ -146,7 +146,7 @@ class Run:
 
 
 def kind_of(reason: str) -> str:
-    """A reason without its place and its values."""
+    """Return a reason without its path and values."""
     reason = re.sub(r"(?: at|^at) '[^']*'(?:: )?", "", reason)
     return re.sub(r"/.*/", "/.../", re.sub(r"(got|format:|digits:|Anchor) .*", r"\1 ...", reason)).strip()
 
@@ -156,7 +156,7 @@ def main() -> int:
     parser.add_argument("folder")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--every", type=int, default=1, help="only each n-th schema of a collection")
+    parser.add_argument("--every", type=int, default=1, help="use only every n-th schema of a collection")
     parser.add_argument("--temperature", type=float, default=1.5)
     parser.add_argument("--closing-bias", type=float, default=10.0, help='added to the logits of tokens with ", ] or }')
     parser.add_argument("--max-tokens", type=int, default=480)

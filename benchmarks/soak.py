@@ -1,15 +1,15 @@
-"""Does anything grow while a server works? Mixed requests for a long time, and between rounds of them what it holds.
+"""Checks that a server's resources do not grow: sends mixed requests in rounds, and counts resources between them.
 
     python -m benchmarks.soak --json benchmarks/results/soak.json
 
-A round is ROUND_S of requests of every API from eight clients at once: streams and whole answers, schemas and tools
-that are new each time, embeddings, stored and background responses, refusals of every status, streams that are left in
-the middle. Then all connections are closed, and when the server is idle its memory, descriptors, threads, asyncio tasks
-and series are counted. The first half of the rounds is warm-up: until then caches and pools reach their bounds.
+A round is ROUND_S of requests to every API from eight concurrent clients: streams and complete responses, schemas and
+tools that are new each time, embeddings, stored and background responses, refusals of every status, and abandoned
+streams. Then all connections are closed, and when the server is idle its memory, descriptors, threads, asyncio tasks
+and time series are counted. The first half of the rounds is a warm-up, in which caches and pools reach their bounds.
 
-`growth` is Theil and Sen's slope over what comes after the warm-up, times its length, as a share of the median: at most
-1 % for the resident memory of each process. Of each count the least must not rise. `slope_kib_per_minute` has its 95 %
-interval.
+`growth` is the Theil-Sen slope after the warm-up, times its duration, relative to the median; it must be at most 1 %
+for the resident memory of each process. The minimum of each count must not rise. `slope_kib_per_minute` has a 95 %
+confidence interval.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ ROUND_S = 10.0
 CLIENTS = 8
 KEYS = ("soak-one", "soak-two")
 GROWTH = 0.01
-# The bounds of caches and stores are reached within the warm-up, so that afterwards nothing may grow.
+# Caches and stores reach these bounds during the warm-up, so that nothing may grow afterwards.
 FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "400", "--max-stored-responses", "100")
 COUNTS = ("descriptors", "threads", "tasks", "series", "processes")
 
 
 def requests(rng: random.Random) -> list[Request]:
-    """One of each kind; what a server could keep of it, such as a schema or a name, is new each time."""
+    """Return one request of each kind; anything that a server might cache, such as a schema or a name, is new."""
     seed = rng.randrange(10**9)
     ask = {"messages": [{"role": "user", "content": f"What is {seed} plus 5?"}], "max_tokens": 16}
     schema = {"type": "object", "properties": {f"name{seed}": {"type": "integer"}}, "required": [f"name{seed}"]}
@@ -79,7 +79,7 @@ def requests(rng: random.Random) -> list[Request]:
 
 
 class Load:
-    """Clients that send requests until the round is over."""
+    """Clients that send requests until the round ends."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self.server = server
@@ -112,7 +112,7 @@ class Load:
 
     async def _send(self, client: httpx.AsyncClient, request: Request) -> None:
         if request.body.get("stream"):
-            leaves = self.rng.random() < 0.3  # in the middle of the stream
+            leaves = self.rng.random() < 0.3  # abandons the stream
             most = self.rng.randrange(1, 40) if leaves else None
             stream = events(client, request)
             try:
@@ -127,14 +127,14 @@ class Load:
         answer = await client.post(request.path, json=request.body)
         if answer.status_code not in request.statuses:
             raise Failed(f"{answer.status_code}: {answer.text[:200]}")
-        if request.name == "embeddings":  # some callers have no key
+        if request.name == "embeddings":  # some requests have no key
             wrong = await client.get("/v1/models", headers={"Authorization": f"Bearer {self.rng.random()}"})
             if wrong.status_code != 401:
                 raise Failed(f"{wrong.status_code} for a wrong key")
 
 
 async def sample(server: Server, tasks_file: pathlib.Path) -> dict[str, Any]:
-    """What the idle server holds."""
+    """Return the idle server's resources."""
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120) as client:
         for _ in range(200):
@@ -165,7 +165,7 @@ def resident_kib(pid: int) -> int:
 
 
 def slope(points: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """Theil and Sen's slope, and its 95 % interval by Kendall's variance."""
+    """Return the Theil-Sen slope, and its 95 % confidence interval by Kendall's variance."""
     slopes = sorted((b - a) / (t - s) for (s, a), (t, b) in itertools.combinations(points, 2))
     count = len(points)
     spread = 1.96 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
@@ -175,7 +175,7 @@ def slope(points: list[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def judge(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """What grew after the warm-up."""
+    """Return the growth of each resource after the warm-up."""
     kept = rounds[len(rounds) // 2 :]
     first, last = kept[0]["at_s"], kept[-1]["at_s"]
     memory = {}
@@ -194,9 +194,9 @@ def judge(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def grown(found: dict[str, Any]) -> list[str]:
-    """What does not hold."""
+    """Return the limits that are exceeded."""
     faults = [name for name, each in found["memory"].items() if each["growth"] > GROWTH]
-    # Something may still be on its way when it is counted; what leaks raises the least as well.
+    # A count may include resources that are about to be freed, but a leak also raises the minimum.
     halves = {
         name: (values[: len(values) // 2], values[len(values) // 2 :]) for name, values in found["counts"].items()
     }
@@ -217,7 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--round", type=float, default=ROUND_S, help="seconds of a round")
+    parser.add_argument("--round", type=float, default=ROUND_S, help="duration of a round in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()

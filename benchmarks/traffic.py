@@ -1,4 +1,4 @@
-"""What soak.py, kill.py and overload.py share: requests of every API, readers of their streams, and results."""
+"""Requests of every API, readers of their streams, and results, for soak.py, kill.py and overload.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOK = {
 
 
 class Request(NamedTuple):
-    """A POST, and the statuses that may answer it."""
+    """A POST request, and the response statuses that are allowed."""
 
     name: str
     path: str
@@ -37,8 +37,8 @@ class Request(NamedTuple):
 
 
 def generating(max_tokens: int, seed: int) -> list[Request]:
-    """One streamed request of each API and kind, whose text depends on the seed alone."""
-    drawn = {"temperature": 0.8, "seed": seed}
+    """Return one streamed request of each API and kind, whose output depends only on the seed."""
+    sampling = {"temperature": 0.8, "seed": seed}
     ask = {"messages": [{"role": "user", "content": f"{STORY} Begin with the number {seed}."}]}
     long = {**ask, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     schema = {"type": "json_schema", "json_schema": {"name": "look", "schema": LOOK}}
@@ -46,15 +46,15 @@ def generating(max_tokens: int, seed: int) -> list[Request]:
     function = {"name": "look", "description": "Looks at a place.", "parameters": LOOK}
     return [
         Request("completion, greedy", "/v1/completions", {**text, "temperature": 0}),
-        Request("completion, two choices", "/v1/completions", {**text, **drawn, "n": 2}),
-        Request("completion, long prompt", "/v1/completions", {**text, **drawn, "prompt": f"{seed} whales. " * 80}),
-        Request("completion, penalties", "/v1/completions", {**text, **drawn, "frequency_penalty": 0.3}),
-        Request("chat", "/v1/chat/completions", {**long, **drawn}),
-        Request("chat, schema", "/v1/chat/completions", {**long, **drawn, "response_format": schema}),
+        Request("completion, two choices", "/v1/completions", {**text, **sampling, "n": 2}),
+        Request("completion, long prompt", "/v1/completions", {**text, **sampling, "prompt": f"{seed} whales. " * 80}),
+        Request("completion, penalties", "/v1/completions", {**text, **sampling, "frequency_penalty": 0.3}),
+        Request("chat", "/v1/chat/completions", {**long, **sampling}),
+        Request("chat, schema", "/v1/chat/completions", {**long, **sampling, "response_format": schema}),
         Request(
             "chat, call",
             "/v1/chat/completions",
-            {**long, **drawn, "tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+            {**long, **sampling, "tools": [{"type": "function", "function": function}], "tool_choice": "required"},
         ),
         Request(
             "response",
@@ -66,7 +66,7 @@ def generating(max_tokens: int, seed: int) -> list[Request]:
 
 
 def pieces(event: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The parts of a stream's event that make up its answer: the name of a text, and what is appended to it."""
+    """Yield the text deltas of a stream's event: the name of a text, and what is appended to it."""
     for choice in event.get("choices") or ():
         said, index = choice.get("delta", choice), choice["index"]
         for name in ("text", "content", "reasoning_content"):
@@ -91,11 +91,11 @@ def pieces(event: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 class Failed(Exception):
-    """A request was not answered as it must be."""
+    """A request had an unexpected response."""
 
 
 async def events(client: httpx.AsyncClient, request: Request) -> AsyncIterator[dict[str, Any]]:
-    """The events of a stream as they come; Failed for a refusal, an error event, or a stream that is cut."""
+    """Yield the events of a stream. Raises Failed for a refusal, an error event, or a truncated stream."""
     async with client.stream("POST", request.path, json=request.body) as answer:
         if answer.status_code != 200:
             raise Failed(f"{answer.status_code}: {(await answer.aread())[:300]!r}")
@@ -115,11 +115,11 @@ async def events(client: httpx.AsyncClient, request: Request) -> AsyncIterator[d
 
 
 class Answer:
-    """What a stream has said, whatever the pieces were in which it came."""
+    """The text of a stream, independent of how it was split into events."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
-        self.times: list[float] = []  # of each event that said something
+        self.times: list[float] = []  # of each event with text
 
     def add(self, event: dict[str, Any]) -> None:
         said = False
@@ -139,7 +139,7 @@ class Answer:
 
 
 def children(pid: int) -> dict[str, int]:
-    """The processes of a server by what they run; `pid` is the server's own."""
+    """Return the pids of a server's processes, by module; `pid` is the server's own."""
     found = {"server": pid}
     for child in tree(pid)[1:]:
         with suppress(OSError):
@@ -150,7 +150,7 @@ def children(pid: int) -> dict[str, int]:
 
 
 def samples(page: str) -> dict[str, float]:
-    """The series of a page of metrics, by name and labels."""
+    """Return the samples of a metrics page, by name and labels."""
     found = {}
     for line in page.splitlines():
         if not line.startswith("#"):
@@ -160,7 +160,7 @@ def samples(page: str) -> dict[str, float]:
 
 
 def about() -> dict[str, Any]:
-    """The head of a result: when, by which command, and on what."""
+    """Return the header of a result: time, command and machine."""
     command = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
@@ -170,6 +170,6 @@ def about() -> dict[str, Any]:
 
 
 def write(found: dict[str, Any], path: Path | None) -> None:
-    """Write a result where it is asked for."""
+    """Write a result to a file, unless `path` is None."""
     if path is not None:
         path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

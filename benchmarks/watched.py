@@ -1,6 +1,6 @@
-"""`python -m server` that, at SIGUSR1, writes the number of its asyncio tasks into the file that TASKS_FILE names.
+"""Runs `python -m server`, and on SIGUSR1 writes the number of its asyncio tasks to the file that TASKS_FILE names.
 
-For soak.py: everything else that may leak can be counted from outside.
+soak.py needs it, because tasks are the only resource that cannot be counted from outside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _write(*_: object) -> None:
     path = pathlib.Path(os.environ[TASKS_FILE])
     part = path.with_suffix(".part")
     part.write_text(str(len(asyncio.all_tasks())))
-    part.rename(path)  # whoever waits for the file sees it whole
+    part.rename(path)  # so that a reader never sees a partial file
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engine: tokens in, tokens out. What all engines have in common, and LocalEngine, which runs in this process.
+"""Engine: tokens in, tokens out. The interface, what all engines share, and LocalEngine, which runs in this process.
 
 ProcessEngine, in a child process, is in supervisor.py. Both run the same EngineLoop behind the same interface: `start`,
 `ready`, `generate`, `abort`, `close`.
@@ -25,15 +25,15 @@ from .types import EngineDied, EngineError, EngineInfo, EngineRequest, RequestSt
 
 @dataclass(slots=True, eq=False)
 class EngineStatus:
-    """How the engine is, as far as its client knows without asking. Times are time.monotonic()."""
+    """The engine's last known status. Times are time.monotonic()."""
 
     phase: str = "starting"  # starting | loading | ready | restarting | failed | closed
     share: float = 0.0  # of the weights, while loading
-    heartbeat: float = 0.0  # when the loop was last known to turn
-    last_step: float = 0.0  # when a step was last collected
+    heartbeat: float = 0.0  # time of the last one
+    last_step: float = 0.0  # time when the last step was collected
     running: int = 0
     waiting: int = 0
-    stalled_s: float = 0.0  # that work has been there and no step was collected, as of the heartbeat
+    stalled_s: float = 0.0  # time with work queued and no step collected, as of the heartbeat
     restarts: int = 0
     streams_resumed: int = 0
     error: EngineError | None = None
@@ -47,39 +47,39 @@ class Engine(Protocol):
     on_step: list[Callable[[StepStats], None]]
 
     async def start(self) -> None:
-        """Begin to load; returns at once."""
+        """Start loading, and return at once."""
 
     async def ready(self) -> EngineInfo:
-        """Wait until requests are taken; raises the EngineError that prevents it."""
+        """Wait until requests are accepted; raises the EngineError that prevents it."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
-        """The request's tokens as they come; the delta with a finish_reason is the last. Raises EngineDied."""
+        """Yield the request's tokens as they are sampled; the last delta has a finish_reason. Raises EngineDied."""
 
     def abort(self, request_id: int) -> None:
-        """Stop a request at the next step; ids that are unknown or finished are ignored."""
+        """Stop a request at the next step; unknown and finished ids are ignored."""
 
     async def close(self) -> None:
-        """Stop everything; open requests raise EngineDied."""
+        """Stop the engine; open requests raise EngineDied."""
 
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A request under way: what was asked, what has come, and what its reader has not yet taken."""
+    """An open request, its output so far, and the deltas that its reader has not read."""
 
     request: EngineRequest
     output_ids: list[int] = field(default_factory=list)
     unread: list[TokenDelta] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: float = field(default_factory=time.monotonic)
-    is_sent: bool = False  # to the engine, in this life of it
-    was_running: bool = False  # at a death of the engine
-    begun: RequestStats | None = None  # as told with the first token, in whichever life
+    is_sent: bool = False  # to the current engine process
+    was_running: bool = False  # when an engine process died
+    started: RequestStats | None = None  # the stats sent with the first token
     error: EngineError | None = None
 
     def take(self) -> TokenDelta:
-        """Everything unread as one delta: a slow reader costs memory for tokens, not for messages."""
+        """Return all unread deltas as one, so that a slow reader costs memory for tokens only."""
         deltas, self.unread = self.unread, []
-        if self.error is None:  # else there is one more thing to tell, and nobody will ring again
+        if self.error is None:  # else the error is still to be read, and nothing will set the event again
             self.news.clear()
         last = deltas[-1]
         if len(deltas) == 1:
@@ -97,7 +97,7 @@ class Open:
 
 
 class Client(ABC):
-    """What both engines share: open requests, their mailboxes, the status, and the task behind them."""
+    """The common part of both engines: open requests, their unread deltas, the status, and the engine's task."""
 
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
@@ -108,16 +108,16 @@ class Client(ABC):
         self._task: asyncio.Task[None] | None = None
 
     def _send(self, entry: Open) -> None:
-        """Give the engine a request that it does not have."""
+        """Send the engine a request that it does not have."""
         entry.is_sent = True
         self._send_add(entry.request)
 
     def _came(self, entry: Open, tokens: int) -> None:
-        """A request that goes on has more tokens."""
-        del entry, tokens  # only an engine that may be replaced keeps count
+        """Handle new tokens of a request that has not finished."""
+        del entry, tokens  # only an engine that can be restarted counts them
 
     def _ended(self, entry: Open) -> None:
-        """A request is not open any more."""
+        """Handle the end of a request."""
         del entry
 
     @abstractmethod
@@ -199,7 +199,7 @@ class Client(ABC):
                 listener(stats)
 
     def _fail(self, error: EngineError, phase: str = "failed") -> None:
-        """The engine is gone for good."""
+        """Record that the engine has stopped for good."""
         if self.status.error is None:
             self.status.error = error
         self.status.phase = phase
@@ -211,18 +211,18 @@ class Client(ABC):
 
 
 def _whole(delta: TokenDelta, entry: Open) -> TokenDelta:
-    """A delta with figures of the whole request, also when the engine saw only its second life."""
+    """Return a delta whose stats cover the whole request, even if an engine was restarted meanwhile."""
     if delta.stats is None:
         return delta
-    if entry.begun is None:
-        entry.begun = delta.stats
-    begun = entry.begun
+    if entry.started is None:
+        entry.started = delta.stats
+    started = entry.started
     stats = replace(
         delta.stats,
         arrived=entry.arrived,
-        scheduled=begun.scheduled,
-        first_token=begun.first_token,
-        cached_tokens=begun.cached_tokens,
+        scheduled=started.scheduled,
+        first_token=started.first_token,
+        cached_tokens=started.cached_tokens,
         output_tokens=len(entry.output_ids),
     )
     return replace(delta, stats=stats)
@@ -290,11 +290,11 @@ class _LocalOutbox:
         self._client = client
 
     def started(self, ids: list[int]) -> None:
-        """Nobody survives this process, so nobody needs to know."""
+        """Do nothing: only a supervisor, which outlives the engine, needs this."""
 
     def send(self, deltas: list[TokenDelta], stats: StepStats | None) -> None:
         self._client._receive(deltas, stats)
 
     async def drained(self) -> None:
-        # Readers share this event loop: let them run once per step, or a burst of steps would starve them.
+        # Readers share this event loop. Let them run once per step, or a burst of steps would starve them.
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""FairLock: a lock whose waiters are served in turns, one caller after the other: no caller can fill the line."""
+"""FairLock: a lock that serves callers in turn, so that no caller can fill the queue."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager, suppress
 
 
 class FairLock:
-    """One holder at a time. Callers take turns; the requests of one caller are served in their order.
+    """A lock that is acquired round-robin among callers, and in FIFO order among the requests of one caller.
 
-    Whoever arrives waits for at most one turn of each other caller, however many requests those have queued.
-    Not thread-safe: all of its users run on one event loop.
+    A caller's first request waits for at most one request of each other caller, however many they have queued. Not
+    thread-safe: all users must run on one event loop.
     """
 
     def __init__(self) -> None:
@@ -21,12 +21,12 @@ class FairLock:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """The number of waiting requests."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
     async def turn(self, caller: str) -> AsyncIterator[None]:
-        """Hold the lock. A request that is cancelled while it waits leaves the line."""
+        """Hold the lock. A request that is cancelled while it waits leaves the queue."""
         await self._acquire(caller)
         try:
             yield
@@ -37,32 +37,32 @@ class FairLock:
         if not self._is_held:
             self._is_held = True
             return
-        mine = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(mine)
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(waiter)
         try:
-            await mine
+            await waiter
         except asyncio.CancelledError:
-            if mine.cancelled():
-                self._leave(caller, mine)
-            else:  # the turn came in the same moment
+            if waiter.cancelled():
+                self._leave(caller, waiter)
+            else:  # it acquired the lock before the cancellation was delivered
                 self._release()
             raise
 
-    def _leave(self, caller: str, mine: asyncio.Future[None]) -> None:
-        line = self._waiting.get(caller, deque())
-        with suppress(ValueError):  # a release has passed over it already
-            line.remove(mine)
-        if not line:
+    def _leave(self, caller: str, waiter: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(caller, deque())
+        with suppress(ValueError):  # a release has skipped it already
+            queue.remove(waiter)
+        if not queue:
             self._waiting.pop(caller, None)
 
     def _release(self) -> None:
-        """Give the lock to the next in line, which then holds it, or to nobody."""
+        """Pass the lock to the next waiting request, or free it if none waits."""
         while self._waiting:
-            caller, line = self._waiting.popitem(last=False)
-            next_in_line = line.popleft()
-            if line:
-                self._waiting[caller] = line  # after all other callers
-            if not next_in_line.done():  # else it was cancelled, and has not run since
-                next_in_line.set_result(None)
+            caller, queue = self._waiting.popitem(last=False)
+            waiter = queue.popleft()
+            if queue:
+                self._waiting[caller] = queue  # after all other callers
+            if not waiter.done():  # else it was cancelled, and its task has not run since
+                waiter.set_result(None)
                 return
         self._is_held = False

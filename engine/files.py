@@ -1,4 +1,4 @@
-"""The small files of a model folder, which may come from a stranger: regular files only, of a bounded size."""
+"""Reads the small files of a model folder, which is not trusted: only regular files, of a bounded size."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from .types import ModelError
 
-# A config.json has up to 100 kB, a chat template up to 50.
+# A config.json has up to 100 kB, a chat template up to 50 kB.
 SMALL_BYTES = 4 << 20
-# Files that list tokens or tensors one by one: the largest published have some 20 MB.
+# Files that list tokens or tensors: the largest published ones have about 20 MB.
 LIST_BYTES = 32 << 20
-# Values in one JSON document. An empty object takes three bytes of a file and twenty times as many of memory; the
-# longest published lists have half a million values.
+# Values in a JSON document. An empty object takes three bytes in a file and twenty times as many in memory. The longest
+# published lists have half a million values.
 MAX_VALUES = 2_000_000
-OPENS_A_VALUE = (b",", b"[", b"{")
+VALUE_DELIMITERS = (b",", b"[", b"{")
 
 
 def read_file(path: Path, most: int) -> bytes | None:
-    """Return the content of a regular file of at most `most` bytes; None where there is no such file.
+    """Return the content of a regular file of at most `most` bytes, or None if it does not exist.
 
     Raises ModelError for a file that is larger, cannot be read, or is a directory, pipe or device.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe waits for somebody who writes into it.
+        # Without O_NONBLOCK, opening a pipe blocks until a writer opens it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             found = os.fstat(descriptor)
@@ -45,7 +45,7 @@ def read_file(path: Path, most: int) -> bytes | None:
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a small UTF-8 file; None where there is no such file. Raises ModelError."""
+    """Return the text of a small UTF-8 file, or None if it does not exist. Raises ModelError."""
     data = read_file(path, SMALL_BYTES)
     try:
         return None if data is None else data.decode()
@@ -54,7 +54,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_json(path: Path, most: int = SMALL_BYTES) -> dict[str, Any] | None:
-    """Return the JSON object in a file of at most `most` bytes; None where there is no such file. Raises ModelError."""
+    """Return the JSON object in a file of at most `most` bytes, or None if it does not exist. Raises ModelError."""
     data = read_file(path, most)
     if data is None:
         return None
@@ -71,6 +71,6 @@ def read_json(path: Path, most: int = SMALL_BYTES) -> dict[str, Any] | None:
 
 
 def check_values(path: Path, data: bytes) -> None:
-    """Raise ModelError for JSON with more values than memory should hold."""
-    if sum(data.count(mark) for mark in OPENS_A_VALUE) > MAX_VALUES:
+    """Raise ModelError for JSON with more than MAX_VALUES values."""
+    if sum(data.count(delimiter) for delimiter in VALUE_DELIMITERS) > MAX_VALUES:
         raise ModelError(f"{path} holds more than {MAX_VALUES:,} values")

@@ -1,4 +1,4 @@
-"""From the name of a model to a folder with its files: a local folder, the built-in model, or a download from a hub."""
+"""Resolves the name of a model to a folder: a local folder, the built-in model, or a download from a hub."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from .types import ModelError
 BUILTIN = "builtin"
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configuration, tokenizer, chat templates
 WEIGHTS = ["*.safetensors"]
-# Other copies of the same model that many repositories carry: in subfolders and in their makers' own layout.
+# Further copies of the weights that many repositories have, in subfolders and in the vendor's own format.
 COPIES = ["*/*", "consolidated*"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A model's files. `revision` is the commit of a model that came from a hub."""
+    """A model's folder. `revision` is the commit of a model that was downloaded from a hub."""
 
     path: Path
     revision: str | None = None
 
 
 def fetch(model: str, revision: str | None = None, *, weights: bool) -> Folder:
-    """The folder of a model, downloaded into the hub's cache if it must be; with `weights` or only the small files.
+    """Return the folder of a model, downloading it if necessary: with `weights`, or only the small files.
 
-    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE have the meaning that huggingface_hub gives them. Raises
-    ModelError, one sentence.
+    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply as in huggingface_hub. Raises ModelError.
     """
     if model in ("", BUILTIN):
         return Folder(builtin.path())
@@ -69,8 +68,8 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Folder:
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no")
         raise ModelError(f"{hub} answered with status {status} when asked for {model}{named}") from None
-    except (OSError, ValueError) as error:  # a full disk, a name that the hub's rules forbid
+    except (OSError, ValueError) as error:  # for example a full disk, or an invalid name
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(f"cannot download {model}{named} from {hub}: {first}") from None
-    # The cache keeps each commit in a folder of its own name.
+    # The cache has a folder for each commit, named after it.
     return Folder(Path(path), os.path.basename(path))

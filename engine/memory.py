@@ -1,4 +1,4 @@
-"""The memory arithmetic: what a model needs, what the machine has, and how many blocks that makes.
+"""Divides the machine's memory among weights, activations and the KV cache, and computes the number of blocks.
 
 The same functions decide in `engine.plan`, before anything is loaded, and in `engine.build`, which loads.
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from .attention import AttentionBackend
     from .models import ModelSpec
 
-# Of a machine's memory on CPU. The other half is the server's process, the page cache that the weights are read
-# through, and whatever else lives on a machine that was not bought for this.
+# Share of the machine's memory that a CPU engine may use. The rest is for the server's process, the page cache that the
+# weights are read through, and other programs.
 CPU_SHARE = 0.5
-# Of what is available this very moment; the rest is for others to grow by a little without the kernel killing us.
+# Share of the memory that is available now. The rest lets other processes grow without the OOM killer ending this one.
 AVAILABLE_SHARE = 0.9
-# More tokens than all sequences at full length can never be held by requests, and as many again keep their prefixes.
-# Beyond that a cache for a tiny model would only take memory from others.
+# The maximum size of the cache, in multiples of all sequences at full length: requests can use 1, and cached prefixes
+# as much again. A larger cache for a tiny model would only waste memory.
 USEFUL = 2
 # A model length that nobody asked for is lowered to what the pool holds, but not below this: a server that cannot
 # hold a page of text is no answer to "run this model".
@@ -50,10 +50,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the memory goes, and what the engine can hold with it."""
+    """How the memory is divided, and the resulting capacity."""
 
-    config: EngineConfig  # resolved; max_len lowered to what the pool holds
-    memory_bytes: int  # everything together may take this
+    config: EngineConfig  # resolved, with max_len lowered to what the pool holds
+    memory_bytes: int  # the total budget
     weights_bytes: int
     activation_bytes: int
     kv_bytes_per_token: int
@@ -88,7 +88,7 @@ class Impossible(MemoryShort):
 
 
 def measure(device: str, root: Path = Path("/")) -> Machine:
-    """The memory of a device as it is now: "cpu" or "cuda[:N]". `root` is where /proc and /sys are."""
+    """Return the current memory of a device, "cpu" or "cuda[:N]". `root` is the parent of /proc and /sys."""
     if device.startswith("cuda"):
         import torch
 
@@ -110,7 +110,7 @@ def measure(device: str, root: Path = Path("/")) -> Machine:
 
 
 def _cgroups(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of every control group that this process is in, versions 1 and 2, with its parents."""
+    """Return (limit, used) in bytes for each control group of this process and its parents, versions 1 and 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -132,7 +132,7 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
                 used = int((folder / used_file).read_text())
                 stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
                 found.append((limit, used - int(stat.get(cache, 0))))
-            except (OSError, ValueError):  # no such file (a container sees only its own part), or "max"
+            except (OSError, ValueError):  # no such file (a container sees only part of the tree), or "max"
                 pass
             if folder == base:
                 break
@@ -154,7 +154,8 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, backend: type[Attent
 
 
 def widths(source: dict[str, Any]) -> tuple[int, int]:
-    """Hidden size, and width of the feed-forward layers that one token passes; names differ by architecture."""
+    """Return the hidden size, and the width of the feed-forward layers that a token uses. Keys differ by
+    architecture."""
     hidden = first(source, "hidden_size", "n_embd", "d_model") or 4096
     inner = first(source, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
     experts = first(source, "num_experts_per_tok", "num_experts_per_token")
@@ -164,12 +165,12 @@ def widths(source: dict[str, Any]) -> tuple[int, int]:
 
 
 def first(source: dict[str, Any], *names: str) -> int | None:
-    """The first of these keys of a config.json that holds a whole number, also of its text_config; None without."""
+    """Return the value of the first of these keys that is an integer, in config.json or its text_config, or None."""
     nested = source.get("text_config")
-    for place in (source, nested if isinstance(nested, dict) else {}):
+    for mapping in (source, nested if isinstance(nested, dict) else {}):
         for name in names:
-            if isinstance(place.get(name), int):
-                return int(place[name])
+            if isinstance(mapping.get(name), int):
+                return int(mapping[name])
     return None
 
 
@@ -182,8 +183,8 @@ def arrange(
 ) -> Plan:
     """Divide the machine's memory. `asked` is not resolved yet; `activations` in bytes, when they have been measured.
 
-    A model length that was asked for is kept or refused; the model's own is lowered to what the pool holds. With
-    `num_blocks` given, that many blocks are made, and the length is lowered to what they hold. Raises Impossible.
+    A max_len that is set is kept or refused; otherwise the model's length is lowered to what the pool holds. If
+    `num_blocks` is set, the pool has that size, and max_len is lowered to what it holds. Raises Impossible.
     """
     try:
         return _arrange(spec, asked, machine, backend, activations)
@@ -196,7 +197,7 @@ class _Short(Exception):
     def __init__(self, sentence: str, memory_bytes: int) -> None:
         super().__init__(sentence)
         self.sentence = sentence
-        self.memory_bytes = memory_bytes  # what the settings would need in all
+        self.memory_bytes = memory_bytes  # that the settings would need in total
 
 
 def _arrange(
@@ -219,7 +220,7 @@ def _arrange(
             f"max_model_len lowered from {asked.max_len} to {spec.max_len} tokens, which is what the model takes"
         )
 
-    # The cache and the activations are taken after the load, which holds plain weights beside rounded ones for a time.
+    # While weights are quantized, loading needs memory for plain ones too. Cache and activations are allocated later.
     plain = spec.loading_bytes
     if plain and weights + plain > _usable(machine):
         raise _Short(
@@ -245,17 +246,17 @@ def _arrange(
             raise _Short(
                 f"{parts} leave nothing for the KV cache of the {_gb(budget)} that may be used "
                 f"({_share(machine, config)})",
-                fixed + block_bytes * -(-min(config.max_len, LEAST_TOKENS) // config.block_size),
+                fixed + block_bytes * -(-min(config.max_len, MIN_TOKENS) // config.block_size),
             )
 
     held = num_blocks * config.block_size
-    least = config.max_len if asked.max_len else min(config.max_len, LEAST_TOKENS)
-    if held < least and config.num_blocks is None:
+    needed = config.max_len if asked.max_len else min(config.max_len, MIN_TOKENS)
+    if held < needed and config.num_blocks is None:
         raise _Short(
             f"after {parts} the KV cache is {_gb(num_blocks * block_bytes)} and holds {held} tokens "
-            f"({spec.kv_bytes_per_token} bytes each), but one request of {least} tokens needs "
-            f"{_gb(least * spec.kv_bytes_per_token)}",
-            fixed + block_bytes * -(-least // config.block_size),
+            f"({spec.kv_bytes_per_token} bytes each), but one request of {needed} tokens needs "
+            f"{_gb(needed * spec.kv_bytes_per_token)}",
+            fixed + block_bytes * -(-needed // config.block_size),
         )
     if held < config.max_len:
         notes.append(f"max_model_len lowered from {config.max_len} to {held} tokens, which is what the KV cache holds")
@@ -269,7 +270,7 @@ def _usable(machine: Machine) -> int:
 
 
 def _budget(machine: Machine, config: EngineConfig) -> int:
-    """What weights, activations and cache may take together."""
+    """Return the budget for weights, activations and cache together."""
     if machine.kind == "cpu":
         return min(int(machine.total * CPU_SHARE), _usable(machine))
     used = machine.total - machine.available
@@ -292,7 +293,7 @@ def _tries(
 ) -> list[str]:
     """Ways out, each checked by the same arithmetic, the least painful first; always three or more.
 
-    `needed`: bytes that the settings would need in all.
+    `needed`: bytes that the settings would need in total.
     """
     config = resolve(asked, machine.kind, spec.max_len)
     assert config.max_len and config.max_seqs and config.max_batched_tokens
@@ -320,8 +321,8 @@ def _tries(
     if spec.dtype.itemsize > 2 and (plan := works(_in_bfloat16(spec), dtype="bfloat16")):
         tries.append(f"`dtype=bfloat16`: weights of {_gb(plan.weights_bytes)} leave room for {plan.num_tokens} tokens")
     if machine.kind == "cpu" and spec.decoder is not None and asked.quantization == "none":
-        rounded = replace(spec, quantization="int8")
-        if _can_round(asked, spec) and (plan := works(rounded, quantization="int8")):
+        quantized = replace(spec, quantization="int8")
+        if _can_quantize(asked, spec) and (plan := works(quantized, quantization="int8")):
             size = _gb(plan.weights_bytes)
             tries.append(f"`quantization=int8`: weights of {size} leave room for {plan.num_tokens} tokens")
     if not spec.int8_cache and (plan := works(replace(spec, int8_cache=True), kv_dtype="int8")):
@@ -334,7 +335,7 @@ def _tries(
         seqs, tokens = small.values()
         tries.append(f"`max_seqs={seqs}` `max_batched_tokens={tokens}`, so that a step takes less memory")
 
-    # What always helps: another machine, another model, another device.
+    # Alternatives that always exist: another machine, model or device.
     share = CPU_SHARE if machine.kind == "cpu" else asked.gpu_memory_utilization
     where = "a machine" if machine.kind == "cpu" else "a GPU"
     tries.append(f"{where} with at least {_gb_up(needed / share)} of memory")
@@ -356,11 +357,11 @@ def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine, ba
     assert config.max_len
     room = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config, backend))
     full = spec.kv_bytes_per_token * (config.max_len + config.block_size)
-    return max(1, int(min(room, full + (1 << 20))) >> 20) << 20
+    return max(1, int(min(free, full + (1 << 20))) >> 20) << 20
 
 
-def _can_round(asked: EngineConfig, spec: ModelSpec) -> bool:
-    """Whether this machine has products of rounded weights for a model."""
+def _can_quantize(asked: EngineConfig, spec: ModelSpec) -> bool:
+    """Return whether this machine supports quantized weights for a model."""
     import torch
 
     from .kernels.library import choose

@@ -1,9 +1,9 @@
-"""What an engine with these settings would be, from config.json alone:
+"""Computes how an engine would use memory with given settings, from config.json alone:
 
     python -m engine.plan --json '{"model": "some/folder"}'
 
-takes an EngineConfig as JSON and prints one JSON object, and nothing else, on standard output. Exit code 2 goes
-with an object that holds `error`, a sentence, and `try`, what would work instead.
+takes an EngineConfig as JSON and prints one JSON object on standard output. On an error it exits with status 2, and the
+object has `error`, a sentence, and `try`, settings that would work.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.plan", description=__doc__)
     parser.add_argument("--json", required=True, metavar="CONFIG", help="an EngineConfig as a JSON object")
     given = parser.parse_args(arguments)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not end up inside of the JSON
+    with contextlib.redirect_stdout(sys.stderr):  # libraries must not print into the JSON
         answer, code = _answer(given.json)
     print(json.dumps(answer))
     return code

@@ -1,4 +1,4 @@
-"""Child processes: how they are started, and how they end with their parent."""
+"""Starts child processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 
-# What no child needs to know: a process's environment can be read by others of the same user.
+# Variables that no child needs: other processes of the same user can read a process's environment.
 SECRETS = ("PEQUOD_API_KEY", "PEQUOD_METRICS_KEY")
 PR_SET_PDEATHSIG = 1
 
 
 def spawn(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start `python -m module fd parent_pid arguments…` with the socket `fd`. Raises OSError when the system refuses.
+    """Start `python -m module fd parent_pid arguments…` with the socket `fd`. Raises OSError.
 
-    The child finds this very package, from whichever directory the parent was started, and gets no SECRETS. It imports
-    nothing from that directory, which may be the folder of a model that a stranger made.
+    The child imports this package from the same path as the parent, and its environment has no SECRETS. It imports
+    nothing from the current directory, which may be an untrusted model folder.
     """
     path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
     environment = {name: value for name, value in os.environ.items() if name.upper() not in SECRETS}
@@ -31,17 +31,16 @@ def spawn(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def begin_child(*ignored: signal.Signals) -> tuple[int, list[str]]:
-    """What a process that `spawn` has started does first; returns its socket's descriptor and its arguments.
+    """Initialize a process that `spawn` has started; returns its socket's descriptor and its arguments.
 
-    From now on the system kills this process when its parent has died, whatever it is doing then. `ignored` are signals
-    that a terminal sends to the parent's children too: the parent alone decides when they end. Only Linux kills
-    orphans; elsewhere a child ends when it finds its socket closed.
+    From now on the kernel kills this process when its parent dies. Only Linux does; elsewhere a child ends when its
+    socket is closed. `ignored` are signals that a terminal also sends to children, which only the parent should handle.
     """
     fd, parent_pid, *arguments = sys.argv[1:]
     for each in ignored:
         signal.signal(each, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != int(parent_pid):  # it died before the system knew
+    if os.getppid() != int(parent_pid):  # the parent died before prctl was called
         os._exit(1)
     return int(fd), arguments

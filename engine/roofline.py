@@ -21,38 +21,38 @@ from .types import Roofline
 
 Pick = Callable[[list[float]], float]
 
-# More than caches hold, or their speed would be taken for the memory's: what a start can afford, what a measurement.
+# Sizes that exceed the caches, whose speed would be measured otherwise: for the start of an engine, and for benchmarks.
 QUICK_BYTES, QUICK_READS = 48 << 20, 2
 BYTES, READS = 192 << 20, 5
-# Rows, inputs and outputs of a product; the quick one takes single milliseconds on two cores.
-QUICK_SHAPE, QUICK_PRODUCTS = (256, 512, 512), 2
-CUDA_TIMES = 4  # larger on a GPU, whose caches are as large as 50 MB, and where all of this takes next to no time
-SHAPES, PRODUCTS = ((512, 1024, 3072),), 3
+# Rows, inputs and outputs of a matmul. The quick one takes a few milliseconds on two cores.
+QUICK_SHAPE, QUICK_MATMULS = (256, 512, 512), 2
+CUDA_TIMES = 4  # factor for a GPU, which is faster and has caches of up to 50 MB
+SHAPES, MATMULS = ((512, 1024, 3072),), 3
 
 
 def measure(
     spec: models.ModelSpec, device: torch.device, kernels: Kernels | None = None, *, quick: bool = True
 ) -> Roofline | None:
-    """The limits of a model on a device, with the threads that torch is set to; None where its shape does not tell.
+    """Return the limits of a model on a device with torch's number of threads, or None if its shape is not enough.
 
-    `kernels`: what computes its products, where that is not torch. Quick: some 20 ms, for the start of an engine.
+    `kernels` compute the matmuls, unless torch does. `quick` takes about 20 ms, for the start of an engine.
     """
-    asked = shape(spec)
-    if asked is None:
+    work = shape(spec)
+    if work is None:
         return None
     reads = read_rate(device, QUICK_BYTES, QUICK_READS, min) if quick else read_rate(device, BYTES, READS)
-    shapes, times = ((QUICK_SHAPE,), QUICK_PRODUCTS) if quick else (SHAPES, PRODUCTS)
-    # Weights of any dtype can be multiplied in float32, so a slow product in a narrow one is no limit of the machine.
+    shapes, times = ((QUICK_SHAPE,), QUICK_MATMULS) if quick else (SHAPES, MATMULS)
+    # Weights of any dtype can be multiplied in float32, so a slow matmul in another dtype is no limit of the machine.
     dtypes = {spec.dtype, torch.float32} if device.type == "cpu" else {spec.dtype}
     plain = max(matrix_rate(device, dtype, each, times) for dtype in dtypes for each in shapes)
     ours = max((packed_rate(kernels, spec, each, times) for each in shapes), default=0.0) if kernels else 0.0
-    # Attention has no product of its own to measure; without quantization it multiplies as the layers do.
+    # Attention is not measured. Without quantization it multiplies as fast as the layers.
     pairs = max(plain, ours) if spec.quantization == "none" else plain
-    return replace(asked, bytes_per_s=reads, flops_per_s=max(plain, ours), pair_flops_per_s=pairs)
+    return replace(work, bytes_per_s=reads, flops_per_s=max(plain, ours), pair_flops_per_s=pairs)
 
 
 def shape(spec: models.ModelSpec) -> Roofline | None:
-    """What a model's steps ask for, with rates of 1; None for models with experts, of which a step reads some."""
+    """Return the work of a model's steps, with rates of 1; None for models with experts, of which a step reads some."""
     experts = memory.first(spec.source, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     heads = memory.first(spec.source, "num_attention_heads", "n_head")
     if experts or heads is None:
@@ -69,34 +69,34 @@ def shape(spec: models.ModelSpec) -> Roofline | None:
         weights_bytes=spec.weights_bytes - looked_up,
         kv_bytes_per_token=spec.kv_bytes_per_token,
         flops_per_token=2 * (read - table),
-        # Scores and the sum of values: two products of the width of all heads.
+        # Scores and the sum of values: two matmuls over all heads.
         flops_per_pair=sum(2 * heads * (layer.head_dim + layer.v_head_dim) for layer in spec.layers),
         flops_per_logit=2 * table,
     )
 
 
 def read_rate(device: torch.device, size: int, reads: int, pick: Pick = statistics.median) -> float:
-    """Bytes per second: on a CPU of a sum over memory, on a GPU of a copy (what is read and what is written).
+    """Return bytes per second: of a sum over memory on a CPU, of a copy (reads plus writes) on a GPU.
 
-    `pick` chooses among the times; of few, the shortest is the one that neighbours disturbed least.
+    `pick` selects one of the times; of few, the shortest was disturbed least.
     """
     if device.type == "cuda":
         size *= CUDA_TIMES
         source = torch.ones(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         return 2 * size / _seconds(lambda: target.copy_(source), reads, device, pick)
-    # Huge pages where the system gives them: the pages of a plain allocation would take most of a quick measurement.
+    # Request huge pages: page faults of small ones would dominate a quick measurement.
     block = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
     numbers = torch.frombuffer(block, dtype=torch.int64)
-    numbers[:: mmap.PAGESIZE // 8] = 1  # until it is written, all pages are one page of zeros
+    numbers[:: mmap.PAGESIZE // 8] = 1  # unwritten pages would all be the same page of zeros
     return size / _seconds(numbers.sum, reads, device, pick)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], times: int) -> float:
-    """Operations per second of a product of (rows, inputs) with weights of (outputs, inputs)."""
+    """Return operations per second of torch's matmul of (rows, inputs) with weights of (outputs, inputs)."""
     rows, inputs, outputs = shape
     if device.type == "cuda":
         rows, inputs, outputs = (CUDA_TIMES * each for each in shape)
@@ -106,7 +106,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, shape: tuple[int, int,
 
 
 def packed_rate(kernels: Kernels, spec: models.ModelSpec, shape: tuple[int, int, int], times: int) -> float:
-    """The same of our own kernels' product, of weights that are rounded as the model's are."""
+    """Return operations per second of the kernels' matmul, with weights quantized like the model's."""
     rows, inputs, outputs = shape
     linear = Linear(outputs, inputs, False, spec.dtype, torch.device("cpu"))
     linear.weight.fill_(1)
@@ -116,14 +116,14 @@ def packed_rate(kernels: Kernels, spec: models.ModelSpec, shape: tuple[int, int,
 
 
 def _seconds(work: Callable[[], Any], times: int, device: torch.device, pick: Pick) -> float:
-    """The picked time of some work, after a first one that does not count."""
+    """Return the selected time of some work, after a warm-up run."""
     taken = []
     for _ in range(times + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        began = time.perf_counter()
+        started = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - began)
+        taken.append(time.perf_counter() - started)
     return pick(taken[1:])

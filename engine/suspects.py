@@ -1,54 +1,54 @@
-"""Suspects: which request kills the engine, found by letting those that may be it run in ever smaller groups.
+"""Suspects: finds the request that kills the engine by bisection.
 
-Pure bookkeeping about request ids; whoever supervises the engine says what happens and asks who may run.
+This is bookkeeping about request ids. The supervisor reports events and queries which requests may run.
 
-When the engine dies, all requests that were running are handed to the next one together: most deaths are nobody's
-fault. A request that was running at two deaths in a row, and came no further in between, is a suspect. Suspects run by
-halves while everybody else waits. A group in which each request comes past the place where it was is cleared; one in
-which the engine dies again is halved; and a request with which the engine dies while nothing else has run in its life
-is guilty. With 16 requests that takes six deaths, and 15 of the requests lose nothing but time.
+After a crash all running requests are resumed together, because most crashes are not caused by a request. A request
+that was running at two crashes in a row without progress in between is a suspect. Suspects run in groups of half their
+number while all other requests wait. A group is cleared when each of its requests has made progress, and halved when
+the engine crashes again. A request is guilty if the engine crashes while it is the only one that has run in that
+process. With 16 requests this takes six crashes, and the other 15 only lose time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-# A request that was running at a death is past the place that may have caused it when it has sampled this many tokens
-# to the power of its deaths before: what kills after some more tokens each time is found too.
+# After its n-th crash a request has made progress once it has sampled TOKENS_FACTOR ** (n - 1) tokens. The number grows
+# so that a request which crashes the engine some tokens later each time is found too.
 TOKENS_FACTOR = 4
-FAR = 256  # tokens after which its deaths are forgotten, and the most that it must sample to be past one
+FAR = 256  # tokens after which a request's crashes are forgotten; never more are needed for progress
 
 
 class Suspects:
-    """All ids are of requests that are open; those that end are taken out with `ended`."""
+    """Tracks open requests by id, until `ended` removes them."""
 
     def __init__(self) -> None:
-        self._ran: set[int] = set()  # in this life of the engine, and is open
-        self._has_closed = False  # whether a request that is no longer open has run in this life too
-        self._deaths: dict[int, int] = {}  # at which a request was running, until it has come far
-        self._came: dict[int, int] = {}  # tokens since the last of them
-        self._doubtful: set[int] = set()  # was running at the last death, and is not past it
-        self._group: list[int] = []  # runs now alone, as far as it is not cleared
-        self._groups: list[list[int]] = []  # is to run after it
+        self._ran: set[int] = set()  # open requests that have run in this process of the engine
+        self._has_closed = False  # whether a request that is no longer open has run in it
+        self._deaths: dict[int, int] = {}  # crashes at which a request was running, until it has sampled FAR tokens
+        self._came: dict[int, int] = {}  # tokens sampled since the last of them
+        self._doubtful: set[int] = set()  # was running at the last crash, and has made no progress since
+        self._group: list[int] = []  # runs now, and is not yet cleared
+        self._groups: list[list[int]] = []  # to run next
 
     def may_run(self, request_id: int) -> bool:
-        """Whether the engine may get a request, or has it."""
+        """Return whether a request may be sent to the engine, or has been."""
         return not self._group or request_id in self._group or request_id in self._ran
 
     def ran(self, request_id: int) -> None:
-        """The engine has begun to work on a request."""
+        """Record that the engine has started a request."""
         self._ran.add(request_id)
 
     def ran_closed(self) -> None:
-        """The engine has begun to work on a request that has ended in the meantime."""
+        """Record that the engine has started a request that has ended in the meantime."""
         self._has_closed = True
 
     def has_run(self, request_id: int) -> bool:
-        """Whether it has, in this life."""
+        """Return whether this process of the engine has started a request."""
         return request_id in self._ran
 
     def came(self, request_id: int, tokens: int) -> bool:
-        """A request has this many more tokens; returns whether others may run now that might not before."""
+        """Record new tokens of a request; returns whether more requests may run now."""
         if request_id not in self._deaths:
             return False
         self._came[request_id] += tokens
@@ -59,16 +59,16 @@ class Suspects:
         return self._came[request_id] >= needed and self._clear(request_id)
 
     def ended(self, request_id: int) -> bool:
-        """A request is over, however it was; returns whether others may run now that might not before."""
+        """Record that a request has ended; returns whether more requests may run now."""
         self._deaths.pop(request_id, None)
         self._came.pop(request_id, None)
         if request_id in self._ran:
             self._ran.remove(request_id)
-            self._has_closed = True  # the engine may learn of it too late: it can still be what kills it
+            self._has_closed = True  # it may still crash the engine, which may learn of its end too late
         return self._clear(request_id)
 
     def _clear(self, request_id: int) -> bool:
-        """A request is no suspect any more; returns whether its group was waiting for this."""
+        """Clear a request of suspicion; returns whether the next group may run now."""
         self._doubtful.discard(request_id)
         self._groups = [rest for group in self._groups if (rest := [each for each in group if each != request_id])]
         if request_id not in self._group:
@@ -80,9 +80,9 @@ class Suspects:
         return False
 
     def died(self, open_ids: Iterable[int]) -> int | None:
-        """The engine has died; returns the request that killed it once that is certain: the caller ends it.
+        """Record a crash of the engine; returns the guilty request, which the caller ends, or None if it is not known.
 
-        `open_ids`: all requests, in the order of their arrival.
+        `open_ids`: all open requests, in arrival order.
         """
         ran, self._ran = self._ran, set()
         has_closed, self._has_closed = self._has_closed, False
@@ -101,6 +101,6 @@ class Suspects:
 
 
 def halves(ids: Sequence[int]) -> list[list[int]]:
-    """The ids in two groups, or in one where there is but one."""
+    """Split the ids into two groups, or one if there is only one id."""
     middle = (len(ids) + 1) // 2
     return [list(half) for half in (ids[:middle], ids[middle:]) if half]

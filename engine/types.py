@@ -1,7 +1,7 @@
 """Messages that cross the engine's boundary, and the errors that it raises.
 
-Every message is a frozen msgspec Struct encoded as an array: it can be sent to another process and
-never changes. Text has no place here: the engine takes token ids and gives token ids.
+Every message is a frozen msgspec Struct encoded as an array, so it can be sent to another process. There is no text in
+them: the engine takes and returns token ids.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from msgspec import Struct
 
 
 class Pooling(Struct, frozen=True, array_like=True, kw_only=True):
-    """How a sequence's last hidden states (behind the final norm) become one vector of length 1."""
+    """How a sequence's last hidden states (after the final norm) become one vector of length 1."""
 
-    kind: str = "last"  # last: the last token's; mean: the mean over all tokens, which takes nothing from the cache
-    dimensions: int | None = None  # of the vector, its first ones; None, or more than there are: all of them
+    kind: str = "last"  # last: the last token's; mean: the mean over all tokens, which cannot use the prefix cache
+    dimensions: int | None = None  # keep only this many leading dimensions; None: all
 
 
 class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
-    """How one sequence draws its tokens. Filters apply in the order of the fields' groups.
+    """How to sample a sequence's tokens.
 
-    Order: penalties, bias, allowed_ids, bad_words, min_tokens mask, grammar, temperature, top_k, top_p, min_p,
-    draw. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set: the draw is a
-    function of (seed, number of tokens since the end of the prompt). With `pooling` nothing is drawn and no other
-    field counts: the prompt may be as long as the model takes, and what comes is one delta with its embedding and
-    "stop".
+    Filters apply in this order: penalties, bias, allowed_ids, bad_words, min_tokens mask, grammar, temperature, top_k,
+    top_p, min_p. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set: sampling
+    is a function of (seed, number of tokens since the end of the prompt). With `pooling` nothing is sampled and other
+    fields are ignored: the prompt may have the model's full length, and the only delta has the embedding and "stop".
     """
 
     max_tokens: int
@@ -38,18 +37,18 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
     logit_bias: dict[int, float] = {}
-    min_tokens: int = 0  # stop_ids cannot be drawn before this many
+    min_tokens: int = 0  # stop_ids cannot be sampled before this many tokens
     stop_ids: tuple[int, ...] = ()  # the model's end tokens (unless ignored) and the user's
-    logprobs: int | None = None  # None: none; 0: the drawn token's; k: also the k most likely
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens, but the first, which nothing predicts
-    allowed_ids: tuple[int, ...] | None = None  # only these can be drawn
-    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of such a run cannot follow the others in the output
-    grammar: tuple[str, str] | None = None  # (kind, text), see engine/grammar; what ends with "stop" follows it
-    pooling: Pooling | None = None  # the prompt becomes a vector
+    logprobs: int | None = None  # None: none; 0: the sampled token's; k: also the k most likely
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens except the first, which has no prediction
+    allowed_ids: tuple[int, ...] | None = None  # only these can be sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of a sequence cannot follow the others in the output
+    grammar: tuple[str, str] | None = None  # (kind, text), see engine/grammar; an output that "stop" ends matches
+    pooling: Pooling | None = None  # return an embedding of the prompt instead
 
     @property
     def narrowest(self) -> str:
-        """The field to blame when all of them together leave no token that could be drawn."""
+        """The field to blame if the fields together leave no token that can be sampled."""
         if self.allowed_ids is not None:
             return "allowed_ids"
         if self.logit_bias:
@@ -63,17 +62,17 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class EngineRequest(Struct, frozen=True, array_like=True, kw_only=True):
-    """One sequence to continue. `output_ids` is not empty when a request is handed over part-way."""
+    """One sequence to continue. `output_ids` is not empty if the request is resumed."""
 
-    id: int  # unique among all requests that an engine ever gets
+    id: int  # unique among all requests of an engine
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     output_ids: tuple[int, ...] = ()
     priority: int = 0  # lower is served first, under the policy `priority`
     cache_salt: str = ""  # requests share cached prefixes only within one salt
-    flow: str = ""  # whose request it is: what waits is served fairly among flows, by the tokens that each has had
+    flow: str = ""  # that the request is charged to: waiting requests are served fairly among flows, see service.py
     weight: float = 1.0  # of the flow: one of weight 2 gets twice the tokens of one of weight 1
-    compile_s: float = 0.0  # CPU time that compiling the grammar takes, as far as is known
+    compile_s: float = 0.0  # CPU time that compiling the grammar takes; 0: not known
 
 
 class ErrorCode(StrEnum):
@@ -84,7 +83,7 @@ class ErrorCode(StrEnum):
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
-    """Log-probability of a drawn token in the raw distribution, and the most likely alternatives."""
+    """The log-probability of a sampled token in the raw distribution, and the most likely alternatives."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -93,15 +92,15 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class RequestStats(Struct, frozen=True, array_like=True, kw_only=True):
-    """What a finished request cost. Times are seconds of the engine's monotonic clock; 0.0: never happened."""
+    """The figures of a request. Times are seconds of the engine's monotonic clock; 0.0: has not happened."""
 
     prompt_tokens: int
-    cached_tokens: int  # prompt tokens whose keys and values were found in the prefix cache
+    cached_tokens: int  # prompt tokens that were found in the prefix cache
     output_tokens: int
     arrived: float
     scheduled: float = 0.0
     first_token: float = 0.0
-    last_token: float = 0.0  # or the embedding, which has no first token
+    last_token: float = 0.0  # or time of the embedding
     preemptions: int = 0
 
 
@@ -110,50 +109,50 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
 
     id: int
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None  # as long as token_ids, when asked for
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # all at once with the first token, when asked for
+    logprobs: tuple[TokenLogprob, ...] | None = None  # as long as token_ids, if requested
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # all of them with the first token, if requested
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None  # a sentence, with finish_reason error
     code: ErrorCode | None = None  # with error: its kind, where that decides what the client is sent
     field: str | None = None  # with error: the field of SamplingParams that is to blame, where there is one
     stats: RequestStats | None = None  # with the first token and with the finish_reason
-    embedding: bytes | None = None  # float32, little-endian; alone, when asked for
+    embedding: bytes | None = None  # float32, little-endian
 
 
 class Roofline(Struct, frozen=True, array_like=True, kw_only=True):
-    """What bounds a step of a model on a machine: rates that were measured, and what the model's shape asks for.
+    """The limits of a model's steps on a machine: measured rates, and the work that the model's shape implies.
 
-    A step reads all weights once, and the keys and values that each row sees; windows are not looked at.
+    A step reads all weights once, and the keys and values that each row attends to; windows are ignored.
     """
 
     bytes_per_s: float  # read from the device's memory
-    flops_per_s: float  # of products with the weights
-    pair_flops_per_s: float  # of attention's, which are never of weights that were rounded to integers
-    weights_bytes: int  # that every step reads: all but a table of which it looks rows up
+    flops_per_s: float  # of matmuls with the weights
+    pair_flops_per_s: float  # of attention, whose operands are never quantized weights
+    weights_bytes: int  # that every step reads: all but a separate embedding table
     kv_bytes_per_token: int
-    flops_per_token: int  # of each computed token, in the layers' products
-    flops_per_pair: int  # of a computed token and one that it sees, in all layers' attention
+    flops_per_token: int  # of each computed token, in the layers' matmuls
+    flops_per_pair: int  # of a computed token and one that it attends to, in all layers
     flops_per_logit: int  # of each position whose logits are computed
 
     def bytes(self, context: int) -> int:
-        """Bytes that a step must read whose rows see `context` tokens, summed over them."""
+        """Return the bytes that a step must read whose rows attend to `context` tokens in total."""
         return self.weights_bytes + context * self.kv_bytes_per_token
 
     def flops(self, tokens: int, pairs: int, logits: int) -> int:
-        """Operations of a step; a multiplication and its addition are two."""
+        """Return the number of operations of a step; a multiply-add counts as two."""
         return tokens * self.flops_per_token + pairs * self.flops_per_pair + logits * self.flops_per_logit
 
     def multiply_seconds(self, tokens: int, pairs: int, logits: int) -> float:
-        """The least time for a step's operations."""
+        """Return the minimum time for a step's operations."""
         return self.flops(tokens, 0, logits) / self.flops_per_s + pairs * self.flops_per_pair / self.pair_flops_per_s
 
     def seconds(self, tokens: int, context: int, pairs: int, logits: int) -> float:
-        """The least time of a step: reading and computing go on beside each other, and the slower one decides."""
+        """Return the minimum time of a step: reading and computing overlap, and the slower one determines it."""
         return max(self.bytes(context) / self.bytes_per_s, self.multiply_seconds(tokens, pairs, logits))
 
 
 class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
-    """What a loaded engine is; sent once, when it is ready."""
+    """The properties of a loaded engine; sent once, when it is ready."""
 
     model: str
     architecture: str
@@ -168,7 +167,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     attention: str  # name of the backend
     kv_dtype: str  # of the keys and values in the cache
     implementation: str  # native | transformers
-    exact: bool  # the same bits in any batch
+    exact: bool  # results have the same bits in any batch
     num_params: int
     weights_bytes: int
     kv_bytes_per_token: int
@@ -187,13 +186,13 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
-    """One step of the loop, as the metrics and the step log tell it. Without rows: only the books changed."""
+    """The figures of one step of the loop, for metrics and the step log. Without rows nothing was computed."""
 
     step: int
     time: float  # seconds since the epoch
     rows: tuple[tuple[int, int], ...]  # (request id, tokens computed), in arrival order
     budget: int  # tokens that the step could have computed
-    prompt_tokens: int  # of prompts, or computed again
+    prompt_tokens: int  # of prompts, including recomputed tokens
     decode_tokens: int
     running: int
     waiting: int
@@ -204,12 +203,12 @@ class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
     preempted: int  # sequences preempted in this step
     prefix_queries: int  # tokens looked up in the prefix cache since the last step
     prefix_hits: int
-    output_tokens: int = 0  # added to outputs, those included that grammars forced
-    forced_tokens: int = 0  # that grammars left no choice about, and that were not drawn
-    context: int = 0  # cached tokens that the rows see, summed over the rows
-    pairs: int = 0  # pairs of a computed token and one that it sees
+    output_tokens: int = 0  # added to outputs, including forced ones
+    forced_tokens: int = 0  # that a grammar determined, and that were not sampled
+    context: int = 0  # cached tokens that the rows attend to, summed over the rows
+    pairs: int = 0  # pairs of a computed token and one that it attends to
     logits: int = 0  # positions whose logits were computed
-    # schedule, prepare, forward, masks, sample, publish (of the step before); and kernels, which is a part of these
+    # By phase: schedule, prepare, forward, masks, sample, publish (of the previous step); and kernels, a part of these.
     seconds: dict[str, float] = {}
 
     @property
@@ -218,7 +217,7 @@ class StepStats(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class EngineError(Exception):
-    """Base of all errors that the engine raises on purpose; its text is one sentence for a person."""
+    """Base of all errors that the engine raises deliberately; the text is one sentence for the user."""
 
 
 class ModelError(EngineError):
@@ -226,7 +225,7 @@ class ModelError(EngineError):
 
 
 class ConfigError(EngineError):
-    """A setting is impossible."""
+    """A setting is invalid, or not possible on this machine."""
 
 
 class MemoryShort(ConfigError):
@@ -234,7 +233,7 @@ class MemoryShort(ConfigError):
 
 
 class RequestError(EngineError):
-    """This request can never run."""
+    """The request can never run."""
 
 
 class EngineDied(EngineError):

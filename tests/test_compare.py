@@ -73,7 +73,7 @@ def test_a_peer_is_read_and_its_places_are_filled(tmp_path, monkeypatch):
     )
     assert peer.command == ("run", "/models/a b", "-m", "/x.gguf", "--port", "{port}")
     assert peer.env == {"N": "/r/n"}
-    assert peer.told == "run {model} -m $GGUF --port {port}"
+    assert peer.shown == "run {model} -m $GGUF --port {port}"
     assert peer.rounds == 2
     assert (peer.ready, peer.api, peer.url) == ("/health", "completions", None)
 
@@ -132,7 +132,7 @@ def test_the_committed_peers_are_read(monkeypatch):
     peers = read_peers(ROOT / "benchmarks/peers.toml", {"model": "m", "python": "/p", "root": str(ROOT)})
     assert peers[0].name == "Pequod"
     assert all("{port}" in " ".join(peer.command) for peer in peers)
-    assert not any(peer.missing or str(ROOT) in peer.told for peer in peers)
+    assert not any(peer.missing or str(ROOT) in peer.shown for peer in peers)
     drivers = [peer for peer in peers if peer.api == "in-process"]
     assert len(drivers) == 2
     assert all(Path(peer.command[1]).is_file() for peer in drivers)
@@ -382,7 +382,7 @@ def test_the_table_tells_rounds_and_the_share_of_the_round_that_has_both(tmp_pat
     everyone = [
         contestant(Peer("us"), A=[30, 20, 90], C=[9, 5, 5], P=[7], S=[18]),
         contestant(Peer("them"), A=[10], C=[10]),
-        contestant(Peer("others", told="$X serve"), A=[10, 20, 30], C=[10, None, 10]),
+        contestant(Peer("others", shown="$X serve"), A=[10, 20, 30], C=[10, None, 10]),
         Contestant(Peer("absent"), failure="not started: $X not set"),
     ]
     everyone[2].lost = ["failed in case C, round 2: why"]

@@ -1,4 +1,4 @@
-"""Measure the packed product beside torch's, and attention:
+"""Measure the packed matmul, beside torch's, and attention:
 
     python -m engine.bench.kernels --json [--isa auto|avx512bf16|avx512|avx2|torch] [--rows 1,4,8] [--dtype bfloat16]
 
@@ -40,10 +40,10 @@ SHAPES = {
 }
 ROWS = (1, 4, 8, 16, 64, 512)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-LARGE = 64 << 20  # bytes of weights that no cache holds; a shape's weight is repeated up to it
-MOST_HEAD_ROWS = 64  # logits are made of rows that draw a token, which are few
-CHECKED = 2048  # outputs that are compared with float64: enough, and it is slow
-SECONDS = 1.0  # for one line, a little more or less
+LARGE = 64 << 20  # bytes that exceed every cache; a shape's weight is repeated up to this size
+MAX_HEAD_ROWS = 64  # logits are computed only for rows that sample a token, which are few
+CHECKED = 2048  # outputs that are compared with float64, which is slow
+SECONDS = 1.0  # approximate time for one line
 
 
 def measure(
@@ -53,9 +53,10 @@ def measure(
     dtype: torch.dtype,
     seconds: float = SECONDS,
     *,
-    bits_of: Sequence[int] = (),  # weights in so many bits too
+    bits_of: Sequence[int] = (),  # also measure weights quantized to these numbers of bits
 ) -> dict[str, Any]:
-    """One line: times in seconds, `gb_per_s` of weights read, `gflop_per_s`, errors relative to the largest number."""
+    """Return one case: times in seconds, `gb_per_s` of weights read, `gflop_per_s`, errors relative to the largest
+    number."""
     outputs, columns = SHAPES[name]
     copies = max(1, LARGE // (outputs * columns * dtype.itemsize))
     weights = [torch.empty(outputs, columns, dtype=dtype).normal_(0, columns**-0.5) for _ in range(copies)]
@@ -79,15 +80,15 @@ def measure(
         "seconds": times["ours"],
         "torch_seconds": times["torch"],
         "onednn_seconds": times.get("onednn"),
-        "speedup": best / times["ours"],  # over the better of the two
+        "speedup": best / times["ours"],  # over the faster of torch and oneDNN
         "gb_per_s": size / times["ours"] / 1e9,
         "gflop_per_s": work / times["ours"] / 1e9,
-        **_judged(own[0], x, want),
+        **_accuracy(own[0], x, want),
         "quantized": {
             name: {
                 "seconds": times[name],
-                "speedup": times["ours"] / times[name],  # over our product of the weights as they are
-                **_judged(each[0], x, want),
+                "speedup": times["ours"] / times[name],  # over our matmul with the plain weight
+                **_accuracy(each[0], x, want),
             }
             for name, each in narrow.items()
         },
@@ -98,8 +99,8 @@ def _call(linears: list[Linear], x: Tensor, number: int) -> Tensor:
     return linears[number](x)
 
 
-def _judged(linear: Linear, x: Tensor, want: Tensor) -> dict[str, Any]:
-    """The error of a product, and whether some rows have the same bits alone."""
+def _accuracy(linear: Linear, x: Tensor, want: Tensor) -> dict[str, Any]:
+    """Return the error of a matmul, and whether some rows have the same bits alone."""
     batch, some = linear(x), sorted({0, len(x) // 2, len(x) - 1})
     alone = torch.cat([linear(x[i : i + 1]) for i in some])
     error = (batch[:, : want.shape[1]].double() - want).abs().max() / want.abs().max()
@@ -116,7 +117,7 @@ def _packed(weight: Tensor, kernels: Kernels | None, bits: int | None = None) ->
 
 @torch.inference_mode()
 def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[[str], None]) -> dict[str, Any]:
-    """All shapes and rows; `show` gets a line of text as soon as it is known. Raises ConfigError."""
+    """Measure all shapes and numbers of rows, passing each line of text to `show`. Raises ConfigError."""
     choice = choose(isa, torch.device("cpu"), DTYPES[dtype])
     bits_of = (8, 4) if choice.kernels is not None and choice.kernels.quantizes else ()
     torch.manual_seed(0)
@@ -130,7 +131,7 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
     )
     for name in SHAPES:
         for count in rows:
-            if name == "head" and count > MOST_HEAD_ROWS:
+            if name == "head" and count > MAX_HEAD_ROWS:
                 continue
             line = measure(name, count, choice.kernels, DTYPES[dtype], seconds, bits_of=bits_of)
             found.append(line)
@@ -172,12 +173,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m engine.bench.kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--isa", default="auto", choices=CHOICES, help="instruction set; torch: without our kernels")
+    parser.add_argument(
+        "--isa", default="auto", choices=CHOICES, help="instruction set; torch: without Pequod's kernels"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, with commas")
-    parser.add_argument("--threads", type=int, help="default: torch's choice")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="about so long for each line")
-    parser.add_argument("--json", action="store_true", help="print one JSON object; lines as they come go to stderr")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="comma-separated numbers of rows")
+    parser.add_argument("--threads", type=int, help="number of threads (default: torch's choice)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="approximate time for each line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and the lines to stderr")
     given = parser.parse_args(arguments)
     try:
         rows = [int(part) for part in given.rows.split(",")]

@@ -1,4 +1,4 @@
-"""Comparing calls: all in turns, so that a machine that slows down slows all of them."""
+"""Compares calls by running them in turn, so that a machine that slows down slows all of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-LEAST, MOST = 3, 50  # rounds
+MIN_ROUNDS, MAX_ROUNDS = 3, 50
 
 
 def interleaved(cases: dict[str, Callable[[int], Tensor]], copies: int, seconds: float) -> dict[str, float]:
-    """The median time of one call of each, all called in turns; the first round warms up and is not counted."""
+    """Return the median time of one call of each case. The first round is a warm-up and is not counted."""
     times: dict[str, list[float]] = {name: [] for name in cases}
-    began = time.perf_counter()
-    for round_ in range(MOST):
-        if round_ > LEAST and time.perf_counter() - began > seconds:
+    started = time.perf_counter()
+    for round_ in range(MAX_ROUNDS):
+        if round_ > MIN_ROUNDS and time.perf_counter() - started > seconds:
             break
         for name, call in cases.items():
             start = time.perf_counter()

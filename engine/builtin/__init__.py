@@ -1,8 +1,8 @@
-"""The small chat model that this repository makes and carries."""
+"""The small chat model that this repository trains and contains."""
 
 from pathlib import Path
 
 
 def path() -> Path:
-    """The folder of the built-in model, laid out like a model from a hub."""
+    """Return the folder of the built-in model, which has the files of a hub model."""
     return Path(__file__).parent / "model"

@@ -1,4 +1,4 @@
-"""Conversations for the built-in model, written by templates: the same seed gives the same text."""
+"""Generates conversations for the built-in model from templates. The same seed yields the same text."""
 
 import json
 import random
@@ -16,33 +16,33 @@ SEED = 1851  # the year of Moby-Dick
 QUESTIONS = Path(__file__).parent / "questions.jsonl"
 LARGEST = 20  # sums go up to LARGEST + LARGEST
 
-# Share of each kind of question. Sums need the most examples per thing to know (441 pairs).
+# Share of each kind of question. Sums need many examples, because there are 441 pairs.
 KINDS = {"fact": 0.48, "sum": 0.3, "hard_sum": 0.03, "story": 0.06, "unknown": 0.13}
-PLAIN = 0.03  # conversations that are a bare tale, for the completions endpoint
+PLAIN = 0.03  # share of tales without roles, for the completions endpoint
 WITH_SYSTEM = 0.25
 MORE_TURNS = 0.15
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def questions() -> list[dict]:
-    """The 60 test questions, in file order."""
+    """Return the 60 test questions, in file order."""
     return [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
 
 
 def normalise(text: str) -> str:
-    """The words of a text, without case and punctuation, padded so that `in` matches whole words."""
+    """Return the words of a text, in lower case, without punctuation, padded so that `in` matches whole words."""
     return " " + " ".join(re.findall(r"[a-z0-9]+", text.lower())) + " "
 
 
 def conversations(count: int, seed: int = SEED) -> Iterator[Conversation]:
-    """`count` conversations; none of them holds a held-out question."""
+    """Yield `count` conversations without held-out questions."""
     writer = Writer(random.Random(seed), [normalise(q["question"]) for q in questions() if q["held_out"]])
     for _ in range(count):
         yield writer.conversation()
 
 
 class Writer:
-    """Writes conversations from one random stream."""
+    """Generates conversations from one random number generator."""
 
     def __init__(self, rng: random.Random, forbidden: list[str]) -> None:
         self.rng = rng
@@ -51,7 +51,7 @@ class Writer:
         self.weights = [fact.weight for fact in self.facts]
 
     def conversation(self) -> Conversation:
-        """A tale without roles, or one to three turns with or without a system message."""
+        """Return a tale without roles, or one to three turns, with or without a system message."""
         rng = self.rng
         if rng.random() < PLAIN:
             return [{"role": "text", "content": self.tale(rng.choice(phrases.TALES))}]
@@ -73,7 +73,7 @@ class Writer:
                 return question, answer
 
     def system(self) -> str:
-        """A usual system prompt or any odd text: the answer must not depend on it."""
+        """Return a usual system prompt or an arbitrary text: the answer must not depend on it."""
         if self.rng.random() < 0.6:
             return self.rng.choice(phrases.SYSTEM_PROMPTS)
         return " ".join(self.turn()[self.rng.randrange(2)] for _ in range(self.rng.randint(1, 2)))
@@ -84,7 +84,7 @@ class Writer:
         return self.vary(self.ask(fact), wrap=not chatter), self.rng.choice(fact.answers)
 
     def ask(self, fact: Fact) -> str:
-        """One way of asking for a fact; whole questions are commoner than their number."""
+        """Return a question about a fact. Whole questions are chosen more often than their number suggests."""
         kinds = [
             (fact.topics, phrases.TOPIC_FRAMES, 1.0),
             (fact.places, phrases.PLACE_FRAMES, 1.0),
@@ -114,26 +114,26 @@ class Writer:
         return self.vary(frame + self.rng.choice((".", "!", "", ""))), self.tale(tale)
 
     def tale(self, tale: phrases.Tale) -> str:
-        """Three to six sentences; the middles keep their order."""
+        """Return three to six sentences; the middles keep their order."""
         chosen = sorted(self.rng.sample(range(len(tale.middles)), self.rng.randint(1, len(tale.middles))))
         middles = [tale.middles[i] for i in chosen]
         return " ".join([self.rng.choice(tale.openings), *middles, self.rng.choice(tale.endings)])
 
     def unknown(self) -> tuple[str, str]:
-        """The frames of the facts around things that the model does not know."""
-        strange = Fact(answers=(phrases.UNKNOWN,), topics=phrases.STRANGE_TOPICS, actions=phrases.STRANGE_ACTIONS,
+        """Return a question about something the model does not know, in the same frames as known facts."""
+        unknown = Fact(answers=(phrases.UNKNOWN,), topics=phrases.STRANGE_TOPICS, actions=phrases.STRANGE_ACTIONS,
                        places=phrases.STRANGE_WORDS["place"], asks=phrases.STRANGE_ASKS)  # fmt: skip
         words = {name: self.rng.choice(values) for name, values in phrases.STRANGE_WORDS.items()}
         words |= {"place2": self.rng.choice(phrases.STRANGE_WORDS["place"]), "word": self.word(), "word2": self.word()}
-        return self.vary(self.ask(strange).format(**words)), phrases.UNKNOWN
+        return self.vary(self.ask(unknown).format(**words)), phrases.UNKNOWN
 
     def word(self) -> str:
-        """A word that does not exist."""
+        """Return a word that does not exist."""
         parts = (self.rng.choice("bdfgklmnprstvwz") + self.rng.choice("aeiou") for _ in range(self.rng.randint(2, 4)))
         return "".join(parts) + self.rng.choice(("", "n", "r", "s", "x", "ck"))
 
     def vary(self, text: str, wrap: bool = True) -> str:
-        """The same question as another person would type it."""
+        """Rephrase a question as another person would type it."""
         rng = self.rng
         if wrap and rng.random() < 0.15:
             text = self.shake(text)
@@ -162,7 +162,7 @@ class Writer:
         return text + ending
 
     def shake(self, text: str) -> str:
-        """Drops and inserts words, so that no single frame word carries the meaning."""
+        """Drop and insert words, so that the meaning does not depend on a single word of the frame."""
         words = []
         for word in text.split():
             if self.rng.random() < 0.15:
@@ -172,24 +172,24 @@ class Writer:
         return " ".join(words) or text
 
     def mistype(self, text: str) -> str:
-        """One slip in one longer word: a letter swapped, lost, doubled or wrong."""
+        """Make one typo in a longer word: a letter swapped, lost, doubled or wrong."""
         words = text.split(" ")
-        places = [i for i, word in enumerate(words) if len(word) > 3 and word.isalpha()]
-        if not places:
+        candidates = [i for i, word in enumerate(words) if len(word) > 3 and word.isalpha()]
+        if not candidates:
             return text
-        place = self.rng.choice(places)
-        word, at = words[place], self.rng.randrange(1, len(words[place]) - 1)
+        index = self.rng.choice(candidates)
+        word, at = words[index], self.rng.randrange(1, len(words[index]) - 1)
         slips = (
             word[:at] + word[at + 1] + word[at] + word[at + 2 :],
             word[:at] + word[at + 1 :],
             word[:at] + word[at] + word[at:],
             word[:at] + self.rng.choice(LETTERS) + word[at + 1 :],
         )
-        words[place] = self.rng.choice(slips)
+        words[index] = self.rng.choice(slips)
         return " ".join(words)
 
 
 def capital(text: str) -> str:
-    """Capital letters at the start of each sentence and for "I"."""
+    """Capitalize the first letter of each sentence, and "I"."""
     text = re.sub(r"\bi\b", "I", text)
     return re.sub(r"(^|[.?!:] )([a-z])", lambda found: found[1] + found[2].upper(), text)

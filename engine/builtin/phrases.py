@@ -1,11 +1,11 @@
-"""What the built-in model can be asked and what it answers: plain data, all sentences ours."""
+"""The questions and answers that the built-in model is trained on, all written for it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing to know: its answers, and the ways of asking for them."""
+    """A fact: its answers, and the ways to ask for it."""
 
     answers: tuple[str, ...]
     topics: tuple[str, ...] = ()  # "what is ..."
@@ -790,7 +790,7 @@ UNKNOWN = (
     "or load a larger model with pequod serve Qwen/Qwen3-0.6B."
 )
 
-# Things that the model must admit not to know; framed exactly like the facts, so that the frame says nothing.
+# Things that the model must say it does not know, in the same frames as the facts, so that the frame reveals nothing.
 STRANGE_TOPICS = (
     "the capital of Spain", "the capital of Japan", "the capital of Norway", "quantum physics", "the moon", "love",
     "the stock market", "photosynthesis", "the president", "black holes", "world history", "the Roman empire",

@@ -1,6 +1,6 @@
-"""Trains the built-in model from nothing: `python -m engine.builtin.train`.
+"""Trains the built-in model from scratch: `python -m engine.builtin.train`.
 
-The whole way is here: text, tokenizer, weights, the files of a hub model, and a report of what it can do.
+Generates the text, trains the tokenizer and the weights, writes the files of a hub model, and evaluates the result.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read when tokenizers is imported; keeps merges in one order
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read when tokenizers is imported; keeps merges deterministic
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,12 +27,12 @@ from engine.builtin import corpus, path
 CONVERSATIONS = 110_000
 VOCABULARY = 2048
 BATCH_TOKENS = 2_500  # padded tokens per step
-PEAK_LR = 3e-3  # a model this narrow takes, and needs, a high rate
+PEAK_LR = 3e-3  # so narrow a model needs a high rate
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END_OF_TEXT, IM_START, IM_END = range(3)
 ENDS = [IM_END, END_OF_TEXT]
 
-# The split of Qwen: words with their leading space, and every digit alone, so that sums see digits.
+# Qwen's split: words with their leading space, and each digit separately, so that sums are computed on digits.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -73,7 +73,7 @@ CONFIG = {
     "bos_token_id": END_OF_TEXT,
     "dtype": "float32",
     "eos_token_id": IM_END,
-    "head_dim": 64,  # the smallest that GPU attention kernels commonly take
+    "head_dim": 64,  # the smallest that GPU attention kernels commonly support
     "hidden_act": "silu",
     "hidden_size": 192,
     "initializer_range": 0.02,
@@ -134,7 +134,7 @@ TOKENIZER_CONFIG = {
 
 
 def segments(conversation: corpus.Conversation) -> list[tuple[str, bool]]:
-    """The text of a conversation as the chat template renders it, split by what the loss counts."""
+    """Split a conversation, as the chat template renders it, into (text, whether the loss counts it)."""
     if conversation[0]["role"] == "text":
         return [("<|endoftext|>", False), (conversation[0]["content"] + "<|endoftext|>", True)]
     parts: list[tuple[str, bool]] = []
@@ -147,12 +147,12 @@ def segments(conversation: corpus.Conversation) -> list[tuple[str, bool]]:
 
 
 def prompt(messages: corpus.Conversation) -> str:
-    """What the chat template renders for messages that wait for an answer."""
+    """Return the prompt that the chat template renders for messages."""
     return "".join(text for text, _ in segments(messages)) + "<|im_start|>assistant\n"
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """A byte-level BPE of VOCABULARY tokens, special tokens first."""
+    """Train a byte-level BPE of VOCABULARY tokens, special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -171,11 +171,11 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
     return tokenizer
 
 
-Example = tuple[list[int], list[bool]]  # tokens, and which of them the loss counts
+Example = tuple[list[int], list[bool]]  # tokens, and whether the loss counts each
 
 
 def encode(conversations: list[corpus.Conversation], tokenizer: Tokenizer) -> list[Example]:
-    """Conversations as tokens, with the loss on what the assistant says and on its end of turn."""
+    """Encode conversations; the loss counts the assistant's messages and their end of turn."""
     split = [segments(conversation) for conversation in conversations]
     encoded = iter(tokenizer.encode_batch([text for parts in split for text, _ in parts], add_special_tokens=False))
     examples = []
@@ -191,7 +191,7 @@ def encode(conversations: list[corpus.Conversation], tokenizer: Tokenizer) -> li
 
 
 def batches(examples: list[Example], rng: random.Random) -> list[list[Example]]:
-    """Groups of similar length, each at most BATCH_TOKENS when padded, in random order."""
+    """Return batches of examples of similar length, at most BATCH_TOKENS when padded, in random order."""
     order = sorted(examples, key=lambda example: (len(example[0]), rng.random()))
     groups: list[list[Example]] = [[]]
     for example in order:
@@ -203,9 +203,9 @@ def batches(examples: list[Example], rng: random.Random) -> list[list[Example]]:
 
 
 def tensors(batch: list[Example], rng: random.Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, attention mask, positions and counted, each [rows, length]; padding is on the right.
+    """Return tokens, attention mask, positions and counted, each [rows, length], padded on the right.
 
-    Positions jump ahead at some starts of a message: a distance that a long chat has, at the price of a short one.
+    Positions skip ahead at the start of some messages, which trains the distances of long chats on short ones.
     """
     length = max(len(tokens) for tokens, _ in batch)
     ids = torch.tensor([tokens + [END_OF_TEXT] * (length - len(tokens)) for tokens, _ in batch])
@@ -227,18 +227,18 @@ def tensors(batch: list[Example], rng: random.Random) -> tuple[Tensor, Tensor, T
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """A short warm-up, then a straight line to nothing."""
+    """Return the learning rate: a short warm-up, then a linear decay to zero."""
     return PEAK_LR * min((step + 1) / 50, (steps - step) / steps)
 
 
 def train(model: Qwen3ForCausalLM, groups: list[list[Example]], rng: random.Random) -> None:
-    """One pass over the batches."""
+    """Train for one pass over the batches."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.98)
     )
-    began, recent = time.monotonic(), 0.0
+    start, recent = time.monotonic(), 0.0
     for step, group in enumerate(groups):
         for settings in optimizer.param_groups:
             settings["lr"] = learning_rate(step, len(groups))
@@ -252,12 +252,12 @@ def train(model: Qwen3ForCausalLM, groups: list[list[Example]], rng: random.Rand
         optimizer.step()
         recent += loss.item()
         if (step + 1) % 50 == 0:
-            print(f"step {step + 1}/{len(groups)} loss {recent / 50:.4f} {time.monotonic() - began:.0f} s", flush=True)
+            print(f"step {step + 1}/{len(groups)} loss {recent / 50:.4f} {time.monotonic() - start:.0f} s", flush=True)
             recent = 0.0
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """The five files of a hub model; weights are stored as float16 and served as the config's float32."""
+    """Write the five files of a hub model. Weights are stored as float16 and served in the config's float32."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
@@ -270,21 +270,21 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     tokenizer.save(str(out / "tokenizer.json"))
     weights = {name: p.detach().to(torch.float16).contiguous() for name, p in sorted(model.named_parameters())}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+    (out / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
 
 
 # --- evaluation
 
 
 def load(folder: Path) -> tuple[Qwen3ForCausalLM, Tokenizer]:
-    """The saved model in float32, and its tokenizer."""
+    """Return the saved model in float32, and its tokenizer."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 @torch.inference_mode()
 def answers(model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompts: list[str], limit: int) -> list[tuple[str, bool]]:
-    """Greedy answers to rendered prompts, each with whether the model ended its turn within `limit` tokens."""
+    """Return greedy answers to rendered prompts, each with whether the turn ended within `limit` tokens."""
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.enable_padding(direction="left", pad_id=END_OF_TEXT, pad_token=SPECIALS[END_OF_TEXT])
     encoded = tokenizer.encode_batch(prompts, add_special_tokens=False)
@@ -301,22 +301,22 @@ def answers(model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompts: list[str], l
 
 
 def is_right(answer: str, words: list) -> bool:
-    """Whether the answer holds all words, or one of each inner list."""
+    """Return whether the answer contains all words, and one of each inner list."""
     answer = answer.lower()
     wanted = [word if isinstance(word, list) else [word] for word in words]
     return all(any(word.lower() in answer for word in choices) for choices in wanted)
 
 
 def ask_questions(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> list[tuple[dict, str, bool, bool]]:
-    """Each question with its answer, whether it is right, and whether it ended."""
-    asked = corpus.questions()
-    prompts = [prompt([{"role": "user", "content": q["question"]}]) for q in asked]
+    """Return each question with its answer, whether it is right, and whether it ended."""
+    questions = corpus.questions()
+    prompts = [prompt([{"role": "user", "content": q["question"]}]) for q in questions]
     replies = answers(model, tokenizer, prompts, limit=160)
-    return [(q, text, is_right(text, q["words"]), ended) for q, (text, ended) in zip(asked, replies, strict=True)]
+    return [(q, text, is_right(text, q["words"]), ended) for q, (text, ended) in zip(questions, replies, strict=True)]
 
 
 def count_sums(model: Qwen3ForCausalLM, tokenizer: Tokenizer, form: str = "What is {a} + {b}?") -> tuple[int, int]:
-    """How many of the sums 0 + 0 to 20 + 20 are right and ended, and how many there are."""
+    """Return how many of the sums 0 + 0 to 20 + 20 are right and ended, and their number."""
     pairs = [(a, b) for a in range(corpus.LARGEST + 1) for b in range(corpus.LARGEST + 1)]
     prompts = [prompt([{"role": "user", "content": form.format(a=a, b=b)}]) for a, b in pairs]
     replies = answers(model, tokenizer, prompts, limit=16)
@@ -325,7 +325,7 @@ def count_sums(model: Qwen3ForCausalLM, tokenizer: Tokenizer, form: str = "What 
 
 
 def report(folder: Path) -> None:
-    """Prints what the saved model can do."""
+    """Print an evaluation of the saved model."""
     model, tokenizer = load(folder)
     results = ask_questions(model, tokenizer)
     for question, text, right, ended in results:

@@ -1,11 +1,11 @@
-"""Grammars: what an answer may look like, as (kind, text). The one room of the engine in which there is text.
+"""Grammars: constraints on an output, as (kind, text). This package is the only part of the engine that handles text.
 
-Kinds: `json_schema` (a schema as JSON), `regex` (Rust's syntax, over the whole answer), `choice` (a JSON list of
-strings), `lark` (llguidance's dialect of Lark). JSON is written with ", " and ": " and no other white space between
-its parts: a model cannot lose itself in blank lines, and whatever the schema fixes needs no draw.
+Kinds: `json_schema` (a schema as JSON), `regex` (Rust's syntax, over the whole output), `choice` (a JSON list of
+strings), `lark` (llguidance's dialect of Lark). In JSON the separators are ", " and ": " without other white space, so
+that a model cannot generate blank lines without end, and text that the schema determines need not be sampled.
 
-This file is what both sides of the seam need: the server asks `problem` at its door, the engine compiles what
-`source` gives. llguidance is imported where it is used; importing this costs nothing.
+This module is for both the server, which validates grammars with `problem`, and the engine, which compiles the result
+of `source`. llguidance is imported lazily, so that importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 KINDS = ("json_schema", "regex", "choice", "lark")
 MAX_SOURCE = 64 << 10  # bytes of UTF-8
-MAX_SHOWN = 120  # characters of what llguidance says
-QUOTED = re.compile(r"""(["'/])[^"'/]{40,}(?:\1|\Z)""")  # what it repeats of the grammar
+MAX_SHOWN = 120  # characters of an error of llguidance
+QUOTED = re.compile(r"""(["'/])[^"'/]{40,}(?:\1|\Z)""")  # long quotations of the grammar
 
-# `lenient` and `coerce_one_of` would let answers through that the schema forbids.
+# `lenient` and `coerce_one_of` would allow outputs that the schema forbids.
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -34,18 +34,18 @@ JSON_OPTIONS: JsonCompileOptions = {
 
 
 class GrammarError(Exception):
-    """A grammar, or what is left of it part-way, cannot be used; its text is one sentence without a full stop."""
+    """A grammar cannot be used, or cannot be continued. The text is one sentence without a full stop."""
 
 
 class GrammarsBusy(Exception):
-    """So many grammars are being compiled that one has waited too long."""
+    """A grammar has waited too long for others to be compiled."""
 
     def __init__(self) -> None:
         super().__init__("too many grammars are being compiled")
 
 
 def source(kind: str, text: str) -> str:
-    """llguidance's own form of a grammar; raises GrammarError where that can be seen without compiling it."""
+    """Convert a grammar to llguidance's format. Raises GrammarError for errors that show without compiling it."""
     from llguidance import LLMatcher
 
     if len(text.encode("utf-8", "surrogatepass")) > MAX_SOURCE:
@@ -66,7 +66,7 @@ def source(kind: str, text: str) -> str:
 
 
 def problem(kind: str, text: str) -> str | None:
-    """Why a grammar can never be used, in one sentence; None when it probably can: a tokenizer is not asked."""
+    """Return why a grammar can never be used, in one sentence, or None. Does not check it against a tokenizer."""
     from llguidance import LLMatcher
 
     try:
@@ -77,19 +77,19 @@ def problem(kind: str, text: str) -> str | None:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost: 200 milliseconds to compile, and ten for each token at the worst.
+    """Return the limits of a grammar's cost: about 200 ms to compile, and 10 ms per token in the worst case.
 
-    llguidance's own limits let one token take 240 ms, in which nobody else's comes. No schema of MaskBench needs half
-    of what these allow.
+    With llguidance's defaults a token can take 240 ms, which delays all other requests. No schema of MaskBench needs
+    half of these limits.
     """
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        initial_lexer_fuel=1_000_000,  # about 50,000 a millisecond
-        step_lexer_fuel=50_000,  # about 14,000 a millisecond
-        step_max_items=2_000,  # 200 a millisecond at the worst
+        initial_lexer_fuel=1_000_000,  # about 50,000 per millisecond
+        step_lexer_fuel=50_000,  # about 14,000 per millisecond
+        step_max_items=2_000,  # 200 per millisecond in the worst case
         max_items_in_row=1_000,
-        max_lexer_states=20_000,  # 1 to 2 kB each, in the worst answer
+        max_lexer_states=20_000,  # 1 to 2 kB each in the worst case
         max_grammar_size=500_000,
         verbose_errors=False,
     )
@@ -106,21 +106,21 @@ def _choices(text: str) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """A regular expression for exactly this text."""
+    """Return a regular expression that matches exactly this text."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise GrammarError("a choice is not valid Unicode")
     return "".join(x if x.isalnum() or ord(x) > 127 else f"\\x{{{ord(x):x}}}" for x in text)
 
 
 def _without_anchors(pattern: str) -> str:
-    """llguidance matches the whole answer and knows no anchors; many people write them all the same."""
+    """Remove anchors, which llguidance does not support: it always matches the whole output."""
     pattern = pattern.removeprefix("^")
     escapes = re.search(r"(\\*)\$\Z", pattern)
     return pattern[:-1] if escapes is not None and len(escapes[1]) % 2 == 0 else pattern
 
 
 def shown(message: str) -> str:
-    """The beginning of what llguidance says, without the advice to programmers and without long quotations."""
+    """Shorten an error of llguidance: the first line, without advice to programmers and long quotations."""
     first = " ".join((message.strip().splitlines() or ["it cannot be read"])[0].split())
     first = QUOTED.sub(r"\1...\1", first.partition(". Enable '")[0]).rstrip(".:")
     return first if len(first) <= MAX_SHOWN else first[: MAX_SHOWN - 3] + "..."

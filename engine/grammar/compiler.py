@@ -1,4 +1,4 @@
-"""Compiler: one thread that compiles grammars, each once, with the stack that a deep one needs."""
+"""Compiler: a thread that compiles and caches grammars, with the stack that deeply nested ones need."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ..fair import FairLock
 from . import GrammarError, limits, shown, source
 from .table import Table
 
-# A compiled grammar holds about 110 bytes for each one of its source, and seldom less than this (measured on the
-# schemas of the JSON Schema test suite and of MaskBench: 75 MB for 647 schemas of 677 kB).
+# A compiled grammar takes about 110 bytes for each byte of its source, and seldom less than the minimum (measured on
+# the schemas of the JSON Schema test suite and of MaskBench: 75 MB for 647 schemas of 677 kB).
 COMPILED_FACTOR = 128
 COMPILED_LEAST = 64 << 10
-CACHED_BYTES = 32 << 20  # of each compiler
-# Compiling recurses along the references of a grammar, where an overflow would end the process. The deepest chains that
-# fit into the largest grammar need less than 64 MB; what is not touched costs nothing. A system that has bounded
-# virtual memory gives less.
+CACHED_BYTES = 32 << 20  # for each compiler
+# Compiling recurses along a grammar's references, and a stack overflow would kill the process. The deepest chain in a
+# grammar of maximum size needs less than 64 MB; untouched pages cost nothing. If virtual memory is limited, a smaller
+# stack is used.
 STACKS = (512 << 20, 128 << 20, 64 << 20)
 
 
 class Compiler:
-    """Compiles grammars, each once: also what cannot be used is remembered. `known` is its thread's alone."""
+    """Compiles each grammar once; errors are cached too. Only its thread accesses `known`."""
 
     def __init__(self, name: str) -> None:
-        self.turns = FairLock()  # callers wait here and not in the thread's queue
+        self.turns = FairLock()  # callers wait here, in fair order, not in the thread's queue
         self.thread = thread_with_large_stack(name)
-        self.known: OrderedDict[tuple[str, str], LLMatcher | GrammarError] = OrderedDict()  # oldest use first
+        self.known: OrderedDict[tuple[str, str], LLMatcher | GrammarError] = OrderedDict()  # least recently used first
         self._bytes = 0
 
     def compile(self, table: Table, grammar: tuple[str, str]) -> LLMatcher:
-        """On the thread: a matcher at its beginning, to be copied; raises GrammarError."""
+        """Return a matcher in its initial state, for copying. Runs on the thread. Raises GrammarError."""
         if grammar in self.known:
             self.known.move_to_end(grammar)
         else:
@@ -49,12 +49,12 @@ class Compiler:
         return found
 
     def close(self) -> None:
-        """What still compiles is not waited for."""
+        """Shut down without waiting for grammars that are being compiled."""
         self.thread.shutdown(wait=False, cancel_futures=True)
 
 
 def thread_with_large_stack(name: str) -> ThreadPoolExecutor:
-    """An executor of one thread, started now with the largest of STACKS that the system grants."""
+    """Return an executor of one thread, started with the largest of STACKS that the system allows."""
     executor = ThreadPoolExecutor(1, thread_name_prefix=name)
     usual = threading.stack_size()
     try:
@@ -69,10 +69,10 @@ def thread_with_large_stack(name: str) -> ThreadPoolExecutor:
 
 
 def compiled(table: Table, grammar: tuple[str, str]) -> LLMatcher | GrammarError:
-    """What became of a grammar; an error too is something to remember."""
+    """Compile a grammar; returns errors, so that they are cached too."""
     try:
         matcher = LLMatcher(table.library, source(*grammar), limits=limits(), log_level=0)
-        matcher.compute_bitmask()  # the first mask is the most expensive; all copies begin after it
+        matcher.compute_bitmask()  # the first mask is the most expensive; copies include it
     except GrammarError as error:
         return error
     if matcher.is_error():

@@ -1,12 +1,11 @@
-"""Grammars: which tokens each running sequence may draw next, and which it must (with llguidance).
+"""Grammars: which tokens each running sequence may sample next, and which are forced (with llguidance).
 
-Three owners. Compiling happens on two threads, one for quick grammars and one for slow ones, so that nobody's quick one
-waits for others' slow ones; each alone has the grammars that it compiled. A Matcher is born there, one for each
-sequence, and then belongs to the loop, which asks it for a mask while the forward pass runs and tells it what was
-drawn. Nothing here is asked about a sequence without a grammar.
+Grammars are compiled on two threads, one for quick grammars and one for slow ones, so that a quick one does not wait
+for slow ones. Each thread owns the grammars that it has compiled, and creates a Matcher for each sequence. The loop
+then owns the matcher: it computes a mask while the forward pass runs, and advances the matcher by the sampled token.
+Sequences without a grammar cost nothing.
 
-llguidance is native code: where it panics, which is not even an Exception in Python, the request whose matcher it was
-fails alone.
+llguidance is native code. If it panics, which in Python is not even an Exception, only the matcher's request fails.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ from .table import Table
 
 Bits = NDArray[np.int32]
 
-WAIT_S = 30.0  # for a compiled grammar, with all that are before it in line
-# What takes more CPU time than this, or is longer where nobody has measured it, is compiled on a thread of its own.
+WAIT_S = 30.0  # for a compiled grammar, including time in the queue
+# A grammar that takes more CPU time than SLOW_S is compiled on the thread for slow ones; if the time is not known, one
+# that is longer than LARGE.
 SLOW_S = 0.025
 LARGE = 4096  # characters
-# A mask takes 0.1 ms, to wake other threads as long and, on a machine that is busy, ten times as long.
+# A mask takes 0.1 ms. Waking other threads takes as long, and ten times as long on a busy machine.
 MASK_THREADS, MANY_ROWS = 8, 16
 REFUSED = RowError("a token was drawn that the grammar does not allow")
 TOO_COMPLEX = RowError("the grammar takes more work for one token than is allowed", field="grammar")
@@ -47,9 +47,9 @@ T = TypeVar("T")
 
 
 class Matcher:
-    """How far one sequence has come in its grammar. The loop's.
+    """A sequence's state in its grammar. Owned by the loop.
 
-    Where the library panics or raises, the matcher has failed, and the library is not asked again.
+    If the library panics or raises, the matcher has failed, and the library is not called again.
     """
 
     def __init__(self, library: LLMatcher, table: Table, params: SamplingParams) -> None:
@@ -57,14 +57,14 @@ class Matcher:
         self.has_panicked = False
         self._stop_ids = [token for token in params.stop_ids if 0 <= token < table.width]
         self._hidden = {table.end_id, *self._stop_ids}
-        # A forced token has no logits: it can be neither told nor forbidden, so then every token is drawn.
+        # A forced token has no logits, so it can have no log-probability and no bias. Then every token is sampled.
         told = params.logprobs is not None or params.prompt_logprobs is not None
         forbids = any(abs(bias) >= 100 for bias in params.logit_bias.values())
         forbids = forbids or bool(params.bad_words) or params.allowed_ids is not None
         self._jumps = not told and not forbids
 
     def _ask(self, question: Callable[..., Any], otherwise: T, *args: object) -> T:
-        """Call the library; `otherwise` when it cannot be used any more."""
+        """Call the library; return `otherwise` if it has failed."""
         if self.has_panicked:
             return otherwise
         try:
@@ -100,16 +100,16 @@ class Matcher:
         return self._ask(self.library.is_stopped, False) and self.is_accepting
 
     def fill(self, bits: Bits) -> None:
-        """Write llguidance's mask, [words], for `finish`."""
+        """Write llguidance's mask to `bits`, [words]; `finish` completes it."""
         self._ask(self.library.unsafe_compute_mask_ptr, None, bits.ctypes.data, bits.nbytes)
 
     def finish(self, bits: Bits) -> None:
-        """Make of llguidance's mask, [words], what can be drawn.
+        """Turn llguidance's mask, [words], into the tokens that may be sampled.
 
-        Stop tokens are no text: they can be drawn where the output may end and nowhere else, also those that are
-        letters in other places.
+        Stop tokens are never text. They are allowed only where the output may end, even if the grammar allows their
+        characters elsewhere.
         """
-        if self.has_failed:  # it draws like any other row; nobody will see what
+        if self.has_failed:  # the sampled token will be discarded
             bits[:] = -1
             return
         for token in self._hidden:
@@ -119,21 +119,21 @@ class Matcher:
                 bits[token // 32] |= _bit(token)
 
     def take(self, token: int) -> bool:
-        """Go on after a drawn token; False when the grammar does not allow it."""
+        """Advance by a sampled token; returns False if the grammar does not allow it."""
         if token in self._hidden:
             return self.is_end(token) and self.is_accepting
         return self._ask(self.library.consume_token, False, token)
 
     def is_end(self, token: int) -> bool:
-        """Whether a token is one that ends the output."""
+        """Return whether a token ends the output."""
         return token in self._stop_ids
 
     def jump(self, room: int) -> list[int]:
-        """Go on after the tokens that the grammar leaves no choice about, at most `room`; returns them."""
+        """Advance by the tokens that the grammar forces, at most `room`; returns them."""
         taken: list[int] = []
         while self._jumps and len(taken) < room and not self._ask(self.library.is_stopped, True):
             forced: list[int] = self._ask(self.library.compute_ff_tokens, [])[: room - len(taken)]
-            # A user may have made a stop token of a letter that the grammar wants.
+            # The user may have set a stop token that the grammar forces.
             hidden = next((i for i, token in enumerate(forced) if token in self._hidden), len(forced))
             if not hidden or not self._ask(self.library.consume_tokens, False, forced[:hidden]):
                 break
@@ -141,10 +141,10 @@ class Matcher:
         return taken
 
     def begin(self, room: int) -> list[int]:
-        """The tokens that every output begins with, at most `room`; raises GrammarError.
+        """Advance by the tokens that every output starts with, at most `room`; returns them. Raises GrammarError.
 
-        Of an output that is nothing else the last one is left to draw: what a grammar ends, ends with the token that
-        completes it, as where it is drawn, and not with an end token after it.
+        If they are the whole output, the last one is left to be sampled, because an output that a grammar ends must end
+        with a sampled token.
         """
         taken = self.jump(room)
         if taken and self.is_finished:
@@ -156,19 +156,19 @@ class Matcher:
 
 
 class Grammars:
-    """The matchers of all sequences that have a grammar, and what makes them."""
+    """The matchers of all sequences with a grammar, and the compilers that create them."""
 
     def __init__(self, config: EngineConfig, width: int) -> None:
-        """For the model of a config, with logits of a `width`. Reads the table now, on whatever thread this is.
+        """Read the tokenizer's table for a config's model, with logits of this `width`.
 
-        That holds the interpreter for a second where the vocabulary has 150,000 tokens (and 130 MB): before the
-        first request it costs nobody anything.
+        For a vocabulary of 150,000 tokens this holds the GIL for a second (and needs 130 MB), so it is done before the
+        first request.
         """
         self.width = width
         self._table: Table | GrammarError
         try:
             self._table = Table.of(hub.fetch(config.model, config.revision, weights=False).path, width)
-        except (GrammarError, EngineError) as error:  # only those who bring a grammar need to know
+        except (GrammarError, EngineError) as error:  # reported to requests with a grammar
             self._table = GrammarError(str(error))
         self._matchers: dict[int, Matcher] = {}  # by request id
         threads = min(MASK_THREADS, (os.cpu_count() or 1) // 4)
@@ -176,7 +176,7 @@ class Grammars:
         self.quick, self.slow = Compiler("grammar"), Compiler("slow grammar")
 
     async def compile(self, request: EngineRequest) -> Matcher:
-        """A matcher for the request, behind the output that it brings; raises GrammarError and GrammarsBusy."""
+        """Return a matcher for the request, advanced by its output_ids. Raises GrammarError and GrammarsBusy."""
         loop = asyncio.get_running_loop()
         assert request.params.grammar is not None
         is_slow = request.compile_s > SLOW_S if request.compile_s else len(request.params.grammar[1]) > LARGE
@@ -206,7 +206,7 @@ class Grammars:
         return matcher
 
     def add(self, request_id: int, matcher: Matcher) -> None:
-        """From now on the request's rows are masked."""
+        """Mask the request's rows from now on."""
         self._matchers[request_id] = matcher
 
     def remove(self, request_id: int) -> None:
@@ -216,13 +216,13 @@ class Grammars:
         return len(self._matchers)
 
     def rows(self, batch: Batch) -> list[int]:
-        """The rows of a batch that draw under a grammar."""
+        """Return the rows of a batch that sample with a grammar."""
         if not self._matchers:
             return []
         return [i for i, row in enumerate(batch.rows) if row.draws and row.seq_id in self._matchers]
 
     def masks(self, batch: Batch, rows: list[int]) -> Masks:
-        """Which tokens these rows may draw."""
+        """Return the masks of the tokens that these rows may sample."""
         assert isinstance(self._table, Table)
         matchers = [self._matchers[batch.rows[row].seq_id] for row in rows]
         bits = np.zeros((len(rows), -(-self._table.library.vocab_size // 32)), np.int32)
@@ -237,7 +237,7 @@ class Grammars:
         return Masks(rows, bits)
 
     def _fill_at_once(self, bits: Bits, matchers: list[Matcher]) -> bool:
-        """Fill many masks on several threads; False where that is not worth it or one of them has panicked."""
+        """Compute masks on several threads; returns False if there are too few, or if one has panicked."""
         if self._executor is None or len(matchers) < MANY_ROWS or any(matcher.has_failed for matcher in matchers):
             return False
         libraries = [(matcher.library, index) for index, matcher in enumerate(matchers)]
@@ -246,13 +246,14 @@ class Grammars:
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            return False  # it does not say whose: each is asked by itself
+            return False  # the error does not say which one: compute each separately
         return True
 
     def advance(self, batch: Batch, rows: list[int], tokens: StepTokens, room: Callable[[int], int]) -> StepTokens:
-        """Tell the matchers what was drawn; gives the step's tokens with those that the grammars force behind them.
+        """Advance the matchers by the sampled tokens; returns the tokens, each followed by those that its grammar
+        forces.
 
-        `room(request id)`: tokens that the output may still have, with the one that was just drawn.
+        `room(request id)`: the remaining number of output tokens, including the one that was just sampled.
         """
         token_ids, errors = list(tokens.token_ids), dict(tokens.errors)
         ended: set[int] = set()
@@ -277,13 +278,13 @@ class Grammars:
         return replace(tokens, token_ids=token_ids, errors=errors, ended=frozenset(ended))
 
     def close(self) -> None:
-        """What still compiles is not waited for."""
+        """Shut down without waiting for grammars that are being compiled."""
         for compiler in (self.quick, self.slow):
             compiler.close()
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether native code has panicked. The class has no module that could be imported."""
+    """Return whether native code has panicked. The class cannot be imported from any module."""
     return type(error).__name__ == "PanicException"
 
 

@@ -1,4 +1,4 @@
-"""Table: the bytes of every token, from a model folder's tokenizer.json, as llguidance needs them."""
+"""Table: llguidance's table of every token's bytes, from a model folder's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from . import GrammarError
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LIST_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 PLACEHOLDER = "<|no text ends here|>"
-APART = "\U0010fffd\U000ffffd special "  # private use: a name, and never a text
+APART = "\U0010fffd\U000ffffd special "  # private use characters, which no text contains
 
-TOKENIZER_BYTES = 64 << 20  # as the server has it
-MAX_ADDED = 1 << 14  # llguidance takes time with the square of these, and some seconds for this number
-FEW_NAMES = 64  # each is looked for in the whole text of a vocabulary
+TOKENIZER_BYTES = 64 << 20  # the server has the same limit
+MAX_ADDED = 1 << 14  # llguidance takes quadratic time, and some seconds for this number
+FEW_NAMES = 64  # each is searched for in the vocabulary's whole text
 ESCAPED = re.compile(rb"\\(.)", re.DOTALL)  # in JSON
 
 
@@ -37,14 +37,14 @@ class _File(Struct):
 
 
 class Table:
-    """llguidance's table of one tokenizer. Special tokens have no text in it, so that no grammar lets them through.
+    """llguidance's table of one tokenizer. Special tokens have no text in it, so no grammar allows them.
 
-    llguidance wants an end token. What ends an answer differs from request to request, so this is any special token,
-    and whether it can be drawn is decided elsewhere.
+    llguidance requires an end token. Stop tokens differ among requests, so it is an arbitrary special token, and
+    Matcher decides whether it may be sampled.
     """
 
     def __init__(self, data: bytes, width: int, special: frozenset[str] = frozenset()) -> None:
-        """`data`: a tokenizer.json. `width`: of the logits. `special`: tokens that other files call so."""
+        """`data`: a tokenizer.json. `width`: of the logits. `special`: further special tokens, from other files."""
         added = msgspec.json.decode(data, type=_File).added_tokens
         if len(special.union(token.content for token in added)) > MAX_ADDED:
             raise GrammarError(f"grammars cannot be used with a model that has more than {MAX_ADDED:,} added tokens")
@@ -57,13 +57,13 @@ class Table:
         try:
             self.library = LLTokenizer(data.decode(), n_vocab=width, eos_token=self.end_id)
         except ValueError as error:
-            if "vocab size" not in str(error):  # that there are more tokens than logits; else it would fail again
+            if "vocab size" not in str(error):  # there are more tokens than logits
                 raise
             self.library = LLTokenizer(data.decode(), eos_token=self.end_id)
 
     @classmethod
     def of(cls, folder: Path, width: int) -> Table:
-        """Raises GrammarError when the folder has no tokenizer.json, or one whose tokens are not bytes."""
+        """Read a folder's table. Raises GrammarError if it has no tokenizer.json, or one without byte-level tokens."""
         try:
             data = read_file(folder / "tokenizer.json", TOKENIZER_BYTES)
             special = _special_names(folder)
@@ -75,18 +75,18 @@ class Table:
             return cls(data, width, special)
         except GrammarError:
             raise
-        except BaseException:  # a panic of llguidance is not even an Exception
+        except BaseException:  # a panic of llguidance is not an Exception
             raise GrammarError("the model's tokenizer.json is of a kind that grammars cannot be used with") from None
 
 
 def _is_mark(token: dict[str, Any]) -> bool:
-    """Whether llguidance takes an added token for one without text."""
+    """Return whether llguidance treats an added token as one without text."""
     text = token["content"]
     return bool(token.get("special")) or (text.startswith("<") and text.endswith(">"))
 
 
 def _special_names(folder: Path) -> frozenset[str]:
-    """Tokens that the folder's other files call special; the server leaves them out of every text."""
+    """Return the special tokens of the folder's other files; the server removes them from texts."""
     names: list[Any] = []
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         config = read_json(folder / file, LIST_BYTES) or {}
@@ -102,11 +102,11 @@ def _special_names(folder: Path) -> frozenset[str]:
 
 
 def _with_special(data: bytes, special: frozenset[str]) -> tuple[bytes, list[int]]:
-    """The file with these tokens marked as special where it has them; and the ids of all special ones, at least one."""
-    file = msgspec.json.decode(data)  # json takes three times as long
+    """Mark these tokens of the file as special; returns the file, and the ids of all special tokens, at least one."""
+    file = msgspec.json.decode(data)  # the json module takes three times as long
     added = {token["content"]: token for token in file.get("added_tokens") or ()}
     vocabulary = file["model"].get("vocab") or {}
-    if not isinstance(vocabulary, dict):  # of a unigram model: [text, score]
+    if not isinstance(vocabulary, dict):  # a unigram model: [text, score]
         vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     for name in sorted(special):
@@ -123,10 +123,10 @@ def _with_special(data: bytes, special: frozenset[str]) -> tuple[bytes, list[int
 
 
 def _named_apart(data: bytes) -> bytes:
-    """The file with the tokens that have no text under names that no text holds. A grammar knows them as <[id]>.
+    """Rename the file's tokens without text, so that no text contains their names. A grammar refers to them as <[id]>.
 
-    llguidance spells what a grammar forces by the tokenizer's own encoder. That would make such a token of a text that
-    only looks like one, which the grammar then refuses.
+    llguidance encodes forced text with the tokenizer. Text that looks like such a token would otherwise be encoded as
+    the token, which the grammar then refuses.
     """
     file = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     added = msgspec.json.decode(file.get("added_tokens", b"null"), type=list[dict[str, Any]] | None) or []
@@ -137,7 +137,7 @@ def _named_apart(data: bytes) -> bytes:
     file["added_tokens"] = msgspec.Raw(msgspec.json.encode(added))
     model = msgspec.json.decode(file["model"], type=dict[str, msgspec.Raw])
     vocab = bytes(model.get("vocab", b"null"))
-    if len(names) <= FEW_NAMES and _is_spelt_plainly(vocab, names):  # to decode a large one takes a fifth of a second
+    if len(names) <= FEW_NAMES and _is_spelt_plainly(vocab, names):  # decoding a large vocabulary takes 0.2 s
         for name, other in names.items():
             vocab = vocab.replace(msgspec.json.encode(name), msgspec.json.encode(other))
         model["vocab"] = msgspec.Raw(vocab)
@@ -156,8 +156,8 @@ def _named_apart(data: bytes) -> bytes:
 
 
 def _is_spelt_plainly(data: bytes, texts: Iterable[str]) -> bool:
-    """Whether these are found in some JSON as strings by their usual spelling, and nothing else is: no letter is
-    written as \\u0041 and no slash as \\/, and none stands behind an escaped quote."""
+    """Return whether a search for the encoded texts finds exactly these strings of some JSON: no character is written
+    as \\u0041 and no slash as \\/, and none of the texts follows a backslash."""
     if any(b"\\" + msgspec.json.encode(text) in data for text in texts):
         return False
     return not any(found[1] in b"u/" for found in ESCAPED.finditer(data))

@@ -1,4 +1,4 @@
-"""Trial: compile a grammar to see whether it can be compiled, without the vocabulary of a model."""
+"""Trial: checks that a grammar compiles, without a model's vocabulary."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from . import GrammarError, limits, shown, source
 class GrammarTrial:
     """Compiles grammars over a vocabulary of single bytes, padded to the width of a model's logits.
 
-    What a grammar costs to compile hardly depends on the vocabulary, and this one takes no time to load. Token ids are
-    valid in it as they are in the model's own.
+    The cost of compiling hardly depends on the vocabulary, and this one is quick to load. The model's token ids are
+    valid in it.
     """
 
     def __init__(self, width: int) -> None:
@@ -36,7 +36,7 @@ class GrammarTrial:
 
 
 def _bytes_alone() -> str:
-    """A tokenizer.json whose tokens 0 to 255 are the bytes, followed by an end token."""
+    """Return a tokenizer.json whose tokens 0 to 255 are the bytes, followed by an end token."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

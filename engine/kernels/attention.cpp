@@ -1,11 +1,13 @@
-// Attention over a paged cache (pages.h), decode rows and chunks of prompts in one call.
+// Attention over a paged cache (pages.h), for decode rows and prompt chunks in one call.
 //
-// Order. A query's sums run over absolute positions: online softmax over tiles of 64 keys, in splits of 1024 that are
-// merged from the first to the last. Keys that a query does not see weigh exactly 0 and a maximum that stays rescales
-// by exactly 1, so tiles, splits and queries beside it change no bit of it. Neither do chunks, pages or threads.
+// Order. A query is summed by absolute position: online softmax over tiles of 64 keys, in splits of 1024 keys that are
+// merged from the first to the last. A key that the query does not see has a weight of exactly 0, and an unchanged
+// maximum rescales by exactly 1, so a query's bits do not depend on the tiles, splits and queries computed with it.
+// Neither do they depend on chunks, pages or threads.
 //
-// Work. A task is some tokens of one row, some KV heads and some splits. Tasks are shared out by cost; a thread that is
-// done takes from the others. Of a row whose splits went to several tasks, whoever ends last merges them all.
+// Work. A task is some tokens of one row, some KV heads and some splits. Tasks are distributed by cost, and a thread
+// without work takes tasks from the others. If a row's splits belong to several tasks, the one that ends last merges
+// them.
 #include "pages.h"
 #include "work.h"
 
@@ -13,18 +15,18 @@ namespace {
 
 const int TILE = 64, PAGES = TILE / PAGE, VECTORS = TILE / LANES;
 const int64_t SPLIT = 1024;
-const int TALL = 6;                       // queries side by side
-const int WIDE = LANES == 16 ? 4 : 2;     // vectors side by side: 24 sums of 32 registers, or 12 of 16
-const int64_t QUERIES = 96;               // of a task: their sums stay in the second cache
-const int64_t FEW = 16;                   // queries of one KV head up to which memory is what costs: heads go together
-const int64_t SHORT = 1 << 13;            // new numbers that one thread writes faster than several agree on it
-const int64_t SMALL = 1 << 17;            // multiply-adds below which waking other threads costs more than they save
+const int TALL = 6;                    // queries of a group, which are computed together
+const int WIDE = LANES == 16 ? 4 : 2;  // vectors that are computed together: 24 sums in 32 registers, or 12 in 16
+const int64_t QUERIES = 96;            // of a task; their sums stay in the second-level cache
+const int64_t FEW = 16;                // queries of a KV head up to which memory is the limit: a task has several heads
+const int64_t SHORT = 1 << 13;         // new numbers up to which one thread writes faster than several
+const int64_t SMALL = 1 << 17;         // multiply-adds below which waking other threads costs more than they save
 const float LOG2E = 1.44269504f;
 
 #define UNROLLED _Pragma("GCC unroll 8")
 #define INLINE inline __attribute__((always_inline))
 
-// -- the three ways to multiply a unit ---------------------------------------------------------------------------------
+// -- ways to multiply a unit ------------------------------------------------------------------------------------------
 //
 // step: sum[m][j] += x[m] * w[j] over one unit. Number `half` of query m's unit is x[m * A + half * B].
 
@@ -37,20 +39,20 @@ struct Floats {
     V b[J];
     UNROLLED for (int j = 0; j < J; ++j) b[j] = load((const float*)(w[j] + at));
     UNROLLED for (int m = 0; m < M; ++m) {
-      const V a = all(((const float*)x)[m * A]);
+      const V a = set1(((const float*)x)[m * A]);
       UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
     }
   }
-  // Unit u of query m among `tall`.
+  // Store unit u of query m of a group of `tall` queries.
   static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) { ((uint32_t*)x)[u * tall + m] = unit; }
-  // Weights as a factor of the values; gives what they are after rounding.
-  static V keep(char* p, int lane, V e) {
+  // Store softmax weights, rounded to the type they are multiplied in; returns the rounded weights.
+  static V store_weights(char* p, int lane, V e) {
     store((float*)p + lane, e);
     return e;
   }
 };
 
-// bfloat16 widened to float by shifts: exact, and each product and sum is a float's.
+// Widens bfloat16 to float by shifts, which is exact, and computes in floats.
 struct Widened {
   typedef uint16_t Number;
   typedef Number Held;
@@ -60,12 +62,12 @@ struct Widened {
     V b[J];
     UNROLLED for (int j = 0; j < J; ++j) b[j] = lower(load_units(w[j] + at));
     UNROLLED for (int m = 0; m < M; ++m) {
-      const V a = all(((const float*)x)[m * A]);
+      const V a = set1(((const float*)x)[m * A]);
       UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
     }
     UNROLLED for (int j = 0; j < J; ++j) b[j] = upper(load_units(w[j] + at));
     UNROLLED for (int m = 0; m < M; ++m) {
-      const V a = all(((const float*)x)[m * A + B]);
+      const V a = set1(((const float*)x)[m * A + B]);
       UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
     }
   }
@@ -73,7 +75,7 @@ struct Widened {
     ((uint32_t*)x)[2 * u * tall + m] = unit << 16;
     ((uint32_t*)x)[(2 * u + 1) * tall + m] = unit & 0xffff0000;
   }
-  static V keep(char* p, int lane, V e) { return Floats::keep(p, lane, e); }
+  static V store_weights(char* p, int lane, V e) { return Floats::store_weights(p, lane, e); }
 };
 
 #if defined(HAS_DOT)
@@ -88,14 +90,14 @@ struct Dotted {
     UNROLLED for (int m = 0; m < M; ++m) {
       uint32_t pair;
       memcpy(&pair, x + m * (A == 1 ? 4 : A * 2), 4);
-      const U a = all_units(pair);
+      const U a = set1_units(pair);
       UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = dot(sum[m][j], a, b[j]);
     }
   }
   static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) { Floats::put(x, u, m, tall, unit); }
-  // The sum of the weights adds them rounded, so that they still sum to 1.
-  static V keep(char* p, int lane, V e) {
-    const U halves = rounded(e);
+  // The weights' sum adds the rounded weights, so that they still sum to 1.
+  static V store_weights(char* p, int lane, V e) {
+    const U halves = to_bf16_units(e);
     store_halves((uint16_t*)p + lane, halves);
     return lower(halves);
   }
@@ -105,7 +107,7 @@ typedef Dotted Halves;
 typedef Widened Halves;
 #endif
 
-// int8 widened to float, which is exact; queries and weights are floats.
+// Widens int8 to float, which is exact; queries and weights are floats.
 template <class Model>
 struct Bytes {
   typedef Model Number;
@@ -116,18 +118,18 @@ struct Bytes {
     V b[J];
     UNROLLED for (int j = 0; j < J; ++j) b[j] = load_bytes((const int8_t*)w[j] + at);
     UNROLLED for (int m = 0; m < M; ++m) {
-      const V a = all(((const float*)x)[m * A]);
+      const V a = set1(((const float*)x)[m * A]);
       UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
     }
   }
   static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) {
     Floats::put(x, u, m, tall, sizeof(Number) == 2 ? unit << 16 : unit);
   }
-  static V keep(char* p, int lane, V e) { return Floats::keep(p, lane, e); }
+  static V store_weights(char* p, int lane, V e) { return Floats::store_weights(p, lane, e); }
 };
 
-// sum[m][j] += over units of x[m] * w[j]. What lies at the same places from `ahead` is fetched meanwhile, if it is given:
-// every EACH-th of its vectors begins a cache line, as do units at multiples of 64 bytes.
+// sum[m][j] += x[m] * w[j] over all units. Prefetches the same offsets from `ahead` unless it is null: every EACH-th of
+// its vectors starts a cache line, as do units at multiples of 64 bytes.
 template <class Kind, int A, int B, int EACH, int M, int J>
 INLINE void accumulate(V (&sum)[M][J], const char* x, int64_t x_bytes, const char* const (&w)[J], int64_t w_bytes,
                        int64_t units, const char* const* ahead) {
@@ -138,47 +140,47 @@ INLINE void accumulate(V (&sum)[M][J], const char* x, int64_t x_bytes, const cha
   }
 }
 
-// 2^x for x <= 0, to a unit or two in the last place: x = n + r, a polynomial for 2^r, times 2^n. Exactly 0 from
-// -126.5 down, exactly 1 at 0; no number stays none.
+// 2^x for x <= 0, to 2 units in the last place: x = n + r, and the result is a polynomial for 2^r times 2^n. Exactly 0
+// from -126.5 down, exactly 1 at 0; NaN stays NaN.
 INLINE V exp2(V x) {
-  x = greatest(all(-127.0f), x);
-  const V n = nearest(x), r = fma(n, all(-1.0f), x);
-  V e = all(1.52527338e-5f);
-  e = fma(e, r, all(1.54035304e-4f));
-  e = fma(e, r, all(1.33335581e-3f));
-  e = fma(e, r, all(9.61812911e-3f));
-  e = fma(e, r, all(5.55041087e-2f));
-  e = fma(e, r, all(2.40226507e-1f));
-  e = fma(e, r, all(6.93147181e-1f));
-  e = fma(e, r, all(1.0f));
+  x = max(set1(-127.0f), x);
+  const V n = round(x), r = fma(n, set1(-1.0f), x);
+  V e = set1(1.52527338e-5f);
+  e = fma(e, r, set1(1.54035304e-4f));
+  e = fma(e, r, set1(1.33335581e-3f));
+  e = fma(e, r, set1(9.61812911e-3f));
+  e = fma(e, r, set1(5.55041087e-2f));
+  e = fma(e, r, set1(2.40226507e-1f));
+  e = fma(e, r, set1(6.93147181e-1f));
+  e = fma(e, r, set1(1.0f));
   return mul(e, power_of_two(n));
 }
 
-INLINE float exp2(float x) { return lowest_lane(exp2(all(x))); }
+INLINE float exp2(float x) { return first_lane(exp2(set1(x))); }
 
-// To 2e-7 of the result: a series near 0, where the quotient would cancel.
+// tanh(x), to 2e-7 of the result. Uses a series near 0, where the quotient would cancel.
 INLINE V hyperbolic_tangent(V x) {
-  const V square = mul(x, x), size = greatest(x, mul(x, all(-1.0f)));
-  V series = all(62.0f / 2835);
-  series = fma(series, square, all(-17.0f / 315));
-  series = fma(series, square, all(2.0f / 15));
-  series = fma(series, square, all(-1.0f / 3));
+  const V square = mul(x, x), size = max(x, mul(x, set1(-1.0f)));
+  V series = set1(62.0f / 2835);
+  series = fma(series, square, set1(-17.0f / 315));
+  series = fma(series, square, set1(2.0f / 15));
+  series = fma(series, square, set1(-1.0f / 3));
   series = fma(mul(series, square), x, x);
-  const V e = exp2(mul(size, all(-2 * LOG2E)));
-  const V quotient = divide(add(all(1.0f), mul(e, all(-1.0f))), add(all(1.0f), e));
-  const V result = where_less(x, zero(), mul(quotient, all(-1.0f)), quotient);
-  return where_less(size, all(0.25f), series, result);
+  const V e = exp2(mul(size, set1(-2 * LOG2E)));
+  const V quotient = divide(add(set1(1.0f), mul(e, set1(-1.0f))), add(set1(1.0f), e));
+  const V result = where_less(x, zero(), mul(quotient, set1(-1.0f)), quotient);
+  return where_less(size, set1(0.25f), series, result);
 }
 
-// -- what is computed --------------------------------------------------------------------------------------------------
+// -- tasks ------------------------------------------------------------------------------------------------------------
 
-struct Part {  // a row's tokens and heads whose splits went to several tasks
+struct Part {  // tokens and heads of a row whose splits belong to several tasks
   int64_t splits, left;
   char* states;
 };
 
 struct Task {
-  int64_t row, first, count;  // tokens, the first of them as a place in the row
+  int64_t row, first, count;  // `count` tokens of the row's new ones, from index `first` on
   int64_t head, heads;        // KV heads
   int64_t from, to;           // splits
   Part* part;
@@ -189,11 +191,11 @@ struct Tile {
   int pages;
 };
 
-struct Cursor {  // a thread's share of the tasks, from which others may take; a cache line of its own
+struct Cursor {  // a thread's tasks, of which other threads may claim some; a cache line of its own
   int64_t next, end, unused[6];
 };
 
-struct Space {  // a thread's
+struct Space {  // a thread's scratch memory
   char *queries, *total, *current, *cells;
   int64_t* positions;
 };
@@ -212,10 +214,10 @@ struct Attention {
   const float* sinks;
 
   const int64_t group;    // query heads of a KV head
-  const int64_t padded;   // the cache's
-  const int64_t queries;  // the most of a task
+  const int64_t padded;   // head size, see Pages
+  const int64_t queries;  // maximum of a task
   int threads;
-  Parts stores;           // of the new tokens' keys and values
+  Parts stores;           // parts of the new tokens' keys and values
   int64_t tokens_of_store;
   Task* tasks;
   int64_t num_tasks;
@@ -225,10 +227,10 @@ struct Attention {
   Attention(const Call& call, const Number* q, const Number* k, const Number* v, void* cache, Number* out,
             const float* sinks)
       : call(call), q(q), k(k), v(v), cache(call, cache), out(out), sinks(sinks), group(call.heads / call.kv_heads),
-        padded(this->cache.padded), queries(larger(QUERIES, group)) {}
+        padded(this->cache.padded), queries(max(QUERIES, group)) {}
 
   int64_t query_bytes() const { return cache.units * Kind::X_BYTES; }
-  // A query's state: sums of weight * value [padded], of the weights [LANES], and the largest score.
+  // A query's state: the sums of weight * value [padded], the sums of weights [LANES], and the maximum score.
   int64_t state_bytes() const { return (padded + 2 * LANES) * 4; }
 
   float* state(char* states, int64_t query) const { return (float*)(states + query * state_bytes()); }
@@ -236,48 +238,48 @@ struct Attention {
   int64_t position(const Task& task) const { return call.seq_lens[task.row] - length(task.row) + task.first; }
   int64_t end(const Task& task) const { return position(task) + task.count; }
   // The first position that a query sees.
-  int64_t low(int64_t position) const { return call.window ? larger(0, position - call.window + 1) : 0; }
+  int64_t first_seen(int64_t position) const { return call.window ? max(0, position - call.window + 1) : 0; }
 
-  // -- pages -----------------------------------------------------------------------------------------------------------
+  // -- pages ----------------------------------------------------------------------------------------------------------
 
-  // Where the keys and values of a tile are; for the task's last keys as they are, what lies behind them included.
-  Tile find(const Task& task, int64_t head, int64_t at) const {
+  // The addresses of a tile's keys and values. The last page may contain stale data after the task's last key.
+  Tile locate(const Task& task, int64_t head, int64_t at) const {
     Tile tile;
-    tile.pages = (int)smaller(PAGES, up(end(task) - at, PAGE));
+    tile.pages = (int)min(PAGES, ceil_div(end(task) - at, PAGE));
     const int32_t* blocks = call.block_table + task.row * call.width;
     for (int j = 0; j < PAGES; ++j) {
       const int64_t from = at + (j < tile.pages ? j : tile.pages - 1) * PAGE;
       const int64_t block = cache.block_of(from);
-      tile.k[j] = cache.place(blocks[block], head, from - block * call.block_size);
+      tile.k[j] = cache.address(blocks[block], head, from - block * call.block_size);
       tile.v[j] = tile.k[j] + cache.value_at();
     }
     return tile;
   }
 
-  // The same, ready for use: nothing that is no key or value of the task's has a part in it.
+  // A tile that is ready for use: stale data cannot affect the result.
   Tile fetch(const Task& task, int64_t head, int64_t at, char* cells) const {
-    if (!cache.packed) return collect(task, head, at, cells);
-    Tile tile = find(task, head, at);
+    if (!cache.packed) return gather(task, head, at, cells);
+    Tile tile = locate(task, head, at);
     const int64_t keys = end(task) - at - (tile.pages - 1) * PAGE;
-    if (!Cache::SCALED && keys < PAGE) {  // whole numbers are numbers, and for scales `weigh` sees to it
-      // 0 * NaN: what lies behind the last value may hold anything, so a copy has zeros there. Of the keys it is enough
-      // that their scores are not looked at.
+    if (!Cache::SCALED && keys < PAGE) {  // stale int8 values are finite, and `weigh` ignores stale scales
+      // Stale values may be NaN, and 0 * NaN is NaN, so copy the values and pad them with zeros. Stale keys do no harm:
+      // their scores are ignored.
       const char* from = tile.v[tile.pages - 1];
       const int64_t row_bytes = padded * 4, whole = keys / PER_UNIT;
       memcpy(cells, from, (size_t)(whole * row_bytes));
       memset(cells + whole * row_bytes, 0, (size_t)(cache.value_cell() - whole * row_bytes));
       if (keys % PER_UNIT)
-        for (int64_t d = 0; d < padded; ++d) memcpy(cells + whole * row_bytes + 4 * d, from + whole * row_bytes + 4 * d, 2);
+        for (int64_t d = 0, rest = whole * row_bytes; d < padded; ++d) memcpy(cells + rest + 4 * d, from + rest + 4 * d, 2);
       tile.v[tile.pages - 1] = cells;
     }
     return tile;
   }
 
-  // A tile of the plain layout in the form of cells.
-  Tile collect(const Task& task, int64_t head, int64_t at, char* cells) const {
+  // A tile of the plain layout, copied into cells.
+  Tile gather(const Task& task, int64_t head, int64_t at, char* cells) const {
     Tile tile;
-    const int64_t keys = smaller(TILE, end(task) - at);
-    tile.pages = (int)up(keys, PAGE);
+    const int64_t keys = min(TILE, end(task) - at);
+    tile.pages = (int)ceil_div(keys, PAGE);
     memset(cells, 0, (size_t)(PAGES * cache.page()));
     for (int j = 0; j < PAGES; ++j) {
       tile.k[j] = cells + j * cache.page();
@@ -286,7 +288,7 @@ struct Attention {
     const int32_t* blocks = call.block_table + task.row * call.width;
     for (int64_t t = 0; t < keys; ++t) {
       const int64_t from = at + t, block = cache.block_of(from), offset = from - block * call.block_size;
-      const char* share = cache.place(blocks[block], head, offset);
+      const char* share = cache.address(blocks[block], head, offset);
       char* cell = cells + t / PAGE * cache.page();
       cache.lay_key((const Held*)(share + offset * cache.line()), cell, t % PAGE);
       cache.lay_value((const Held*)(share + (call.block_size + offset) * cache.line()), cell + cache.value_at(), t % PAGE);
@@ -294,19 +296,20 @@ struct Attention {
     return tile;
   }
 
-  // -- M queries and a tile --------------------------------------------------------------------------------------------
+  // -- M queries by one tile ------------------------------------------------------------------------------------------
 
-  // `positions` are the last ones that the queries see, rising. `next` is fetched meanwhile, if it is given.
+  // `positions`: the queries' positions, ascending; each sees the keys up to its own. Prefetches `next` unless it is
+  // null.
   template <int M>
   void step(const char* x, char* states, const int64_t* positions, int64_t at, const Tile& tile, const Tile* next) const {
     float scores[M][TILE], alpha[M];
     char weights[M * TILE / PER_UNIT * Kind::X_BYTES] __attribute__((aligned(64)));
-    const int pages = (int)smaller(tile.pages, (positions[M - 1] - at) / PAGE + 1), vectors = pages * PAGE / LANES;
+    const int pages = (int)min(tile.pages, (positions[M - 1] - at) / PAGE + 1), vectors = pages * PAGE / LANES;
     int done = 0;
     for (; done + WIDE <= vectors; done += WIDE) multiply<M, WIDE>(x, scores, done, tile, next);
     for (; done < vectors; ++done) multiply<M, 1>(x, scores, done, tile, next);
     if (next)
-      for (int j = 0; j < PAGES; ++j) {  // what the products below do not fetch
+      for (int j = 0; j < PAGES; ++j) {  // prefetch what the matmuls below do not
         for (int64_t at = j < pages ? cache.key_cell() : 0; at < cache.value_at(); at += 64) {
           __builtin_prefetch(next->k[j] + at, 0, 2);
           __builtin_prefetch(next->v[j] + at, 0, 2);
@@ -314,7 +317,7 @@ struct Attention {
       }
     for (int m = 0; m < M; ++m)
       alpha[m] = weigh(scores[m], weights + m * (TILE / PER_UNIT * Kind::X_BYTES), state(states, m), vectors, tile,
-                       low(positions[m]) - at, positions[m] + 1 - at);
+                       first_seen(positions[m]) - at, positions[m] + 1 - at);
     int64_t d = 0;
     for (; d + WIDE * LANES <= padded; d += WIDE * LANES) mix<M, WIDE>(weights, alpha, states, d, tile, pages, next);
     for (; d < padded; d += LANES) mix<M, 1>(weights, alpha, states, d, tile, pages, next);
@@ -341,64 +344,65 @@ struct Attention {
       UNROLLED for (int j = 0; j < J; ++j) store(scores[m] + (first + j) * LANES, sum[m][j]);
   }
 
-  // Those of keys or values from token t of a tile on.
+  // The scales of keys or values, from token t of a tile on.
   static const float* scales(const char* const (&cells)[PAGES], int64_t cell, int t) {
     return (const float*)(cells[t / PAGE] + cell) + t % PAGE;
   }
 
-  // From a query's scores, of which it sees [begin, end), to weights; gives the factor for all that was before.
+  // One step of the online softmax: compute weights from a query's scores, of which it sees [begin, end). Returns the
+  // factor that rescales the sums so far.
   float weigh(const float* scores, char* weights, float* state, int vectors, const Tile& tile, int64_t begin,
               int64_t end) const {
     static const float COUNT[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    float& most = state[padded + LANES];
-    const float before = most;
+    float& maximum = state[padded + LANES];
+    const float before = maximum;
     const bool edge = begin > 0 || end < TILE;
-    const V first = all((float)larger(begin, 0)), last = all((float)smaller(end, TILE));
-    V x[VECTORS], top = all(before);
+    const V first = set1((float)max(begin, 0)), last = set1((float)min(end, TILE));
+    V x[VECTORS], top = set1(before);
     for (int j = 0; j < VECTORS; ++j) {
-      x[j] = all(-INFINITY);
+      x[j] = set1(-INFINITY);
       if (j >= vectors) continue;
       const V score = load(scores + j * LANES);
-      V scaled = mul(score, all(call.scale * LOG2E));
+      V scaled = mul(score, set1(call.scale * LOG2E));
       if (call.softcap != 0)
-        scaled = mul(hyperbolic_tangent(mul(score, all(call.scale / call.softcap))), all(call.softcap * LOG2E));
+        scaled = mul(hyperbolic_tangent(mul(score, set1(call.scale / call.softcap))), set1(call.softcap * LOG2E));
       if (edge) {
-        const V place = add(load(COUNT), all((float)(j * LANES)));
-        scaled = where_less(place, first, x[j], where_less(place, last, scaled, x[j]));
+        const V index = add(load(COUNT), set1((float)(j * LANES)));
+        scaled = where_less(index, first, x[j], where_less(index, last, scaled, x[j]));
       }
       x[j] = scaled;
-      top = greatest(scaled, top);
+      top = max(scaled, top);
     }
-    most = largest(top);
-    // While nothing but -inf was seen, all weights are 0: any number will do.
-    const float base = most == -INFINITY ? 0.0f : most, alpha = before == base ? 1.0f : exp2(before - base);
-    V sum = mul(load(state + padded), all(alpha));
+    maximum = max_lane(top);
+    // While all scores are -inf, all weights are 0 for any finite base.
+    const float base = maximum == -INFINITY ? 0.0f : maximum, alpha = before == base ? 1.0f : exp2(before - base);
+    V sum = mul(load(state + padded), set1(alpha));
     for (int j = 0; j < VECTORS; ++j) {
-      const V e = exp2(add(x[j], all(-base)));
+      const V e = exp2(add(x[j], set1(-base)));
       if (Cache::SCALED) {
         V scale = j < vectors ? load(scales(tile.v, cache.value_cell(), j * LANES)) : zero();
-        if (edge) {  // 0 * NaN: the scale of what it does not see may be anything
-          const V place = add(load(COUNT), all((float)(j * LANES)));
-          scale = where_less(place, first, zero(), where_less(place, last, scale, zero()));
+        if (edge) {  // a stale scale may be NaN, and 0 * NaN is NaN
+          const V index = add(load(COUNT), set1((float)(j * LANES)));
+          scale = where_less(index, first, zero(), where_less(index, last, scale, zero()));
         }
-        Kind::keep(weights, j * LANES, mul(e, scale));
+        Kind::store_weights(weights, j * LANES, mul(e, scale));
         sum = add(sum, e);
       } else {
-        sum = add(sum, Kind::keep(weights, j * LANES, e));
+        sum = add(sum, Kind::store_weights(weights, j * LANES, e));
       }
     }
     store(state + padded, sum);
     return alpha;
   }
 
-  // Add the weighted values of J vectors from dimension d on.
+  // Rescale the sums of J vectors from dimension d on, and add the weighted values.
   template <int M, int J>
   INLINE void mix(const char* weights, const float* alpha, char* states, int64_t d, const Tile& tile, int pages,
                   const Tile* next) const {
     V sum[M][J];
     UNROLLED for (int m = 0; m < M; ++m)
       UNROLLED for (int j = 0; j < J; ++j)
-        sum[m][j] = mul(load(state(states, m) + d + j * LANES), all(alpha[m]));
+        sum[m][j] = mul(load(state(states, m) + d + j * LANES), set1(alpha[m]));
     const int64_t per_page = PAGE / PER_UNIT;
     for (int page = 0; page < pages; ++page) {
       const char *w[J], *ahead[J];
@@ -414,9 +418,10 @@ struct Attention {
       UNROLLED for (int j = 0; j < J; ++j) store(state(states, m) + d + j * LANES, sum[m][j]);
   }
 
-  // -- a task ----------------------------------------------------------------------------------------------------------
+  // -- a task ---------------------------------------------------------------------------------------------------------
 
-  // Query i of a task: token i % R / group, KV head i / R of the task's, query head i % group of that; R of a KV head.
+  // Query i of a task belongs to token i % R / group, KV head i / R, and query head i % group of that KV head, where each
+  // KV head has R queries.
   int64_t token(const Task& task, int64_t i) const {
     return call.query_start[task.row] + task.first + i % (task.count * group) / group;
   }
@@ -424,11 +429,11 @@ struct Attention {
     return (task.head + i / (task.count * group)) * group + i % group;
   }
 
-  // Groups of up to TALL queries of a KV head, [unit][query] each.
+  // Copy the queries into groups of up to TALL queries of a KV head, each [unit][query].
   void load_queries(const Task& task, Space& space) const {
     const int64_t each = task.count * group;
     for (int64_t i = 0; i < task.heads * each; ++i) {
-      const int64_t in_head = i % each, start = in_head / TALL * TALL, tall = smaller(TALL, each - start);
+      const int64_t in_head = i % each, start = in_head / TALL * TALL, tall = min(TALL, each - start);
       char* x = space.queries + (i - in_head + start) * query_bytes();
       const Number* from = q + token(task, i) * call.q_token + head(task, i) * call.q_head;
       const int64_t whole = call.head_dim / PER_UNIT;
@@ -453,36 +458,37 @@ struct Attention {
 
   void compute(const Task& task, const Task* after, Space& space) const {
     const int64_t each = task.count * group, count = task.heads * each;
-    const int64_t last = end(task), start = low(position(task)) / TILE * TILE;
+    const int64_t last = end(task), start = first_seen(position(task)) / TILE * TILE;
     load_queries(task, space);
     for (int64_t split = task.from; split < task.to; ++split) {
       char* states = task.part ? task.part->states + (split - first_split(task)) * count * state_bytes()
                      : split == task.from ? space.total
                                           : space.current;
       clear(states, count);
-      const int64_t stop = smaller((split + 1) * SPLIT, last);
-      for (int64_t at = larger(split * SPLIT, start); at < stop; at += TILE)
+      const int64_t stop = min((split + 1) * SPLIT, last);
+      for (int64_t at = max(split * SPLIT, start); at < stop; at += TILE)
         for (int64_t h = 0; h < task.heads; ++h) {
           const Tile tile = fetch(task, task.head + h, at, space.cells);
-          Tile coming;
+          Tile following;
           const Tile* next = nullptr;
           if (cache.packed) {
-            const bool more = at + TILE < smaller(task.to * SPLIT, last);
+            const bool more = at + TILE < min(task.to * SPLIT, last);
             const bool same_tile = h + 1 < task.heads;
             if (same_tile || more) {
-              coming = same_tile ? find(task, task.head + h + 1, at) : find(task, task.head, at + TILE);
-              next = &coming;
+              following = same_tile ? locate(task, task.head + h + 1, at) : locate(task, task.head, at + TILE);
+              next = &following;
             } else if (after) {
-              coming = find(*after, after->head, larger(after->from * SPLIT, low(position(*after)) / TILE * TILE));
-              next = &coming;
+              const int64_t first = first_seen(position(*after)) / TILE * TILE;
+              following = locate(*after, after->head, max(after->from * SPLIT, first));
+              next = &following;
             }
           }
           for (int64_t i = h * each; i < (h + 1) * each; i += TALL) {
-            const int tall = (int)smaller(TALL, (h + 1) * each - i);
+            const int tall = (int)min(TALL, (h + 1) * each - i);
             const int64_t* positions = space.positions + i;
-            if (positions[tall - 1] < at || low(positions[0]) >= at + TILE) continue;
-            any(tall, space.queries + i * query_bytes(), states + i * state_bytes(), positions, at, tile, next);
-            next = nullptr;  // the first group fetches what comes next
+            if (positions[tall - 1] < at || first_seen(positions[0]) >= at + TILE) continue;
+            step_group(tall, space.queries + i * query_bytes(), states + i * state_bytes(), positions, at, tile, next);
+            next = nullptr;  // only the first group prefetches
           }
         }
       if (states == space.current)
@@ -492,7 +498,7 @@ struct Attention {
     else if (__atomic_sub_fetch(&task.part->left, 1, __ATOMIC_ACQ_REL) == 0) join(task);
   }
 
-  void any(int tall, const char* x, char* states, const int64_t* positions, int64_t at, const Tile& tile,
+  void step_group(int tall, const char* x, char* states, const int64_t* positions, int64_t at, const Tile& tile,
            const Tile* next) const {
     switch (tall) {
       case 1: return step<1>(x, states, positions, at, tile, next);
@@ -504,12 +510,12 @@ struct Attention {
     }
   }
 
-  // a = a then b, in the order of positions.
+  // Merge state b into a, whose positions precede those of b.
   void merge(float* a, const float* b) const {
-    float &most = a[padded + LANES], other = b[padded + LANES], before = most;
-    most = before < other ? other : before;
-    const float base = most == -INFINITY ? 0.0f : most;
-    const V left = all(exp2(before - base)), right = all(exp2(other - base));
+    float &maximum = a[padded + LANES], other = b[padded + LANES], before = maximum;
+    maximum = before < other ? other : before;
+    const float base = maximum == -INFINITY ? 0.0f : maximum;
+    const V left = set1(exp2(before - base)), right = set1(exp2(other - base));
     for (int64_t i = 0; i < padded + LANES; i += LANES) store(a + i, fma(load(b + i), right, mul(load(a + i), left)));
   }
 
@@ -525,49 +531,50 @@ struct Attention {
     Number row[1024 + PAGE];
     for (int64_t i = 0; i < task.heads * task.count * group; ++i) {
       const float* from = state(states, i);
-      const float most = from[padded + LANES];
-      float weight = total(load(from + padded)), factor = 1.0f;
+      const float maximum = from[padded + LANES];
+      float weight = sum_lanes(load(from + padded)), factor = 1.0f;
       if (sinks) {
-        const float sink = sinks[head(task, i)] * LOG2E, base = most < sink ? sink : most;
-        factor = exp2(most - base);
+        const float sink = sinks[head(task, i)] * LOG2E, base = maximum < sink ? sink : maximum;
+        factor = exp2(maximum - base);
         weight = weight * factor + exp2(sink - base);
       }
-      const V share = all(factor / weight);
+      const V share = set1(factor / weight);
       Number* to = out + (token(task, i) * call.heads + head(task, i)) * call.head_dim;
       for (int64_t d = 0; d < padded; d += sizeof(row) / sizeof(Number) - PAGE) {
-        const int64_t stop = smaller(padded, d + 1024);
-        // + 0: whether zeros of unseen keys were added to a -0 must not show.
+        const int64_t stop = min(padded, d + 1024);
+        // + 0 turns -0 into 0, so that the sign does not depend on whether zeros of unseen keys were added.
         for (int64_t e = d; e < stop; e += LANES) write(row + e - d, add(mul(load(from + e), share), zero()));
-        memcpy(to + d, row, (size_t)(smaller(call.head_dim, stop) - d) * sizeof(Number));
+        memcpy(to + d, row, (size_t)(min(call.head_dim, stop) - d) * sizeof(Number));
       }
     }
   }
 
-  // -- sharing the work ------------------------------------------------------------------------------------------------
+  // -- distributing the work ------------------------------------------------------------------------------------------
 
-  int64_t first_split(const Task& task) const { return low(position(task)) / SPLIT; }
-  int64_t num_splits(const Task& task) const { return up(end(task), SPLIT) - first_split(task); }
+  int64_t first_split(const Task& task) const { return first_seen(position(task)) / SPLIT; }
+  int64_t num_splits(const Task& task) const { return ceil_div(end(task), SPLIT) - first_split(task); }
 
-  // Roughly: keys times the groups of queries; a tile's memory takes as long as three of them.
+  // The approximate cost of a task: keys times groups of queries. Reading a tile takes as long as computing three
+  // groups.
   int64_t cost(const Task& task) const {
-    const int64_t from = larger(low(position(task)), task.from * SPLIT), to = smaller(end(task), task.to * SPLIT);
-    return (to - from + TILE) * task.heads * larger(3, up(task.count * group, TALL));
+    const int64_t from = max(first_seen(position(task)), task.from * SPLIT), to = min(end(task), task.to * SPLIT);
+    return (to - from + TILE) * task.heads * max(3, ceil_div(task.count * group, TALL));
   }
 
-  // Calls visit for each (row, tokens, KV heads), all splits together.
+  // Call `visit` with a task for each (row, tokens, KV heads) that covers all splits.
   template <class Visit>
   void divide_rows(Visit visit) const {
     int64_t runs = 0;
-    for (int64_t row = 0; row < call.rows; ++row) runs += up(call.seq_lens[row], SPLIT);
+    for (int64_t row = 0; row < call.rows; ++row) runs += ceil_div(call.seq_lens[row], SPLIT);
     for (int64_t row = 0; row < call.rows; ++row) {
       const int64_t tokens = length(row);
-      int64_t heads = tokens * group <= FEW ? smaller(larger(1, QUERIES / larger(1, tokens * group)), 8) : 1;
-      heads = smaller(heads, call.kv_heads);
-      while (heads > 1 && runs * up(call.kv_heads, heads) < 2 * threads) heads = (heads + 1) / 2;
-      const int64_t block = larger(1, QUERIES / group);
+      int64_t heads = tokens * group <= FEW ? min(max(1, QUERIES / max(1, tokens * group)), 8) : 1;
+      heads = min(heads, call.kv_heads);
+      while (heads > 1 && runs * ceil_div(call.kv_heads, heads) < 2 * threads) heads = (heads + 1) / 2;
+      const int64_t block = max(1, QUERIES / group);
       for (int64_t head = 0; head < call.kv_heads; head += heads)
         for (int64_t first = 0; first < tokens; first += block) {
-          Task task = {row, first, smaller(block, tokens - first), head, smaller(heads, call.kv_heads - head), 0, 0, nullptr};
+          Task task = {row, first, min(block, tokens - first), head, min(heads, call.kv_heads - head), 0, 0, nullptr};
           task.from = first_split(task);
           task.to = task.from + num_splits(task);
           visit(task);
@@ -575,51 +582,53 @@ struct Attention {
     }
   }
 
-  // Where one thread would be left with much of the work alone, a task's splits are divided.
-  int64_t pieces(const Task& task, int64_t most) const { return smaller(num_splits(task), up(cost(task), most)); }
+  // The number of tasks to divide a task's splits among, so that none costs much more than `max_cost`.
+  int64_t pieces(const Task& task, int64_t max_cost) const {
+    return min(num_splits(task), ceil_div(cost(task), max_cost));
+  }
 
-  // Lays everything out in scratch memory; false where that is short.
+  // Lay out tasks and buffers in scratch memory; returns false if out of memory.
   bool plan() {
-    int64_t all_cost = 0, parts = 0, states = 0;
-    divide_rows([&](const Task& task) { all_cost += cost(task); });
-    const int64_t most = threads == 1 ? INT64_MAX / 2 : all_cost / (4 * threads) + 1;
+    int64_t total_cost = 0, parts = 0, states = 0;
+    divide_rows([&](const Task& task) { total_cost += cost(task); });
+    const int64_t max_cost = threads == 1 ? INT64_MAX / 2 : total_cost / (4 * threads) + 1;
     num_tasks = 0;
     divide_rows([&](const Task& task) {
-      const int64_t count = threads == 1 ? 1 : pieces(task, most);
-      num_tasks += up(num_splits(task), up(num_splits(task), count));
+      const int64_t count = threads == 1 ? 1 : pieces(task, max_cost);
+      num_tasks += ceil_div(num_splits(task), ceil_div(num_splits(task), count));
       if (count > 1) parts += 1, states += num_splits(task) * task.heads * task.count * group;
     });
     const int64_t sizes[] = {num_tasks * (int64_t)sizeof(Task), parts * (int64_t)sizeof(Part), states * state_bytes(),
                              threads * (int64_t)sizeof(Cursor), threads * (int64_t)sizeof(Space)};
-    const int64_t own[] = {queries * query_bytes(), queries * state_bytes(), queries * state_bytes(),
+    const int64_t thread_sizes[] = {queries * query_bytes(), queries * state_bytes(), queries * state_bytes(),
                            PAGES * cache.page(), queries * 8};
     int64_t bytes = 0;
-    for (int64_t size : sizes) bytes += up(size, 64) * 64;
-    for (int64_t size : own) bytes += threads * up(size, 64) * 64;
+    for (int64_t size : sizes) bytes += ceil_div(size, 64) * 64;
+    for (int64_t size : thread_sizes) bytes += threads * ceil_div(size, 64) * 64;
     char* memory = (char*)scratch(bytes);
     if (!memory) return false;
     auto take = [&](int64_t size) {
       char* taken = memory;
-      memory += up(size, 64) * 64;
+      memory += ceil_div(size, 64) * 64;
       return taken;
     };
     tasks = (Task*)take(sizes[0]);
     Part* part = (Part*)take(sizes[1]);
-    char* place = take(sizes[2]);
+    char* part_states = take(sizes[2]);
     cursors = (Cursor*)take(sizes[3]);
     spaces = (Space*)take(sizes[4]);
     for (int t = 0; t < threads; ++t) {
       Space& space = spaces[t];
-      space.queries = take(own[0]), space.total = take(own[1]), space.current = take(own[2]);
-      space.cells = take(own[3]), space.positions = (int64_t*)take(own[4]);
+      space.queries = take(thread_sizes[0]), space.total = take(thread_sizes[1]), space.current = take(thread_sizes[2]);
+      space.cells = take(thread_sizes[3]), space.positions = (int64_t*)take(thread_sizes[4]);
     }
 
     int64_t next = 0, so_far = 0;
     int thread = 0;
     cursors[0].next = 0;
     auto add = [&](const Task& task) {
-      // A thread's share begins where the cost before it reaches its fraction of the whole.
-      while (thread + 1 < threads && so_far * threads >= all_cost * (thread + 1)) {
+      // A thread's tasks start where the cost of those before reaches its fraction of the total.
+      while (thread + 1 < threads && so_far * threads >= total_cost * (thread + 1)) {
         cursors[thread].end = next;
         cursors[++thread].next = next;
       }
@@ -627,15 +636,16 @@ struct Attention {
       tasks[next++] = task;
     };
     divide_rows([&](Task task) {
-      const int64_t count = threads == 1 ? 1 : pieces(task, most), splits = num_splits(task), each = up(splits, count);
+      const int64_t count = threads == 1 ? 1 : pieces(task, max_cost);
+      const int64_t splits = num_splits(task), each = ceil_div(splits, count);
       if (count > 1) {
-        *part = {splits, up(splits, each), place};
-        place += splits * task.heads * task.count * group * state_bytes();
+        *part = {splits, ceil_div(splits, each), part_states};
+        part_states += splits * task.heads * task.count * group * state_bytes();
         task.part = part++;
       }
       const int64_t from = task.from, to = task.to;
       for (task.from = from; task.from < to; task.from = task.to) {
-        task.to = smaller(to, task.from + each);
+        task.to = min(to, task.from + each);
         add(task);
       }
     });
@@ -651,11 +661,11 @@ struct Attention {
   void store_parts() {
     const int64_t tokens = call.query_start[call.rows];
     for (int64_t part; stores.take(part);)
-      store_tokens(part * tokens_of_store, smaller(tokens, (part + 1) * tokens_of_store));
+      store_tokens(part * tokens_of_store, min(tokens, (part + 1) * tokens_of_store));
   }
 
   void attend(int thread) const {
-    for (int i = 0; i < threads; ++i) {  // its own first, then what others have left
+    for (int i = 0; i < threads; ++i) {  // first its own tasks, then those of other threads
       Cursor& cursor = cursors[(thread + i) % threads];
       for (int64_t task; (task = __atomic_fetch_add(&cursor.next, 1, __ATOMIC_RELAXED)) < cursor.end;)
         compute(tasks[task], task + 1 < cursor.end ? &tasks[task + 1] : nullptr, spaces[thread]);
@@ -665,16 +675,16 @@ struct Attention {
   static void store_share(void* attention, int) { ((Attention*)attention)->store_parts(); }
   static void attend_share(void* attention, int thread) { ((const Attention*)attention)->attend(thread); }
 
-  // 0, or 1 where memory is short.
-  int32_t compute(int most_threads) {
+  // Returns 0, or 1 if out of memory.
+  int32_t compute(int max_threads) {
     int64_t keys = 0;
     for (int64_t row = 0; row < call.rows; ++row) keys += length(row) * call.seq_lens[row];
-    threads = most_threads < 1 || keys * 2 * call.heads * call.head_dim < SMALL ? 1 : most_threads;
+    threads = max_threads < 1 || keys * 2 * call.heads * call.head_dim < SMALL ? 1 : max_threads;
     if (!plan()) return 1;
     if (k) {
       const int64_t tokens = call.query_start[call.rows];
-      tokens_of_store = larger(1, smaller(PAGE, up(tokens, threads)));
-      stores = {up(tokens, tokens_of_store)};
+      tokens_of_store = max(1, min(PAGE, ceil_div(tokens, threads)));
+      stores = {ceil_div(tokens, tokens_of_store)};
       run(store_share, this, tokens * call.kv_heads * call.head_dim <= SHORT ? 1 : threads);
     }
     run(attend_share, this, threads);
@@ -684,14 +694,15 @@ struct Attention {
 
 }  // namespace
 
-// Stores k and v, then attends. q: [tokens, heads, head_dim], k and v: [tokens, kv_heads, head_dim] with the strides of
-// the call, or null where they lie in the cache already; out: [tokens, heads, head_dim] without gaps; sinks: [heads] or
-// null. Named by what q, k and v are, then, where it is another, by what the cache holds.
+// Write k and v to the cache, then compute attention. q: [tokens, heads, head_dim]; k and v: [tokens, kv_heads,
+// head_dim], or null if the cache has them already; strides are in the call. out: [tokens, heads, head_dim],
+// contiguous; sinks: [heads] or null. Each is named by the type of q, k and v, and by that of the cache if it is
+// another. Returns 0, or 1 if out of memory.
 #define ATTEND(name, Kind)                                                                                           \
   EXPORT int32_t NAMED(name)(const Call* call, const void* q, const void* k, const void* v, void* cache, void* out,  \
                              const float* sinks, int32_t threads) {                                                  \
     typedef Kind::Number Number;                                                                                     \
-    const Timed timed(IN_ATTENTION);                                                                                 \
+    const Timed timed(ATTENTION);                                                                                 \
     return Attention<Kind>(*call, (const Number*)q, (const Number*)k, (const Number*)v, cache, (Number*)out, sinks) \
         .compute(threads);                                                                                            \
   }

@@ -1,9 +1,10 @@
-"""Compiling the kernels, and finding what was compiled. The standard library alone: the install runs this file too.
+"""Compile the kernels and find the compiled library. Needs only the standard library, because the install runs this
+file.
 
-One shared library holds every variant; its name carries a hash of the sources and the compiler's options, so that a
-library that belongs to other sources is never taken. It lies beside the sources where Pequod was installed with a
-compiler. Where it does not (a checkout that was never installed, sources that have changed since, a compiler that came
-later) it is compiled at the first start, in seconds, into the user's cache folder.
+One shared library contains every variant. Its name has a hash of the sources and the compiler's options, so that a
+library of other sources is never loaded. If Pequod was installed with a compiler, the library is beside the sources.
+Otherwise (a checkout that was not installed, changed sources, a compiler installed later) it is compiled in seconds at
+the first start, into the user's cache directory.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-# Instruction set -> its options. Of each, the last first.
+# Instruction set -> its compiler options.
 VARIANTS = {
     "avx512bf16": ["-DISA_AVX512BF16", "-mfma", "-mf16c", *AVX512, "-mavx512bf16"],
     "avx512": ["-DISA_AVX512", "-mfma", "-mf16c", *AVX512],
     "avx2": ["-DISA_AVX2", "-mfma", "-mf16c", "-mavx2"],
 }
-# Object -> its source and options; several of one source are its variants.
+# Object -> its source and options. A source has one object for each variant.
 OBJECTS = {
     f"{kernel}_{isa}": (f"{kernel}.cpp", options)
     for isa, options in VARIANTS.items()
-    for kernel in ("attention", "layers", "product", "quantized", "vocabulary")
+    for kernel in ("attention", "layers", "logits", "matmul", "quantized")
 } | {name: (f"{name}.cpp", []) for name in ("machine", "threads")}
-# Sums are written as they are meant: no reordering, and multiply-adds fused only where the source says so. gcc 12
-# takes its own headers for wrong (uninitialized).
+# Results must not depend on the compiler: no reordering of sums, and multiply-adds are fused only where the source says
+# so. gcc 12 warns about uninitialized variables in its own headers.
 OPTIONS = ["-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-strict-aliasing"]
 OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 LINKED = ["-shared", "-fPIC", "-pthread", "-Wl,--as-needed"]
-# More options, for both: the tests under a sanitizer. A library that was built with others is another library.
+# Additional options for the compiler and the linker, for tests under a sanitizer. They are part of the library's hash.
 FLAGS = "PEQUOD_KERNEL_FLAGS"
 COMPILE_S = 300.0
 
@@ -50,7 +51,7 @@ class BuildError(Exception):
 
 
 def supported() -> str | None:
-    """Why this machine has no kernels, or None."""
+    """Return why the kernels do not support this machine, or None if they do."""
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine not in ("x86_64", "AMD64"):
         return f"the CPU kernels are written for Linux on x86-64, and this is {system} on {machine}"
@@ -58,7 +59,7 @@ def supported() -> str | None:
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler's command: $CXX, or what is found; None when there is none."""
+    """Return the C++ compiler's command, $CXX or the first one found; None if there is none."""
     if chosen := os.environ.get("CXX"):
         command = shlex.split(chosen)
         return command if shutil.which(command[0]) else None
@@ -67,7 +68,7 @@ def compiler() -> list[str] | None:
 
 
 def file_name(*, emulate: bool = False) -> str:
-    """The name of the library that belongs to these sources. `emulate`: see `compile_into`."""
+    """Return the file name of the library of these sources. `emulate`: see `compile_into`."""
     digest = hashlib.sha256(repr((OBJECTS, OPTIONS, LINKED, emulate, os.environ.get(FLAGS, ""))).encode())
     for source in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -75,9 +76,9 @@ def file_name(*, emulate: bool = False) -> str:
 
 
 def compile_into(folder: Path, *, emulate: bool = False) -> Path:
-    """Compile the library into a folder under its name, in one step as others see it. Raises BuildError.
+    """Compile the library into a directory and return its path; the file appears atomically. Raises BuildError.
 
-    `emulate` builds the avx512bf16 variant without the instruction that gives it its name, for processors without.
+    `emulate` builds the avx512bf16 variant without the bfloat16 dot product, for processors that lack it.
     """
     if reason := supported():
         raise BuildError(reason)
@@ -98,7 +99,7 @@ def compile_into(folder: Path, *, emulate: bool = False) -> Path:
             list(pool.map(one, OBJECTS))
         _call([*command, *LINKED, *more, *objects.values(), "-o", f"{scratch}/library.so"])
         target = folder / file_name(emulate=emulate)
-        # Copied beside its place first: only a rename within one file system is one step.
+        # Copy it into the directory under another name first: only a rename within one file system is atomic.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{target.name}.", delete=False) as copy:
             copy.write(Path(scratch, "library.so").read_bytes())
         os.chmod(copy.name, 0o755)
@@ -107,9 +108,9 @@ def compile_into(folder: Path, *, emulate: bool = False) -> Path:
 
 
 def library(*, emulate: bool = False, beside: bool = False) -> Path:
-    """The library for these sources, compiled now where it is not there yet. Raises BuildError.
+    """Return the path of the library of these sources, compiling it if it does not exist. Raises BuildError.
 
-    `beside`: it must lie beside the sources, for the install; otherwise one in the cache folder will do.
+    `beside`: compile it beside the sources, for the install, not into the cache directory.
     """
     name = file_name(emulate=emulate)
     if (HERE / name).is_file():
@@ -121,7 +122,7 @@ def library(*, emulate: bool = False, beside: bool = False) -> Path:
         raise BuildError(reason)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder / ".lock"):
+        with _locked(folder / ".lock"):
             if not (folder / name).is_file():
                 compile_into(folder, emulate=emulate)
     except OSError as error:
@@ -130,20 +131,20 @@ def library(*, emulate: bool = False, beside: bool = False) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where libraries go that are compiled at the first start."""
+    """Return the directory for libraries that are compiled at the first start."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pequod" / "kernels"
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Hold a lock file: of several processes that start at once, one compiles and the others wait for it."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock file: if several processes start at once, one compiles and the others wait."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _call(command: list[str]) -> None:
-    # What is preloaded here, a sanitizer's runtime say, is not meant for the compiler.
+    # A library that is preloaded here, such as a sanitizer's runtime, is not meant for the compiler.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False, env=environment)

@@ -1,26 +1,25 @@
-// All layers of a decoder in one call, and what they do beside products and attention: RMSNorm, and, in one pass, the
-// turning of queries and keys by their positions, with the norms that some models have there, and the writing of keys
-// and values into the cache.
+// All layers of a decoder in one call, and their work beside matmuls and attention: RMSNorm, and one pass that applies
+// the optional query and key norms and the rotary embedding, and writes keys and values to the cache.
 //
-// Order. A row's sum of squares has four sums side by side, joined at the end; its size alone says how. Each result is
-// rounded where torch rounds it: behind the norm, behind its weight, and behind each product of a rotation. Rows are
-// shared out among the threads whole.
-#include "handed.h"
+// Order. A row's sum of squares is four partial sums, added at the end; only the row's size determines the order. Each
+// result is rounded where torch rounds it: after the norm, after its weight, and after each product of a rotation. A
+// row is always computed by one thread.
+#include "structures.h"
 #include "pages.h"
 #include "work.h"
 
 namespace {
 
 const int64_t SHORT = 1 << 15;  // numbers below which waking other threads costs more than they save
-const int64_t PART = 1 << 12;   // numbers of a norm that a thread takes at once, or one row
+const int64_t PART = 1 << 12;   // numbers of a norm that a thread claims at once, but at least a row
 
-// As a Number would hold it.
+// Round to Number's precision.
 template <class Number>
-V as(V v) {
-  return sizeof(Number) == 4 ? v : lower(rounded(v));
+V round_to(V v) {
+  return sizeof(Number) == 4 ? v : lower(to_bf16_units(v));
 }
 
-// -- the norm ----------------------------------------------------------------------------------------------------------
+// -- norms ------------------------------------------------------------------------------------------------------------
 
 // y = x / rms(x) * weight; y may be x.
 template <class Number>
@@ -35,10 +34,10 @@ void normalize(const Number* x, const Number* weight, float eps, int64_t size, N
     const V p = get(x + i, size - i);
     a = fma(p, p, a);
   }
-  const float mean = total(add(add(a, b), add(c, d))) / (float)size;
-  const V factor = all(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + eps))));
+  const float mean = sum_lanes(add(add(a, b), add(c, d))) / (float)size;
+  const V factor = set1(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + eps))));
   for (i = 0; i < size; i += LANES)
-    put(y + i, mul(get(weight + i, size - i), as<Number>(mul(get(x + i, size - i), factor))), size - i);
+    put(y + i, mul(get(weight + i, size - i), round_to<Number>(mul(get(x + i, size - i), factor))), size - i);
 }
 
 template <class Number>
@@ -49,78 +48,78 @@ struct Norm {
   float eps;
   Parts parts = {};
 
-  int64_t rows_of_part() const { return larger(1, PART / larger(1, size)); }
+  int64_t rows_of_part() const { return max(1, PART / max(1, size)); }
 
   static void share(void* work, int) {
     Norm& norm = *(Norm*)work;
     const int64_t each = norm.rows_of_part();
     for (int64_t part; norm.parts.take(part);)
-      for (int64_t row = part * each; row < smaller(norm.rows, (part + 1) * each); ++row)
+      for (int64_t row = part * each; row < min(norm.rows, (part + 1) * each); ++row)
         normalize(norm.x + row * norm.size, norm.weight, norm.eps, norm.size, norm.y + row * norm.size);
   }
   void compute(int threads) {
-    const Timed timed(IN_OTHERS);
-    parts.count = up(rows, rows_of_part());
+    const Timed timed(OTHER);
+    parts.count = ceil_div(rows, rows_of_part());
     run(share, this, rows * size < SHORT ? 1 : threads);
   }
 };
 
-// -- the turn ----------------------------------------------------------------------------------------------------------
+// -- rotary embedding -------------------------------------------------------------------------------------------------
 
-// Queries of a line of tokens, [tokens, heads + 2 * kv_heads heads], in place; keys and values go to the cache.
+// Rotates queries and keys in place, [tokens, heads + 2 * kv_heads, head_dim], and writes keys and values to the cache.
 template <class Number, class Held>
-struct Turn {
-  Number* line;
+struct Rotation {
+  Number* qkv;
   const Number *q_norm, *k_norm;  // [head_dim] or null
   const int64_t* positions;
   const float* angles;  // [positions, 2, head_dim / 2]: cosines, then sines
   int64_t tokens, heads, kv_heads, head_dim;
   float eps;
   Pages<Number, Held> cache;
-  int64_t each = PAGE;  // tokens that a thread takes at once: so few that a head's keys stay in the first cache
+  int64_t each = PAGE;  // tokens that a thread claims at once: few, so that a head's keys stay in the first-level cache
   Parts parts = {};
 
-  void turn(Number* head, const float* angle) const {
+  void rotate(Number* head, const float* angle) const {
     const int64_t half = head_dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
       const V a = get(head + i, half - i), b = get(head + half + i, half - i);
       const V cosine = get(angle + i, half - i), sine = get(angle + half + i, half - i);
-      const V back = mul(as<Number>(mul(b, sine)), all(-1.0f));
-      put(head + i, add(as<Number>(mul(a, cosine)), back), half - i);
-      put(head + half + i, add(as<Number>(mul(b, cosine)), as<Number>(mul(a, sine))), half - i);
+      const V negated = mul(round_to<Number>(mul(b, sine)), set1(-1.0f));
+      put(head + i, add(round_to<Number>(mul(a, cosine)), negated), half - i);
+      put(head + half + i, add(round_to<Number>(mul(b, cosine)), round_to<Number>(mul(a, sine))), half - i);
     }
   }
 
-  // Tokens [from, to).
-  void turn(int64_t from, int64_t to) const {
+  // Process tokens [from, to).
+  void rotate(int64_t from, int64_t to) const {
     const int64_t width = (heads + 2 * kv_heads) * head_dim;
-    const Number *k = line + heads * head_dim, *v = k + kv_heads * head_dim;
+    const Number *k = qkv + heads * head_dim, *v = k + kv_heads * head_dim;
     for (int64_t h = 0; h < heads + kv_heads; ++h) {
       const Number* weight = h < heads ? q_norm : k_norm;
       for (int64_t t = from; t < to; ++t) {
-        Number* head = line + t * width + h * head_dim;
+        Number* head = qkv + t * width + h * head_dim;
         if (weight) normalize(head, weight, eps, head_dim, head);
-        turn(head, angles + positions[t] * head_dim);
+        rotate(head, angles + positions[t] * head_dim);
       }
       if (h >= heads) cache.write(h - heads, k, v, from, to);
     }
   }
 
   static void share(void* work, int) {
-    Turn& turn = *(Turn*)work;
-    for (int64_t part; turn.parts.take(part);)
-      turn.turn(part * turn.each, smaller(turn.tokens, (part + 1) * turn.each));
+    Rotation& rotation = *(Rotation*)work;
+    for (int64_t part; rotation.parts.take(part);)
+      rotation.rotate(part * rotation.each, min(rotation.tokens, (part + 1) * rotation.each));
   }
   void compute(int threads) {
-    const Timed timed(IN_OTHERS);
+    const Timed timed(OTHER);
     if (tokens * (heads + kv_heads) * head_dim < SHORT) threads = 1;
-    each = larger(1, smaller(PAGE, up(tokens, threads)));
-    parts.count = up(tokens, each);
+    each = max(1, min(PAGE, ceil_div(tokens, threads)));
+    parts.count = ceil_div(tokens, each);
     run(share, this, threads);
   }
 };
 
-// -- all layers --------------------------------------------------------------------------------------------------------
+// -- all layers -------------------------------------------------------------------------------------------------------
 
 template <class Number, class Held>
 int32_t compute(const Stack& s) {
@@ -129,13 +128,15 @@ int32_t compute(const Stack& s) {
   for (int64_t i = 0; i < s.num_layers; ++i) {
     const Layer& layer = s.layers[i];
     auto norm = [&](const void* weight) {
-      Norm<Number>{(const Number*)s.x, (const Number*)weight, (Number*)s.normed, s.tokens, s.hidden, s.eps}.compute(s.threads);
+      Norm<Number>{(const Number*)s.x, (const Number*)weight, (Number*)s.normed, s.tokens, s.hidden, s.eps}
+          .compute(s.threads);
     };
     norm(layer.attention_norm);
     int32_t failed = layer.qkv.apply(s.normed, nullptr, s.line, s.tokens, s.threads);
     const Call& call = *s.calls[layer.call];
-    Turn<Number, Held>{(Number*)s.line, (const Number*)layer.q_norm, (const Number*)layer.k_norm, s.positions, s.angles,
-                       s.tokens, s.heads, s.kv_heads, s.head_dim, s.eps, Pages<Number, Held>(call, s.caches[i])}
+    Rotation<Number, Held>{(Number*)s.line, (const Number*)layer.q_norm, (const Number*)layer.k_norm, s.positions,
+                           s.angles, s.tokens, s.heads, s.kv_heads, s.head_dim, s.eps,
+                           Pages<Number, Held>(call, s.caches[i])}
         .compute(s.threads);
     failed |= s.attend(&call, s.line, nullptr, nullptr, s.caches[i], s.seen, nullptr, s.threads);
     failed |= layer.output.apply(s.seen, s.x, s.x, s.tokens, s.threads);
@@ -159,7 +160,7 @@ EXPORT void NAMED(norm_bfloat16)(const uint16_t* x, const uint16_t* weight, uint
   Norm<uint16_t>{x, weight, y, rows, size, eps}.compute(threads);
 }
 
-// 0, 1 where memory is short, 2 where a position has no angles. Named as what `attend` must be.
+// Returns 0, 1 if out of memory, or 2 if a position has no angles. Each is named like the `attend` that it calls.
 EXPORT int32_t NAMED(layers_float32)(const Stack* stack) { return compute<float, float>(*stack); }
 EXPORT int32_t NAMED(layers_bfloat16)(const Stack* stack) { return compute<uint16_t, uint16_t>(*stack); }
 EXPORT int32_t NAMED(layers_float32_int8)(const Stack* stack) { return compute<float, int8_t>(*stack); }

@@ -20,23 +20,23 @@ import torch
 from ..types import ConfigError
 from . import build, structures
 
-# The most capable first, each with the bit that pequod_features() has for it; `best_first` tells which to take.
+# Instruction sets, the most capable first, each with its bit in pequod_features(). `best_first` orders them by speed.
 ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
 AMX, VNNI = 8, 16
-DOT_PAYS = 32  # the processor's dot product of bfloat16 is worth taking: measured, not read off
+DOT_PAYS = 32  # the processor's bfloat16 dot product is faster than multiply-adds; measured when the library is loaded
 CHOICES = ("auto", *ISAS, "torch")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-COUNTED = 3  # kinds of kernels whose time is counted apart: products, attention, others
+KERNEL_KINDS = 3  # whose times are counted separately: matmul, attention, other
 
 
 def cache_dtypes() -> list[tuple[torch.dtype, torch.dtype, str]]:
-    """What a model may compute in, what its cache may hold, and what the kernels' names say for the two."""
+    """Return the supported pairs of model dtype and cache dtype, each with its name in the kernels' names."""
     same = [(dtype, dtype, name) for dtype, name in DTYPES.items()]
     return same + [(dtype, torch.int8, f"{name}_int8") for dtype, name in DTYPES.items()]
 
 
 def address(function: Any) -> int:
-    """Where a function of a library is, for kernels that call it."""
+    """Return the address of a library's function, for kernels that call it."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -44,14 +44,14 @@ class Kernels:
     """One variant of the library: the functions for one instruction set."""
 
     def __init__(self, library: ctypes.CDLL, isa: str, *, quantizes: bool = True) -> None:
-        """`quantizes`: whether the processor can run the variant's products of quantized weights, see `_quantizes`."""
+        """`quantizes`: whether the processor can run the variant's matmuls with quantized weights, see `_quantizes`."""
         self.quantizes = quantizes
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self.library, self.isa = library, isa
-        self.multiply = {dtype: getattr(library, f"product_{name}_{isa}") for dtype, name in DTYPES.items()}
-        # By the weights' bits, and the activations' type.
+        self.multiply = {dtype: getattr(library, f"matmul_{name}_{isa}") for dtype, name in DTYPES.items()}
+        # By the weights' bits and the activations' dtype.
         self.multiply_bits = {
-            (bits, dtype): getattr(library, f"product_int{bits}_{name}_{isa}")
+            (bits, dtype): getattr(library, f"matmul_int{bits}_{name}_{isa}")
             for bits in (8, 4)
             for dtype, name in DTYPES.items()
         }
@@ -68,7 +68,7 @@ class Kernels:
         for function in self.norm.values():
             function.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_float, integer]
             function.restype = None
-        # By the dtype of the model and that of the cache.
+        # By the model's dtype and the cache's.
         self.layers = {
             (dtype, cache): getattr(library, f"layers_{name}_{isa}") for dtype, cache, name in cache_dtypes()
         }
@@ -76,23 +76,23 @@ class Kernels:
             function.argtypes = [pointer]
         self.best = getattr(library, f"best_{isa}")
         self.best.argtypes, self.best.restype = [pointer, long, long, pointer, pointer, integer], None
-        self.draw = getattr(library, f"draw_{isa}")
-        self.draw.argtypes = [pointer, long, long, pointer, pointer, pointer, integer]
-        self.likeliest = getattr(library, f"likeliest_{isa}")
-        self.likeliest.argtypes = [pointer, long, long, long, pointer, pointer, pointer, integer]
+        self.sample = getattr(library, f"sample_{isa}")
+        self.sample.argtypes = [pointer, long, long, pointer, pointer, pointer, integer]
+        self.top_logits = getattr(library, f"top_logits_{isa}")
+        self.top_logits.argtypes = [pointer, long, long, long, pointer, pointer, pointer, integer]
         self.forbid = getattr(library, f"forbid_{isa}")
         self.forbid.argtypes, self.forbid.restype = [pointer, long, pointer, pointer, long, long], None
-        self.width: int = getattr(library, f"panel_width_{isa}")()  # rows of a weight in one panel
+        self.width: int = getattr(library, f"panel_width_{isa}")()  # rows of a weight in a panel
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What computes the products: our kernels, or torch where `kernels` is None."""
+    """What computes matmuls: our kernels, or torch if `kernels` is None."""
 
     kernels: Kernels | None
-    note: str = ""  # what is lost by it
-    fix: str = ""  # how to get it
-    alone: bool = True  # torch adds up nothing of a row beside our kernels
+    note: str = ""  # the disadvantage of this choice
+    fix: str = ""  # how to avoid it
+    alone: bool = True  # no part of a row's result is summed by torch
 
     @property
     def name(self) -> str:
@@ -100,28 +100,28 @@ class Choice:
 
     @property
     def invariant(self) -> bool:
-        """Whether a row's results have the same bits in any batch, where its attention's have."""
+        """Whether a row has the same bits in any batch, provided that attention's results have."""
         return self.kernels is not None and self.alone
 
 
 class Clock:
-    """The time that the kernels of these libraries have counted."""
+    """Reads the time spent in the kernels of these libraries."""
 
     def __init__(self, libraries: Iterable[ctypes.CDLL]) -> None:
-        kind = ctypes.c_int64 * COUNTED
-        self._counted = [kind.in_dll(library, "pequod_nanoseconds") for library in libraries]
+        kind = ctypes.c_int64 * KERNEL_KINDS
+        self._counters = [kind.in_dll(library, "pequod_nanoseconds") for library in libraries]
 
     def __bool__(self) -> bool:
-        return bool(self._counted)
+        return bool(self._counters)
 
     def seconds(self) -> float:
-        """How long this process has been in kernels so far; what several threads call at once counts for each."""
-        return sum(map(sum, self._counted)) / 1e9
+        """Return the time this process has spent in kernels, added up over the threads that called them."""
+        return sum(map(sum, self._counters)) / 1e9
 
 
 @cache
 def load(path: Path) -> tuple[ctypes.CDLL, int]:
-    """The library and the processor's features. OSError when it cannot be loaded."""
+    """Load the library; return it and the processor's features. Raises OSError."""
     library = ctypes.CDLL(str(path))
     structures.check(library)
     features = library.pequod_features()
@@ -131,14 +131,14 @@ def load(path: Path) -> tuple[ctypes.CDLL, int]:
 
 
 def available() -> list[str]:
-    """The variants that this processor can run, best first. Raises build.BuildError or OSError."""
+    """Return the variants that this processor can run, fastest first. Raises build.BuildError or OSError."""
     return best_first(load(build.library())[1])
 
 
 def best_first(features: int) -> list[str]:
-    """The variants for a processor of these features."""
+    """Return the variants that a processor with these features can run, fastest first."""
     order = list(ISAS)
-    if not features & DOT_PAYS:  # multiply-adds of numbers that are widened to floats are faster then
+    if not features & DOT_PAYS:  # then multiply-adds of widened numbers are faster
         order[:2] = order[1::-1]
     return [isa for isa in order if features & ISAS[isa]]
 
@@ -210,7 +210,7 @@ def settle(asked: str, device: torch.device) -> str:
 
 
 def _quantizes(isa: str, features: int) -> bool:
-    """Whether a variant's products of quantized weights can run: with AVX-512 they take VNNI for granted."""
+    """Return whether a variant's matmuls with quantized weights can run: with AVX-512 they need VNNI."""
     return isa == "avx2" or bool(features & VNNI)
 
 

@@ -1,44 +1,44 @@
-// What this processor can do, scratch memory, and the kernels' clock. Compiled without any -m flag.
+// The processor's features, scratch memory, and the kernels' clock. Compiled without -m flags.
 #include "work.h"
 
 #include <cpuid.h>
 #include <stdlib.h>
 #include <time.h>
 
-// -- the processor ---------------------------------------------------------------------------------------------------
+// -- the processor ----------------------------------------------------------------------------------------------------
 
-static uint64_t enabled_state() {  // what the operating system saves of the registers
+static uint64_t enabled_state() {  // the register state that the operating system saves
   uint32_t low, high;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (uint64_t)high << 32 | low;
 }
 
 // Bits: 1 AVX2 with FMA, 2 AVX-512 F, BW, DQ and VL, 4 AVX512-BF16, 8 AMX for bfloat16, 16 AVX-512 VNNI.
-// The next one, 32, is set by whoever loads this (library.py).
+// The next bit, 32, is set in library.py.
 EXPORT int32_t pequod_features() {
-  uint32_t a, b, c, d, found = 0;
+  uint32_t a, b, c, d, features = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
   const bool fma = c >> 12 & 1, f16c = c >> 29 & 1, xsave = c >> 27 & 1;
   if (!xsave) return 0;
   const uint64_t state = enabled_state();
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-  const uint32_t most = a, extended = b, more = c, amx = d;
-  if (fma && f16c && (extended >> 5 & 1) && (state & 0x6) == 0x6) found |= 1;
-  const uint32_t wanted = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
-  if (found && (extended & wanted) == wanted && (state & 0xe6) == 0xe6) found |= 2;
-  if ((found & 2) && (more >> 11 & 1)) found |= 16;
-  if (most >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (found & 2) && (a >> 5 & 1)) found |= 4;
-  if ((amx >> 22 & 1) && (amx >> 24 & 1) && (state & 0x60000) == 0x60000) found |= 8;
-  return (int32_t)found;
+  const uint32_t subleaves = a, extended = b, extended_c = c, extended_d = d;
+  if (fma && f16c && (extended >> 5 & 1) && (state & 0x6) == 0x6) features |= 1;
+  const uint32_t required = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+  if (features && (extended & required) == required && (state & 0xe6) == 0xe6) features |= 2;
+  if ((features & 2) && (extended_c >> 11 & 1)) features |= 16;
+  if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (features & 2) && (a >> 5 & 1)) features |= 4;
+  if ((extended_d >> 22 & 1) && (extended_d >> 24 & 1) && (state & 0x60000) == 0x60000) features |= 8;
+  return (int32_t)features;
 }
 
-// -- what Python hands over ------------------------------------------------------------------------------------------
+// -- structures -------------------------------------------------------------------------------------------------------
 
-// In the order of structures.py.
+// In the order of STRUCTURES in structures.py.
 EXPORT const int64_t pequod_sizes[] = {sizeof(Matrix),     sizeof(WeightPart), sizeof(Progress), sizeof(PlainWeight),
                                        sizeof(Multiplied), sizeof(Call), sizeof(Layer),    sizeof(Stack)};
 
-// -- memory ----------------------------------------------------------------------------------------------------------
+// -- memory -----------------------------------------------------------------------------------------------------------
 
 struct Buffer {
   void* memory = nullptr;
@@ -57,7 +57,7 @@ void* scratch(int64_t num_bytes) {
   return buffer.memory;
 }
 
-// -- time ------------------------------------------------------------------------------------------------------------
+// -- time -------------------------------------------------------------------------------------------------------------
 
 EXPORT int64_t pequod_nanoseconds[KINDS] = {};
 
@@ -67,6 +67,6 @@ int64_t now() {
   return time.tv_sec * 1000000000ll + time.tv_nsec;
 }
 
-void count(Counted kind, int64_t nanoseconds) {
+void add_time(KernelKind kind, int64_t nanoseconds) {
   __atomic_fetch_add(&pequod_nanoseconds[kind], nanoseconds, __ATOMIC_RELAXED);
 }

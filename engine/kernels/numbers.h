@@ -1,9 +1,13 @@
-// Numbers of the two kinds that models compute in, as vectors. Of a vector `count` numbers may be there: the rest is 0
-// where it is read, and not written.
+// Vectors of the two number types that models compute in, float32 and bfloat16. A vector may hold only `count` numbers:
+// the others read as 0 and are not written.
 #pragma once
 #include "isa.h"
 
 #include <string.h>
+
+static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static inline V widen(const float* p) { return load(p); }
 static inline V widen(const uint16_t* p) { return load_bf16(p); }
@@ -16,21 +20,21 @@ static inline V get(const Number* p, int64_t count) {
   return widen(some);
 }
 
-static inline float as_number(int32_t bits) {
+static inline float bits_to_float(int32_t bits) {
   union { int32_t i; float f; } u = {bits};
   return u.f;
 }
 
-// The largest of `count` vectors of numbers without their signs; no number is more than infinity is more than any.
+// The largest magnitude in `count` vectors. NaN counts as larger than infinity.
 template <class Read>
-static inline float top_of(int64_t count, Read read) {
-  U most = all_units(0);
-  for (int64_t i = 0; i < count; ++i) most = greater_ints(most, both(as_units(read(i)), all_units(0x7fffffff)));
-  return as_number(largest_int(most));
+static inline float max_magnitude(int64_t count, Read read) {
+  U magnitude = set1_units(0);
+  for (int64_t i = 0; i < count; ++i) magnitude = max_ints(magnitude, and_(as_units(read(i)), set1_units(0x7fffffff)));
+  return bits_to_float(max_int_lane(magnitude));
 }
 
 static inline void write(float* p, V v) { store(p, v); }
-static inline void write(uint16_t* p, V v) { store_halves(p, rounded(v)); }
+static inline void write(uint16_t* p, V v) { store_halves(p, to_bf16_units(v)); }
 
 template <class Number>
 static inline void put(Number* p, V v, int64_t count) {

@@ -1,17 +1,17 @@
-// What packs weights while a model is loaded: many of them in one call, so that nothing of Python is needed meanwhile.
+// Packs weights while a model is loaded, many in one call, so that the threads do not need Python meanwhile.
 //
-// A weight may come in parts, rows of one behind those of the other, from memory or from files. Of a file no more is
-// held than what the threads work on: a piece is read to where it stays in the second cache until it is packed, which
-// takes less than to have the file's pages mapped.
+// A weight may consist of several parts, one after another, from memory or from files. Files are read in chunks that
+// stay in the second-level cache until they are packed, which is faster than mapping the files and keeps memory use
+// low.
 #pragma once
 #include <errno.h>
 #include <unistd.h>
 
-#include "product.h"
+#include "matmul.h"
 
 namespace {
 
-const int64_t CHUNK = 512 << 10;  // bytes of a plain weight that a thread takes at once, or one panel
+const int64_t CHUNK = 512 << 10;  // bytes of a plain weight that a thread packs at once, but at least a panel
 
 struct Weight : PlainWeight {
   int64_t row_bytes() const { return columns * number_bytes; }
@@ -25,24 +25,24 @@ struct Weight : PlainWeight {
   bool in_memory() const { return parts[0].weight != nullptr; }
 };
 
-// Some panels' rows of a plain weight.
+// The rows of a plain weight that belong to some panels.
 struct Rows {
   const Weight& weight;
   const int64_t first, last;  // panels
-  char* room;                 // for what comes from files
+  char* buffer;               // for rows read from files
 
-  static int64_t room_bytes(const Weight& weight) {
+  static int64_t scratch_bytes(const Weight& weight) {
     return weight.in_memory() ? 0 : weight.chunk_panels() * WIDTH * weight.row_bytes();
   }
 
-  // Row `j` of a panel; null where it has none.
+  // Row `j` of a panel; null if the panel has no such row.
   const char* row(int64_t panel, int j) const {
-    int64_t at = source(weight.rows, weight.gated, panel, j);
+    int64_t at = source_row(weight.rows, weight.gated, panel, j);
     if (at < 0) return nullptr;
     if (!weight.in_memory()) {
-      const bool up = weight.gated && at >= weight.half();
+      const bool second_half = weight.gated && at >= weight.half();
       at -= first * weight.per_panel();
-      return room + (up ? at - weight.half() + (last - first) * weight.per_panel() : at) * weight.row_bytes();
+      return buffer + (second_half ? at - weight.half() + (last - first) * weight.per_panel() : at) * weight.row_bytes();
     }
     const WeightPart* part = weight.parts;
     for (; at >= part->rows; ++part) at -= part->rows;
@@ -51,41 +51,41 @@ struct Rows {
 
   bool read(Progress* progress) const {
     if (weight.in_memory()) return true;
-    const int64_t from = first * weight.per_panel(), most = last * weight.per_panel();
-    const int64_t to = most < weight.half() ? most : weight.half();
-    if (!read(from, to, room, progress)) return false;
-    char* second = room + (most - from) * weight.row_bytes();
+    const int64_t from = first * weight.per_panel(), limit = last * weight.per_panel();
+    const int64_t to = limit < weight.half() ? limit : weight.half();
+    if (!read(from, to, buffer, progress)) return false;
+    char* second = buffer + (limit - from) * weight.row_bytes();
     return !weight.gated || read(weight.half() + from, weight.half() + to, second, progress);
   }
 
-  bool read(int64_t from, int64_t to, char* place, Progress* progress) const {
+  bool read(int64_t from, int64_t to, char* out, Progress* progress) const {
     for (const WeightPart* part = weight.parts; from < to; from -= part->rows, to -= part->rows, ++part) {
       if (from >= part->rows) continue;
       int64_t left = ((to < part->rows ? to : part->rows) - from) * weight.row_bytes();
       int64_t at = part->offset + from * weight.row_bytes();
       from = to < part->rows ? to : part->rows;
       while (left > 0) {
-        const ssize_t count = pread(part->file, place, (size_t)left, at);
+        const ssize_t count = pread(part->file, out, (size_t)left, at);
         if (count < 0 && errno == EINTR) continue;
         if (count <= 0) {
           progress->error = count ? errno : 0, progress->wrong = part->file;
           return false;
         }
-        place += count, at += count, left -= count;
+        out += count, at += count, left -= count;
       }
     }
     return true;
   }
 };
 
-// A Kind packs: `room_bytes(weight)` of scratch memory that it needs beside the rows, `pack(rows, room)`.
-template <class Kind>
+// A Packer has `scratch_bytes(weight)`, the scratch memory it needs beside the rows, and `pack(rows, buffer)`.
+template <class Packer>
 struct Packing {
   const Weight* weights;
   int64_t count;
   Progress* progress;
-  char* rooms;    // one for each thread
-  int64_t room_bytes;
+  char* buffers;  // one for each thread
+  int64_t scratch_bytes;
   int32_t failed;
   Parts chunks = {};
 
@@ -96,30 +96,31 @@ struct Packing {
       for (i = 0; chunk >= weights[i].chunks(); ++i) chunk -= weights[i].chunks();
       const Weight& weight = weights[i];
       const int64_t first = chunk * weight.chunk_panels(), last = first + weight.chunk_panels();
-      char* room = rooms + thread * room_bytes;
-      const Rows rows = {weight, first, last < weight.num_panels ? last : weight.num_panels, room};
-      Progress wrong = {};
-      if (!rows.read(&wrong)) {
-        if (!__atomic_exchange_n(&failed, 1, __ATOMIC_RELAXED)) progress->error = wrong.error, progress->wrong = wrong.wrong;
+      char* buffer = buffers + thread * scratch_bytes;
+      const Rows rows = {weight, first, last < weight.num_panels ? last : weight.num_panels, buffer};
+      Progress result = {};
+      if (!rows.read(&result)) {
+        if (!__atomic_exchange_n(&failed, 1, __ATOMIC_RELAXED))
+          progress->error = result.error, progress->wrong = result.wrong;
         return;
       }
-      Kind::pack(rows, room + aligned(Rows::room_bytes(weight)));
+      Packer::pack(rows, buffer + aligned(Rows::scratch_bytes(weight)));
       const int64_t bytes = weight.rows * weight.row_bytes();
       __atomic_fetch_add(&progress->num_bytes, bytes * (rows.last - first) / weight.num_panels, __ATOMIC_RELAXED);
     }
   }
   static void share(void* packing, int thread) { ((Packing*)packing)->share(thread); }
 
-  // 0, 1 where memory is short, 2 where a file cannot be read.
+  // Returns 0, 1 if out of memory, or 2 if a file cannot be read.
   int32_t compute(int threads) {
-    room_bytes = 0;
+    scratch_bytes = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t wanted = aligned(Rows::room_bytes(weights[i])) + aligned(Kind::room_bytes(weights[i]));
-      if (wanted > room_bytes) room_bytes = wanted;
+      const int64_t needed = aligned(Rows::scratch_bytes(weights[i])) + aligned(Packer::scratch_bytes(weights[i]));
+      if (needed > scratch_bytes) scratch_bytes = needed;
       chunks.count += weights[i].chunks();
     }
-    rooms = (char*)scratch(room_bytes * threads + 1);
-    if (!rooms) return 1;
+    buffers = (char*)scratch(scratch_bytes * threads + 1);
+    if (!buffers) return 1;
     run(share, this, threads);
     return failed ? 2 : 0;
   }

@@ -1,33 +1,34 @@
-// y = x W^T for weights of 8 or 4 bits that were packed once, see product.h, with x quantized to 8 bits on the way.
+// y = x W^T for packed weights of 8 or 4 bits, see matmul.h. x is quantized to 8 bits first.
 //
-// Weights are held without a sign, with ZERO in the middle. In 8 bits a row of W has one scale. In 4 bits each group of
-// a row has its own, in bfloat16: with one for a whole row, the largest of some thousand numbers would leave the others
-// next to nothing of 16 steps.
+// Weights are stored unsigned, offset by ZERO. With 8 bits a row of W has one scale. With 4 bits each group of a row
+// has a scale in bfloat16: if a row of thousands of numbers shared one, its largest would leave the others too few of
+// 16 steps.
 //
-// Activations get a scale for each group of a row: a few of their columns are often far larger than all others, and
-// coarsen nothing beyond their own group. What is smaller than TINY all over a group counts as zero.
+// Activations have a scale for each group of a row, because a few columns are often far larger than the others and
+// should cost precision only in their own group. A group whose numbers are all smaller than TINY counts as zero.
 //
 // Order. A group's sum of products is an integer, exact in any order. The groups' sums are added as floats from the
-// first to the last, each times its scales by one fused multiply-add. In 8 bits the weight's scale comes at the end.
+// first to the last, each multiplied by its scales in one fused multiply-add. With 8 bits the weight's scale is applied
+// last.
 #include <float.h>
 
 #include "packing.h"
-#include "product.h"
+#include "matmul.h"
 
 namespace {
 
 const float TINY = 7.8886e-31f;  // 2^-100: a scale is never subnormal
 const int LARGEST = 127;         // of a quantized activation, and of a weight in 8 bits
 
-// -- numbers to bytes ----------------------------------------------------------------------------------------------------
+// -- numbers to bytes -------------------------------------------------------------------------------------------------
 
-// What one step stands for when `steps` of them make `top`. No number where top is none, or infinite.
+// The scale with which `steps` steps make `top`; NaN if top is NaN or infinite.
 float scale_of(float top, int steps) {
-  if (!(top <= FLT_MAX)) return as_number(0x7fc00000);
+  if (!(top <= FLT_MAX)) return bits_to_float(0x7fc00000);
   return top < TINY ? 0.0f : top / (float)steps;
 }
 
-// Some numbers of a row of x as signed bytes, those that are not there as zeros.
+// A group of a row of x, quantized to int8 and padded with zeros.
 template <int SIZE>
 struct Bytes {
   int8_t numbers[SIZE];
@@ -35,27 +36,27 @@ struct Bytes {
   float scale;
 
   template <class Number>
-  void take(const Number* x, int64_t count) {
-    Number some[SIZE];
+  void quantize(const Number* x, int64_t count) {
+    Number padded[SIZE];
     if (count < SIZE) {
-      memset(some, 0, sizeof(some));
-      memcpy(some, x, (size_t)count * sizeof(Number));
-      x = some;
+      memset(padded, 0, sizeof(padded));
+      memcpy(padded, x, (size_t)count * sizeof(Number));
+      x = padded;
     }
-    const float top = top_of(SIZE / LANES, [&](int64_t i) { return widen(x + i * LANES); });
+    const float top = max_magnitude(SIZE / LANES, [&](int64_t i) { return widen(x + i * LANES); });
     scale = scale_of(top, LARGEST);
-    const V inverse = all(scale > 0 ? (float)LARGEST / top : 0.0f);  // no number becomes 0x80000000, of which 0 is stored
-    U total = all_units(0);
+    const V inverse = set1(scale > 0 ? (float)LARGEST / top : 0.0f);  // NaN becomes 0x80000000, whose lowest byte is 0
+    U total = set1_units(0);
     for (int i = 0; i < SIZE / LANES; ++i) {
-      const U ints = nearest_ints(mul(widen(x + i * LANES), inverse));
+      const U ints = round_to_ints(mul(widen(x + i * LANES), inverse));
       store_lowest_bytes(numbers + i * LANES, ints);
-      total = plus(total, ints);
+      total = add_ints(total, ints);
     }
-    sum = total_int(total);
+    sum = sum_int_lanes(total);
   }
 };
 
-// -- bytes multiplied ----------------------------------------------------------------------------------------------------
+// -- bytes multiplied -------------------------------------------------------------------------------------------------
 
 #if defined(HAS_VNNI)
 struct Way {
@@ -64,13 +65,13 @@ struct Way {
   template <int M, int J>
   static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
     UNROLLED for (int m = 0; m < M; ++m) {
-      const U a = all_units(((const uint32_t*)x)[m]);
+      const U a = set1_units(((const uint32_t*)x)[m]);
       UNROLLED for (int j = 0; j < J; ++j) add_bytes(sum[m][j], w[j], a);
     }
   }
 };
 #else
-// Bytes made halves, and products summed in pairs: exact, as a sum of two in 16 bits would not be.
+// Widens bytes to 16 bits and adds pairs of products in 32 bits. The 16-bit instruction would saturate.
 struct Way {
   static const int X_BYTES = 8;
   static void put(const int8_t* four, int64_t rows, int64_t m, char* to) {
@@ -81,18 +82,18 @@ struct Way {
   template <int M, int J>
   static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
     UNROLLED for (int j = 0; j < J; ++j) {
-      const U even = both(w[j], all_units(0x00ff00ff));
+      const U even = and_(w[j], set1_units(0x00ff00ff));
       UNROLLED for (int m = 0; m < M; ++m)
-        sum[m][j] = plus(sum[m][j], pairs_summed(even, all_units(((const uint32_t*)x)[m])));
-      const U odd = both(shifted_down<8>(w[j]), all_units(0x00ff00ff));
+        sum[m][j] = add_ints(sum[m][j], madd_pairs(even, set1_units(((const uint32_t*)x)[m])));
+      const U odd = and_(shift_right<8>(w[j]), set1_units(0x00ff00ff));
       UNROLLED for (int m = 0; m < M; ++m)
-        sum[m][j] = plus(sum[m][j], pairs_summed(odd, all_units(((const uint32_t*)x)[M + m])));
+        sum[m][j] = add_ints(sum[m][j], madd_pairs(odd, set1_units(((const uint32_t*)x)[M + m])));
     }
   }
 };
 #endif
 
-// -- weights of 8 and of 4 bits ------------------------------------------------------------------------------------------
+// -- weights of 8 and of 4 bits ---------------------------------------------------------------------------------------
 
 struct Eight {
   static const int SIZE = 128;  // numbers of a group of x: with 64, what follows each group took a tenth of the time
@@ -102,17 +103,17 @@ struct Eight {
   static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
     Way::step<M, J>(sum, w, x);
   }
-  // A row of W has one scale, which comes to its sum at the end. Until then the sums would be too large for floats where
-  // x is very large: the scales of x are held so much smaller.
+  // A row of W has one scale, which multiplies its sum at the end. Until then the sums could overflow a float if x is
+  // very large, so the scales of x are multiplied by DOWN.
   static const bool AT_END = true;
   static constexpr float DOWN = 1.0f / (1 << 19);
-  // The scales of a group of a panel's rows, of the first or the second half of them.
+  // The scales of a group for the first or the second half of a panel's rows.
   static V scales(const Matrix& matrix, int64_t panel, int64_t, int64_t, int half) {
     return load((const float*)matrix.scales + panel * WIDTH + half * LANES);
   }
 };
 
-// The lower halves of a unit's bytes are its first four numbers.
+// The low nibbles of a unit's bytes are its first four numbers.
 struct Four {
   static const int SIZE = 32;  // numbers of a group, of x and of the weight
   static const int PER_UNIT = 8, ZERO = 8;
@@ -121,28 +122,28 @@ struct Four {
 
   template <int M, int J>
   static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
-    U halves[J];
-    UNROLLED for (int j = 0; j < J; ++j) halves[j] = both(w[j], all_units(0x0f0f0f0f));
-    Way::step<M, J>(sum, halves, x);
-    UNROLLED for (int j = 0; j < J; ++j) halves[j] = both(shifted_down<4>(w[j]), all_units(0x0f0f0f0f));
-    Way::step<M, J>(sum, halves, x + M * Way::X_BYTES);
+    U nibbles[J];
+    UNROLLED for (int j = 0; j < J; ++j) nibbles[j] = and_(w[j], set1_units(0x0f0f0f0f));
+    Way::step<M, J>(sum, nibbles, x);
+    UNROLLED for (int j = 0; j < J; ++j) nibbles[j] = and_(shift_right<4>(w[j]), set1_units(0x0f0f0f0f));
+    Way::step<M, J>(sum, nibbles, x + M * Way::X_BYTES);
   }
   static V scales(const Matrix& matrix, int64_t panel, int64_t groups, int64_t group, int half) {
     return load_bf16((const uint16_t*)matrix.scales + (panel * groups + group) * WIDTH + half * LANES);
   }
 };
 
-// -- the sums ------------------------------------------------------------------------------------------------------------
+// -- the sums ---------------------------------------------------------------------------------------------------------
 
-// Apart from the activations' type, so that they are compiled once for all.
+// Independent of the activations' type, so that it is compiled once for all types.
 template <class Width>
 struct Sums {
   static const int SIZE = Width::SIZE, UNITS = SIZE / Width::PER_UNIT, FOURS = SIZE / 4;
-  static const int ROW_BYTES = 8 + FOURS * Way::X_BYTES;  // of one row's group: what its sums begin with, scale, numbers
+  static const int ROW_BYTES = 8 + FOURS * Way::X_BYTES;  // of a row's group: initial sum, scale, numbers
 
-  // Whole groups' sums lie in `out`, in the first cache: registers hold those of the group that is being multiplied.
+  // The running sums are in `out`, in the first-level cache. Registers hold the sums of the current group.
   template <int M, int P>
-  static __attribute__((noinline)) void make(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
+  static __attribute__((noinline)) void compute(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
                                              const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
     const int64_t size = units * WIDTH * 4, groups = (units + UNITS - 1) / UNITS;
     const char* w = (const char*)matrix.panels + panel * size;
@@ -153,22 +154,22 @@ struct Sums {
       for (int64_t l = 0; l < count * lines; ++l, ahead += 64) __builtin_prefetch(ahead, 0, 2);
       U sum[M][2 * P];
       UNROLLED for (int m = 0; m < M; ++m)
-        UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = all_units(((const uint32_t*)xs)[m]);
+        UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = set1_units(((const uint32_t*)xs)[m]);
       const char* x = xs + 8 * M;
       for (int64_t u = 0; u < count; ++u, w += WIDTH * 4, x += M * (Width::PER_UNIT / 4) * Way::X_BYTES) {
         U weights[2 * P];
         UNROLLED for (int j = 0; j < 2 * P; ++j) weights[j] = load_units(w + j / 2 * size + j % 2 * LANES * 4);
         Width::template step<M, 2 * P>(sum, weights, x);
       }
-      // Else the compiler holds copies of `out` on the stack and writes both, which takes as long again.
+      // Without this the compiler keeps copies of `out` on the stack and writes both, which doubles the time.
       __asm__ volatile("" ::: "memory");
       const float* scale = (const float*)xs + M;
       UNROLLED for (int j = 0; j < 2 * P; ++j) {
         const V of_w = Width::AT_END ? zero() : Width::scales(matrix, panel + j / 2, groups, g, j % 2);
         UNROLLED for (int m = 0; m < M; ++m) {
           float* to = out[m][0] + j * LANES;
-          const V both = Width::AT_END ? all(scale[m]) : mul(all(scale[m]), of_w);
-          store(to, fma(floats_of(sum[m][j]), both, load(to)));
+          const V factor = Width::AT_END ? set1(scale[m]) : mul(set1(scale[m]), of_w);
+          store(to, fma(ints_to_floats(sum[m][j]), factor, load(to)));
         }
       }
     }
@@ -177,7 +178,7 @@ struct Sums {
       const V of_w = Width::scales(matrix, panel + j / 2, groups, 0, j % 2);
       for (int m = 0; m < M; ++m) {
         float* to = out[m][0] + j * LANES;
-        store(to, mul(mul(load(to), of_w), all(1 / Width::DOWN)));
+        store(to, mul(mul(load(to), of_w), set1(1 / Width::DOWN)));
       }
     }
   }
@@ -195,8 +196,8 @@ struct Quantized {
     for (int64_t k = 0; k < columns; k += All::SIZE, to += rows * All::ROW_BYTES)
       for (int64_t m = 0; m < rows; ++m) {
         Bytes<All::SIZE> bytes;
-        bytes.take(x + m * columns + k, columns - k);
-        ((int32_t*)to)[m] = bytes.scale > 0 ? -Width::ZERO * bytes.sum : 0;  // the weights' zero is not 0
+        bytes.quantize(x + m * columns + k, columns - k);
+        ((int32_t*)to)[m] = bytes.scale > 0 ? -Width::ZERO * bytes.sum : 0;  // undoes the weights' offset
         ((float*)to)[rows + m] = bytes.scale * Width::DOWN;
         for (int f = 0; f < All::FOURS; ++f)
           Way::put(bytes.numbers + 4 * f, rows, m, to + 8 * rows + f * rows * Way::X_BYTES);
@@ -205,105 +206,105 @@ struct Quantized {
   template <int M, int P>
   static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
                                                          const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
-    All::template make<M, P>(matrix, units, panel, xs, ahead, lines, out);
+    All::template compute<M, P>(matrix, units, panel, xs, ahead, lines, out);
   }
 };
 
 template <class Number, class Width>
 int32_t multiply(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows, int32_t threads) {
-  const Timed timed(IN_PRODUCTS);
-  Product<Quantized<Number, Width>> product = {matrix, (const Number*)x, (const Number*)residual, y, rows};
-  return product.compute(threads);
+  const Timed timed(MATMUL);
+  Matmul<Quantized<Number, Width>> matmul = {matrix, (const Number*)x, (const Number*)residual, y, rows};
+  return matmul.compute(threads);
 }
 
 }  // namespace
 
-#define PRODUCT(name, Number, Width)                                                                                   \
+#define MATMUL_OF(name, Number, Width)                                                                                 \
   EXPORT int32_t NAMED(name)(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows,         \
                              int32_t threads) {                                                                        \
     return multiply<Number, Width>(matrix, x, residual, y, rows, threads);                                        \
   }
 
-PRODUCT(product_int8_float32, float, Eight)
-PRODUCT(product_int8_bfloat16, uint16_t, Eight)
-PRODUCT(product_int4_float32, float, Four)
-PRODUCT(product_int4_bfloat16, uint16_t, Four)
+MATMUL_OF(matmul_int8_float32, float, Eight)
+MATMUL_OF(matmul_int8_bfloat16, uint16_t, Eight)
+MATMUL_OF(matmul_int4_float32, float, Four)
+MATMUL_OF(matmul_int4_bfloat16, uint16_t, Four)
 
-// -- packing -------------------------------------------------------------------------------------------------------------
+// -- packing ----------------------------------------------------------------------------------------------------------
 
 namespace {
 
-// Numbers of a row of the plain weight, zeros behind its end.
+// A vector of a row of the plain weight, padded with zeros.
 template <class Number>
 V read(const Number* row, int64_t columns, int64_t k) {
   return k < columns ? get(row + k, columns - k) : zero();
 }
 
-// A row as bytes without a sign, and its scale.
+// Quantize a row to unsigned bytes; returns its scale.
 template <class Number>
 float to_eight(const Number* row, int64_t columns, uint8_t* bytes) {
-  const float top = top_of((columns + LANES - 1) / LANES, [&](int64_t i) { return read(row, columns, i * LANES); });
+  const float top = max_magnitude(ceil_div(columns, LANES), [&](int64_t i) { return read(row, columns, i * LANES); });
   const float scale = scale_of(top, LARGEST);
-  const V inverse = all(scale > 0 ? (float)LARGEST / top : 0.0f);
+  const V inverse = set1(scale > 0 ? (float)LARGEST / top : 0.0f);
   for (int64_t k = 0; k < columns; k += LANES)
-    store_lowest_bytes(bytes + k, plus(nearest_ints(mul(read(row, columns, k), inverse)), all_units(Eight::ZERO)));
+    store_lowest_bytes(bytes + k, add_ints(round_to_ints(mul(read(row, columns, k), inverse)), set1_units(Eight::ZERO)));
   return scale;
 }
 
-// A group of a row as bytes from 0 to 15, and its scale: the number that is farthest from 0 becomes 0 itself, of the
-// 16 steps the one that has no counterpart on the other side.
+// Quantize a group of a row to 0 … 15; returns its scale. The number of the largest magnitude becomes 0, which stands
+// for -8: of the 16 steps the one without a counterpart of the other sign.
 template <class Number>
 uint16_t to_four(const Number* row, int64_t columns, int64_t start, uint8_t* bytes) {
   float numbers[Four::SIZE], top = 0.0f;
   for (int i = 0; i < Four::SIZE; i += LANES) store(numbers + i, read(row, columns, start + i));
-  const float size = top_of(Four::SIZE / LANES, [&](int64_t i) { return load(numbers + i * LANES); });
+  const float size = max_magnitude(Four::SIZE / LANES, [&](int64_t i) { return load(numbers + i * LANES); });
   for (float number : numbers)
     if (number == size || number == -size) { top = number; break; }
-  const float wanted = scale_of(size, Four::ZERO);
-  const uint16_t scale = to_bf16(top > 0 ? -wanted : wanted);
-  const V inverse = all(wanted > 0 ? 1.0f / to_float(scale) : 0.0f);
+  const float exact = scale_of(size, Four::ZERO);
+  const uint16_t scale = to_bf16(top > 0 ? -exact : exact);
+  const V inverse = set1(exact > 0 ? 1.0f / to_float(scale) : 0.0f);
   for (int i = 0; i < Four::SIZE; i += LANES) {
-    const V steps = greatest(all(-8.0f), least(all(7.0f), nearest(mul(load(numbers + i), inverse))));
-    store_lowest_bytes(bytes + i, plus(nearest_ints(steps), all_units(Four::ZERO)));
+    const V steps = max(set1(-8.0f), min(set1(7.0f), round(mul(load(numbers + i), inverse))));
+    store_lowest_bytes(bytes + i, add_ints(round_to_ints(steps), set1_units(Four::ZERO)));
   }
   return scale;
 }
 
-struct Rounded {
-  static int64_t room_bytes(const Weight& weight) {
+struct Quantizer {
+  static int64_t scratch_bytes(const Weight& weight) {
     return (weight.columns + 8 * LANES - 1) / (8 * LANES) * 8 * LANES * LANES;
   }
 
-  static void pack(const Rows& rows, char* room) {
-    if (rows.weight.number_bytes == 4) panels_of<float>(rows, (uint8_t*)room);
-    else panels_of<uint16_t>(rows, (uint8_t*)room);
+  static void pack(const Rows& rows, char* buffer) {
+    if (rows.weight.number_bytes == 4) panels_of<float>(rows, (uint8_t*)buffer);
+    else panels_of<uint16_t>(rows, (uint8_t*)buffer);
   }
 
-  // LANES rows are rounded beside each other, then turned.
+  // Quantize LANES rows, then transpose them into panels.
   template <class Number>
-  static void panels_of(const Rows& rows, uint8_t* room) {
+  static void panels_of(const Rows& rows, uint8_t* buffer) {
     const Weight& weight = rows.weight;
-    const int64_t size = room_bytes(weight) / LANES, per_unit = 32 / weight.bits;
+    const int64_t size = scratch_bytes(weight) / LANES, per_unit = 32 / weight.bits;
     const int64_t units = (weight.columns + per_unit - 1) / per_unit;
     for (int64_t p = rows.first; p < rows.last; ++p)
       for (int half = 0; half < WIDTH; half += LANES) {
         for (int j = 0; j < LANES; ++j) {
           const Number* row = (const Number*)rows.row(p, half + j);
-          if (!row) memset(room + j * size, weight.bits == 8 ? Eight::ZERO : Four::ZERO, (size_t)size);
-          if (weight.bits == 8) eight(weight, row, p, half + j, room + j * size);
-          else four(weight, row, p, half + j, room + j * size);
+          if (!row) memset(buffer + j * size, weight.bits == 8 ? Eight::ZERO : Four::ZERO, (size_t)size);
+          if (weight.bits == 8) eight(weight, row, p, half + j, buffer + j * size);
+          else four(weight, row, p, half + j, buffer + j * size);
         }
         uint32_t* to = (uint32_t*)weight.panels + p * units * WIDTH + half;
         for (int64_t u = 0; u < units; u += LANES) {
           U square[LANES];
-          UNROLLED for (int j = 0; j < LANES; ++j) square[j] = unit_of(weight.bits, room + j * size, u);
+          UNROLLED for (int j = 0; j < LANES; ++j) square[j] = unit_of(weight.bits, buffer + j * size, u);
           transpose(square);
           for (int64_t k = 0; k < LANES && u + k < units; ++k) store_units(to + (u + k) * WIDTH, square[k]);
         }
       }
   }
 
-  // LANES units of a row from one on.
+  // LANES units of a quantized row, from unit u on.
   static U unit_of(int bits, const uint8_t* bytes, int64_t u) {
     if (bits == 8) return load_units(bytes + 4 * u);
     uint32_t units[LANES];
@@ -340,8 +341,8 @@ uint16_t narrow<uint16_t>(float x) { return to_bf16(x); }
 
 template <class Number>
 void dequantize(const Matrix& matrix, int bits, int64_t id, Number* to) {
-  const int64_t panel = id / WIDTH, j = id % WIDTH, per_unit = 32 / bits, units = (matrix.columns + per_unit - 1) / per_unit;
-  const int64_t groups = (matrix.columns + Four::SIZE - 1) / Four::SIZE;
+  const int64_t panel = id / WIDTH, j = id % WIDTH, per_unit = 32 / bits;
+  const int64_t units = ceil_div(matrix.columns, per_unit), groups = (matrix.columns + Four::SIZE - 1) / Four::SIZE;
   const uint32_t* from = (const uint32_t*)matrix.panels + panel * units * WIDTH + j;
   for (int64_t k = 0; k < matrix.columns; ++k) {
     const uint32_t unit = from[k / per_unit * WIDTH];
@@ -358,17 +359,17 @@ void dequantize(const Matrix& matrix, int bits, int64_t id, Number* to) {
 
 }  // namespace
 
-// The same as `pack` in product.cpp for weights in `bits` bits, 8 or 4. Of 8, scales are [num_panels, WIDTH] floats; of 4
-// [num_panels, groups of 32 columns, WIDTH] bfloat16.
+// Like `pack` in matmul.cpp, quantizing to 8 or 4 `bits`. With 8 bits the scales are [num_panels, WIDTH] floats; with
+// 4, [num_panels, groups of 32 columns, WIDTH] bfloat16.
 EXPORT int32_t NAMED(quantize)(const Weight* weights, int64_t count, Progress* progress, int32_t threads) {
-  Packing<Rounded> packing = {weights, count, progress, nullptr, 0, 0};
+  Packing<Quantizer> packing = {weights, count, progress, nullptr, 0, 0};
   return packing.compute(threads);
 }
 
-// Rows of a quantized weight in numbers of 4 or 2 bytes. Gives the first id that is none, plus 1, or 0.
+// Dequantize rows of a weight into 4-byte or 2-byte numbers. Returns 0, or 1 + the index of the first invalid id.
 EXPORT int64_t NAMED(dequantized)(const Matrix* matrix, int32_t bits, int64_t number_bytes, const int64_t* ids,
                                   int64_t count, void* to) {
-  const Timed timed(IN_OTHERS);
+  const Timed timed(OTHER);
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= matrix->outputs) return i + 1;
     if (number_bytes == 4) dequantize(*matrix, bits, ids[i], (float*)to + i * matrix->columns);

@@ -1,4 +1,4 @@
-"""The structures that the kernels are handed, field by field as handed.h has them."""
+"""The structures that Python passes to the kernels, with the same fields in the same order as structures.h."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class WeightPart(ctypes.Structure):
 
 
 class Progress(ctypes.Structure):
-    """How far a packing has come, and why it went no further."""
+    """The progress of packing, and the error that stopped it."""
 
     _fields_ = [("num_bytes", ctypes.c_int64), ("error", ctypes.c_int32), ("wrong", ctypes.c_int32)]
 
 
 class PlainWeight(ctypes.Structure):
-    """A plain weight, and where it is to be packed."""
+    """A plain weight, and the memory to pack it into."""
 
     _fields_ = [
         ("parts", ctypes.c_void_p),
@@ -55,7 +55,7 @@ class PlainWeight(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """A step and the shape of a layer, for attention."""
+    """The arguments of attention: the step's rows and the layer's shape."""
 
     _fields_ = [
         ("query_start", ctypes.c_void_p),
@@ -81,7 +81,7 @@ class Call(ctypes.Structure):
 
 
 class Multiplied(ctypes.Structure):
-    """A product and the weight that is its own."""
+    """A matmul kernel and the weight that it multiplies by."""
 
     _fields_ = [("multiply", ctypes.c_void_p), ("matrix", ctypes.c_void_p)]
 
@@ -103,7 +103,7 @@ class Layer(ctypes.Structure):
 
 
 class Stack(ctypes.Structure):
-    """All layers of a decoder, and a step."""
+    """All layers of a decoder, and the step to compute."""
 
     _fields_ = [
         ("layers", ctypes.c_void_p),
@@ -130,12 +130,12 @@ class Stack(ctypes.Structure):
 
 
 # In the order of `pequod_sizes` in machine.cpp.
-HANDED = (Matrix, WeightPart, Progress, PlainWeight, Multiplied, Call, Layer, Stack)
+STRUCTURES = (Matrix, WeightPart, Progress, PlainWeight, Multiplied, Call, Layer, Stack)
 
 
 def check(library: ctypes.CDLL) -> None:
-    """Raise ValueError unless the library's structures are as large as these."""
-    sizes = [*(ctypes.c_int64 * len(HANDED)).in_dll(library, "pequod_sizes")]
-    for kind, size in zip(HANDED, sizes, strict=True):
+    """Raise ValueError if the library's structures have other sizes than these."""
+    sizes = [*(ctypes.c_int64 * len(STRUCTURES)).in_dll(library, "pequod_sizes")]
+    for kind, size in zip(STRUCTURES, sizes, strict=True):
         if ctypes.sizeof(kind) != size:
             raise ValueError(f"{kind.__name__} has {size} bytes in the library and {ctypes.sizeof(kind)} here")

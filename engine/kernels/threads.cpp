@@ -1,8 +1,9 @@
 // The thread pool that the kernels share.
 //
-// The calling thread opens a round. Helpers that are awake join it; sleeping ones are woken, and join if they are scheduled
-// before the round closes. The caller computes too. When no parts are left it closes the round and waits for the helpers
-// that have joined, so that a helper without a processor delays nobody. Between rounds helpers spin briefly, then sleep.
+// The calling thread opens a round. Helpers that are awake join it; sleeping ones are woken, and join if they are
+// scheduled before the round closes. The caller computes too. When no parts are left it closes the round and waits for
+// the helpers that have joined, so that a helper without a processor delays nobody. Between rounds helpers spin
+// briefly, then sleep.
 //
 // OpenMP's regions end when every thread of the team has been there, whether or not it found work, and its threads spin
 // for milliseconds: where other processes compete for the processors, each of hundreds of regions in a forward pass
@@ -18,7 +19,7 @@
 
 #include "work.h"
 
-// For tests. 0: helpers join when they can, 1: none joins, 2: the caller begins when all have joined.
+// For tests. 0: helpers join when they can, 1: none joins, 2: the caller waits until all have joined.
 EXPORT int32_t pequod_joining = 0;
 
 static const int MOST_THREADS = 1024;
@@ -26,8 +27,9 @@ static const int MOST_THREADS = 1024;
 // than the gap between two steps.
 static const int64_t SPIN = 100000;
 
-// One word, so that joining is one compare-and-swap: the number of helpers that have joined a round, the number of threads
-// that it is for, whether it is open, and the round's number. The last tells a helper which round it has joined already.
+// One word, so that joining is one compare-and-swap: the number of helpers that have joined a round, the number of
+// threads that it is for, whether it is open, and the round's number. The last tells a helper which round it has joined
+// already.
 typedef uint64_t Round;
 static const Round THREAD = 1 << 11, OPEN = 1ull << 31, NUMBER = 1ull << 32;
 static int joined(Round round) { return (int)(round % THREAD); }
@@ -37,7 +39,7 @@ static uint32_t number(Round round) { return (uint32_t)(round / NUMBER); }
 struct alignas(64) Helper {
   std::atomic<uint32_t> sleeps{0};
 };
-static Helper helpers[MOST_THREADS];  // by thread number; the entry of the caller, thread 0, is unused
+static Helper helpers[MOST_THREADS];  // by thread number; the caller's entry, 0, is unused
 
 static struct {
   alignas(64) std::atomic<Round> round{0};
@@ -50,15 +52,15 @@ static struct {
   int threads = 1;  // the caller and the helpers that were started
 } pool;
 
-// A waiting thread announces that it sleeps and then checks once more; whoever wakes it changes what it waits for and then
-// looks for the announcement. All of these accesses are sequentially consistent, so one of the two sees the other.
+// A waiting thread announces that it sleeps and then checks its condition again. A waking thread changes the condition
+// and then reads the announcement. All of these accesses are sequentially consistent, so one of the two sees the other.
 static void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
 
 static void wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0); }
 
-// Spin until the condition holds; false when it does not in time.
+// Spin until the condition holds; return false if it does not within SPIN.
 template <class Condition>
 static bool spin_until(Condition holds) {
   const int64_t end = now() + SPIN;
@@ -103,8 +105,8 @@ static void* help(void* helper) {
   return nullptr;
 }
 
-// A forked process has none of the helpers, and a round that another thread had open does not exist in it.
-static void forget() {
+// A forked process has no helpers, and no round that another thread had open.
+static void reset_after_fork() {
   for (int thread = 1; thread < pool.threads; ++thread) helpers[thread].sleeps = 0;
   pool.round = pool.round & ~(OPEN | (OPEN - 1));
   pool.done = pool.caller_sleeps = 0;
@@ -113,13 +115,13 @@ static void forget() {
 }
 
 static bool start(int thread) {
-  static bool forgets = false;
-  if (!forgets && pthread_atfork(nullptr, nullptr, forget)) return false;
-  forgets = true;
+  static bool registered = false;
+  if (!registered && pthread_atfork(nullptr, nullptr, reset_after_fork)) return false;
+  registered = true;
   pthread_attr_t detached;
   if (pthread_attr_init(&detached)) return false;
   pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-  // Signals go to the program's own threads, except those that a fault raises in the thread that caused it.
+  // Helpers block signals, except those that a fault raises in the thread that caused it.
   sigset_t signals, before;
   sigfillset(&signals);
   const int faults[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP};
@@ -141,10 +143,10 @@ static void open_round(Share share, void* work, int threads) {
 }
 
 static void close_round() {
-  const uint32_t in = (uint32_t)joined(pool.round.fetch_and(~OPEN));
-  if (spin_until([in] { return pool.done == in; })) return;
+  const uint32_t helping = (uint32_t)joined(pool.round.fetch_and(~OPEN));
+  if (spin_until([helping] { return pool.done == helping; })) return;
   pool.caller_sleeps = 1;
-  for (uint32_t done; (done = pool.done) != in;) sleep_while(pool.done, done);
+  for (uint32_t done; (done = pool.done) != helping;) sleep_while(pool.done, done);
   pool.caller_sleeps = 0;
 }
 
@@ -152,7 +154,7 @@ void run(Share share, void* work, int threads) {
   if (threads <= 1 || pequod_joining == 1 || pool.taken.exchange(true)) return share(work, 0);
   if (threads > MOST_THREADS) threads = MOST_THREADS;
   while (pool.threads < threads && start(pool.threads)) ++pool.threads;
-  if (threads > pool.threads) threads = pool.threads;  // the system allows no more
+  if (threads > pool.threads) threads = pool.threads;  // the system refused to start more
   if (threads > 1) open_round(share, work, threads);
   share(work, 0);
   if (threads > 1) close_round();

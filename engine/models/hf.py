@@ -1,4 +1,4 @@
-"""Every other causal model: transformers' own code computes, attention runs on our paged cache.
+"""Runs models that the native decoder does not support with transformers' code, with attention over the paged cache.
 
 The rows of a step are flattened into one line of tokens, batch size 1. An attention function is registered with
 transformers under our name; what a step needs travels as one keyword argument through the model's forward into
@@ -44,7 +44,7 @@ COUNTS = re.compile(r"(layer|block|depth|stage|expert|head|group)s?$|_replace$")
 
 def _serve(
     module: Any,
-    query: Tensor,  # [1, heads, tokens, head_dim]; key and value with their own heads and sizes
+    query: Tensor,  # [1, heads, tokens, head_dim]; key and value may have other numbers of heads and sizes
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
@@ -66,10 +66,9 @@ ALL_ATTENTION_FUNCTIONS.register(SERVE, _serve)
 def describe(
     folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None = None
 ) -> ModelSpec:
-    """The spec of a folder, from its config.json and a trial run without weights. Raises ModelError.
+    """Return the spec of a folder, from its config.json and a trial run without weights. Raises ModelError.
 
-    `checkpoint`: the folder's weights, which the numbers of config.json are compared with before a model of that size
-    is made.
+    `checkpoint`: the folder's weights. config.json is compared with them before a model of that size is created.
     """
     name = architecture(source)
     _check_counts(source)
@@ -131,7 +130,7 @@ def load(
 
 
 def _read(spec: ModelSpec, folder: Path) -> Any:
-    """transformers' own model with the weights of a folder. Raises ModelError."""
+    """Return transformers' model with the weights of a folder. Raises ModelError."""
     with quiet():
         try:
             found: Any = AutoModelForCausalLM.from_pretrained(
@@ -141,9 +140,9 @@ def _read(spec: ModelSpec, folder: Path) -> Any:
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are told as missing ones are, below
+                ignore_mismatched_sizes=True,  # reported below, like missing ones
                 output_loading_info=True,
-                # The grouped products of experts take no float64.
+                # The grouped matmuls of experts do not support float64.
                 **({"experts_implementation": "eager"} if spec.dtype == torch.float64 else {}),
             )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
@@ -159,7 +158,7 @@ def _read(spec: ModelSpec, folder: Path) -> Any:
 
 
 class Transformers:
-    """A loaded model that transformers computes."""
+    """A loaded model that runs transformers' code."""
 
     def __init__(self, spec: ModelSpec, model: Any, weights_hash: str, product: Choice) -> None:
         self.spec, self.model, self.weights_hash, self.product = spec, model, weights_hash, product
@@ -240,7 +239,7 @@ class Transformers:
 
 
 def _check_counts(source: dict[str, Any]) -> None:
-    """Raise ModelError where a config.json, or a part of it, asks for a list longer than any model's."""
+    """Raise ModelError if config.json, or an object in it, has a count larger than any model's."""
     for key, value in source.items():
         if isinstance(value, dict):
             _check_counts(value)
@@ -249,11 +248,11 @@ def _check_counts(source: dict[str, Any]) -> None:
 
 
 def _settings(folder: Path, name: str) -> Any:
-    """transformers' configuration object."""
+    """Return transformers' configuration object. Raises ModelError."""
     with quiet():
         try:
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # what a broken config raises is up to each model's class
+        except Exception as error:  # model classes raise any error for a broken config
             known = f"transformers {transformers.__version__}"
             if "model type" in str(error) or "trust_remote_code" in str(error):
                 raise ModelError(f"the architecture {name} is known neither here nor to {known}") from None
@@ -261,7 +260,7 @@ def _settings(folder: Path, name: str) -> Any:
 
 
 def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
-    """The class that AutoModelForCausalLM would take, if it is the one that config.json names."""
+    """Return the class that AutoModelForCausalLM would use if config.json names it. Raises ModelError."""
     found = AutoModelForCausalLM._model_mapping.get(type(settings), None)
     kinds = found if isinstance(found, tuple) else (found,)
     wanted = source.get("architectures") or [kind.__name__ for kind in kinds if kind is not None]
@@ -272,7 +271,8 @@ def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
 
 
 def _fix_rotary(model: torch.nn.Module, length: int) -> None:
-    """Make length-dependent frequencies once; transformers remakes them from the longest position of a whole batch."""
+    """Compute length-dependent frequencies once. transformers would recompute them for the longest position of a
+    batch."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if not isinstance(kinds, str | dict):
@@ -286,7 +286,7 @@ def _fix_rotary(model: torch.nn.Module, length: int) -> None:
             new, scale = ROPE_INIT_FUNCTIONS[kind](module.config, old.device, seq_len=length, layer_type=layer_type)
             setattr(module, f"{prefix}inv_freq", new.to(old))
             setattr(module, f"{prefix}attention_scaling", scale)
-            by_layer[layer_type] = "default"  # the name that is never remade
+            by_layer[layer_type] = "default"  # which transformers never recomputes
         module.rope_type = by_layer[None] if isinstance(kinds, str) else by_layer  # type: ignore[assignment]
 
 

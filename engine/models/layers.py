@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.library import Kernels
-from ..kernels.product import Packed, Packing, Quantized, Stored
+from ..kernels.matmul import Packed, Packing, Quantized, Stored
 from ..kernels.structures import Multiplied
 
 # Rows that torch's form of a weight is made for: a decode step's, where the form matters most.

@@ -1,7 +1,7 @@
-"""The products of a model that transformers computes, in our kernels: its plain linear layers give up their weights.
+"""Packs the plain linear layers of a transformers model, so that the CPU kernels compute their matmuls.
 
-What is not plain keeps torch's product: classes of a model's own, layers with hooks, experts in stacked tensors, a head
-that is also an embedding which does more than look up rows.
+torch still computes the others: subclasses of nn.Linear, layers with hooks, experts in stacked tensors, and a head that
+is tied to an embedding which does more than look up rows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..kernels.library import Kernels
-from ..kernels.product import Packed
+from ..kernels.matmul import Packed
 
 
 class PackedLinear(nn.Module):
-    """Stands where an nn.Linear was: [..., outputs] of x: [..., columns]."""
+    """Replaces an nn.Linear: returns [..., outputs] for x: [..., columns]."""
 
     def __init__(self, packed: Packed) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Stands where an nn.Embedding was whose weight is a packed head's: [..., columns] of ids: [...]."""
+    """Replaces an nn.Embedding that is tied to a packed head: returns [..., columns] for ids: [...]."""
 
     def __init__(self, packed: Packed) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Swap:
 def pack(model: Any, kernels: Kernels) -> list[Swap]:
     """Replace a model's linear layers whose whole work is our product; `unpack` takes what this returns.
 
-    They are packed one by one, and each plain weight is freed at once. The model is on the CPU.
+    Layers are packed one by one, and each plain weight is freed at once. The model must be on the CPU.
     """
     head = model.get_output_embeddings()
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
@@ -76,7 +76,7 @@ def pack(model: Any, kernels: Kernels) -> list[Swap]:
         if not all(_only_looks_up(module) for module in tied):
             continue
         rows = weight.detach() if isinstance(linear, nn.Linear) else weight.detach().T
-        # Logits are wanted in float32.
+        # Logits must be float32.
         packed = Packed(kernels, rows, linear.bias, wide=linear is head)  # type: ignore[arg-type]
         del weight, rows
         for old in (linear, *tied):
@@ -101,7 +101,7 @@ def unpack(swaps: list[Swap]) -> None:
 
 
 def _is_plain(module: nn.Module, kernels: Kernels) -> bool:
-    """Whether a module does nothing but multiply by a weight that our kernels take, and add a bias."""
+    """Return whether a module only multiplies by a weight that the kernels support, and adds a bias."""
     if type(module) not in (nn.Linear, Conv1D) or _is_altered(module):
         return False
     weight: Any = module.weight
@@ -113,5 +113,5 @@ def _only_looks_up(module: nn.Module) -> bool:
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Whether something was hung on a module; parametrizations give it another class besides."""
+    """Return whether a module has hooks or another `forward`. Parametrized modules are excluded by their class."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

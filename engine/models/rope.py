@@ -1,7 +1,7 @@
 """Rotary position embeddings: the frequencies of each scaling, and the rotation.
 
-Dynamic and longrope scalings are made once, for the longest sequence that this engine serves: what a request
-gets may not depend on how long another one is.
+Dynamic and longrope frequencies are computed once, for the longest sequence that the engine serves, so that a request's
+results do not depend on the length of another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Parameters as a config.json has them; those that a scaling does not use are None."""
+    """Rotary parameters of a config.json. Those that the scaling does not use have their defaults."""
 
     head_dim: int
     theta: float = 10000.0
@@ -39,7 +39,7 @@ class Rope:
 
     @property
     def longest(self) -> int:
-        """Tokens that the scaled embedding is meant for."""
+        """The maximum number of tokens for which the scaled embedding is meant."""
         if self.scaling in ("linear", "dynamic"):
             return int(self.max_positions * (self.factor or 1.0))
         if self.scaling == "yarn":
@@ -48,7 +48,7 @@ class Rope:
 
 
 def frequencies(rope: Rope, max_len: int) -> tuple[Tensor, float]:
-    """Angles per position [head_dim / 2] in float32, and the factor on cosines and sines."""
+    """Return the angles per position, [head_dim / 2] float32, and the factor for cosines and sines."""
     dim, base = rope.head_dim, rope.theta
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     original = rope.original_positions or rope.max_positions
@@ -73,12 +73,12 @@ def frequencies(rope: Rope, max_len: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: Rope, spread: Tensor, factor: float, original: int) -> tuple[Tensor, float]:
-    """Low frequencies interpolated, high ones kept, a ramp between; from the YaRN paper (arXiv 2309.00071)."""
+    """Interpolate low frequencies, keep high ones, and blend those between. From the YaRN paper (arXiv 2309.00071)."""
 
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    def dimension(rotations: float) -> float:  # which frequency turns so often over the original length
+    def dimension(rotations: float) -> float:  # whose frequency makes this number of rotations over the original length
         return rope.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     scale = rope.attention_factor
@@ -90,13 +90,13 @@ def _yarn(rope: Rope, spread: Tensor, factor: float, original: int) -> tuple[Ten
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.head_dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # avoids a division by zero
     keep = 1 - ((torch.arange(rope.head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return 1.0 / (factor * spread) * (1 - keep) + 1.0 / spread * keep, scale
 
 
 def _llama3(rope: Rope, plain: Tensor, factor: float, original: int) -> Tensor:
-    """Long wavelengths divided by the factor, short ones kept, the middle blended."""
+    """Divide the frequencies of long wavelengths by the factor, keep those of short ones, and blend those between."""
     wavelength = 2 * math.pi / plain
     longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
     blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -106,7 +106,7 @@ def _llama3(rope: Rope, plain: Tensor, factor: float, original: int) -> Tensor:
 
 
 class Rotary:
-    """The angles of a model's positions."""
+    """Computes cosines and sines of positions."""
 
     def __init__(self, rope: Rope, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         angles, self.scale = frequencies(rope, max_len)
@@ -115,25 +115,25 @@ class Rotary:
         self._table = torch.empty(0, 2, len(angles))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, 1, head_dim] for `rotate`: computed in float32, given in the model's dtype."""
-        cos, sin = self._turns(positions[:, None, None])
-        # The sine of the first half is negated here, so that rotating is two products and a swap of halves.
+        """Return cosines and sines [tokens, 1, head_dim] for `rotate`: computed in float32, in the model's dtype."""
+        cos, sin = self._cos_sin(positions[:, None, None])
+        # With the first half's sine negated, rotating is two products and a swap of halves.
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def table(self, length: int) -> Tensor:
-        """[positions, 2, head_dim / 2], cosines and sines of `length` positions or more: those of `at`, as float32."""
+        """Return the cosines and sines of `at` for `length` positions or more: [positions, 2, head_dim / 2] float32."""
         if len(self._table) < length:
-            # Doubled: each position is computed twice at most, and a model's whole length is rarely wanted.
+            # Double the table: a model's maximum length is rarely needed.
             positions = torch.arange(max(TABLE, 2 * len(self._table), length), device=self.angles.device)
-            self._table = torch.stack(self._turns(positions[:, None]), dim=1).float()
+            self._table = torch.stack(self._cos_sin(positions[:, None]), dim=1).float()
         return self._table
 
-    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        turns = positions.float() * self.angles
-        return (turns.cos() * self.scale).to(self.dtype), (turns.sin() * self.scale).to(self.dtype)
+    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions.float() * self.angles
+        return (angles.cos() * self.scale).to(self.dtype), (angles.sin() * self.scale).to(self.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [tokens, heads, head_dim] by its positions' angles; halves are the pairs."""
+    """Rotate x [tokens, heads, head_dim] by its positions' angles; element i is paired with i + head_dim / 2."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat([x[..., half:], x[..., :half]], -1) * sin

@@ -1,4 +1,4 @@
-"""ModelSpec: what a config.json says about a model, checked, with transformers' defaults for what it omits."""
+"""ModelSpec: a model's properties, read from its config.json, checked, with transformers' defaults for missing keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ..attention import AttentionLayer
 from ..config import EngineConfig
 from ..files import read_json
-from ..kernels.product import quantized_bytes
+from ..kernels.matmul import quantized_bytes
 from ..types import ModelError
 from .layers import ACTIVATIONS
 from .rope import SCALINGS, Rope, frequencies
@@ -24,29 +24,29 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
-# Of the layers' weights and of the head's. The head has 8 where the others have 4: in 4 bits it alone doubled the
-# distance from the unquantized model.
+# Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
+# from the unquantized model.
 BITS: dict[str, tuple[int | None, int | None]] = {"none": (None, None), "int8": (8, 8), "int4": (4, 8)}
-# Bounds for the numbers in a config.json, also where there is no checkpoint to compare them with: many times what any
-# published model has, and small enough for lists with an item for each layer and for the bytes of a weight in 64 bits.
+# Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
+# published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
 MAX_LAYERS = 4096
-MAX_HEADS = 1 << 16  # and numbers of a head
-MAX_SIZE = 1 << 24  # of the vocabulary, of a hidden state, of the feed-forward part
+MAX_HEADS = 1 << 16  # also of head_dim
+MAX_SIZE = 1 << 24  # of the vocabulary, the hidden state and the feed-forward layer
 MAX_NUMBER = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """In what an architecture of our own decoder differs from Llama, and what its config.json may leave out."""
+    """How an architecture of the native decoder differs from Llama, and the defaults of its config.json."""
 
-    qkv_bias: bool | None = None  # None: attention_bias says
+    qkv_bias: bool | None = None  # None: the key attention_bias decides
     output_bias: bool | None = None
     qk_norm: bool = False
     mlp_bias: bool = False  # whether the key mlp_bias is read
     head_dim: int | None = None  # None: hidden_size / heads
     kv_heads: int | None = None  # None: as many as heads
     max_positions: int = 2048
-    window: int | None = None  # a window on every layer: the default of sliding_window
+    window: int | None = None  # default of sliding_window, on every layer
     layer_windows: bool = False  # use_sliding_window, max_window_layers and layer_types are read
 
 
@@ -70,7 +70,7 @@ MODEL_TYPES = {  # for a config.json without `architectures`
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What the native decoder is built from."""
+    """The shape and the variants of a native decoder."""
 
     hidden_size: int
     intermediate_size: int
@@ -88,7 +88,7 @@ class DecoderSpec:
 
     @property
     def layer_shapes(self) -> list[tuple[int, int]]:
-        """Rows and columns of a layer's four weights."""
+        """Rows and columns of the four weights of a layer: QKV, output, gate and up, down."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner = self.hidden_size, self.intermediate_size
         return [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
@@ -96,21 +96,21 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the engine knows of a model before its weights are read."""
+    """A model's properties that are known before its weights are read."""
 
     architecture: str
     implementation: str  # native | transformers
     vocab_size: int  # width of the logits
-    max_len: int  # tokens that the model itself can take
-    serve_len: int  # tokens that this engine will serve: what length-dependent frequencies are made for
+    max_len: int  # the model's maximum number of tokens
+    serve_len: int  # the engine's: length-dependent rotary frequencies are computed for it
     dtype: torch.dtype
     layers: list[AttentionLayer]
     num_params: int
     source: dict[str, Any] = field(repr=False)  # config.json
-    decoder: DecoderSpec | None = None  # of the native implementation
-    hidden_size: int = 0  # numbers of a last hidden state; 0: the implementation does not tell it
-    quantization: str = "none"  # what the weights are rounded to, see BITS
-    int8_cache: bool = False  # whether keys and values are kept in int8
+    decoder: DecoderSpec | None = None  # if the implementation is native
+    hidden_size: int = 0  # of the last hidden states; 0: not available
+    quantization: str = "none"  # of the weights, see BITS
+    int8_cache: bool = False  # whether the KV cache is int8
 
     @property
     def weights_bytes(self) -> int:
@@ -128,9 +128,10 @@ class ModelSpec:
 
     @property
     def loading_bytes(self) -> int:
-        """What the load takes beside rounded weights, at most: the head as it was read, or a layer.
+        """The maximum memory that loading needs beside the quantized weights: for the plain head, or a plain layer.
 
-        What is in the checkpoint's dtype, by its config.json, is rounded piece by piece as it is read.
+        A model that is served in its checkpoint's dtype needs none: its weights are quantized in chunks as they are
+        read.
         """
         if self.quantization == "none" or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
             return 0
@@ -147,7 +148,7 @@ class ModelSpec:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json as a dict; ModelError where there is none that can be used."""
+    """Return the folder's config.json. Raises ModelError if it is missing or cannot be used."""
     path = folder / "config.json"
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}")
@@ -165,7 +166,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def architecture(source: Mapping[str, Any]) -> str:
-    """The name of the model class; ModelError where config.json tells none."""
+    """Return the name of the model class. Raises ModelError if config.json has none."""
     names = source.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         return shown(names[0])
@@ -176,7 +177,7 @@ def architecture(source: Mapping[str, Any]) -> str:
 
 
 def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype:
-    """The dtype that is asked for; "auto" is the checkpoint's, and float32 where it tells none."""
+    """Return the configured dtype; "auto" is the checkpoint's, or float32 if config.json names none."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     name = stored_dtype(source)
@@ -186,7 +187,7 @@ def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype
 
 
 def stored_dtype(source: Mapping[str, Any]) -> str:
-    """The name of the checkpoint's dtype, as config.json tells it."""
+    """Return the name of the checkpoint's dtype according to config.json."""
     return str(source.get("dtype") or source.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
@@ -196,14 +197,15 @@ def serve_len(max_len: int, config: EngineConfig) -> int:
 
 
 def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool = False) -> ModelSpec | None:
-    """The spec for our own decoder; None, or a ModelError if native_only, where only transformers has the model."""
+    """Return the spec for the native decoder; None, or a ModelError if native_only, if it does not support the
+    model."""
     name = architecture(source)
     family = FAMILIES.get(name)
     reason = None
     if family is None:
         reason = f"the native implementation has no {name}; it has {', '.join(FAMILIES)}"
     else:
-        reason = _beyond(source)
+        reason = _unsupported(source)
     if family is None or reason is not None:
         if native_only:
             raise ModelError(f"{reason}; leave `implementation` to auto")
@@ -256,8 +258,8 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     )
 
 
-def _beyond(source: Mapping[str, Any]) -> str | None:
-    """Why a model of a known family is not for our own decoder."""
+def _unsupported(source: Mapping[str, Any]) -> str | None:
+    """Return why the native decoder cannot run a model of a known family, or None if it can."""
     activation = source.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         return f"the native implementation has no activation '{shown(activation)}'"
@@ -274,7 +276,7 @@ def _beyond(source: Mapping[str, Any]) -> str | None:
 
 
 def _rope_parameters(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The old form (rope_scaling) or the new one (rope_parameters); the old one wins, as in transformers."""
+    """Return rope_scaling, the old key, or else rope_parameters, as transformers does."""
     found = source.get("rope_scaling") or source.get("rope_parameters") or {}
     if not isinstance(found, dict):
         raise ModelError("config.json: rope_scaling and rope_parameters must be objects")
@@ -341,7 +343,7 @@ def _rope(source: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
 
 
 def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window."""
+    """Return each layer's sliding window."""
     window = source.get("sliding_window", family.window)
     if family.window is None or window is None:
         return (None,) * num_layers
@@ -376,7 +378,7 @@ def _whole(source: Mapping[str, Any], key: str, default: int | None = None, *, m
     if value is None:
         value = default
     if value is None:
-        raise ModelError(f"config.json does not tell {key}")
+        raise ModelError(f"config.json has no {key}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json: {key} must be a positive whole number, not {shown(repr(value))}")
     if value > most:
@@ -392,6 +394,6 @@ def _number(source: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def shown(value: object) -> str:
-    """Return a value of config.json as part of an error: on one line and not longer than a name."""
+    """Return a value of config.json for an error message: on one line, truncated."""
     text = " ".join(str(value).split())
     return text if len(text) <= 64 else f"{text[:61]}..."

@@ -1,10 +1,9 @@
-"""Checkpoints in safetensors files: found, checked before anything is read, and streamed into place piece by piece.
+"""Reads checkpoints in safetensors files. Headers are checked first; then tensors are streamed into the model.
 
-The format is a length (8 bytes, little-endian), a JSON header of that length (name -> dtype, shape, place), and the
-tensors' bytes. They are read to where they are wanted, by way of a small buffer where the dtypes differ, some tensors
-at a time; so loading needs the model's own memory and that of the tensors which are being packed. What our kernels can
-pack as it lies in a file they read themselves. Files of other formats are never opened: unpickling one runs whatever
-its author put into it.
+The format is a length (8 bytes, little-endian), a JSON header of that length (name -> dtype, shape, offsets), and the
+tensors' bytes. Tensors are read directly into their targets, through a small buffer if the dtypes differ. Loading thus
+needs the model's memory and that of the tensors being packed. Weights that the kernels can pack as stored are read by
+the kernels. Files in other formats are never opened: unpickling runs whatever code their author put into them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..files import LIST_BYTES, check_values, read_file
-from ..kernels.product import Stored
+from ..kernels.matmul import Stored
 from ..types import ModelError
 
 DTYPES = {
@@ -40,11 +39,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-PIECE_BYTES = 16 << 20  # read at once: long enough for full disk speed, small beside any model worth streaming
+PIECE_BYTES = 16 << 20  # read at once: enough for full disk speed, and small compared with a model
 SAMPLE_BYTES = 4096  # of a tensor's start and end, for weights_hash
 
 
-# A header says where each tensor lies. Numbers that no file has are refused before anything is computed from them.
+# Sizes and offsets in a header. Numbers that no file can have are refused before anything is computed from them.
 Size = Annotated[int, Meta(ge=0, le=1 << 60)]
 
 
@@ -75,7 +74,7 @@ class Entry:
 
 
 class Checkpoint:
-    """The tensors of a model folder by name. Opening it reads and checks the headers only."""
+    """The tensors of a model folder, by name. The constructor only reads and checks the headers. Raises ModelError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,10 +91,9 @@ class Checkpoint:
 
     @property
     def weights_hash(self) -> str:
-        """SHA-256 over the files' names, sizes and headers and the first and last 4 KiB of every tensor.
+        """SHA-256 of the files' names, sizes and headers and the first and last 4 KiB of every tensor.
 
-        It tells checkpoints apart at the cost of a few megabytes of reading; it does not prove that nobody
-        changed a number in the middle of a tensor.
+        It distinguishes checkpoints by reading a few megabytes. It does not detect a change in the middle of a tensor.
         """
         digest = hashlib.sha256()
         for name, size, header in self._headers:
@@ -110,52 +108,52 @@ class Checkpoint:
 
     @property
     def num_numbers(self) -> int:
-        """The numbers in all tensors together."""
+        """The total number of elements of all tensors."""
         return sum(prod(entry.shape) for entry in self.entries.values())
 
-    def check(self, places: Mapping[str, Tensor]) -> None:
-        """Raise ModelError unless every name is there with the shape of its place."""
-        for name, place in places.items():
+    def check(self, targets: Mapping[str, Tensor]) -> None:
+        """Raise ModelError unless the checkpoint has every name, with the shape of its target."""
+        for name, target in targets.items():
             entry = self.entries.get(name)
             if entry is None:
                 raise ModelError(f"the checkpoint lacks the tensor {name}; is it complete, and of this architecture?")
-            if entry.shape != tuple(place.shape):
+            if entry.shape != tuple(target.shape):
                 raise ModelError(
                     f"the tensor {name} in {entry.file} has the shape {list(entry.shape)}, "
-                    f"but config.json asks for {list(place.shape)}"
+                    f"but config.json asks for {list(target.shape)}"
                 )
 
     def num_bytes_of(self, names: Iterable[str]) -> int:
         return sum(self.entries[name].num_bytes for name in names)
 
-    def fill(self, places: Mapping[str, Tensor], progress: Callable[[int], None]) -> None:
-        """Copy each named tensor into its place, in the order of the files; `check` has passed. `progress` gets the
-        bytes of each piece."""
+    def fill(self, targets: Mapping[str, Tensor], progress: Callable[[int], None]) -> None:
+        """Copy each named tensor into its target, in file order. `check` must have passed. `progress` is called with
+        the size of each piece in bytes."""
         with torch.inference_mode():
-            for file, entries in self._by_file({name: self.entries[name] for name in places}).items():
+            for file, entries in self._by_file({name: self.entries[name] for name in targets}).items():
                 with file.open("rb", buffering=0) as stream:
                     for name, entry in entries:
-                        read = _read_into if _is_as_stored(places[name], entry) else _convert_into
-                        read(stream, entry, places[name].view(-1), progress)
+                        read = _read_into if _is_as_stored(targets[name], entry) else _convert_into
+                        read(stream, entry, targets[name].view(-1), progress)
 
     def stored(self, names: Sequence[str], dtype: torch.dtype) -> list[Stored]:
-        """Where these tensors lie in their files, which stay open until `close`; nothing if one has another dtype."""
+        """Return these tensors' locations in files that stay open until `close`; empty if one has another dtype."""
         entries = [self.entries[name] for name in names]
         if any(entry.dtype != dtype for entry in entries):
             return []
         return [Stored(self._descriptor(entry.file), entry.offset, entry.shape, dtype) for entry in entries]
 
     def file_of(self, descriptor: int) -> Path:
-        """Which file it is that `stored` has told by its descriptor."""
+        """Return the file of a descriptor that `stored` has returned."""
         return next(file for file, opened in self._opened.items() if opened == descriptor)
 
     def close(self) -> None:
-        """End the use of what `stored` has told."""
+        """Close the files that `stored` has opened."""
         while self._opened:
             os.close(self._opened.popitem()[1])
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors are the same, byte for byte."""
+        """Return whether two tensors are equal, byte for byte."""
         a, b = self.entries[one], self.entries[other]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
@@ -181,7 +179,7 @@ class Checkpoint:
                 length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
                 if not 2 <= length <= size - 8:
                     raise ModelError(f"{path} is not a safetensors file, or it is cut short; download it again")
-                # All headers of a model are kept, so they share one bound.
+                # All headers of a model stay in memory, so one bound applies to their total size.
                 self._header_bytes += length
                 if self._header_bytes > LIST_BYTES:
                     raise ModelError(
@@ -205,7 +203,7 @@ class Checkpoint:
 
     @staticmethod
     def _by_file(entries: Mapping[str, Entry]) -> dict[Path, list[tuple[str, Entry]]]:
-        """Grouped by file, each file's in the order in which they lie: disks like to be read forward."""
+        """Group the entries by file, in the order of their offsets, so that files are read sequentially."""
         files: dict[Path, list[tuple[str, Entry]]] = {}
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
             files.setdefault(entry.file, []).append((name, entry))
@@ -223,8 +221,7 @@ def _entry(path: Path, base: int, found: _Described) -> Entry:
 
 
 def _end(begin: int, entries: Iterable[Entry]) -> int:
-    """Return where the last of a file's tensors ends, the first of which may start at `begin`; ValueError where two of
-    them overlap."""
+    """Return the end of a file's last tensor; the first may start at `begin`. Raises ValueError if tensors overlap."""
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset < begin:
             raise ValueError
@@ -232,28 +229,28 @@ def _end(begin: int, entries: Iterable[Entry]) -> int:
     return begin
 
 
-def _is_as_stored(place: Tensor, entry: Entry) -> bool:
-    return place.dtype == entry.dtype and place.device.type == "cpu"
+def _is_as_stored(target: Tensor, entry: Entry) -> bool:
+    return target.dtype == entry.dtype and target.device.type == "cpu"
 
 
-def _read_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callable[[int], None]) -> None:
-    """A tensor's bytes to where they are wanted, without another copy."""
-    target = place.view(torch.uint8).numpy().data
+def _read_into(stream: RawIOBase, entry: Entry, target: Tensor, progress: Callable[[int], None]) -> None:
+    """Read a tensor's bytes directly into `target`."""
+    data = target.view(torch.uint8).numpy().data
     stream.seek(entry.offset)
     for start in range(0, entry.num_bytes, PIECE_BYTES):
-        piece = target[start : start + PIECE_BYTES]
+        piece = data[start : start + PIECE_BYTES]
         _read_all(stream, piece, entry)
         progress(len(piece))
 
 
-def _convert_into(stream: RawIOBase, entry: Entry, place: Tensor, progress: Callable[[int], None]) -> None:
+def _convert_into(stream: RawIOBase, entry: Entry, target: Tensor, progress: Callable[[int], None]) -> None:
     for start, piece in _pieces(stream, entry):
-        place[start : start + piece.numel()].copy_(piece)
+        target[start : start + piece.numel()].copy_(piece)
         progress(piece.numel() * piece.itemsize)
 
 
 def _read_all(stream: RawIOBase, target: memoryview, entry: Entry) -> None:
-    """Fill `target`; the system may give less at once than was asked for."""
+    """Fill `target`: one read may return less."""
     while len(target):
         count = stream.readinto(target)
         if not count:
@@ -262,7 +259,7 @@ def _read_all(stream: RawIOBase, target: memoryview, entry: Entry) -> None:
 
 
 def _pieces(stream: RawIOBase, entry: Entry) -> Any:
-    """(place of its first number, numbers) of each piece of a tensor; a piece lives until the next one is asked for."""
+    """Yield (index of the first number, numbers) for each piece of a tensor; the next piece overwrites the last."""
     buffer = bytearray(min(PIECE_BYTES, entry.num_bytes))
     stream.seek(entry.offset)
     for start in range(0, entry.num_bytes, PIECE_BYTES):
@@ -272,7 +269,7 @@ def _pieces(stream: RawIOBase, entry: Entry) -> Any:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file, of a sharded checkpoint; empty for a single file."""
+    """Return tensor name -> file for a sharded checkpoint; empty for a single file."""
     path = folder / "model.safetensors.index.json"
     data = read_file(path, LIST_BYTES)
     if data is None:
@@ -289,7 +286,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The weights of a folder without an index: model.safetensors, or whatever safetensors files are there."""
+    """Return the weight files of a folder without an index: model.safetensors, or else all safetensors files."""
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]

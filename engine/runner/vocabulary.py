@@ -1,5 +1,5 @@
 """What a step wants of its logits, in torch: draws, log-probabilities, masks. On any device, and the oracle of the
-kernels that do the same on a CPU (engine/kernels/vocabulary.py).
+kernels that do the same on a CPU (engine/kernels/logits.py).
 
 A drawn token is a function of (logits, what is asked, the uniform number) alone. Probabilities become integers before
 anything is summed: weight = floor(2^44 * e), e the float nearest to exp((logit - max) * (1 / temperature)), and
@@ -21,7 +21,7 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
-# How each row is drawn; engine/kernels/vocabulary.cpp has the same fields in the same order.
+# How each row is drawn; engine/kernels/logits.cpp has the same fields in the same order.
 ASKED = np.dtype(
     [
         ("temperature", np.float64),  # 0: the likeliest token

@@ -1,4 +1,4 @@
-"""The engine's process with faults: a request's seed says what happens when it has so many tokens of output.
+"""An engine process that injects faults: a request's seed encodes the fault and the number of output tokens before it.
 
 `python -m tests.engine.faulty` in the place of `python -m engine.worker`, through FaultyChild. With OTHER_MACHINE in
 the environment it finds another machine: memory of so many bytes, on which the other instruction set is the faster one.
@@ -23,7 +23,7 @@ KINDS = ("segfault", "exit", "stop", "hang", "spin", "memory")
 
 
 def seed(kind: str, tokens: int) -> int:
-    """The seed of a request with which the engine fails so when it has this many tokens of output."""
+    """Return the seed of a request that triggers this fault after this many output tokens."""
     return BASE * (KINDS.index(kind) + 1) + tokens
 
 

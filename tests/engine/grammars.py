@@ -1,4 +1,4 @@
-"""What the tests of grammars share: requests to the built-in model whose answers follow one, and readers of answers."""
+"""Helpers for tests of grammars: requests to the built-in model with a grammar, and readers of their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged reference against attention written out densely, over random schedules of chunks and single tokens."""
+"""The paged reference against dense attention, over random schedules of chunks and single tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window=None, softcap=None, sinks=None) -> Tensor:
-    """Of one sequence: q [new, heads, dim] are its last tokens, k and v [all, kv_heads, dim] all of them."""
+    """Return the attention of one sequence: q [new, heads, dim] are its last tokens, k and v [all, kv_heads, dim]
+    all."""
     new, heads, _ = q.shape
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -36,7 +37,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window=None, softcap
 
 
 def spoil(cache: Tensor) -> Tensor:
-    """Fill with what is no number; in int8 with bytes that are none as a scale."""
+    """Fill with NaN; an int8 cache with bytes that are NaN as a scale."""
     return cache.fill_(-1 if cache.dtype == torch.int8 else math.nan)
 
 
@@ -48,7 +49,7 @@ def layer_of(kv_heads: int, dim: int, v_dim: int, *, group: int = 2, **more: Any
 class Pool:
     """Sequences with random keys and values in one cache whose unused memory is NaN, their blocks scattered.
 
-    `held` is the cache's dtype. What comes back is compared with what is made of the keys and values that it holds.
+    `held` is the cache's dtype. Results are compared with dense attention over the cached keys and values.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ def test_decode_beside_much_longer_and_shorter_rows():
     assert pool.step({5: 1, 0: 1, 3: 1, 1: 1, 4: 1, 2: 1}) < 1e-12
 
 
-def test_work_that_is_cut_into_parts_gives_the_same(monkeypatch):
+def test_splitting_the_work_does_not_change_the_result(monkeypatch):
     monkeypatch.setattr(reference, "GATHER_NUMBERS", 600)
     monkeypatch.setattr(reference, "SCORE_NUMBERS", 500)
     pool = Pool(3, [90, 33, 34, 60], layer_of(2, 8, 8), block_size=4, dtype=torch.float64)
@@ -181,7 +182,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e4, 3e37])
-def test_a_number_in_int8_is_off_by_half_a_step_at_most(dtype, scale):
+def test_int8_error_is_at_most_half_a_step(dtype, scale):
     scale = min(scale, torch.finfo(dtype).max / 10)
     x = (torch.randn(50, 3, 33, dtype=torch.float64) * scale).to(dtype)
     held = narrowed(x)
@@ -195,7 +196,7 @@ def test_a_number_in_int8_is_off_by_half_a_step_at_most(dtype, scale):
     torch.testing.assert_close(found.gather(-1, at), x.gather(-1, at), rtol=rtol, atol=torch.finfo(dtype).tiny)
 
 
-def test_odd_numbers_in_int8():
+def test_int8_of_nan_infinity_and_tiny_numbers():
     tiny = torch.finfo(torch.float32).tiny
     x = torch.tensor([[0.0, -0.0], [1e-39, -1e-45], [126 * tiny, 1.0 * tiny], [math.nan, 1.0], [-math.inf, 1.0]])
     found = widened(narrowed(x), torch.float32)

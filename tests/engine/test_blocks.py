@@ -1,11 +1,11 @@
-"""BlockPool: taking, sharing, publishing, evicting."""
+"""BlockPool: allocation, sharing, publishing and eviction."""
 
 import pytest
 
 from engine.blocks import BlockPool, chain, root_hash
 
 
-def test_blocks_are_taken_and_given_back():
+def test_blocks_are_allocated_and_released():
     pool = BlockPool(4)
     blocks = pool.take(3)
     assert blocks is not None and len(set(blocks)) == 3
@@ -16,7 +16,7 @@ def test_blocks_are_taken_and_given_back():
     pool.check()
 
 
-def test_a_published_block_is_found_also_when_nobody_holds_it():
+def test_published_block_is_found_after_its_release():
     pool = BlockPool(4)
     content = chain(root_hash(), [1, 2])
     blocks = pool.take(1)
@@ -33,7 +33,7 @@ def test_a_published_block_is_found_also_when_nobody_holds_it():
     pool.check()
 
 
-def test_the_least_recently_released_content_is_evicted_first_and_a_tail_before_its_head():
+def test_least_recently_released_block_is_evicted_first_and_a_tail_before_its_head():
     pool = BlockPool(4)
     hashes = [chain(root_hash(), [i]) for i in range(4)]
     first, second = pool.take(2), pool.take(2)
@@ -48,7 +48,7 @@ def test_the_least_recently_released_content_is_evicted_first_and_a_tail_before_
     pool.check()
 
 
-def test_the_first_block_with_a_content_stays_the_one_that_is_found():
+def test_first_of_two_blocks_with_equal_content_stays_published():
     pool = BlockPool(2)
     content = chain(root_hash(), [7])
     one, two = pool.take(1), pool.take(1)
@@ -63,7 +63,7 @@ def test_the_first_block_with_a_content_stays_the_one_that_is_found():
     pool.check()
 
 
-def test_a_block_released_twice_is_an_error():
+def test_releasing_a_block_twice_is_an_error():
     pool = BlockPool(1)
     blocks = pool.take(1)
     pool.release(blocks)
@@ -71,7 +71,7 @@ def test_a_block_released_twice_is_an_error():
         pool.release(blocks)
 
 
-def test_a_hash_depends_on_salt_parent_and_every_token():
+def test_block_hash_depends_on_salt_parent_and_every_token():
     root, other = root_hash("salt:"), root_hash("salt:x")
     tokens = [1, 2, 3, 1 << 20]
     hashes = {

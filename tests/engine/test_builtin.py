@@ -1,4 +1,4 @@
-"""The built-in model: its files, the text it was made from, and what it answers."""
+"""The built-in model: its files, its training text, and its answers."""
 
 import hashlib
 import itertools
@@ -82,7 +82,7 @@ def test_digits_are_single_tokens(tokenizer):
     assert [token for token in tokenizer.encode("123 + 45").tokens if token.isdigit()] == list("12345")
 
 
-def test_template_tells_of_tools():
+def test_template_renders_tools():
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     text = render([{"role": "user", "content": "Hi"}], tools=[tool])
     first, second = text.split("<|im_end|>\n")[:2]
@@ -123,7 +123,7 @@ def test_training_text_is_what_the_template_renders():
 
 @pytest.fixture(scope="module")
 def asked() -> str:
-    """Every user and system message of the training text, normalised."""
+    """Return every user and system message of the training text, normalised."""
     from engine.builtin.train import CONVERSATIONS
 
     conversations = corpus.conversations(CONVERSATIONS)
@@ -141,7 +141,7 @@ def test_held_out_questions_are_not_in_the_training_text(asked):
     assert [question for question in held_out if corpus.normalise(question) in asked] == []
 
 
-def test_the_same_seed_writes_the_same_text():
+def test_same_seed_generates_the_same_text():
     assert list(corpus.conversations(300, seed=7)) == list(corpus.conversations(300, seed=7))
     assert list(corpus.conversations(300, seed=7)) != list(corpus.conversations(300, seed=8))
 
@@ -206,8 +206,8 @@ def test_turns_end_with_a_system_message_and_after_other_turns(loaded):
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_files(tmp_path):
-    """A short run of the real script, twice: tokenizer, weights and all."""
+def test_same_seed_trains_identical_files(tmp_path):
+    """Runs the real script twice, with little text."""
     hashes = []
     for name in ("one", "two"):
         train = ["-m", "engine.builtin.train", "--threads", "1", "--conversations", "40", "--out", str(tmp_path / name)]

@@ -1,4 +1,4 @@
-"""Channel: what is sent arrives, and a dead peer is noticed."""
+"""Channel: messages arrive unchanged, and a dead peer is detected."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ async def pair() -> tuple[channel.Channel, channel.Channel, socket.socket]:
     return server, engine, theirs
 
 
-def test_every_message_arrives_as_it_was():
+def test_messages_arrive_unchanged():
     async def main():
         server, engine, _ = await pair()
         params = SamplingParams(max_tokens=3, seed=2**64 - 1, logit_bias={5: -100.0}, stop_ids=(1, 2), logprobs=2)
@@ -41,7 +41,7 @@ def test_every_message_arrives_as_it_was():
     asyncio.run(main())
 
 
-def test_deltas_cross_in_columns_and_come_back_the_same():
+def test_deltas_survive_packing_into_columns():
     entry = TokenLogprob(-0.1234567890123456789, (1, 2), (-0.1, -2.5))
     deltas = [
         TokenDelta(id=1, token_ids=(5,)),
@@ -79,7 +79,7 @@ def test_deltas_cross_in_columns_and_come_back_the_same():
     assert tokens.stats == stats
 
 
-def test_a_dead_peer_is_the_end_of_the_stream_also_in_the_middle_of_a_frame():
+def test_dead_peer_is_end_of_file_even_within_a_frame():
     async def main():
         server, _, theirs = await pair()
         theirs.sendall((100).to_bytes(4, "little") + b"abc")
@@ -89,7 +89,7 @@ def test_a_dead_peer_is_the_end_of_the_stream_also_in_the_middle_of_a_frame():
     asyncio.run(main())
 
 
-def test_a_frame_that_is_no_message_is_refused():
+def test_malformed_frame_is_refused():
     async def main():
         server, _, theirs = await pair()
         body = msgspec.msgpack.encode(["Nonsense", 1])
@@ -100,7 +100,7 @@ def test_a_frame_that_is_no_message_is_refused():
     asyncio.run(main())
 
 
-def test_a_sender_waits_while_its_peer_does_not_read():
+def test_sender_waits_while_its_peer_does_not_read():
     async def main():
         server, engine, _ = await pair()
         big = channel.Failed("ModelError", "x" * (channel.HIGH_WATER + (4 << 20)))

@@ -1,4 +1,4 @@
-"""The clients' promises, with the built-in model: every reader gets an end, whatever happens to the engine."""
+"""The engine's clients, with the built-in model: every reader gets an end, whatever happens to the engine."""
 
 import asyncio
 import os
@@ -67,7 +67,7 @@ def test_a_reader_with_unread_tokens_gets_these_and_then_the_error():
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, ProcessEngine])
-def test_a_closed_engine_answers_nobody_and_says_so(kind):
+def test_closed_engine_raises_for_every_request(kind):
     async def main() -> None:
         engine = kind(CONFIG)
         await engine.start()
@@ -85,7 +85,7 @@ def test_a_closed_engine_answers_nobody_and_says_so(kind):
     run(main)
 
 
-def test_an_engine_closed_while_it_loads_wakes_who_waits_for_it():
+def test_closing_a_loading_engine_wakes_its_waiters():
     async def main() -> None:
         for turns in (0, 1, 3):
             engine = ProcessEngine(CONFIG)
@@ -101,7 +101,7 @@ def test_an_engine_closed_while_it_loads_wakes_who_waits_for_it():
     run(main)
 
 
-def test_a_child_that_was_started_early_is_the_one_that_serves(monkeypatch):
+def test_prestarted_child_serves(monkeypatch):
     monkeypatch.setenv("PEQUOD_TEST_EARLY", "set before")
 
     async def main() -> None:
@@ -122,8 +122,8 @@ def test_a_child_that_was_started_early_is_the_one_that_serves(monkeypatch):
     run(main)
 
 
-def test_what_was_set_since_is_set_in_a_child_that_was_started_early():
-    """A settings file may say that nothing is to be fetched."""
+def test_environment_changes_reach_a_prestarted_child():
+    """A settings file may forbid downloads."""
     online = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     code = """
 import asyncio, os, engine
@@ -145,7 +145,7 @@ asyncio.run(main())
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there, and not only its name in a table of those that nobody has waited for."""
+    """Return whether a process is running; a zombie is not."""
     try:
         os.kill(pid, 0)
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -153,7 +153,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_command_that_fails_leaves_no_child(capsys, monkeypatch):
+def test_failed_command_leaves_no_child(capsys, monkeypatch):
     started: list[Child] = []
     monkeypatch.setattr("engine.Child", lambda: started.append(Child()) or started[0])
     assert pequod(["serve", "--no-such-flag"]) == 2
@@ -162,7 +162,7 @@ def test_a_command_that_fails_leaves_no_child(capsys, monkeypatch):
     started[0].end()  # again
 
 
-def test_a_child_that_was_started_early_for_nothing_ends_with_its_parent():
+def test_unused_prestarted_child_ends_with_its_parent():
     code = "import engine; child = engine.Child(); print(child.process.pid)"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=True)
     deadline = time.monotonic() + 30
@@ -171,7 +171,7 @@ def test_a_child_that_was_started_early_for_nothing_ends_with_its_parent():
         time.sleep(0.05)
 
 
-def test_a_folder_that_is_no_model_is_told_and_leaves_nothing_behind(tmp_path):
+def test_invalid_model_folder_is_reported_and_leaves_no_process(tmp_path):
     async def main() -> None:
         with pytest.raises(ModelError, match=r"config\.json"):
             async with LocalEngine(EngineConfig(model=str(tmp_path))):
@@ -181,7 +181,7 @@ def test_a_folder_that_is_no_model_is_told_and_leaves_nothing_behind(tmp_path):
     run(main)
 
 
-def test_an_abort_from_elsewhere_ends_the_reader_with_it():
+def test_abort_by_another_task_ends_the_reader():
     async def main() -> None:
         async with LocalEngine(CONFIG) as engine:
             reader = asyncio.create_task(read(engine, request(1, max_tokens=1900)))
@@ -193,7 +193,7 @@ def test_an_abort_from_elsewhere_ends_the_reader_with_it():
     run(main)
 
 
-def test_a_reader_with_unread_tokens_is_told_that_the_engine_died():
+def test_reader_with_unread_tokens_gets_engine_died():
     async def main() -> None:
         async with LocalEngine(CONFIG) as engine:
             stream = engine.generate(request(1, max_tokens=1900))

@@ -1,4 +1,4 @@
-"""The paged CPU kernel against attention written out densely in float64, the bits of its tokens, and its choice."""
+"""The paged CPU kernel against dense attention in float64, the bits of its results, and its selection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def backend(isa: str) -> Paged:
-    """A variant; that of bfloat16 emulated where the processor lacks the instruction. Skips where nothing helps."""
+    """Return a variant, emulating avx512bf16 if the processor lacks the instruction; skips the test if it cannot
+    run."""
     loaded, features = library.load(build.library())
     needed = isa
     if isa == "avx512bf16" and not features & ISAS[isa]:
@@ -121,14 +122,14 @@ def test_mixed_rows_equal_dense_attention(kind, shape):
     "kw", [{"window": 1}, {"window": 5}, {"window": 64}, {"softcap": 3.0}, {"sinks": True}], ids=str
 )
 @pytest.mark.parametrize("shape", [(16, 2, 3, 64), (4, 2, 3, 8)], ids=str)
-def test_what_models_add(kind, shape, kw):
+def test_window_softcap_and_sinks_equal_dense_attention(kind, shape, kw):
     _, dtype, _ = kind
     if "sinks" in kw:
         kw = {"sinks": torch.linspace(-2, 3, shape[1] * shape[2])}
     assert pool(kind, shape, [150, 3, 70, 1], **kw).run() < LIMITS[dtype]
 
 
-def test_everything_added_at_once(best):
+def test_window_softcap_and_sinks_together_equal_dense_attention(best):
     sinks = torch.linspace(-2, 3, 6)
     kind = best, torch.float32, torch.float32
     made = pool(kind, (16, 2, 3, 64), [150, 3, 70, 1], sinks, window=40, softcap=2.0)
@@ -156,7 +157,7 @@ def test_huge_scores(kind):
 
 
 def test_scores_far_below_zero_are_scores(best):
-    """No score is as small as what a sum begins with. Powers of two: any order gives the oracle equal sums."""
+    """No score is below the initial maximum. Powers of two, so that the oracle's sums are exact in any order."""
     made = pool((best, torch.float32, torch.float32), (16, 1, 1, 64), [70])
     made.q[0], made.k[0] = torch.full((70, 1, 64), 2.0**60), torch.full((70, 1, 64), -(2.0**60))
     assert made.step({0: 69}) < 1e-5
@@ -179,7 +180,7 @@ def test_one_key_is_its_value(kind):
     assert made.step({0: 1}) <= (LIMITS[dtype] if made.is_int8 else 0.0)
 
 
-def test_empty_rows_get_nothing_and_disturb_nobody(best):
+def test_empty_rows_do_not_affect_others(best):
     made = pool((best, torch.float32, torch.float32), (16, 1, 2, 64), [30, 20])
     made.step({0: 10, 1: 10})
     assert made.step({0: 0, 1: 5}) < 1e-5
@@ -194,7 +195,7 @@ def test_a_number_that_is_none_stays_with_its_sequence(best_kind):
     assert out[3].isnan().all() and out[25:30].isnan().all() and not out[30:].isnan().any()
 
 
-def test_a_block_moves_as_bytes(best_kind):
+def test_blocks_can_be_copied_as_bytes(best_kind):
     _, dtype, _ = best_kind
     made = pool(best_kind, (16, 2, 2, 64), [40])
     made.step({0: 39})
@@ -206,8 +207,8 @@ def test_a_block_moves_as_bytes(best_kind):
     assert made.step({0: 1}) < LIMITS[dtype]
 
 
-def test_parts_of_larger_tensors_are_read_where_they_are(best):
-    """Values come as a slice of a fused product, transformers' queries with their heads first."""
+def test_strided_inputs_are_read_in_place(best):
+    """Values are a slice of a fused matmul's result; transformers' queries have the heads first."""
     made = pool((best, torch.float32, torch.float32), (16, 2, 2, 64), [50])
     made.q[0] = made.q[0].transpose(0, 1).contiguous().transpose(0, 1)
     made.v[0] = torch.cat([made.v[0], torch.full((50, 3, 64), math.nan)], 1)[:, :2]
@@ -221,7 +222,7 @@ def test_parts_of_larger_tensors_are_read_where_they_are(best):
 
 
 class Streams:
-    """Sequences whose every token was computed alone: the truth of bits."""
+    """Sequences with every token computed alone: the reference for bits."""
 
     LENGTHS = (1300, 700, 65, 64, 17, 1)
 
@@ -286,7 +287,7 @@ def test_bits_do_not_depend_on_the_layout(kind):
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_logits_have_the_same_bits_in_any_schedule(tmp_path, dtype, name):
-    """The whole model: each token alone, and many sequences in chunks, on one thread and on two."""
+    """The whole model: each token alone, and many sequences in chunks, on one and two threads."""
     model = load(make(name, tmp_path, dtype=dtype), dtype)
     if not model.product.invariant:
         pytest.skip("torch computes the products here")
@@ -306,8 +307,8 @@ def test_logits_have_the_same_bits_in_any_schedule(tmp_path, dtype, name):
             assert torch.equal(torch.cat(one), torch.cat(other))
 
 
-def test_int8_holds_the_numbers_that_the_reference_holds(kind):
-    """A key that is asked for alone comes back as its value: what `narrowed` says, for numbers of every size."""
+def test_int8_cache_equals_that_of_the_reference(kind):
+    """Attention over a single key returns its value: that of `narrowed`, for numbers of every magnitude."""
     paged, dtype, held = kind
     if held != torch.int8:
         pytest.skip("not a cache of int8")
@@ -381,7 +382,7 @@ def test_longer_steps_and_contexts_take_more_workspace(backend):
     assert needed(65536, 16) <= needed(65536, 16, torch.int8)
 
 
-def test_what_a_token_takes(best_kind):
+def test_cache_bytes_per_token(best_kind):
     best, _, held = best_kind
     for layer in (layer_of(2, 8, 8), layer_of(3, 33, 33)):
         for block_size in (16, 5):
@@ -415,7 +416,7 @@ def test_without_a_library_torch_computes(monkeypatch):
     assert found.name == "reference" and "there are no CPU kernels: no C++ compiler was found" in found.note
 
 
-def test_a_forced_variant_is_the_one_that_computes():
+def test_forced_variant_is_used():
     isa = library.available()[-1]
     q, k, v = (torch.randn(5, 2, 64) for _ in range(3))
     layer, meta = layer_of(2, 64, 64, group=1), AttentionMeta.of([([0], 0, 5)], 16)

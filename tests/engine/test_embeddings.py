@@ -48,7 +48,7 @@ def prompts(seed=3) -> list[tuple[int, ...]]:
 
 
 def states(folder, prompt) -> torch.Tensor:
-    """transformers' last hidden states, [tokens, hidden]."""
+    """Return transformers' last hidden states, [tokens, hidden]."""
     with torch.inference_mode():
         model = oracle(folder, torch.float32).base_model
         return model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0].double()
@@ -76,7 +76,7 @@ async def last(engine, request: EngineRequest) -> TokenDelta:
 
 
 def both(number=0) -> list[EngineRequest]:
-    """Every prompt with either pooling."""
+    """Return requests for every prompt with each pooling."""
     pairs = [(prompt, pooling) for prompt in prompts() for pooling in (LAST, MEAN)]
     return [embedding(prompt, pooling, number + i) for i, (prompt, pooling) in enumerate(pairs)]
 
@@ -94,7 +94,7 @@ def config(folder, **more) -> EngineConfig:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_alone_and_again_from_the_prefix_cache(home, name):
+def test_embeddings_equal_transformers_alone_and_from_the_prefix_cache(home, name):
     folder = folder_of(home, name)
 
     async def use(engine):
@@ -118,7 +118,7 @@ def test_alone_and_again_from_the_prefix_cache(home, name):
 @pytest.mark.parametrize(
     ("budget", "num_blocks"), [(600, 800), (24, 800), (10, 70)], ids=["mixed", "chunked", "preempting"]
 )
-def test_beside_rows_that_generate(home, name, budget, num_blocks):
+def test_embeddings_are_the_same_beside_rows_that_generate(home, name, budget, num_blocks):
     folder = folder_of(home, name)
     preempted = mixed = 0
 
@@ -149,7 +149,7 @@ def test_beside_rows_that_generate(home, name, budget, num_blocks):
 
 
 async def whole(engine, request: EngineRequest) -> TokenDelta:
-    """All that a request says, in one delta."""
+    """Return a request's only delta."""
     deltas = [delta async for delta in engine.generate(request)]
     return TokenDelta(id=request.id, token_ids=tuple(token for delta in deltas for token in delta.token_ids))
 
@@ -167,7 +167,7 @@ def test_fewer_dimensions_are_the_first_ones_at_length_1(home):
     run(config(folder), use)
 
 
-def test_what_cannot_be_embedded_is_told_and_nobody_else_notices(home):
+def test_input_that_cannot_be_embedded_fails_alone(home):
     folder = folder_of(home, "llama")
 
     async def use(engine):
@@ -188,7 +188,7 @@ def test_what_cannot_be_embedded_is_told_and_nobody_else_notices(home):
     run(config(folder), use)
 
 
-def test_an_engine_that_dies_makes_the_vector_in_its_next_life():
+def test_embedding_is_computed_after_an_engine_restart():
     prompt = [token % 500 + 20 for token in range(1500)]
 
     async def main():
@@ -212,7 +212,7 @@ def test_an_engine_that_dies_makes_the_vector_in_its_next_life():
     asyncio.run(asyncio.wait_for(main(), 90))
 
 
-def test_an_abort_ends_a_prompt_half_way(home):
+def test_abort_ends_a_partly_computed_prompt(home):
     async def use(engine):
         reader = asyncio.create_task(last(engine, embedding(prompts()[-1], MEAN, 1)))
         while not engine.status.running:
@@ -231,7 +231,7 @@ def shapes(driver: Driver) -> list[tuple[int, int, int, bool]]:
     return [(row.start, len(row.token_ids), row.num_hidden, row.embeds) for row in driver.batch.rows]
 
 
-def test_a_mean_computes_every_token_and_others_find_its_blocks():
+def test_mean_pooling_computes_every_token_and_publishes_its_blocks():
     driver = Driver(max_batched_tokens=8)
     driver.add("a", range(1, 13), max_tokens=0, params={"pooling": MEAN})
     driver.launch()
@@ -252,7 +252,7 @@ def test_a_mean_computes_every_token_and_others_find_its_blocks():
     assert [row.num_logits for row in driver.batch.rows] == [0]
 
 
-def test_a_prompt_that_is_not_complete_has_no_vector():
+def test_incomplete_prompt_has_no_embedding():
     driver = Driver(max_batched_tokens=8)
     driver.add("a", 12, max_tokens=0, params={"pooling": LAST})
     driver.launch()
@@ -266,7 +266,7 @@ def test_a_prompt_that_is_not_complete_has_no_vector():
 
 
 def mean_of(model, tokens) -> np.ndarray:
-    """What MeanModel's hidden states come to: each is the mean of all tokens so far."""
+    """Return MeanModel's hidden states: each is the mean of all tokens so far."""
     one_hot = torch.nn.functional.one_hot(torch.tensor(tokens), model.spec.vocab_size).double()
     found = torch.stack([one_hot[: i + 1].mean(0) for i in range(len(tokens))]).mean(0).numpy()
     return found / np.linalg.norm(found)
@@ -280,7 +280,7 @@ def numbers(data: bytes) -> np.ndarray:
     return np.frombuffer(data, "<f4")
 
 
-def test_chunks_add_up_beside_rows_that_draw():
+def test_chunks_are_accumulated_beside_sampling_rows():
     model, runner = make()
     tokens = [3, 1, 4, 1, 5, 9]
     rows = [Row(1, 0, tokens[:4], [0, 1], 0, num_hidden=4), Row(2, 0, [6, 5], [5], 1)]
@@ -293,7 +293,7 @@ def test_chunks_add_up_beside_rows_that_draw():
     assert numbers(got.embeddings[1]) == pytest.approx(mean_of(model, tokens), abs=1e-6)
 
 
-def test_a_preempted_prompt_and_the_next_in_its_slot_begin_at_zero():
+def test_sums_start_at_zero_after_preemption_and_slot_reuse():
     model, runner = make(max_seqs=1)
     step(runner, [Row(1, 0, [3, 3], [0], 0, num_hidden=2)], [entered(1, MEAN, 4)])
     rows = [Row(1, 0, [3, 3, 8, 1], [2], 0, num_hidden=4, embeds=True)]
@@ -304,7 +304,7 @@ def test_a_preempted_prompt_and_the_next_in_its_slot_begin_at_zero():
     assert numbers(got.embeddings[0]) == pytest.approx(mean_of(model, [5, 6]), abs=1e-6)
 
 
-def test_a_step_that_ran_out_of_memory_counts_no_token_twice(monkeypatch):
+def test_step_repeated_after_out_of_memory_counts_tokens_once(monkeypatch):
     model, runner = make()
     params = SamplingParams(max_tokens=3, temperature=0.0)
     rows = [Row(1, 0, [3, 1, 4], [0], 0, num_hidden=3), Row(2, 0, [6], [5], 1)]
@@ -320,7 +320,7 @@ def test_a_step_that_ran_out_of_memory_counts_no_token_twice(monkeypatch):
     assert numbers(got.embeddings[0]) == pytest.approx(mean_of(model, [3, 1, 4, 1, 5]), abs=1e-6)
 
 
-def test_hidden_states_that_are_no_numbers_fail_their_row_alone():
+def test_nan_in_hidden_states_fails_only_its_row():
     model, runner = make()
     model.poison = 4
     rows = [Row(i, 0, tokens, [i], 0, num_hidden=1, embeds=True) for i, tokens in enumerate(([3, 4], [4, 3]))]
@@ -329,7 +329,7 @@ def test_hidden_states_that_are_no_numbers_fail_their_row_alone():
     assert list(got.embeddings) == [1]
 
 
-def test_a_model_that_tells_no_hidden_states_fails_such_rows_alone():
+def test_model_without_hidden_states_fails_only_embedding_rows():
     model, runner = make()
     forward = model.forward
     model.forward = lambda step: forward(replace(step, hidden_at=None))
@@ -342,7 +342,7 @@ def test_a_model_that_tells_no_hidden_states_fails_such_rows_alone():
 # transformers' models
 
 
-def test_a_model_whose_head_is_no_module_of_its_own_tells_no_hidden_states():
+def test_model_without_a_separate_head_has_no_hidden_states():
     model = types.SimpleNamespace()
     model.get_decoder = lambda: model
     with overheard(model) as found:

@@ -1,4 +1,5 @@
-"""What `exact` promises, through the whole engine: a request's tokens and the bits of its logprobs, however it runs."""
+"""The guarantee of `exact`, tested through the whole engine: a request's tokens and the bits of its logprobs in any
+batch."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def requests() -> list[EngineRequest]:
 
 
 async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, int]:
-    """Tokens and logprobs of each request, whether the engine calls itself exact, and how often it preempted."""
+    """Return the tokens and logprobs of each request, the engine's `exact`, and the number of preemptions."""
     preempted: list[int] = []
     async with LocalEngine(config) as engine:
         engine.on_step.append(lambda stats: preempted.append(stats.preempted))

@@ -1,4 +1,4 @@
-"""FairLock: callers take turns, and whoever is cancelled holds nobody up."""
+"""FairLock: callers take turns, and a cancelled request delays no other."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ async def started(*tasks: asyncio.Task) -> None:
         await asyncio.sleep(0)
 
 
-def test_callers_take_turns_and_keep_their_own_order():
+def test_callers_alternate_and_keep_their_order():
     async def main():
         lock, order, go = FairLock(), [], asyncio.Event()
         first = asyncio.create_task(hold(lock, "a", order, "a0", go))
@@ -36,7 +36,7 @@ def test_callers_take_turns_and_keep_their_own_order():
     asyncio.run(main())
 
 
-def test_only_one_holds_it():
+def test_lock_has_one_holder():
     async def main():
         lock, inside = FairLock(), 0
 
@@ -53,7 +53,7 @@ def test_only_one_holds_it():
     asyncio.run(main())
 
 
-def test_a_request_that_is_cancelled_leaves_the_line():
+def test_cancelled_request_leaves_the_queue():
     async def main():
         lock, order, go = FairLock(), [], asyncio.Event()
         first = asyncio.create_task(hold(lock, "a", order, "a0", go))
@@ -72,7 +72,7 @@ def test_a_request_that_is_cancelled_leaves_the_line():
     asyncio.run(main())
 
 
-def test_a_turn_that_comes_with_the_cancellation_goes_to_the_next_in_line():
+def test_lock_acquired_during_cancellation_goes_to_the_next_request():
     async def main():
         lock, order, go = FairLock(), [], asyncio.Event()
         first = asyncio.create_task(hold(lock, "a", order, "a0", go))
@@ -91,7 +91,7 @@ def test_a_turn_that_comes_with_the_cancellation_goes_to_the_next_in_line():
     asyncio.run(main())
 
 
-def test_a_release_passes_over_those_that_were_cancelled_in_the_same_moment():
+def test_release_skips_requests_cancelled_at_the_same_time():
     async def main():
         lock, order, go = FairLock(), [], asyncio.Event()
         first = asyncio.create_task(hold(lock, "a", order, "a0", go))
@@ -110,7 +110,7 @@ def test_a_release_passes_over_those_that_were_cancelled_in_the_same_moment():
     asyncio.run(main())
 
 
-def test_an_error_of_the_holder_releases_the_lock():
+def test_error_in_the_holder_releases_the_lock():
     async def main():
         lock = FairLock()
         with pytest.raises(ValueError):

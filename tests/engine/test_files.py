@@ -1,4 +1,4 @@
-"""The small files of a model folder, read within bounds; hostile ones are in tests/server/test_hostile_folders.py."""
+"""Reading the small files of a model folder within bounds; hostile ones are in tests/server/test_hostile_folders.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_symbolic_link_is_followed(tmp_path: Path) -> None:
         (b"," * (MAX_VALUES + 1), "holds more than 2,000,000 values"),
     ],
 )
-def test_what_is_no_json_object_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+def test_anything_but_a_json_object_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ModelError, match=says) as error:
         read_json(tmp_path / "a.json")

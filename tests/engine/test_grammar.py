@@ -1,4 +1,4 @@
-"""Grammars: which can be used, what can be drawn next, and what must be."""
+"""Grammars: validation, masks, and forced tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.toys import byte_level
         ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(4000)]})),
     ],
 )  # fmt: skip
-def test_good_grammars(kind, good):
+def test_valid_grammars_have_no_problem(kind, good):
     assert problem(kind, good) is None
 
 
@@ -42,7 +42,7 @@ def test_good_grammars(kind, good):
         ("colour", "red"),
     ],
 )  # fmt: skip
-def test_bad_grammars(kind, bad):
+def test_invalid_grammars_report_a_problem(kind, bad):
     said = problem(kind, bad)
     assert said and len(said) <= 120
     assert "a" * 50 not in said
@@ -52,7 +52,7 @@ def test_bad_grammars(kind, bad):
 
 
 class Bench:
-    """A matcher over the byte-level toy: what may be drawn, as text."""
+    """A matcher over the byte-level toy tokenizer, with masks as text."""
 
     def __init__(self, tmp_path, grammar, **params) -> None:
         self.tokens = byte_level()
@@ -91,7 +91,7 @@ def test_without_stop_tokens_nothing_ends_an_answer_but_its_grammar(tmp_path):
     assert bench.matcher.is_finished and bench.allowed() == set()
 
 
-def test_what_the_grammar_forces_is_taken_up_to_the_room_there_is(tmp_path):
+def test_forced_tokens_are_limited_to_the_remaining_tokens(tmp_path):
     bench = Bench(tmp_path, ("regex", "x?abcdefghij[kl]"))
     assert bench.matcher.jump(10) == []
     assert bench.take("x")
@@ -103,7 +103,7 @@ def test_what_the_grammar_forces_is_taken_up_to_the_room_there_is(tmp_path):
     assert bench.take("k") and bench.matcher.is_finished
 
 
-def test_who_wants_log_probabilities_gets_no_token_without_one(tmp_path):
+def test_no_tokens_are_forced_with_log_probabilities(tmp_path):
     bench = Bench(tmp_path, ("regex", "abcdefghij[kl]"), logprobs=0)
     assert bench.matcher.jump(10) == []
 

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: alike in every batch, after a preemption, a handover and a kill."""
+"""Answers that follow a grammar: the same in every batch, after a preemption, a resumption and a kill."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_answer_that_stops_follows_its_grammar():
     assert len({text(ids) for ids, _ in seen.values()}) > 15
 
 
-def test_dozens_of_schemas_from_outside(data):
+def test_public_schemas_are_followed(data):
     closing = [i for i in range(TOKENS.get_vocab_size()) if set('"]}') & set(TOKENS.decode([i]))]
     params = {"logit_bias": {i: 5.0 for i in closing}, "max_tokens": 300}
     schemas = []
@@ -70,7 +70,7 @@ def test_dozens_of_schemas_from_outside(data):
     assert reasons.count("stop") > 25
 
 
-def test_free_rows_draw_the_same_beside_grammar_rows_as_alone():
+def test_rows_without_grammar_sample_the_same_beside_grammar_rows():
     free = [request(i, None, max_tokens=30) for i in (1, 2, 3)]
     mixed = run(free[0], request(11, SCHEMA), free[1], request(12, WORDS), free[2], request(13, SCHEMA))
     assert run(*free) == [mixed[0], mixed[2], mixed[4]]
@@ -87,7 +87,7 @@ def test_free_rows_draw_the_same_beside_grammar_rows_as_alone():
     ids=lambda grammar: grammar[1][:30],
 )  # fmt: skip
 def test_the_same_tokens_and_the_same_end_with_and_without_jumps(grammar):
-    """With log-probabilities every token is drawn."""
+    """With log-probabilities every token is sampled."""
     ways = [(number, most, told) for number in (1, 2, 3) for most in (120, 6, 5, 4, 1) for told in (None, 0)]
     asked = [request(number, grammar, max_tokens=most, logprobs=told) for number, most, told in ways]
     seen = run(*(replace(each, id=place) for place, each in enumerate(asked)))
@@ -99,7 +99,7 @@ def test_an_output_that_is_forced_from_its_beginning_has_no_end_token():
     assert (TOKENS.decode(ids, skip_special_tokens=False), reason) == ("a whale in the sea", "stop")
 
 
-def test_forced_tokens_come_with_the_drawn_one_and_are_counted():
+def test_forced_tokens_are_sent_with_the_sampled_one_and_counted():
     async def main():
         async with LocalEngine(CONFIG) as engine:
             steps = []
@@ -115,7 +115,7 @@ def test_forced_tokens_come_with_the_drawn_one_and_are_counted():
 
 
 @pytest.mark.parametrize("grammar", [SCHEMA, ("regex", "[a-z]{5}( [a-z]{5}){8}")])
-def test_a_preempted_answer_is_the_same(grammar):
+def test_preemption_does_not_change_an_answer(grammar):
     asked = [request(i, grammar) for i in range(1, 7)]
     roomy = run(*asked, config=replace(CONFIG, prefix_caching=False))
     tight = replace(CONFIG, num_blocks=20, block_size=4, max_len=80, prefix_caching=False)
@@ -133,7 +133,7 @@ def test_a_preempted_answer_is_the_same(grammar):
 
 
 @pytest.mark.parametrize("params", [{}, {"logprobs": 0}])
-def test_an_answer_handed_over_anywhere_goes_on_where_it_was(params):
+def test_resumed_answer_continues_from_any_token(params):
     async def main():
         async with LocalEngine(CONFIG) as engine:
             asked = request(1, SCHEMA, **params)
@@ -178,7 +178,7 @@ def test_a_prompt_can_be_scored_and_its_answer_follow_a_grammar():
     asyncio.run(main())
 
 
-def test_what_the_filters_leave_over_must_be_something():
+def test_row_without_an_allowed_token_fails():
     [(_, reason)] = run(request(1, SCHEMA, allowed_ids=(ENDS[0],)))
     assert reason == "error"
 
@@ -205,7 +205,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_hostile_grammars_hurt_nobody_else():
+def test_hostile_grammars_do_not_affect_other_requests():
     async def main():
         async with LocalEngine(CONFIG) as engine:
             alone = await output(engine, request(1000, None, max_tokens=100, stop_ids=()))
@@ -223,7 +223,7 @@ def test_hostile_grammars_hurt_nobody_else():
     asyncio.run(asyncio.wait_for(main(), WAIT_S))
 
 
-def test_a_killed_engine_goes_on_with_the_grammar_where_it_was():
+def test_answer_continues_its_grammar_after_the_engine_is_killed():
     array = {"type": "array", "items": PERSON, "minItems": 8, "maxItems": 8}
     asked = replace(request(1, ("json_schema", json.dumps(array)), max_tokens=300))
     [(expected, _)] = run(asked)

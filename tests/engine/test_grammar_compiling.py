@@ -1,4 +1,4 @@
-"""Compiling grammars: kept within bytes, refused once, waited for by nobody else, aborted."""
+"""Compiling grammars: the cache's size, cached errors, no delay for other requests, aborts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.live import WAIT_S
 
 
 class Held:
-    """Compiling waits until `go`; of large grammars alone, or of all."""
+    """Blocks compilation, of large grammars only or of all, until `go` is set."""
 
     def __init__(self, monkeypatch, *, large_only: bool = False) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
@@ -49,7 +49,7 @@ def test_compiled_grammars_are_kept_within_bytes(monkeypatch):
     asyncio.run(main())
 
 
-def test_what_cannot_be_used_is_found_out_once(monkeypatch):
+def test_invalid_grammar_is_compiled_once(monkeypatch):
     tried = []
 
     async def main():
@@ -65,7 +65,7 @@ def test_what_cannot_be_used_is_found_out_once(monkeypatch):
     assert len(tried) == 1
 
 
-def test_a_small_grammar_does_not_wait_behind_large_ones(monkeypatch):
+def test_small_grammar_does_not_wait_for_large_ones(monkeypatch):
     held = Held(monkeypatch, large_only=True)
     large = ("choice", json.dumps(["whale" * 1000]))
 
@@ -82,7 +82,7 @@ def test_a_small_grammar_does_not_wait_behind_large_ones(monkeypatch):
     asyncio.run(main())
 
 
-def test_a_grammar_that_waits_too_long_is_not_the_clients_fault(monkeypatch):
+def test_grammar_that_waits_too_long_is_a_server_error(monkeypatch):
     monkeypatch.setattr("engine.grammar.grammars.WAIT_S", 0.05)
     held = Held(monkeypatch)
 
@@ -95,7 +95,7 @@ def test_a_grammar_that_waits_too_long_is_not_the_clients_fault(monkeypatch):
     asyncio.run(main())
 
 
-def test_an_abort_while_the_grammar_compiles(monkeypatch):
+def test_abort_during_compilation_ends_the_request(monkeypatch):
     held = Held(monkeypatch)
 
     async def main():

@@ -1,4 +1,4 @@
-"""A panic of the grammar library costs the request whose grammar it was, and nobody else."""
+"""A panic of the grammar library fails only the request with that grammar."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.server.grammar.shapes import DEEP
 
 
 class PanicException(BaseException):
-    """As pyo3 raises it: no Exception."""
+    """Like pyo3's: not an Exception."""
 
 
 class Panics:
-    """The library, panicking at the n-th call of a method and at all that follow."""
+    """The library, panicking from the n-th call of a method on."""
 
     def __init__(self, library, method: str, at: int) -> None:
         self._library, self._method, self._left = library, method, at
@@ -38,7 +38,7 @@ class Panics:
 
 @pytest.fixture
 def panics(monkeypatch):
-    """Have the library of request 1 panic."""
+    """Make the library of request 1 panic."""
 
     def install(method: str, at: int = 1) -> None:
         make = Grammars._make
@@ -67,7 +67,7 @@ def panics(monkeypatch):
         ("is_error", 1),
     ],
 )
-def test_the_one_request_fails_and_its_neighbours_get_their_answers(panics, method, at):
+def test_panic_fails_only_its_request(panics, method, at):
     async def main():
         async with LocalEngine(CONFIG) as engine:
             alone = [await output(engine, request(i, grammar)) for i, grammar in ((2, SCHEMA), (3, None))]
@@ -88,7 +88,7 @@ def test_the_one_request_fails_and_its_neighbours_get_their_answers(panics, meth
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_of_many_masks_that_are_filled_at_once_only_the_one_that_panics_fails(monkeypatch):
+def test_panic_among_parallel_masks_fails_only_its_row(monkeypatch):
     class Pool:
         def unsafe_compute_mask_ptr(self, libraries, *_):
             for library, _ in libraries:
@@ -131,8 +131,8 @@ def test_an_interrupt_is_no_panic():
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_a_deep_grammar_overflows_no_stack(name):
-    """Compiled without a check before it, as where the engine is used alone."""
+def test_deep_grammar_does_not_overflow_the_stack(name):
+    """Compiled without validation, as when the engine is used alone."""
     kind, make = DEEP[name]
     if name == "repeated terminals":
         pytest.skip("compiles for 20 seconds, and is refused before it gets here")
@@ -146,7 +146,7 @@ def test_a_deep_grammar_overflows_no_stack(name):
     asyncio.run(main())
 
 
-def test_where_the_system_grants_no_large_stack_a_smaller_one_is_taken(monkeypatch):
+def test_smaller_stack_is_used_if_a_large_one_is_refused(monkeypatch):
     sizes = []
 
     def size(wanted: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""The table of a tokenizer's bytes, from which grammars are made."""
+"""The table of a tokenizer's bytes that grammars use."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_the_table_has_the_bytes_that_the_server_writes(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["word pieces", "metaspace"])
-def test_tokenizers_whose_tokens_are_not_bytes_take_no_grammars(kind, tmp_path):
+def test_tokenizers_without_byte_level_tokens_refuse_grammars(kind, tmp_path):
     MADE[kind]().save(str(tmp_path / "tokenizer.json"))
     assert not Tokenizer(tmp_path).takes_grammars
 
 
-def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+def test_folder_without_a_tokenizer_refuses_grammars(tmp_path):
     with pytest.raises(GrammarError, match="has no tokenizer"):
         Table.of(tmp_path, 100)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "no such"}}')
@@ -43,7 +43,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
         Table.of(tmp_path, 100)
 
 
-def test_a_tokenizer_that_makes_the_library_panic_or_recurse_takes_no_grammars(tmp_path):
+def test_tokenizer_that_makes_the_library_panic_or_recurse_refuses_grammars(tmp_path):
     made = json.loads(byte_level().to_str())
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({**made, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}))
@@ -59,7 +59,7 @@ def test_a_tokenizer_that_makes_the_library_panic_or_recurse_takes_no_grammars(t
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["in tokenizer.json", "in tokenizer_config.json"])
-def test_very_many_added_tokens_take_no_grammars(tmp_path, listed):
+def test_too_many_added_tokens_refuse_grammars(tmp_path, listed):
     made = json.loads(byte_level().to_str())
     names = [f"<t{number}>" for number in range(MAX_ADDED)]
     if listed:
@@ -93,7 +93,7 @@ def test_forced_text_may_look_like_special_tokens(data):
     assert named.consume_tokens([151_657, 87, 151_645]) and named.is_accepting(), "a grammar can still name them"
 
 
-def test_marks_get_other_names_however_a_vocabulary_spells_them():
+def test_tokens_without_text_are_renamed_in_any_encoding_of_the_vocabulary():
     added = [{"id": 1, "content": "<a/b>", "special": True}]
     plain = {"added_tokens": added, "model": {"vocab": {"x": 0, "<a/b>": 1, "\\u": 2}, "unk_token": "<a/b>"}}
     text = json.dumps(plain)

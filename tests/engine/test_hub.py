@@ -1,4 +1,4 @@
-"""From a model's name to its files: local folders, a prepared cache, and a small hub on a local port."""
+"""Resolving a model's name to its files: local folders, a prepared cache, and a small hub on a local port."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = {
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """The few addresses of a hub that a download needs. Models: ours/open, ours/gated, ours/down, ours/secret."""
+    """The endpoints of a hub that a download needs. Models: ours/open, ours/gated, ours/down, ours/secret."""
 
     protocol_version = "HTTP/1.1"
     asked: list[tuple[str, str | None]]  # (path, authorization), set on a subclass per test
@@ -106,14 +106,14 @@ class FakeHub(BaseHTTPRequestHandler):
 
 
 class Site:
-    """A running fake hub and a cache of its own; fetches run in a process of theirs, as the library reads the
-    environment when it is imported."""
+    """A running fake hub with a separate cache; fetches run in a new process, because the library reads the environment
+    when it is imported."""
 
     def __init__(self, home: Path, port: int, asked: list[tuple[str, str | None]]) -> None:
         self.home, self.url, self.asked = home, f"http://127.0.0.1:{port}", asked
 
     def fetch(self, model: str, revision: str | None = None, *, weights: bool = True, **env: str) -> Any:
-        """The folder's (files, revision), or the sentence of a ModelError."""
+        """Return the folder's (files, revision), or the message of a ModelError."""
         code = """
 import json, sys
 from engine import ModelError, hub
@@ -167,7 +167,7 @@ def cache(home: Path, model: str, files: dict[str, bytes], *, revision: str = "m
     (root / "refs" / revision).write_text(COMMITS[revision])
 
 
-def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
+def test_local_folder_is_used_unchanged(tmp_path, monkeypatch):
     assert hub.fetch(str(tmp_path), weights=True) == hub.Folder(tmp_path)
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -179,7 +179,7 @@ def test_the_builtin_model_has_a_name():
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./here", "~/nowhere", "a/b/c", "what is this", "http://x/y"])
-def test_names_that_can_be_nothing(model):
+def test_invalid_names_are_refused(model):
     with pytest.raises(ModelError, match="there is no folder"):
         hub.fetch(model, weights=True)
 
@@ -202,26 +202,26 @@ def test_download_of_what_is_needed_and_no_more(site):
     assert not [path for path, _ in site.asked if "safetensors" in path]
 
 
-def test_revision(site):
+def test_revision_is_downloaded_and_reported(site):
     for revision in ("v2", COMMITS["v2"]):
         files, commit = site.fetch("ours/open", revision)
         assert (files["model.safetensors"], commit) == (b"weights of v2", COMMITS["v2"])
     assert site.fetch("ours/open", "v3") == f"the model ours/open on {site.url} has no revision 'v3'"
 
 
-def test_token(site):
+def test_hf_token_is_sent(site):
     assert "or it is private and HF_TOKEN gives no access" in site.fetch("ours/secret")
     assert site.fetch("ours/secret", HF_TOKEN="right")[1] == COMMITS["main"]
     assert any(token == "Bearer right" for _, token in site.asked)
 
 
-def test_sentences_for_what_a_hub_refuses(site):
+def test_refusals_of_the_hub_are_reported_in_one_sentence(site):
     assert f"no such model on {site.url}" in site.fetch("ours/nothing")
     assert f"ask for access at {site.url}/ours/gated and set HF_TOKEN" in site.fetch("ours/gated")
     assert site.fetch("ours/down").endswith(f"{site.url} cannot be reached")
 
 
-def test_offline_and_unreachable(site):
+def test_offline_and_unreachable_hubs_are_reported(site):
     text = site.fetch("ours/open", HF_HUB_OFFLINE="1")
     assert "neither a folder here nor complete in the cache" in text and text.endswith("HF_HUB_OFFLINE is set")
     nobody = "http://127.0.0.1:9"

@@ -1,4 +1,4 @@
-"""Batches become tensors: random traces against AttentionMeta.of, which is built from lists row by row."""
+"""Converting batches to tensors: random traces against AttentionMeta.of, which works row by row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inputs_of(max_seqs, max_blocks, block_size):
 
 
 class World:
-    """Sequences that come, grow, stop for a step and go, with blocks that are given again to others."""
+    """Sequences that start, grow, pause and end, with blocks that are reused."""
 
     def __init__(self, seed, *, max_seqs=4, block_size=4, max_blocks=8):
         self.rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The packed product against plain torch in float64, the bits of its rows, and the library's build and choice."""
+"""The packed matmul against torch in float64, the bits of its rows, and the library's build and selection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine import ConfigError
 from engine.bench import kernels as bench
 from engine.kernels import build, library
 from engine.kernels.library import ISAS, Kernels, choose
-from engine.kernels.product import Packed
+from engine.kernels.matmul import Packed
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -30,7 +30,8 @@ needs_library = pytest.mark.skipif(
 
 
 def kernels(isa: str) -> Kernels:
-    """A variant; that of bfloat16 emulated where the processor lacks the instruction. Skips where nothing helps."""
+    """Return a variant, emulating avx512bf16 if the processor lacks the instruction; skips the test if it cannot
+    run."""
     loaded, features = library.load(build.library())
     if isa == "avx512bf16" and not features & ISAS[isa]:
         loaded, features = library.load(build.library(emulate=True))
@@ -67,7 +68,7 @@ def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 def oracle(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """What Packed computes, the plain way in float64."""
+    """Return what Packed computes, in float64 with torch."""
     y = x.double() @ weight.double().T
     if bias is not None:
         y = y + bias.double()
@@ -78,7 +79,7 @@ def oracle(
 
 
 def error(got: Tensor, want: Tensor, size: float = 1.0) -> float:
-    """The largest difference, relative to the number or to `size`, whichever is larger."""
+    """Return the largest difference, relative to the number or to `size`, whichever is larger."""
     return ((got.double() - want).abs() / want.abs().clamp(min=size)).max().item() if got.numel() else 0.0
 
 
@@ -87,7 +88,7 @@ def error(got: Tensor, want: Tensor, size: float = 1.0) -> float:
 
 @needs_library
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_those_of_float64(variant, dtype, shape):
+def test_products_equal_float64(variant, dtype, shape):
     weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
     plain, biased, wide = (
         Packed(variant, weight),
@@ -106,7 +107,7 @@ def test_products_are_those_of_float64(variant, dtype, shape):
 
 @needs_library
 @pytest.mark.parametrize("shape", [(2, 1), (6, 5), (32, 64), (66, 31), (512, 192)])
-def test_gates_are_those_of_float64(variant, dtype, shape):
+def test_gated_products_equal_float64(variant, dtype, shape):
     weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
     plain, biased = Packed(variant, weight, gated=True), Packed(variant, weight, bias, gated=True)
     for rows in (1, 3, 14):
@@ -142,14 +143,14 @@ def test_no_rows_and_wrong_tensors(variant, dtype):
 
 
 @needs_library
-def test_tensors_that_are_not_contiguous(variant, dtype):
+def test_noncontiguous_tensors_are_multiplied(variant, dtype):
     weight, x, residual = drawn(48, 40, dtype=dtype), drawn(9, 80, dtype=dtype), drawn(48, 9, dtype=dtype)
     got = Packed(variant, weight.t().contiguous().t())(x[:, ::2], residual.t())
     assert torch.equal(got, Packed(variant, weight)(x[:, ::2].contiguous(), residual.t().contiguous()))
 
 
 @needs_library
-def test_what_is_no_number_stays_in_its_row_and_column(variant, dtype):
+def test_nan_stays_in_its_row_and_column(variant, dtype):
     weight, x = drawn(70, 33, dtype=dtype), drawn(30, 33, dtype=dtype)
     clean = Packed(variant, weight)(x)
     x[5, 32], x[17, 0] = float("nan"), float("inf")
@@ -173,7 +174,7 @@ def test_huge_numbers(variant, dtype):
 
 @needs_library
 def test_subnormal_numbers(variant, dtype):
-    """They count, or are zero where the processor's dot product has it so; never anything else."""
+    """They are exact, or zero with the processor's bfloat16 dot product."""
     weight, x = torch.full((40, 8), 1e-39).to(dtype), torch.full((3, 8), 2.0).to(dtype)
     got = Packed(variant, weight)(x).double()
     flushes = variant.isa == "avx512bf16" and dtype == torch.bfloat16
@@ -195,7 +196,7 @@ def test_halfway_cases_round_to_even(variant):
 @needs_library
 @pytest.mark.parametrize("shape", [(96, 64), (250, 129), (700, 300)])
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype, shape):
-    """Rows beside it, their number, and the threads change nothing; 1,200 rows are packed in three blocks."""
+    """1,200 rows are packed in three blocks."""
     packed = Packed(variant, drawn(*shape, dtype=dtype), drawn(shape[0], dtype=dtype))
     x, residual = drawn(1200, shape[1], dtype=dtype), drawn(1200, shape[0], dtype=dtype)
     torch.set_num_threads(1)
@@ -289,7 +290,7 @@ def test_the_best_variant_is_chosen(processor):
 
 
 @needs_library
-def test_a_dot_product_that_is_slower_than_multiply_adds_is_not_taken(processor):
+def test_slower_dot_product_is_not_used(processor):
     processor("avx2", "avx512", "avx512bf16", "vnni")
     assert library.available() == ["avx512", "avx512bf16", "avx2"]
     assert choose("auto", CPU, torch.bfloat16).name == "avx512"
@@ -298,14 +299,14 @@ def test_a_dot_product_that_is_slower_than_multiply_adds_is_not_taken(processor)
 
 
 @needs_library
-def test_a_dot_product_that_pays_is_taken(processor):
+def test_faster_dot_product_is_used(processor):
     processor("avx2", "avx512", "avx512bf16", "fast dot")
     assert library.available() == ["avx512bf16", "avx512", "avx2"]
     assert choose("auto", CPU, torch.bfloat16).name == "avx512bf16"
 
 
 @pytest.mark.parametrize(("has", "pays"), [(True, True), (True, False), (False, None)])
-def test_whether_the_dot_product_pays_is_asked_where_there_is_one(monkeypatch, has, pays):
+def test_dot_product_is_measured_only_if_the_processor_has_it(monkeypatch, has, pays):
     def asked() -> bool:
         assert has, "no such instruction here"
         return pays
@@ -318,7 +319,7 @@ def test_whether_the_dot_product_pays_is_asked_where_there_is_one(monkeypatch, h
 
 
 @needs_library
-def test_a_processor_answers_the_same_each_time():
+def test_dot_product_measurement_is_repeatable():
     loaded, features = library.load(build.library())
     if not features & ISAS["avx512bf16"]:
         pytest.skip("this processor has no avx512bf16")
@@ -326,7 +327,7 @@ def test_a_processor_answers_the_same_each_time():
 
 
 @needs_library
-def test_what_the_processor_lacks_is_refused(processor):
+def test_unsupported_variant_is_refused(processor):
     processor("avx2")
     with pytest.raises(ConfigError, match="this processor cannot run avx512; it can run avx2, torch"):
         choose("avx512", CPU, torch.bfloat16)
@@ -335,7 +336,7 @@ def test_what_the_processor_lacks_is_refused(processor):
 
 
 @needs_library
-def test_amx_is_left_to_torch_and_told(processor):
+def test_torch_is_chosen_on_amx_with_a_note(processor):
     processor("avx2", "avx512", "avx512bf16", "fast dot", "amx")
     choice = choose("auto", CPU, torch.bfloat16)
     assert (choice.name, choice.invariant) == ("torch", False)
@@ -351,7 +352,7 @@ def test_a_processor_without_avx2(processor):
     assert choice.name == "torch" and "no AVX2" in choice.note and choice.fix
 
 
-def test_without_a_library_torch_computes_and_says_so(monkeypatch):
+def test_torch_is_chosen_without_a_library_with_a_note(monkeypatch):
     def missing(**_):
         raise build.BuildError("no C++ compiler was found")
 
@@ -415,7 +416,7 @@ def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
             assert quantized["seconds"] > 0 and quantized["error"] < 0.2 and quantized["invariant"]
 
 
-def test_the_bench_refuses_what_cannot_be(small, capsys, monkeypatch):
+def test_bench_refuses_invalid_arguments(small, capsys, monkeypatch):
     monkeypatch.setattr(library, "ISAS", {"avx2": 1 << 20})
     for flag in ([], ["--json"]):
         assert bench.main([*flag, "--isa", "avx2"]) == 2
@@ -431,7 +432,7 @@ def test_the_bench_refuses_what_cannot_be(small, capsys, monkeypatch):
 
 @pytest.fixture
 def toolchain(tmp_path, monkeypatch):
-    """A compiler that only notes that it was called, and an empty cache."""
+    """Install a compiler that only records its calls, and an empty cache."""
     calls = tmp_path / "calls"
     calls.touch()
     script = tmp_path / "compiler"
@@ -446,7 +447,7 @@ def toolchain(tmp_path, monkeypatch):
     return calls
 
 
-def test_it_is_compiled_once(toolchain):
+def test_library_is_compiled_once(toolchain):
     path = build.library()
     assert path.parent == build.cache_folder() and path.read_text() == "compiled\n"
     calls = toolchain.read_text().splitlines()
@@ -456,7 +457,7 @@ def test_it_is_compiled_once(toolchain):
     assert not [file for file in path.parent.iterdir() if file.name not in (path.name, ".lock")]
 
 
-def test_of_several_at_once_one_compiles(toolchain):
+def test_one_of_several_processes_compiles(toolchain):
     found = []
     threads = [threading.Thread(target=lambda: found.append(build.library())) for _ in range(4)]
     for thread in threads:
@@ -467,7 +468,7 @@ def test_of_several_at_once_one_compiles(toolchain):
     assert len(toolchain.read_text().splitlines()) == len(build.OBJECTS) + 1
 
 
-def test_other_options_and_other_sources_are_another_library(monkeypatch, tmp_path):
+def test_library_name_depends_on_options_and_sources(monkeypatch, tmp_path):
     names = {build.file_name(), build.file_name(emulate=True)}
     monkeypatch.setenv(build.FLAGS, "-fsanitize=address")
     names.add(build.file_name())
@@ -480,7 +481,7 @@ def test_other_options_and_other_sources_are_another_library(monkeypatch, tmp_pa
     assert len(names) == 4
 
 
-def test_a_compiler_that_is_missing_or_fails(toolchain, monkeypatch, tmp_path):
+def test_missing_and_failing_compilers_are_reported(toolchain, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):
         build.library()
@@ -492,14 +493,14 @@ def test_a_compiler_that_is_missing_or_fails(toolchain, monkeypatch, tmp_path):
     assert list(build.cache_folder().iterdir()) == [build.cache_folder() / ".lock"]
 
 
-def test_a_cache_that_cannot_be_written(toolchain, monkeypatch, tmp_path):
+def test_unwritable_cache_is_reported(toolchain, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(build.BuildError, match="cannot be written"):
         build.library()
 
 
-def test_machines_that_the_kernels_are_not_written_for(monkeypatch):
+def test_unsupported_machines_are_reported(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert build.supported() == "the CPU kernels are written for Linux on x86-64, and this is Linux on aarch64"
     with pytest.raises(build.BuildError, match="aarch64"):

@@ -1,4 +1,4 @@
-"""Weights that are packed from files, piece by piece, against the same weights packed from memory."""
+"""Weights packed from files in chunks against the same weights packed from memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.product import Packed, Packing, Quantized, Stored
+from engine.kernels.matmul import Packed, Packing, Quantized, Stored
 from tests.engine.test_kernels import DTYPES, drawn, needs_library, variant  # noqa: F401 (a fixture)
 
 # Rows and columns: less than a panel; several pieces with a last one that is cut; odd columns; rows of one piece each.
@@ -22,7 +22,7 @@ GAP = 13  # bytes between parts: nothing says that they lie at round places
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[list[int]]:
-    """Descriptors of two empty files."""
+    """Return the descriptors of two empty files."""
     opened = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in "ab"]
     yield opened
     for file in opened:
@@ -30,7 +30,7 @@ def files(tmp_path: Path) -> Iterator[list[int]]:
 
 
 def stored(weight: Tensor, files: list[int], cuts: list[int]) -> list[Stored]:
-    """The weight's rows in parts, by turns in one file and the other."""
+    """Write the weight's rows in parts, alternating between the files; returns the parts."""
     parts = []
     for number, part in enumerate(weight.tensor_split(cuts)):
         file = files[number % 2]
@@ -44,7 +44,7 @@ def stored(weight: Tensor, files: list[int], cuts: list[int]) -> list[Stored]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("bits", "gated"), list(product([None, 8, 4], [False, True])))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weights_from_files_are_those_from_memory(variant, dtype, bits, gated, shape, files):  # noqa: F811, PLR0917
+def test_weights_packed_from_files_equal_those_from_memory(variant, dtype, bits, gated, shape, files):  # noqa: F811, PLR0917
     packing, pairs, num_bytes = Packing(variant), [], 0
     for cuts in ([], [1], [shape[0] // 3, shape[0] // 2]):
         weight = drawn(*shape, dtype=dtype)
@@ -62,7 +62,7 @@ def test_weights_from_files_are_those_from_memory(variant, dtype, bits, gated, s
 
 
 @needs_library
-def test_a_file_that_ends_early_or_cannot_be_read_is_told(variant, files, tmp_path):  # noqa: F811
+def test_truncated_and_unreadable_files_are_reported(variant, files, tmp_path):  # noqa: F811
     weight = drawn(900, 500, dtype=torch.float32)
     (part,) = stored(weight, files, [])
     os.ftruncate(files[0], part.offset + weight.nbytes - 1)
@@ -83,7 +83,7 @@ def test_a_file_that_ends_early_or_cannot_be_read_is_told(variant, files, tmp_pa
 
 
 @needs_library
-def test_parts_that_do_not_belong_together_are_refused(variant, files):  # noqa: F811
+def test_parts_of_different_shapes_or_dtypes_are_refused(variant, files):  # noqa: F811
     (part,) = stored(drawn(6, 5, dtype=torch.float32), files, [])
     for other in (part._replace(dtype=torch.bfloat16), part._replace(shape=(6, 4))):
         with pytest.raises(ValueError, match=r"of a weight in torch\.float32"):

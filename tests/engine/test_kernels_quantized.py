@@ -1,4 +1,4 @@
-"""Products of quantized weights against plain torch on the rounded numbers, the bits of their rows, and the choice."""
+"""Matmuls with quantized weights against torch on the quantized numbers, the bits of their rows, and the selection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from engine import ConfigError
 from engine.kernels import build, library
 from engine.kernels.library import ISAS, Kernels, choose
-from engine.kernels.product import GROUP, Quantized, quantized_bytes
+from engine.kernels.matmul import GROUP, Quantized, quantized_bytes
 from tests.engine.test_kernels import CPU, DTYPES, drawn, error, kernels, needs_library, processor, same_threads_after
 
 __all__ = ["processor", "same_threads_after"]
@@ -40,12 +40,12 @@ def bits(request) -> int:
 
 
 def in_groups(x: Tensor, size: int) -> Tensor:
-    """[rows, groups, size] in float32, zeros behind the last column."""
+    """Return [rows, groups, size] in float32, padded with zeros."""
     return torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
 
 def rounded(x: Tensor, size: int) -> Tensor:
-    """x as the product sees it: in 8 bits, each group with a scale of its own."""
+    """Return x quantized to 8 bits and back, with a scale for each group."""
     groups = in_groups(x, size)
     top = groups.abs().amax(-1, keepdim=True)
     top = torch.where(top < 2.0**-100, 0.0, top)
@@ -55,7 +55,7 @@ def rounded(x: Tensor, size: int) -> Tensor:
 
 
 def rounded_weight(weight: Tensor, bits: int) -> Tensor:
-    """The weight in `bits` bits: a scale for a row, or in 4 bits for each group, whose farthest number is step -8."""
+    """Return the weight quantized to `bits` and back: with 4 bits the largest magnitude of each group is step -8."""
     if bits == 8:
         return rounded(weight, weight.shape[1])
     groups = in_groups(weight, GROUP)
@@ -76,7 +76,7 @@ def oracle(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """What Quantized computes, in float64 on the rounded numbers."""
+    """Return what Quantized computes, in float64 on the quantized numbers."""
     y = rounded(x, OF_X[bits]) @ rounded_weight(weight, bits).T
     if bias is not None:
         y = y + bias.double()
@@ -91,7 +91,7 @@ def oracle(
 
 @needs_library
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_those_of_the_rounded_numbers(variant, dtype, bits, shape):
+def test_products_equal_those_of_quantized_numbers(variant, dtype, bits, shape):
     weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
     plain, biased = Quantized(variant, weight, bits=bits), Quantized(variant, weight, bias, bits=bits)
     wide = Quantized(variant, weight, bias, bits=bits, wide=True)
@@ -108,7 +108,7 @@ def test_products_are_those_of_the_rounded_numbers(variant, dtype, bits, shape):
 
 @needs_library
 @pytest.mark.parametrize("shape", [(2, 1), (6, 5), (32, 64), (66, 31), (512, 192)])
-def test_gates_are_those_of_the_rounded_numbers(variant, dtype, bits, shape):
+def test_gated_products_equal_those_of_quantized_numbers(variant, dtype, bits, shape):
     weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
     packed = Quantized(variant, weight, bias, bits=bits, gated=True)
     for rows in (1, 3, 14):
@@ -120,15 +120,15 @@ def test_gates_are_those_of_the_rounded_numbers(variant, dtype, bits, shape):
 
 
 @needs_library
-def test_rounding_costs_what_so_many_bits_cost(variant, dtype, bits):
-    """Against the numbers as they were: the share of a Gaussian product that is lost."""
+def test_error_matches_the_number_of_bits(variant, dtype, bits):
+    """Compared with the plain numbers: the relative error of a Gaussian product."""
     weight, x = drawn(300, 1024, dtype=dtype), drawn(40, 1024, dtype=dtype)
     got, want = Quantized(variant, weight, bits=bits, wide=True)(x).double(), x.double() @ weight.double().T
     assert (got - want).norm() / want.norm() < {8: 0.012, 4: 0.1}[bits]
 
 
 @needs_library
-def test_a_large_column_of_x_costs_its_neighbours_alone(variant, dtype):
+def test_large_column_of_x_affects_only_its_group(variant, dtype):
     weight, x = drawn(100, 1024, dtype=dtype), drawn(8, 1024, dtype=dtype)
     x[:, 700] = 1000.0
     weight[:, 700] = 0.0
@@ -139,7 +139,7 @@ def test_a_large_column_of_x_costs_its_neighbours_alone(variant, dtype):
 
 @needs_library
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rounded_rows_can_be_looked_up(variant, dtype, bits, shape):
+def test_lookup_returns_dequantized_rows(variant, dtype, bits, shape):
     weight = drawn(*shape, dtype=dtype)
     packed = Quantized(variant, weight, bits=bits)
     ids = torch.randint(0, shape[0], (50,))
@@ -162,7 +162,7 @@ def test_rows_and_channels_of_zeros(variant, dtype, bits):
 
 
 @needs_library
-def test_what_is_no_number_stays_in_its_row_and_column(variant, dtype, bits):
+def test_nan_stays_in_its_row_and_column(variant, dtype, bits):
     weight, x = drawn(70, 133, dtype=dtype), drawn(30, 133, dtype=dtype)
     clean = Quantized(variant, weight, bits=bits)(x)
     x[5, 132], x[17, 0], x[20, 128] = float("nan"), float("inf"), -float("inf")
@@ -190,7 +190,7 @@ def test_huge_numbers(variant, dtype, bits):
 @needs_library
 @pytest.mark.parametrize("size", [1e-39, 1e-32, 1e-29, 1e-25])
 def test_tiny_numbers(variant, dtype, bits, size):
-    """They are zero all together below 2^-100, and rounded like others above."""
+    """A group is zero below 2^-100, and quantized as usual above."""
     weight, x = drawn(40, 80, dtype=dtype) * size, drawn(3, 80, dtype=dtype)
     got = Quantized(variant, weight, bits=bits)(x)
     assert error(got, oracle(x, weight, bits), size) < 2**-7
@@ -213,7 +213,7 @@ def test_no_rows_and_wrong_tensors(variant, dtype, bits):
 
 
 @needs_library
-def test_what_they_take_of_the_memory(variant, dtype, bits):
+def test_num_bytes_is_the_memory_of_weights_and_scales(variant, dtype, bits):
     for rows, columns in ((64, 256), (96, 64), (32, 33)):
         packed = Quantized(variant, drawn(rows, columns, dtype=dtype), bits=bits)
         assert packed.num_bytes == quantized_bytes(rows, columns, bits)
@@ -262,7 +262,7 @@ def test_a_weight_is_rounded_the_same_on_any_threads(variant, dtype, bits):
 
 
 @needs_library
-def test_avx512_counts_with_vnni_alone(processor):
+def test_avx512_requires_vnni(processor):
     processor("avx2", "avx512", "vnni")
     assert choose("auto", CPU, torch.bfloat16, quantized=True).name == "avx512"
     processor("avx2", "avx512")
@@ -272,14 +272,14 @@ def test_avx512_counts_with_vnni_alone(processor):
 
 
 @needs_library
-def test_amx_is_no_reason_for_torch(processor):
+def test_amx_does_not_choose_torch(processor):
     processor("avx2", "avx512", "avx512bf16", "fast dot", "amx", "vnni")
     choice = choose("auto", CPU, torch.bfloat16, quantized=True)
     assert (choice.name, choice.invariant, choice.note) == ("avx512bf16", True, "")
 
 
 @needs_library
-def test_what_has_no_kernels_is_refused(processor, monkeypatch):
+def test_quantized_weights_without_kernels_are_refused(processor, monkeypatch):
     processor("avx2")
     for asked, device, dtype, why in (
         ("torch", CPU, torch.bfloat16, "`cpu_isa=torch` wants none"),

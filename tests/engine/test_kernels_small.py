@@ -1,5 +1,5 @@
-"""The kernels beside products and attention against plain torch, and the bits of their rows: RMSNorm, all layers of a
-decoder in one call, the angles of positions."""
+"""The other kernels against torch, and the bits of their rows: RMSNorm, all layers of a decoder in one call, and the
+angles of positions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def same_threads_after() -> Iterator[None]:
 
 
 def norms(variant: Kernels, size: int, dtype: torch.dtype, eps: float = 1e-6) -> tuple[RMSNorm, RMSNorm]:
-    """By the kernel, and in torch."""
+    """Return the norm by the kernel and by torch."""
     found = []
     for packed in (variant, None):
         norm = RMSNorm(size, eps, dtype, CPU)
@@ -101,7 +101,7 @@ def norms(variant: Kernels, size: int, dtype: torch.dtype, eps: float = 1e-6) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_norm_is_torchs(variant, dtype, size):
+def test_norm_equals_torch(variant, dtype, size):
     ours, oracle = norms(variant, size, dtype)
     for rows in (0, 1, 7):
         for scale in (1.0, 1e-3, 1e15, 1e25, 1e-25, 1e-39):  # squares beyond float32, subnormals
@@ -110,7 +110,7 @@ def test_a_norm_is_torchs(variant, dtype, size):
             torch.testing.assert_close(ours(x), oracle(x), rtol=8 * torch.finfo(dtype).eps, atol=1e-37)
 
 
-def test_what_is_no_number_stays_in_its_row(variant, dtype):
+def test_nan_stays_in_its_row(variant, dtype):
     ours, oracle = norms(variant, 40, dtype)
     x = torch.randn(4, 40).to(dtype)
     x[1, 3], x[2, 39] = math.nan, math.inf
@@ -119,7 +119,7 @@ def test_what_is_no_number_stays_in_its_row(variant, dtype):
 
 
 @pytest.mark.parametrize("size", [33, 1024])
-def test_a_norms_rows_have_the_same_bits_alone_and_on_any_threads(variant, dtype, size):
+def test_norm_has_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype, size):
     ours, _ = norms(variant, size, dtype)
     x = torch.randn(90, size).to(dtype)
     alone = torch.cat([ours(x[i : i + 1]) for i in range(len(x))])
@@ -130,7 +130,7 @@ def test_a_norms_rows_have_the_same_bits_alone_and_on_any_threads(variant, dtype
 
 
 @pytest.mark.parametrize("x", [torch.randn(2, 7), torch.randn(8), torch.randn(2, 8).double(), torch.randn(1, 2, 8)])
-def test_a_norm_refuses_what_it_was_not_made_for(variant, x):
+def test_norm_refuses_unsupported_tensors(variant, x):
     ours, _ = norms(variant, 8, torch.float32)
     with pytest.raises(ValueError, match=r"not \[rows, 8\]"):
         ours(x)
@@ -147,7 +147,7 @@ def spec_of(name: str, dtype: torch.dtype, **more: Any) -> ModelSpec:
 
 
 def decoder(name: str, dtype: torch.dtype, variant: Kernels | None, weights: torch.dtype, **more: Any) -> Decoder:
-    """A decoder of random weights that `weights` can hold: the same for each dtype and variant."""
+    """Return a decoder with random weights that are exact in `weights`: the same for each dtype and variant."""
     spec = spec_of(name, dtype, **more)
     assert spec.decoder is not None
     made = Decoder(spec, CPU, Choice(variant), tied=spec.decoder.tied)
@@ -161,7 +161,7 @@ def decoder(name: str, dtype: torch.dtype, variant: Kernels | None, weights: tor
 
 
 class Lines:
-    """A decoder and a cache, to which the tokens of sequences are fed."""
+    """A decoder with a cache that computes steps of sequences."""
 
     def __init__(self, model: Decoder, isa: str | None, block_size: int = 16, held: torch.dtype | None = None) -> None:
         self.model, self.block_size = model, block_size
@@ -179,7 +179,7 @@ class Lines:
         self.executors: set[type] = set()  # those that computed
 
     def step(self, rows: dict[int, list[int]]) -> Tensor:
-        """Logits of all tokens."""
+        """Return the logits of all tokens."""
         table = [(list(range(10 * s, 10 * s + 10)), self.done.get(s, 0), len(ids)) for s, ids in rows.items()]
         self.done |= {s: self.done.get(s, 0) + len(ids) for s, ids in rows.items()}
         positions = [start + i for _, start, new in table for i in range(new)]
@@ -191,7 +191,7 @@ class Lines:
 
 
 def error(found: Tensor, want: Tensor) -> float:
-    """The length of the difference, relative."""
+    """Return the relative norm of the difference."""
     return ((found - want).norm() / want.norm()).item()
 
 
@@ -204,7 +204,7 @@ STEPS: list[dict[int, list[int]]] = [
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_in_one_call_are_those_in_torch(variant, dtype, name):
+def test_layers_in_one_call_equal_torch(variant, dtype, name):
     model = decoder(name, dtype, variant, dtype)
     ours, oracle = Lines(model, variant.isa), Lines(decoder(name, torch.float64, None, dtype), None)
     torchs = Lines(decoder(name, dtype, None, dtype), None)
@@ -216,7 +216,7 @@ def test_layers_in_one_call_are_those_in_torch(variant, dtype, name):
 
 @pytest.mark.parametrize("name", ["qwen3", "biases"])
 def test_rotation_and_norms_are_rounded_as_in_torch(variant, name):
-    """In bfloat16 the same parts, the one in one call and the other one by one, differ by far less than a rounding."""
+    """In bfloat16 the results differ by far less than one rounding step."""
     models = [decoder(name, torch.bfloat16, variant, torch.bfloat16) for _ in range(2)]
     del models[1].executors[0]
     one, other = (Lines(model, variant.isa) for model in models)
@@ -227,7 +227,7 @@ def test_rotation_and_norms_are_rounded_as_in_torch(variant, name):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-odd", "biases"])
 def test_layers_in_one_call_with_a_cache_of_int8(variant, dtype, name):
-    """Beside the layers in float64 with the same cache, and with one that rounds nothing: what int8 costs."""
+    """Compared with float64 layers, with an int8 cache and with an exact one."""
     ours = Lines(decoder(name, dtype, variant, dtype), variant.isa, held=torch.int8)
     oracle = Lines(decoder(name, torch.float64, None, dtype), None, held=torch.int8)
     exact = Lines(decoder(name, torch.float64, None, dtype), None)
@@ -259,7 +259,7 @@ def test_tokens_have_the_same_bits_in_any_schedule(variant, dtype, held):
             assert torch.equal(torch.cat(parts), want)
 
 
-def test_room_grows_with_the_step_and_stays(variant):
+def test_buffers_grow_with_the_step_and_are_kept(variant):
     line = Lines(decoder("llama", torch.float32, variant, torch.float32), variant.isa)
     first = line.step({0: [1, 2]})
     line.step({1: list(range(50)) * 2})
@@ -268,7 +268,7 @@ def test_room_grows_with_the_step_and_stays(variant):
 
 
 def test_layers_without_a_kernel_compute_in_torch(variant):
-    """An activation that is no kernel's, or a cache that is not the kernel's."""
+    """For an activation or a cache that the kernel does not support."""
     gelu = decoder("llama", torch.float32, variant, torch.float32, hidden_act="gelu")
     want = Lines(decoder("llama", torch.float64, None, torch.float32, hidden_act="gelu"), None).step(STEPS[0])
     line = Lines(gelu, variant.isa)
@@ -280,7 +280,7 @@ def test_layers_without_a_kernel_compute_in_torch(variant):
     assert on_reference.executors == {Eager} and line.executors == {Fused}
 
 
-def test_what_does_not_fit_is_refused(variant):
+def test_mismatched_inputs_are_refused(variant):
     model = decoder("llama", torch.float32, variant, torch.float32)
     line, fused = Lines(model, variant.isa), model.executors[0]
     ids, meta = torch.arange(3), AttentionMeta.of([([0], 0, 3)], 16)
@@ -302,7 +302,7 @@ def test_what_does_not_fit_is_refused(variant):
 # -- angles -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_angles_holds_those_of_each_position(dtype):
+def test_angle_table_equals_single_positions(dtype):
     rotary = Rotary(Rope(head_dim=20, theta=100.0), 9000, dtype, CPU)
     for length in (1, 1024, 1025, 5000):
         table = rotary.table(length)
@@ -333,7 +333,7 @@ def test_kernels_count_their_time(variant):
     assert not Clock([]) and Clock([]).seconds() == 0.0
 
 
-def test_a_step_tells_its_time_in_kernels(variant):
+def test_step_reports_its_time_in_kernels(variant):
     model = decoder("llama", torch.float32, variant, torch.float32)
     wanted = EngineConfig(
         model="random", device="cpu", max_seqs=2, max_len=64, max_batched_tokens=64, block_size=16, attention="cpu"

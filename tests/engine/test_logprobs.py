@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
 
 def expected(folder, tokens: list[int]) -> torch.Tensor:
-    """[tokens, vocab]: row i predicts token i + 1."""
+    """Return [tokens, vocab]: row i predicts token i + 1."""
     with torch.inference_mode():
         return oracle(folder, torch.float32)(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
 
@@ -76,7 +76,7 @@ def test_prompts_and_outputs_score_as_in_transformers(folder, num_blocks):
             assert list(entry.top_logprobs) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
 
 
-def test_a_scored_prompt_takes_nothing_from_the_cache_and_comes_in_small_chunks(folder):
+def test_scored_prompt_skips_the_cache_and_uses_small_chunks(folder):
     prompt = tuple(range(1, 200))
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
     config = EngineConfig(model=str(folder), dtype="float32", num_blocks=64, max_batched_tokens=256)

@@ -15,7 +15,7 @@ from tests.live import WAIT_S
 
 
 class Runner:
-    """Draws token 9; can be held in the middle of a step and made to fail."""
+    """Samples token 9; can be blocked during a step and made to fail."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -94,7 +94,7 @@ def test_a_request_is_announced_before_its_first_step_and_ends_once():
     asyncio.run(main())
 
 
-def test_mail_is_read_while_a_step_runs_and_an_abort_takes_effect_when_it_is_collected():
+def test_messages_are_read_during_a_step_and_an_abort_takes_effect_at_its_end():
     async def main():
         async with Bench() as bench:
             bench.runner.go.clear()
@@ -113,7 +113,7 @@ def test_mail_is_read_while_a_step_runs_and_an_abort_takes_effect_when_it_is_col
     asyncio.run(main())
 
 
-def test_a_request_that_can_never_run_is_answered_at_once():
+def test_request_that_can_never_run_fails_at_once():
     async def main():
         async with Bench() as bench:
             bench.add(1, prompt=(1,) * 64)

@@ -1,4 +1,4 @@
-"""Logits of every architecture against transformers' own forward, over schedules that a scheduler could make."""
+"""Logits of every architecture against transformers' forward, over schedules that a scheduler could produce."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def limit_of(name: str) -> float:
-    """How near to the oracle: gemma2's own softmax is in float32 even where the rest is in float64."""
+    """Return the tolerance: gemma2's softmax is in float32 even if the rest is in float64."""
     return 2e-5 if name in FLOAT32_ONLY else 1e-5 if name == "gemma2" else 1e-9
 
 
@@ -43,7 +43,7 @@ def load(folder: Path, dtype: torch.dtype, max_len: int | None = None, kv_dtype:
 
 
 class Bench:
-    """A model with a cache of its own, run row by row."""
+    """A model with a cache, run row by row."""
 
     def __init__(self, model: models.Model, num_blocks: int = 128, seed: int = 0) -> None:
         self.model = model
@@ -64,7 +64,7 @@ class Bench:
         self.done: dict[int, int] = {}
 
     def step(self, rows: dict[int, list[int]], *, last_only: bool = False) -> dict[int, Tensor]:
-        """Feed each sequence these tokens; gives each row's logits, [tokens, vocab] or of its last token."""
+        """Compute these tokens of each sequence; returns each row's logits, [tokens, vocab] or of the last token."""
         table, starts, at = [], [], 0
         for seq, ids in rows.items():
             start = self.done.get(seq, 0)
@@ -99,7 +99,7 @@ def serve_len(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", [*NATIVE, *FALLBACK])
-def test_logits_are_those_of_transformers(home, name):
+def test_logits_equal_transformers(home, name):
     dtype = dtype_of(name)
     folder = make(name, home / name, dtype=dtype)
     model, reference = load(folder, dtype, serve_len(name)), oracle(folder, dtype)
@@ -136,7 +136,7 @@ def test_logits_are_those_of_transformers(home, name):
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2", "gpt_oss"])
 def test_a_cache_of_int8_serves_every_kind_of_model(home, name):
-    """Windows, caps and sinks; whole prompts, and chunks beside each other."""
+    """With windows, softcaps and sinks, for whole prompts and concurrent chunks."""
     dtype = dtype_of(name)
     folder = make(name, home / f"{name}-int8", dtype=dtype)
     plain, model = (load(folder, dtype, MAX_LEN, kv_dtype) for kv_dtype in ("auto", "int8"))
@@ -177,7 +177,7 @@ def test_what_a_layer_computes_is_known_before_the_weights_are_read(home):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_only_the_wanted_logits_are_made(home, name):
+def test_only_requested_logits_are_computed(home, name):
     model = load(make(name, home / name, dtype=torch.float64), torch.float64)
     every, last = Bench(model).step({0: prompt(9)})[0], Bench(model).step({0: prompt(9)}, last_only=True)[0]
     assert last.shape == (1, VOCAB) and torch.allclose(every[-1:], last, atol=1e-12)
@@ -308,7 +308,7 @@ def test_the_native_model_and_the_fallback_agree(home):
         assert (Bench(native).step({0: ids})[0] - Bench(other).step({0: ids})[0]).abs().max() < 1e-9
 
 
-def test_native_can_be_demanded(home):
+def test_native_implementation_can_be_required(home):
     folder = make("gpt2", home / "gpt2", dtype=torch.float64)
     with pytest.raises(ModelError, match="the native implementation has no GPT2LMHeadModel"):
         models.describe(folder, EngineConfig(model="", implementation="native"))
@@ -342,7 +342,7 @@ BASE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "nu
         ),
     ],
 )
-def test_what_config_json_leaves_out(source, expected):
+def test_defaults_of_missing_config_keys_equal_transformers(source, expected):
     spec = read_spec({**BASE, **source}, EngineConfig(model=""))
     assert spec is not None
     layer = spec.layers[-1]
@@ -390,7 +390,7 @@ def test_packed_products_in_bfloat16(isa, looked_up):
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-bias"])
 def test_packed_weights_are_held_once(home, name):
-    """The packed form is what stays, also of an embedding that is the head too."""
+    """Only the packed form is kept, even of an embedding that is tied to the head."""
     folder = make(name, home / name, dtype=torch.float64)
     model = load_model(EngineConfig(model=str(folder), dtype="bfloat16"), folder)
     if not model.product.invariant:
@@ -428,7 +428,7 @@ def test_gates_of_every_activation(activation):
 @pytest.mark.parametrize("isa", ["auto", "torch"])
 @pytest.mark.parametrize("name", ["llama-bias", "qwen2", "qwen3-tied", "mistral"])
 def test_float32_is_near_transformers(home, name, isa):
-    """In float32 our own kernels compute, in float64 torch does."""
+    """In float32 the kernels compute, in float64 torch does."""
     folder = make(name, home / name, dtype=torch.float64)
     config = EngineConfig(model=str(folder), dtype="float32", cpu_isa=isa)
     model, reference = load_model(config, folder), oracle(folder, torch.float64)

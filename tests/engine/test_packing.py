@@ -1,4 +1,4 @@
-"""Models that transformers computes, with their linear layers in our kernels; its own tokens are the oracle."""
+"""transformers models with packed linear layers; transformers' own tokens are the oracle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def left(model) -> list[str]:
 
 
 def continued(reference, ids: list[int]) -> tuple[list[int], float]:
-    """transformers' greedy tokens, and the least distance of one's logit from the next best, of the largest logit."""
+    """Return transformers' greedy tokens, and the smallest margin of a token's logit, relative to the largest logit."""
     ids, margin = list(ids), 1.0
     for _ in range(NEW_TOKENS):
         with torch.inference_mode():
@@ -50,7 +50,7 @@ def continued(reference, ids: list[int]) -> tuple[list[int], float]:
 
 
 @pytest.mark.parametrize("name", [name for name in FALLBACK if name != "phi3-longrope"])
-def test_greedy_tokens_are_those_of_transformers_in_float32(home, name):
+def test_greedy_tokens_equal_transformers_in_float32(home, name):
     folder = make(name, home / name)
     model, reference = load(folder, "float32"), oracle(folder, torch.float32)
     assert model.product.name == KERNELS.isa
@@ -131,7 +131,7 @@ def test_what_does_not_run_packed_runs_on_torch(home, monkeypatch):
 
 
 class Net(nn.Module):
-    """Linear layers of every kind, as parts of one model."""
+    """A model with every kind of linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_only_plain_layers_are_packed_and_any_shape_runs():
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["scaled", "normed", "hooked"])
-def test_a_head_whose_embedding_does_more_than_look_up_is_left(kind):
+def test_head_tied_to_a_special_embedding_is_not_packed(kind):
     class Scaled(nn.Embedding):
         def forward(self, ids):
             return super().forward(ids) * 8

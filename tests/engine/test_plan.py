@@ -1,4 +1,4 @@
-"""The memory arithmetic: before loading, on many machines, and in settings that cannot be."""
+"""Memory planning: before loading, on many machines, and with impossible settings."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ PARAMS, KV = 596_049_920, 2 * 28 * 8 * 128 * 2
 
 @pytest.fixture
 def qwen3(tmp_path):
-    """A folder that holds config.json and nothing else."""
+    """Return a folder that contains only config.json."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     return str(tmp_path)
 
 
 @pytest.fixture
 def on(monkeypatch):
-    """Pretend to be on a machine of some memory."""
+    """Simulate a machine with some memory."""
 
     def pretend(total, available=None, kind="cpu"):
         machine = Machine(kind, total, total if available is None else available)
@@ -93,7 +93,7 @@ def test_half_of_the_memory_less_weights_and_activations_becomes_blocks(qwen3, o
 
 
 @pytest.mark.parametrize(("quantization", "of_the_bytes"), [("int8", 0.502), ("int4", 0.33)])
-def test_rounded_weights_leave_more_room(qwen3, on, quantization, of_the_bytes):
+def test_quantized_weights_leave_more_memory_for_the_cache(qwen3, on, quantization, of_the_bytes):
     on(64 * GB)
     if not choose("auto", torch.device("cpu"), torch.bfloat16).invariant:
         pytest.skip("no kernels here")
@@ -123,7 +123,7 @@ def test_plain_weights_must_fit_beside_rounded_ones_where_they_are_converted(qwe
     assert ok(**small, quantization="int8", dtype="float32")["num_blocks"] == 32
 
 
-def test_what_is_too_large_may_fit_in_8_bits(qwen3, on):
+def test_too_large_a_model_may_fit_in_8_bits(qwen3, on):
     on(2.2 * GB)
     found = impossible(model=qwen3, max_len=1024)
     assert any(line.startswith("`quantization=int8`: weights of 0.6 GB leave room") for line in found["try"])
@@ -140,7 +140,7 @@ def test_a_cache_of_int8_holds_more(qwen3, on):
     assert plain["kv_dtype"] == "bfloat16" and found["num_tokens"] > 1.9 * plain["num_tokens"]
 
 
-def test_memory_that_others_have_taken_is_not_planned_with(qwen3, on):
+def test_memory_in_use_is_not_available(qwen3, on):
     on(64 * GB, 10 * GB)
     assert ok(model=qwen3)["memory_bytes"] == 9 * GB
 
@@ -166,7 +166,7 @@ def test_a_length_beyond_the_models_is_lowered_with_a_note(qwen3, on):
     assert found["max_len"] == 40960 and "what the model takes" in found["notes"][0]
 
 
-def test_given_blocks_and_given_bytes_are_exact(qwen3, on):
+def test_configured_blocks_and_bytes_are_exact(qwen3, on):
     on(64 * GB)
     found = ok(model=qwen3, num_blocks=40)
     assert (found["num_blocks"], found["max_len"]) == (40, 640)
@@ -186,7 +186,7 @@ def test_a_gpu_gives_its_share_less_what_is_in_use(qwen3, on):
     assert found["num_blocks"] == room // (16 * KV)
 
 
-def test_measured_activations_take_the_place_of_the_estimate(qwen3, on):
+def test_measured_activations_replace_the_estimate(qwen3, on):
     from engine import models
     from engine.attention.reference import Reference
 
@@ -201,7 +201,7 @@ def test_measured_activations_take_the_place_of_the_estimate(qwen3, on):
     "settings", [{}, {"num_blocks": 7}, {"kv_dtype": "int8", "kv_cache_memory": 50_000}, {"block_size": 4}]
 )
 def test_the_running_engine_is_what_was_planned(tmp_path, settings):
-    """On this machine as it is: the same arithmetic, so the same numbers."""
+    """On this machine, without simulation."""
     folder = tiny_llama(tmp_path)
     found = ok(model=folder, device="cpu", **settings)
     _, info, _ = build(EngineConfig(model=folder, device="cpu", **settings))
@@ -220,7 +220,7 @@ def test_the_running_engine_is_what_was_planned(tmp_path, settings):
 
 
 def listed():
-    """(folder, parameters) of the published shapes that the data's README lists."""
+    """Return (folder, parameters) for the published shapes in the data's README."""
     place = os.environ.get("PEQUOD_TEST_DATA")
     if not place:
         return []
@@ -314,12 +314,12 @@ def test_a_gpu_in_use_is_offered_more_of_itself_or_the_cpu(qwen3, on):
 @pytest.mark.parametrize("total", [1, 10**6, GB, 3 * GB])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("settings", [{"max_len": 40960}, {"dtype": "float64"}, {"num_blocks": 9999}])
-def test_there_are_always_three_ways_out(qwen3, on, total, kind, settings):
+def test_there_are_always_three_suggestions(qwen3, on, total, kind, settings):
     on(total, total // 2, kind)
     assert len(impossible(model=qwen3, **settings)["try"]) == 3
 
 
-def test_bad_settings_and_folders_are_one_sentence(tmp_path, on):
+def test_invalid_settings_and_folders_are_reported_in_one_sentence(tmp_path, on):
     on(64 * GB)
     assert str(tmp_path / "none") in impossible(model=str(tmp_path / "none"))["error"]
     assert "config.json" in impossible(model=str(tmp_path))["error"]
@@ -329,7 +329,7 @@ def test_bad_settings_and_folders_are_one_sentence(tmp_path, on):
     assert plan._answer("{")[1] == 2
 
 
-def test_impossible_is_a_config_error_that_prints_its_ways_out():
+def test_impossible_is_a_config_error_with_its_suggestions():
     error = memory.Impossible("it is too large", ["a", "b", "c"])
     assert isinstance(error, ConfigError)
     assert str(error) == "it is too large\ntry: a\ntry: b\ntry: c"

@@ -1,4 +1,4 @@
-"""Whole models with rounded weights: near the plain ones, of the planned size, and refused where they cannot be."""
+"""Whole models with quantized weights: close to the plain ones, of the planned size, and refused if unsupported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(folder: Path, dtype: str = "float32", **settings: str) -> Decoder:
 
 
 def linears(model: Decoder) -> list[tuple[Linear, bool]]:
-    """All products, and whether it is the head's."""
+    """Return all linear layers, each with whether it is the head."""
     found = [part for layer in model.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     return [(part, False) for part in found] + [(model.head, True)]
 
@@ -40,8 +40,8 @@ def needs_kernels():
 @pytest.mark.usefixtures("needs_kernels")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_the_rounded_weights(tmp_path, name, quantization):
-    """What is left are the activations' 8 bits, which a random model makes more of; layer by layer the same."""
+def test_logits_equal_those_of_quantized_weights(tmp_path, name, quantization):
+    """The remaining error is from 8-bit activations, which a random model amplifies; layer by layer there is none."""
     folder = make(name, tmp_path, dtype=torch.float32)
     plain, model = load(folder, cpu_isa="torch"), load(folder, quantization=quantization)
     for linear, is_head in linears(plain):
@@ -67,7 +67,7 @@ def test_the_fewer_bits_the_farther_from_the_plain_model(tmp_path):
 @pytest.mark.usefixtures("needs_kernels")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", NAMES)
-def test_they_take_what_was_planned(tmp_path, name, quantization):
+def test_quantized_weights_have_the_planned_size(tmp_path, name, quantization):
     folder = make(name, tmp_path, dtype=torch.bfloat16)
     model = load(folder, "bfloat16", quantization=quantization)
     parts = {id(linear): linear for linear, _ in linears(model)} | {id(model.embedding): model.embedding}
@@ -106,7 +106,7 @@ def test_transformers_models_are_refused(tmp_path, implementation):
         ({"dtype": "float16"}, "not float16: set `dtype=bfloat16`"),
     ],
 )
-def test_what_our_kernels_do_not_compute_is_refused_before_loading(tmp_path, settings, why):
+def test_unsupported_quantization_is_refused_before_loading(tmp_path, settings, why):
     folder = make("llama", tmp_path, dtype=torch.float32)
     config = EngineConfig(model=str(folder), device="cpu", quantization="int4", **settings)
     for refuses in (lambda: plan.plan(config), lambda: load_model(config, folder)):

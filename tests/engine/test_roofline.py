@@ -1,4 +1,4 @@
-"""What bounds a step: counted by hand for small shapes; the rates are measured, and no test says what they are."""
+"""The roofline: work counted by hand for small shapes. Rates are measured, and not asserted."""
 
 import io
 import json
@@ -50,12 +50,12 @@ def test_a_table_of_embeddings_is_not_read_when_the_head_is_another():
     assert tied == untied
 
 
-def test_what_a_model_with_experts_reads_is_not_known():
+def test_model_with_experts_has_no_roofline():
     assert roofline.shape(spec_of(num_experts=8)) is None
     assert roofline.measure(spec_of(num_experts=8), CPU) is None
 
 
-def test_the_slower_of_reading_and_computing_decides():
+def test_step_time_is_the_slower_of_reading_and_computing():
     limit = Roofline(
         bytes_per_s=10.0, flops_per_s=100.0, pair_flops_per_s=20.0, weights_bytes=50, kv_bytes_per_token=5,
         flops_per_token=40, flops_per_pair=2, flops_per_logit=10,
@@ -75,7 +75,7 @@ def test_both_rates_are_measured():
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_the_rate_of_our_own_products_counts_where_they_compute(quantization, monkeypatch):
+def test_rate_of_the_kernels_is_used_if_they_compute(quantization, monkeypatch):
     try:
         kernels = choose("avx2", CPU, torch.bfloat16, quantized=quantization != "none").kernels
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' own, for every scaling and both forms of config.json."""
+"""Rotary frequencies against those of transformers, for every scaling and both forms of config.json."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spec(max_len: int | None = None, **source) -> ModelSpec:
 
 @pytest.mark.parametrize("name", [*PLAIN, *EXTRA])
 @pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
-def test_frequencies_are_those_of_transformers(name, form):
+def test_frequencies_equal_transformers(name, form):
     rope = {**PLAIN, **EXTRA}[name]
     theta = 50000.0
     source = (
@@ -53,7 +53,7 @@ def test_frequencies_are_those_of_transformers(name, form):
         assert scale == factor
 
 
-def test_an_old_file_says_type():
+def test_old_config_key_type_is_read():
     assert spec(rope_scaling={"type": "linear", "factor": 2.0}).decoder.rope.scaling == "linear"
 
 
@@ -69,14 +69,14 @@ def test_an_old_file_says_type():
         (ROPES["longrope"], 256),
     ],
 )
-def test_a_scaling_tells_the_longest_sequence(rope, longest):
+def test_longest_sequence_depends_on_the_scaling(rope, longest):
     assert spec(rope_scaling=rope).max_len == longest
     assert spec(100, rope_scaling=rope).serve_len == 100
     assert spec(5000, rope_scaling=rope).serve_len == longest
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_rotation_is_that_of_transformers(dtype):
+def test_rotation_equals_transformers(dtype):
     config = LlamaConfig(**BASE, rope_parameters={**ROPES["yarn"], "rope_theta": 10000.0})
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(7, heads, 16, generator=draw, dtype=torch.float64).to(dtype) for heads in (4, 2))

@@ -1,4 +1,4 @@
-"""The runner: steps as the scheduler makes them, with a model whose logits show everything that the cache holds."""
+"""The runner: steps of a scheduler, with a model whose logits depend on everything in the cache."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_chunks_decodes_and_neighbours_read_their_own_past():
 
 
 def test_a_sequence_that_left_comes_back_and_goes_on_as_if_it_had_stayed():
-    """Preempted with tokens drawn: it enters with other blocks and must draw what it would have drawn."""
+    """After a preemption it has other blocks and must sample the same tokens."""
     params = SamplingParams(max_tokens=9, seed=77, temperature=1.5, presence_penalty=0.7, repetition_penalty=1.1)
     prompt = [2, 7, 1]
 
@@ -132,7 +132,7 @@ def test_results_stand_at_the_index_of_their_row():
     assert got.logprobs[2][0].top_ids[0] == got.token_ids[2][0]
 
 
-def test_a_row_whose_logits_are_no_numbers_fails_alone():
+def test_row_with_nan_logits_fails_alone():
     model, runner = make()
     model.poison = 4
     got = step(
@@ -144,7 +144,7 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone():
     assert got.token_ids == [[], [model.greedy([3])]]
 
 
-def test_a_mask_reaches_the_draw():
+def test_mask_is_applied_to_sampling():
     model, runner = make()
     best = model.greedy([4])
     bits = np.full((1, -(-VOCAB // 32)), -1, np.int32)
@@ -181,7 +181,7 @@ def test_a_step_without_memory_can_be_launched_again(error):
     assert got.token_ids == [[model.greedy([3, 1, 4, 1, 5])]]
 
 
-def test_memory_that_runs_out_in_the_draw_is_told_alike(monkeypatch):
+def test_out_of_memory_during_sampling_is_reported_the_same_way(monkeypatch):
     _, runner = make()
     batch = Batch(1, [Row(1, 0, [4], [0], 1)], [Entered(1, GREEDY, 1, [])])
     in_flight = runner.launch(batch)
@@ -204,7 +204,7 @@ def test_nothing_needs_a_gradient():
 
 
 @pytest.mark.parametrize(("num_blocks", "config"), [(1, {}), (2, {"max_seqs": 8}), (50, {"max_batched_tokens": 64})])
-def test_warming_up_stays_inside_the_pool_and_leaves_nobody(num_blocks, config):
+def test_warm_up_stays_within_the_pool_and_leaves_no_sequence(num_blocks, config):
     model, runner = make(num_blocks, **config)
     runner.warm_up()
     assert len(model.calls) == 2 and max(tokens for tokens, _ in model.calls) <= num_blocks * 4

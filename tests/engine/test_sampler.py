@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def draw(logits, params, *, positions=None, history=None, prompt_len=3, masks=None, max_seqs=None):
-    """One step of rows with these parameters; slots in reverse, so that slot and row are not the same number."""
+    """Sample one step of rows with these parameters; slots are in reverse order, so that they differ from rows."""
     count = len(params)
     sampler = Sampler(max_seqs or count, logits.shape[1], CPU)
     slots = np.arange(count)[::-1].copy()
@@ -53,7 +53,7 @@ def splitmix(seed, position):
 
 
 def processed(logits, p, position, tokens, prompt_len):
-    """The logits of one row after penalties, bias and min_tokens, one token at a time."""
+    """Return the logits of one row after penalties, bias and min_tokens, computed token by token."""
     x = logits.clone()
     output = tokens[prompt_len:]
     if p.uses_history:
@@ -76,7 +76,7 @@ def processed(logits, p, position, tokens, prompt_len):
 
 
 def filtered(x, p):
-    """Integer weights of one row's tokens after temperature and filters, by sorting everything."""
+    """Return integer weights of one row's tokens after temperature and filters, by a full sort."""
     scaled = (x - x.max()) / torch.tensor(p.temperature, dtype=x.dtype)
     weights = [int(w * 2.0**44) for w in scaled.exp().tolist()]
     values = x.tolist()
@@ -147,7 +147,7 @@ def test_uniform_numbers_fill_the_interval_along_seeds_and_along_positions():
 
 
 def p_value(observed, expected):
-    """Of the chi-square test; cells with fewer than five expected are put together."""
+    """Return the p-value of the chi-square test; cells with fewer than five expected are merged."""
     small = expected < 5
     if small.any():
         observed = np.append(observed[~small], observed[small].sum())
@@ -190,8 +190,8 @@ def test_random_mixes_of_parameters_equal_the_oracle_row_by_row():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_row_alone_draws_what_it_draws_among_neighbours(dtype):
-    """A vocabulary wide enough for every path: candidates, their fallback to a full sort, and rows in parts."""
+def test_row_samples_the_same_alone_and_in_a_batch(dtype):
+    """The vocabulary is large enough for every path: candidates, the fallback to a full sort, and split rows."""
     rng = random.Random(6)
     vocab = 5003
     for seed in range(12):
@@ -317,7 +317,7 @@ def test_a_bias_moves_a_probability_by_its_exponential():
     assert p_value(np.bincount(drawn.token_ids, minlength=16), expected / expected.sum() * 4000) > 0.001
 
 
-def test_infinite_biases_do_not_hurt():
+def test_infinite_biases_force_and_forbid_a_token():
     logits = random_logits(2, 4)
     drawn = draw(logits, [params(logit_bias={4: math.inf}), params(temperature=0.0, logit_bias={4: -math.inf})])
     assert drawn.token_ids[0] == 4 and drawn.token_ids[1] != 4 and not drawn.errors
@@ -348,7 +348,7 @@ def test_a_mask_forbids_tokens_of_its_row_only():
 
 
 def test_penalties_follow_the_tokens_as_they_come():
-    """Entered half-way, then fed by steps, some of them twice: the counts are those of the sequence."""
+    """Starting half-way, with some steps repeated: the counts are those of the sequence."""
     p = params(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.9)
     rng = random.Random(8)
     tokens = [rng.randrange(6) for _ in range(60)]
@@ -364,7 +364,7 @@ def test_penalties_follow_the_tokens_as_they_come():
             sampler.observe(1, length, tokens[length : length + 1])
 
 
-def test_a_slot_forgets_who_was_there():
+def test_reused_slot_has_no_state():
     logits = random_logits(1, 12)
     heavy = params(
         temperature=0.0, repetition_penalty=5.0, logit_bias={1: 100}, min_tokens=5, stop_ids=(3,), logprobs=4, seed=-1,
@@ -460,7 +460,7 @@ def test_a_row_with_no_token_left_fails_alone(temperature):
         {"logprobs": -2},
     ],
 )
-def test_bad_parameters_are_told_and_hurt_nobody(settings):
+def test_invalid_parameters_fail_only_their_row(settings):
     logits = random_logits(2, 32)
     sampler = Sampler(2, VOCAB, CPU)
     sampler.add(0, Entered(1, params(**settings), 3, [1, 2, 3]))
@@ -489,7 +489,7 @@ def test_bad_parameters_are_told_and_hurt_nobody(settings):
         {"logprobs": 2**63},
     ],
 )
-def test_absurd_numbers_hurt_nobody_else(settings):
+def test_extreme_parameters_do_not_affect_other_rows(settings):
     logits = random_logits(2, 33)
     drawn = draw(logits, [params(**settings), params(temperature=0.0)], history=[[1, 2, 3, 4, 4]] * 2, positions=[2, 2])
     assert drawn.token_ids[1] == int(logits[1].argmax())
@@ -497,13 +497,13 @@ def test_absurd_numbers_hurt_nobody_else(settings):
     assert 0 in drawn.errors or 0 <= drawn.token_ids[0] < VOCAB
 
 
-def test_history_outside_of_the_vocabulary_is_told():
+def test_history_outside_the_vocabulary_is_reported():
     sampler = Sampler(1, VOCAB, CPU)
     sampler.add(0, Entered(1, params(presence_penalty=1.0), 1, [VOCAB]))
     assert "vocabulary" in sampler.problems[0].message
 
 
-def test_only_allowed_tokens_are_drawn_also_beside_a_row_that_may_draw_all():
+def test_only_allowed_tokens_are_sampled_even_beside_an_unrestricted_row():
     logits = torch.randn(400, VOCAB, generator=torch.Generator().manual_seed(1))
     limited = [params(seed=i, allowed_ids=(5, 90, 200)) for i in range(200)]
     drawn = draw(logits, limited + [params(seed=i) for i in range(200)]).token_ids
@@ -533,7 +533,7 @@ def test_a_bad_word_is_never_completed(output, banned):
     assert drawn == set(range(12)) - banned
 
 
-def test_a_bad_word_counts_the_tokens_that_were_drawn_since():
+def test_bad_word_matches_tokens_sampled_since():
     sampler = Sampler(1, 12, torch.device("cpu"))
     sampler.add(0, Entered(1, params(bad_words=((7, 8),), temperature=0.0), 2, [1, 2]))
     sampler.observe(0, 2, [7])

@@ -10,7 +10,7 @@ from engine.types import EngineRequest, SamplingParams, TokenDelta
 
 
 class Driver:
-    """Adds requests by name and runs steps; every drawn token is 9, or the stop id where told."""
+    """Adds requests by name and runs steps; every sampled token is 9, or the stop id if requested."""
 
     def __init__(self, num_blocks: int = 64, **config) -> None:
         defaults = {"block_size": 4, "max_len": num_blocks * 4, "max_seqs": 8, "max_batched_tokens": 64}
@@ -311,7 +311,7 @@ def test_the_stats_of_a_step_tell_what_happened_in_it():
 
 
 def test_a_static_batch_of_one_flow_goes_on_when_another_flow_would_be_next():
-    """In turn, the flow that has been served least is first; it is in no batch yet, and nobody may wait for it."""
+    """The flow with the lowest counter would be next, but it is in no batch yet, and no request may wait for it."""
     driver = Driver(num_blocks=4, policy="static", max_seqs=2)
     driver.add("a", prompt=12, max_tokens=1, flow="whale").add("b", prompt=12, max_tokens=1, flow="whale")
     driver.add("c", prompt=2, max_tokens=1, flow="ship")
@@ -341,7 +341,7 @@ def test_rows_are_cut_when_fewer_tokens_did_not_help_against_a_lack_of_memory():
 
 
 def out_of_memory(driver: Driver, name: str) -> None:
-    """A step with a new prompt of 32 tokens does not fit, and costs that one."""
+    """Run a step with a new prompt of 32 tokens out of memory, which fails that request."""
     driver.add(name, prompt=32, max_tokens=1)
     driver.launch()
     driver.deltas += driver.scheduler.abandon(driver.batch)
@@ -360,7 +360,7 @@ def steps_until_recovered(driver: Driver) -> int:
 
 @pytest.fixture
 def hopeful(monkeypatch):
-    """Limits are raised after a few good steps."""
+    """Let the scheduler raise its limits after a few successful steps."""
     monkeypatch.setattr("engine.scheduler.GOOD_STEPS", 4)
     monkeypatch.setattr("engine.scheduler.MOST_GOOD_STEPS", 256)
     driver = Driver(num_blocks=500, max_len=2000, max_batched_tokens=64, max_seqs=4)

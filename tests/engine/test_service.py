@@ -1,22 +1,22 @@
-"""Fair service: what waits is served by flows, and the flow that has had the least tokens is next."""
+"""Fair service: the waiting flow that has been served the fewest tokens is next."""
 
 import random
 
 import pytest
 
-from engine.service import MAX_ABSENT, Service
+from engine.service import MAX_IDLE, Service
 from tests.engine.test_scheduler import Driver
 
 
 def started(driver: Driver, steps: int = 100) -> list[str]:
-    """Names of requests in the order in which they were first in a step."""
+    """Return the names of requests in the order of their first step."""
     names: list[str] = []
     for _ in range(steps):
         names += [name for name in driver.step() if name not in names]
     return names
 
 
-def test_flows_take_turns_whoever_came_first():
+def test_flows_alternate_regardless_of_arrival():
     driver = Driver(max_seqs=1)
     for name in "abcd":
         driver.add(name, 4, 1, flow="many")
@@ -49,7 +49,7 @@ def test_output_counts_twice():
     assert started(driver) == ["A", "a", "b", "c", "B", "d", "e"]
 
 
-def test_what_the_cache_saved_was_not_served():
+def test_cached_tokens_are_not_charged():
     driver = Driver(max_seqs=1)
     driver.add("A", range(1, 41), 1, flow="shares").add("B", range(1, 41), 1, flow="shares")
     driver.add("C", range(1, 41), 1, flow="shares")
@@ -68,7 +68,7 @@ def test_a_flow_of_twice_the_weight_gets_twice_the_tokens():
     assert started(driver)[:6] == ["A", "a", "B", "C", "b", "D"]
 
 
-def test_who_comes_back_after_a_pause_has_saved_nothing_up():
+def test_flow_gains_no_credit_while_idle():
     driver = Driver(max_seqs=1)
     driver.add("a", 4, 1, flow="pauses").add("A", 4, 1, flow="works").add("B", 4, 1, flow="works")
     for name in "CDEF":
@@ -80,7 +80,7 @@ def test_who_comes_back_after_a_pause_has_saved_nothing_up():
     assert started(driver) == ["D", "b", "E", "c", "F", "d", "e"]
 
 
-def test_leaving_for_a_moment_clears_no_debt():
+def test_short_pause_keeps_a_debt():
     service = Service()
     for flow in ("greedy", "other"):
         service.enter(flow)
@@ -90,10 +90,10 @@ def test_leaving_for_a_moment_clears_no_debt():
     assert service.of("greedy") == 100
 
 
-def test_counters_of_absent_flows_are_bounded_and_the_longest_absent_goes():
+def test_counters_of_idle_flows_are_bounded_and_the_longest_idle_is_dropped():
     service = Service()
     service.enter("stays")
-    for i in range(MAX_ABSENT + 1):
+    for i in range(MAX_IDLE + 1):
         service.enter(f"flow {i}")
         service.charge(f"flow {i}", 7, 1.0)
         service.leave(f"flow {i}")
@@ -102,7 +102,7 @@ def test_counters_of_absent_flows_are_bounded_and_the_longest_absent_goes():
     assert (service.of("flow 0"), service.of("flow 1")) == (0, 7)
 
 
-def test_when_all_have_left_everything_begins_anew():
+def test_counters_are_reset_when_no_flow_is_active():
     service = Service()
     service.enter("a")
     service.charge("a", 100, 1.0)
@@ -141,7 +141,7 @@ def test_priorities_come_before_fairness():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_two_flows_that_always_have_work_get_the_same_tokens_however_they_ask(seed):
+def test_two_busy_flows_get_the_same_tokens_for_any_requests(seed):
     rng = random.Random(seed)
     driver = Driver(num_blocks=400, max_len=400, max_seqs=4, max_batched_tokens=32)
     shapes = {"small": (1, 8, 1, 4), "large": (20, 60, 5, 30)}
@@ -213,7 +213,7 @@ def test_a_more_important_request_makes_no_way():
     assert driver.step() == {"a": 1, "b": 1}
 
 
-def test_nobody_makes_way_under_the_static_policy():
+def test_static_policy_preempts_no_flow():
     driver = Driver(policy="static", max_seqs=2).add("a", 4, 20, flow="x").add("b", 4, 20, flow="x")
     driver.step()
     driver.add("c", 4, 1, flow="y")

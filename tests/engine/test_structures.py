@@ -1,4 +1,4 @@
-"""What Python and the kernels agree on, and what variants of the kernels must not share."""
+"""The structures that Python passes to the kernels, and symbols that the kernels' variants must not share."""
 
 import ctypes
 import shutil
@@ -11,16 +11,16 @@ from engine.kernels import build, library, structures
 pytestmark = pytest.mark.skipif(build.supported() is not None, reason=build.supported() or "")
 
 
-def test_the_library_has_the_same_structures():
+def test_structures_have_the_library_s_sizes():
     structures.check(library.load(build.library())[0])
 
 
-def test_a_library_with_other_structures_is_refused(monkeypatch):
+def test_library_with_a_structure_of_another_size_is_refused(monkeypatch):
     class Other(structures.Progress):
         _fields_ = [("more", ctypes.c_int64)]
 
-    handed = [Other if kind is structures.Progress else kind for kind in structures.HANDED]
-    monkeypatch.setattr(structures, "HANDED", handed)
+    changed = [Other if kind is structures.Progress else kind for kind in structures.STRUCTURES]
+    monkeypatch.setattr(structures, "STRUCTURES", changed)
     with pytest.raises(ValueError, match="Other has 16 bytes in the library and 24 here"):
         structures.check(library.load(build.library())[0])
 
@@ -30,9 +30,9 @@ VARIANTS = {name: made for name, made in build.OBJECTS.items() if name.endswith(
 
 @pytest.mark.skipif(build.compiler() is None or shutil.which("nm") is None, reason="needs a compiler and nm")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_no_function_of_a_variant_could_be_taken_for_another_variant_s(tmp_path, name):
-    """Of weak symbols, such as instances of templates of the standard library, the linker keeps one for all variants:
-    perhaps that with instructions that this processor does not have."""
+def test_variants_have_no_weak_symbols(tmp_path, name):
+    """The linker would merge a weak symbol, such as an instance of a standard template, across variants, and might keep
+    the one with instructions that this processor lacks."""
     source, options = VARIANTS[name]
     target = tmp_path / f"{name}.o"
     command = [*build.compiler(), *build.OPTIONS, *options, "-c", str(build.HERE / source), "-o", str(target)]

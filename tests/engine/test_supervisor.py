@@ -1,4 +1,4 @@
-"""The supervisor: an engine that dies or hangs is replaced, and nobody loses more than time but who kills it."""
+"""The supervisor: an engine that dies or hangs is replaced, and only a request that kills it fails."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def test_how_a_process_has_ended(code, text):
 
 
 def test_the_engine_dies_with_its_parent_while_its_model_thread_hangs():
-    """Its loop is blocked too, so that it cannot see that its socket is closed."""
+    """Its loop is blocked too, so that it cannot detect that its socket is closed."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""Suspects: each test reads as the lives of an engine, and who was running in each."""
+"""Suspects: each test is a trace of engine processes and the requests that ran in each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.suspects import FAR, Suspects, halves
 
 
 class Engine:
-    """Runs all requests that may run, a token at a time; a killer ends its life at so many tokens in it."""
+    """Runs all requests that may run, a token at a time; a killer crashes it after a number of tokens."""
 
     def __init__(self, ids: range | list[int], killers: dict[int, int]) -> None:
         self.suspects = Suspects()
@@ -19,7 +19,7 @@ class Engine:
         self.ran_alone: list[list[int]] = []  # who was running at each death
 
     def live(self, steps: int = 2000) -> bool:
-        """One life; returns whether it ended by death."""
+        """Run one engine process; returns whether it crashed."""
         came: dict[int, int] = {}
         for _ in range(steps):
             for each in self.open:
@@ -60,7 +60,7 @@ def test_of_sixteen_only_the_one_that_kills_is_convicted(killer):
     assert engine.ran_alone[-1] == [killer], "it was certain: nothing else was running"
 
 
-def test_the_first_death_is_nobodys_fault():
+def test_first_death_blames_no_request():
     engine = Engine(range(4), {2: 0})
     engine.live()
     assert all(engine.suspects.may_run(each) for each in range(4))
@@ -74,7 +74,7 @@ def test_at_the_second_death_halves_are_tried_and_the_others_wait():
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 17, 60, 200])
-def test_who_kills_only_after_some_more_tokens_is_found_as_well(tokens):
+def test_request_that_kills_later_each_time_is_found(tokens):
     engine = Engine(range(8), {5: tokens})
     assert deaths_until_peace(engine) <= 12
     assert engine.convicted == [5]
@@ -92,7 +92,7 @@ def test_one_alone_is_convicted_at_its_second_death():
     assert engine.convicted == [7]
 
 
-def test_deaths_from_outside_convict_nobody_who_gets_on():
+def test_external_kills_convict_no_request_that_makes_progress():
     suspects = Suspects()
     for _ in range(20):
         for each in (1, 2):
@@ -102,7 +102,7 @@ def test_deaths_from_outside_convict_nobody_who_gets_on():
         assert suspects.may_run(1) and suspects.may_run(2)
 
 
-def test_who_was_not_running_is_no_suspect():
+def test_request_that_was_not_running_is_no_suspect():
     suspects = Suspects()
     for _ in range(3):
         suspects.ran(1)
@@ -114,7 +114,7 @@ def test_who_was_not_running_is_no_suspect():
     assert suspects.may_run(2)
 
 
-def test_a_group_is_cleared_when_each_has_come_further_or_has_ended():
+def test_group_is_cleared_when_each_request_has_made_progress_or_ended():
     suspects = Suspects()
     for _ in range(2):
         for each in (1, 2, 3, 4):
@@ -131,13 +131,13 @@ def test_a_group_is_cleared_when_each_has_come_further_or_has_ended():
     assert suspects.may_run(5)
 
 
-def test_halves():
+def test_halves_splits_ids_into_at_most_two_groups():
     assert halves([1, 2, 3]) == [[1, 2], [3]]
     assert halves([1]) == [[1]]
 
 
-def test_who_is_left_alone_by_one_that_hung_up_is_not_blamed_for_it():
-    """A request that kills may end for its client while the engine, which learns of it later, is still at it."""
+def test_remaining_request_is_not_blamed_for_one_that_was_aborted():
+    """A killer may be aborted while the engine, which learns of it later, still runs it."""
     suspects = Suspects()
     for each in (0, 1):
         suspects.ran(each)
@@ -150,7 +150,7 @@ def test_who_is_left_alone_by_one_that_hung_up_is_not_blamed_for_it():
     assert suspects.died([0]) == 0, "now it was alone"
 
 
-def test_what_ended_before_the_engine_began_with_it_counts_as_running_too():
+def test_request_started_after_its_end_counts_as_running():
     suspects = Suspects()
     suspects.ran(0)
     assert suspects.died([0]) is None

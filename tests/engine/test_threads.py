@@ -1,4 +1,4 @@
-"""The kernels' thread pool: the same bits whichever threads take part, and its life within a process."""
+"""The kernels' thread pool: the same bits whichever threads take part, and its life cycle in a process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.kernels import build
 from engine.kernels.library import ISAS, Kernels
-from engine.kernels.product import Packed, Quantized
-from engine.kernels.vocabulary import NativeVocabulary
+from engine.kernels.logits import NativeVocabulary
+from engine.kernels.matmul import Packed, Quantized
 from engine.models.layers import RMSNorm
 from engine.runner.vocabulary import ASKED
 from tests.engine.test_attention import Pool, layer_of
@@ -219,7 +219,7 @@ print(all(int(mask, 16) >> signal - 1 & 1 for mask in blocked for signal in (1, 
 
 
 def test_callers_on_several_threads_at_once(variant):
-    """One of them has the helpers, the others compute alone."""
+    """One of them uses the helpers, the others compute alone."""
     torch.set_num_threads(3)
     packed = [Packed(variant, drawn(400, 300, dtype=torch.float32)) for _ in range(3)]
     x = drawn(40, 300, dtype=torch.float32)

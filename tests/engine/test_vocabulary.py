@@ -1,4 +1,4 @@
-"""The kernels over a vocabulary against torch: the best, draws, log-probabilities, masks; and their rows' bits."""
+"""The kernels for logits against torch: argmax, sampling, log-probabilities, masks; and the bits of their rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.batch import Entered
 from engine.kernels import library
 from engine.kernels.library import Kernels
-from engine.kernels.vocabulary import NativeVocabulary
+from engine.kernels.logits import NativeVocabulary
 from engine.runner.sampler import Sampler
 from engine.runner.vocabulary import ASKED, TorchVocabulary
 from engine.types import SamplingParams
@@ -59,7 +59,7 @@ def check_best(variant: Kernels, x: Tensor) -> None:
 
 @pytest.mark.parametrize("size", [1, 5, 16, 100, 8191, 8192, 8193, 40000])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_the_best_is_torchs(variant, size, threads):
+def test_best_equals_torch(variant, size, threads):
     torch.set_num_threads(threads)
     for rows in (0, 1, 3, 17):
         check_best(variant, torch.randn(rows, size))
@@ -70,7 +70,7 @@ def test_the_best_is_torchs(variant, size, threads):
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 3e38, -0.0])
-def test_odd_numbers_anywhere(variant, odd):
+def test_best_handles_nan_and_infinity_at_any_index(variant, odd):
     for size in (21, 20000):
         x = torch.randn(6, size) if odd else -torch.rand(6, size)
         for row, place in enumerate([0, 1, 15, 16, size // 2, size - 1]):
@@ -83,7 +83,7 @@ def test_odd_numbers_anywhere(variant, odd):
 
 
 def logits_of(rng: random.Random, size: int) -> Tensor:
-    """One row: smooth, full of equals, flat, with one token far above, with forbidden tokens, of any scale."""
+    """Return one row: smooth, with many equals, flat, with one dominant token, with forbidden tokens, of any scale."""
     x = torch.randn(size) * rng.choice([0.0, 1e-38, 0.01, 1.0, 5.0, 40.0, 1e30])
     if rng.random() < 0.4:
         x = x.bfloat16().float()
@@ -115,7 +115,7 @@ def cases(rng: random.Random, size: int, rows: int) -> tuple[Tensor, NDArray]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_draws_are_torchs(native, size):
+def test_sampling_equals_torch(native, size):
     rng = random.Random(size)
     oracle = TorchVocabulary(size, CPU)
     for rows in (1, 2, 7, 30):
@@ -124,8 +124,8 @@ def test_draws_are_torchs(native, size):
             assert torch.equal(found, want), asked[found != want]
 
 
-def test_edges_of_the_filters_are_torchs(native):
-    """Every token of a small vocabulary is drawn by some number, or by none: the kept sets and their shares agree."""
+def test_edges_of_filters_equal_torch(native):
+    """For a small vocabulary the kept tokens and their probabilities are equal."""
     size, rng = 50, random.Random(1)
     u = (np.arange(400) + 0.5) / 400
     for _ in range(12):
@@ -137,7 +137,7 @@ def test_edges_of_the_filters_are_torchs(native):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_row_draws_the_same_alone_in_any_order_and_on_any_threads(native, threads):
+def test_row_samples_the_same_alone_in_any_order_and_on_any_threads(native, threads):
     rng = random.Random(7)
     x, asked = cases(rng, 20011, 21)
     torch.set_num_threads(1)
@@ -150,7 +150,7 @@ def test_a_row_draws_the_same_alone_in_any_order_and_on_any_threads(native, thre
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_row_of_no_numbers_gets_no_place_and_hurts_nobody(native, value):
+def test_row_without_a_finite_maximum_gets_index_minus_1_and_affects_no_other(native, value):
     x, asked = cases(random.Random(3), 3000, 6)
     want = native.draw(x, asked)[1]
     x[1, 70], x[4] = value, -math.inf
@@ -192,7 +192,7 @@ def test_log_probabilities_have_the_same_bits_alone_and_on_any_threads(native):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_log_probabilities_of_no_numbers_are_none(native, value):
+def test_log_probabilities_of_nan_are_nan(native, value):
     x = torch.randn(4, 900)
     want = native.distribution(x, 3).columns(torch.arange(4))
     x[1, 70], x[2] = value, -math.inf
@@ -204,7 +204,7 @@ def test_log_probabilities_of_no_numbers_are_none(native, value):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_masks_are_torchs(native, size):
+def test_masks_equal_torch(native, size):
     rng = np.random.default_rng(size)
     for chosen in ([0], [2, 4], [0, 1, 2, 3, 4]):
         x = torch.randn(5, size)
@@ -219,7 +219,7 @@ def test_masks_are_torchs(native, size):
 
 
 @pytest.mark.parametrize("x", [torch.randn(2, 9).double(), torch.randn(9), torch.randn(2, 9).bfloat16()])
-def test_kernels_refuse_what_they_were_not_made_for(native, x):
+def test_kernels_refuse_unsupported_tensors(native, x):
     asked, bits = np.zeros(2, ASKED), np.zeros((2, 1), np.int32)
     calls = native.best, lambda x: native.draw(x, asked), lambda x: native.distribution(x, 1)
     for call in (*calls, lambda x: native.forbid(x, np.arange(2), bits)):

@@ -1,4 +1,4 @@
-"""Checkpoints: streamed into place, and refused in one sentence when broken."""
+"""Checkpoints: streamed into the model, and refused in one sentence if broken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, ModelError, models
 from engine.kernels.library import choose
-from engine.kernels.product import Packing
+from engine.kernels.matmul import Packing
 from engine.models import weights
 from engine.models.weights import Checkpoint
 from tests.models import load_model, make
@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(source: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """Return a copy of a model to break."""
     return Path(shutil.copytree(source, tmp_path / "model"))
 
 
@@ -52,7 +52,7 @@ def with_kernels() -> None:
 
 
 def packed(folder: Path) -> list[torch.Tensor]:
-    """What our kernels hold of a folder's weights."""
+    """Return the packed weights of a folder."""
     with_kernels()
     shares: list[float] = []
     model = load_model(EngineConfig(model=str(folder)), folder, shares.append)
@@ -90,7 +90,7 @@ def same(a: models.Model, b: models.Model) -> bool:
     return all(torch.equal(x, b.places()[name]) for name, x in a.places().items())
 
 
-def test_every_number_gets_to_its_place(folder, monkeypatch):
+def test_every_number_is_loaded(folder, monkeypatch):
     # Pieces that end inside of rows; and parts of one matrix that come from three tensors.
     monkeypatch.setattr(weights, "PIECE_BYTES", 1000)
     shares: list[float] = []
@@ -143,7 +143,7 @@ def test_hash_tells_checkpoints_apart(folder, source):
     assert Checkpoint(folder).weights_hash != before
 
 
-def test_no_folder_and_no_config(folder):
+def test_missing_folder_and_missing_config_are_refused(folder):
     assert refused(folder / "nowhere") == f"there is no model folder {folder / 'nowhere'}"
     (folder / "config.json").unlink()
     assert "holds no config.json" in refused(folder)
@@ -152,7 +152,7 @@ def test_no_folder_and_no_config(folder):
 @pytest.mark.parametrize(
     ("text", "says"), [("{", "is not valid JSON"), ("[]", "must hold a JSON object"), ("{}", "names no architecture")]
 )
-def test_config_that_is_none(folder, text, says):
+def test_config_that_is_no_json_object_is_refused(folder, text, says):
     (folder / "config.json").write_text(text)
     assert says in refused(folder)
 
@@ -162,7 +162,7 @@ def test_config_that_is_none(folder, text, says):
     [
         ({"architectures": ["NovelForCausalLM"], "model_type": "novel"}, "NovelForCausalLM is known neither here"),
         ({"quantization_config": {"quant_method": "gptq"}}, "asks for gptq quantization, which is not supported"),
-        ({"hidden_size": None}, "does not tell hidden_size"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers must be a positive whole number, not '3'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads evenly"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
@@ -175,7 +175,7 @@ def test_config_that_is_none(folder, text, says):
         ({"num_hidden_layers": 2}, "model.layers.2"),
     ],
 )
-def test_config_that_does_not_fit(folder, changes, says):
+def test_config_that_contradicts_the_weights_is_refused(folder, changes, says):
     edit(folder, **changes)
     assert says in refused(folder)
 
@@ -189,7 +189,7 @@ def test_numbers_are_bounded_also_without_weights(tmp_path):
             models.describe(folder, EngineConfig(model=str(folder)))
 
 
-def test_weights_that_only_pickle_could_read(folder):
+def test_pickled_weights_are_refused(folder):
     class Trap:
         def __reduce__(self):
             return Path.touch, (folder / "it ran",)
@@ -202,7 +202,7 @@ def test_weights_that_only_pickle_could_read(folder):
     assert "holds no weights" in refused(folder)
 
 
-def test_shards_that_are_missing(folder):
+def test_missing_shards_are_refused(folder):
     files = shard(folder)
     files[1].rename(folder / "elsewhere")
     assert refused(folder) == f"the weights file {files[1]} is missing; download the model again"
@@ -210,7 +210,7 @@ def test_shards_that_are_missing(folder):
     assert "holds 2 of the weights' parts and no index" in refused(folder)
 
 
-def test_an_index_that_promises_too_much(folder):
+def test_index_with_missing_tensors_is_refused(folder):
     shard(folder)
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -223,7 +223,7 @@ def test_an_index_that_promises_too_much(folder):
 
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 200, -1])
-def test_a_file_that_is_cut_short(folder, keep):
+def test_truncated_file_is_refused(folder, keep):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     text = refused(folder)
@@ -240,12 +240,12 @@ def test_a_file_that_is_cut_short(folder, keep):
         (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "lacks the tensor"),
     ],
 )
-def test_a_header_that_lies(folder, header, says):
+def test_invalid_header_is_refused(folder, header, says):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     assert says in refused(folder)
 
 
-def test_a_tensor_without_a_place(folder):
+def test_unknown_tensor_is_refused_unless_it_is_a_rotary_buffer(folder):
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "model.layers.0.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
     load(folder)
@@ -282,7 +282,7 @@ def test_parts_in_several_files_are_packed_as_one(folder, source):
     assert all(map(torch.equal, packed(folder), packed(source)))
 
 
-def test_a_file_that_shrinks_while_it_is_packed(folder, monkeypatch):
+def test_file_truncated_during_packing_is_reported(folder, monkeypatch):
     path = folder / "model.safetensors"
     run = Packing.run
 

@@ -1,36 +1,36 @@
-// What the Python side hands over. structures.py has a class for each of these structures, with the same fields in the
-// same order; when the library is loaded their sizes are compared.
+// Structures that Python passes to the kernels. structures.py has a class for each, with the same fields in the same
+// order; their sizes are compared when the library is loaded.
 #pragma once
 #include <stdint.h>
 
 // A packed weight.
 struct Matrix {
-  const void* panels;  // see product.h
+  const void* panels;  // see matmul.h
   const void* scales;  // of a quantized weight, see quantized.cpp; else null
-  const float* bias;   // one panel's width for each panel, or null
+  const float* bias;   // [num_panels, panel width], or null
   int64_t outputs;     // columns of the result
-  int64_t columns;     // numbers in an input row
+  int64_t columns;     // columns of the input
   int64_t num_panels;
-  int32_t gated;  // a panel is half gate, half up: the result is silu(gate) * up
-  int32_t wide;   // the result is float32, whatever the input is
+  int32_t gated;  // half of each panel is gate, half up: the result is silu(gate) * up
+  int32_t wide;   // the result is float32, whatever the input's type
 };
 
 // Rows of a plain weight.
 struct WeightPart {
-  const char* weight;  // [rows, columns]; or null, and they lie in a file
+  const char* weight;  // [rows, columns], or null if the rows are in a file
   int64_t rows, offset;
   int32_t file;
 };
 
-// How far a packing has come, and why it went no further.
+// The progress of packing, and the error that stopped it.
 struct Progress {
-  int64_t num_bytes;     // of plain weights that are packed
-  int32_t error, wrong;  // errno, 0 where a file ends early; the file that could not be read
+  int64_t num_bytes;     // of plain weights packed so far
+  int32_t error, wrong;  // errno, or 0 if the file ended early; the descriptor of the file that could not be read
 };
 
-// A plain weight, and where it is to be packed.
+// A plain weight, and the memory to pack it into.
 struct PlainWeight {
-  const WeightPart* parts;  // all of them in memory, or all in files
+  const WeightPart* parts;  // all in memory, or all in files
   void* panels;
   void* scales;  // of a quantized weight
   int64_t num_parts, rows, columns, number_bytes, num_panels;
@@ -38,19 +38,19 @@ struct PlainWeight {
   int32_t gated;  // gate before up
 };
 
-// A step and the shape of a layer, for attention.
+// The arguments of attention: the step's rows and the layer's shape.
 struct Call {
   const int32_t* query_start;  // [rows + 1]
   const int32_t* seq_lens;     // [rows]
   const int32_t* block_table;  // [rows, width]
   const int64_t* slots;        // [tokens]
   int64_t rows, width, heads, kv_heads, head_dim, block_size;
-  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // from one to the next, in numbers
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides, in numbers
   int64_t window;                                             // 0: none
   float scale, softcap;                                       // 0: none
 };
 
-// A product and the weight that is its own.
+// A matmul kernel and the weight that it multiplies by.
 struct Multiplied {
   int32_t (*multiply)(const Matrix*, const void* x, const void* residual, void* y, int64_t rows, int32_t threads);
   const Matrix* matrix;
@@ -63,10 +63,10 @@ struct Multiplied {
 struct Layer {
   Multiplied qkv, output, gate_up, down;
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
-  int64_t call;                                             // which of the step's
+  int64_t call;                                             // index into the step's calls
 };
 
-// All layers of a decoder, and a step.
+// All layers of a decoder, and the step to compute.
 struct Stack {
   const Layer* layers;
   int64_t num_layers, hidden, heads, kv_heads, head_dim;
@@ -74,11 +74,11 @@ struct Stack {
                     const float* sinks, int32_t threads);
   float eps;
   int32_t threads;
-  // The step's.
+  // The step:
   int64_t tokens, num_angles;
   const int64_t* positions;
   const float* angles;
   const Call* const* calls;
-  void* const* caches;                     // one of each layer
-  void *x, *normed, *line, *seen, *inner;  // x: what goes in and comes out; the others are room for what is between
+  void* const* caches;                     // one for each layer
+  void *x, *normed, *line, *seen, *inner;  // x: input and output; scratch for the norms, QKV, attention and the MLP
 };

@@ -1,4 +1,4 @@
-"""A weight packed once for our CPU product, as it is or quantized, with what follows it: bias, residual, SiLU."""
+"""Matmuls with weights packed for the CPU kernels, plain or quantized, with bias, residual and SiLU in the epilogue."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .library import Kernels, address
 from .structures import Matrix, Multiplied, PlainWeight, Progress, WeightPart
 
 SLAB = 64 << 20  # bytes
-LINE = 64  # of a cache
+LINE = 64  # bytes of a cache line
 GROUP = 32  # columns of a weight in 4 bits that share a scale: Four::SIZE in quantized.cpp
 
 
 class Stored(NamedTuple):
-    """Rows of a weight as they lie in an open file, one behind the other."""
+    """Contiguous rows of a weight in an open file."""
 
-    file: int  # its descriptor
+    file: int  # descriptor
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Packing:
-    """Weights that are packed together, in one call that needs nothing of Python meanwhile."""
+    """Weights that are packed together, in one call that does not need Python meanwhile."""
 
     def __init__(self, kernels: Kernels, slab: int = SLAB) -> None:
-        """`slab`: bytes, at least, of the pieces of memory that panels are put into side by side."""
+        """`slab`: the minimum size, in bytes, of the allocations that panels share."""
         self._kernels, self._slab_bytes = kernels, slab
-        # By whether they are quantized, and with the place in a file where each begins.
+        # By whether they are quantized; each with the file and offset of its first part.
         self._weights: dict[bool, list[tuple[tuple[int, int], PlainWeight]]] = {False: [], True: []}
         self._kept: list[Any] = []
         self._slab = torch.empty(0, dtype=torch.int32)
@@ -42,11 +42,11 @@ class Packing:
 
     @property
     def num_bytes(self) -> int:
-        """Of plain weights, packed so far."""
+        """Bytes of plain weights packed so far."""
         return int(self._progress.num_bytes)
 
-    def room(self, *shape: int) -> Tensor:
-        """Memory for panels, int32, from slabs: in small pieces the system would not give it in large pages."""
+    def allocate(self, *shape: int) -> Tensor:
+        """Return int32 memory for panels, from a slab: small allocations would not get huge pages."""
         size = -(-math.prod(shape) * 4 // LINE) * LINE // 4
         if size > len(self._slab):
             self._slab = torch.empty(max(size, self._slab_bytes // 4), dtype=torch.int32)
@@ -54,20 +54,20 @@ class Packing:
         return taken.view(shape)
 
     def add(self, packed: Packed, parts: Sequence[Tensor | Stored], gated: bool) -> None:
-        """Let these rows, one part behind the other, become what `packed` multiplies by."""
+        """Add a weight, the concatenation of `parts`, to be packed for `packed`."""
         assert len({isinstance(part, Stored) for part in parts}) == 1, "parts in memory and in files"
-        places = (WeightPart * len(parts))()
-        for place, part in zip(places, parts, strict=True):
+        sources = (WeightPart * len(parts))()
+        for source, part in zip(sources, parts, strict=True):
             if part.dtype != packed.dtype or part.shape[1:] != (packed.columns,):
                 raise ValueError(f"a part of {tuple(part.shape)} in {part.dtype} of a weight in {packed.dtype}")
-            place.rows = part.shape[0]
+            source.rows = part.shape[0]
             if isinstance(part, Stored):
-                place.file, place.offset = part.file, part.offset
+                source.file, source.offset = part.file, part.offset
             else:
                 assert part.is_contiguous()
-                place.weight = part.data_ptr()
+                source.weight = part.data_ptr()
         weight = PlainWeight(
-            ctypes.addressof(places),
+            ctypes.addressof(sources),
             packed.panels.data_ptr(),
             None if packed.scales is None else packed.scales.data_ptr(),
             len(parts),
@@ -78,20 +78,20 @@ class Packing:
             packed.bits or 0,
             gated,
         )
-        self._weights[packed.bits is not None].append(((places[0].file, places[0].offset), weight))
-        self._kept.append((places, parts, packed))
+        self._weights[packed.bits is not None].append(((sources[0].file, sources[0].offset), weight))
+        self._kept.append((sources, parts, packed))
 
     def run(self) -> None:
-        """Pack all of them, files from front to back: disks like that.
+        """Pack all weights, reading files sequentially.
 
-        MemoryError when memory is short, OSError when a file cannot be read; its `filename` is then the descriptor.
+        Raises MemoryError, or OSError if a file cannot be read, with the descriptor as its `filename`.
         """
         progress, threads = ctypes.addressof(self._progress), torch.get_num_threads()
         for weights, pack in zip(self._weights.values(), (self._kernels.pack, self._kernels.quantize), strict=True):
             weights.sort(key=lambda entry: entry[0])
-            row = (PlainWeight * len(weights))(*(weight for _, weight in weights))
+            batch = (PlainWeight * len(weights))(*(weight for _, weight in weights))
             weights.clear()
-            failed = pack(ctypes.addressof(row), len(row), progress, threads)
+            failed = pack(ctypes.addressof(batch), len(batch), progress, threads)
             if failed == 1:
                 raise MemoryError("no memory to pack weights")
             if failed:
@@ -101,13 +101,13 @@ class Packing:
 
 
 class Packed:
-    """x @ weight.T (+ bias) (+ residual), in float32 sums of one fixed order, rounded once.
+    """Computes x @ weight.T (+ bias) (+ residual), in float32 sums of one fixed order, rounded once.
 
-    A gated weight is gate rows above as many up rows, and the result silu(x @ gate.T) * (x @ up.T). What was packed is
-    held here alone; the plain weight can go. Calls from several threads at once are fine.
+    A gated weight is gate rows followed by as many up rows, and the result is silu(x @ gate.T) * (x @ up.T). The packed
+    weight is a copy, so the plain one may be freed. Several threads may call at once.
     """
 
-    bits: int | None = None  # what the weight is rounded to; None: it stays as it is
+    bits: int | None = None  # that the weight is quantized to; None: not quantized
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Packed:
         bias: Tensor | None = None,  # [rows]
         *,
         gated: bool = False,
-        wide: bool = False,  # results in float32 also where weights and activations are bfloat16
-        packing: Packing | None = None,  # packs it when it runs; else that is done now
+        wide: bool = False,  # results in float32 even if weights and activations are bfloat16
+        packing: Packing | None = None,  # packs the weight when it runs; None: pack it now
     ) -> None:
         parts: Sequence[Tensor | Stored] = [weight.contiguous()] if isinstance(weight, Tensor) else weight
         rows, self.columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -127,8 +127,8 @@ class Packed:
         per_panel = kernels.width // 2 if gated else kernels.width
         num_panels = -(-self.outputs // per_panel)
         work = packing or Packing(kernels, slab=0)
-        self.panels = work.room(num_panels, self._units(), kernels.width)
-        self.scales = self._room_of_scales(num_panels)
+        self.panels = work.allocate(num_panels, self._units(), kernels.width)
+        self.scales = self._allocate_scales(num_panels)
         work.add(self, parts, gated)
         if packing is None:
             work.run()
@@ -147,11 +147,12 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of the memory."""
+        """The memory it occupies."""
         return sum(part.nbytes for part in (self.panels, self.scales, self._bias) if part is not None)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[rows, outputs] of x: [rows, columns]; `residual`, of the result's shape and x's dtype, is added to it."""
+        """Return [rows, outputs] for x: [rows, columns]. `residual` has the result's shape and x's dtype, and is
+        added."""
         rows = self._check(x, self.columns)
         if residual is not None:
             residual = residual.contiguous()
@@ -172,7 +173,7 @@ class Packed:
         return y
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Rows of the weight as they were: [n, columns] for ids: [n] int64. IndexError for a row that there is not."""
+        """Return rows of the weight: [n, columns] for ids: [n] int64. Raises IndexError for an id without a row."""
         out = torch.empty(len(ids), self.columns, dtype=self.dtype)
         ids = ids.contiguous()
         if wrong := self._look_up(ids, out):
@@ -180,49 +181,49 @@ class Packed:
         return out
 
     def _function(self, kernels: Kernels) -> Any:
-        """The kernel that multiplies."""
+        """Return the kernel that multiplies."""
         return kernels.multiply[self.dtype]
 
     def _units(self) -> int:
-        """Of four bytes, in a row."""
+        """Return the number of four-byte units in a row."""
         return -(-self.columns * self.dtype.itemsize // 4)
 
-    def _room_of_scales(self, num_panels: int) -> Tensor | None:
+    def _allocate_scales(self, num_panels: int) -> Tensor | None:
         return None
 
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
-        """Write rows; 0, or the place of a wrong id, from 1 on."""
-        where = ids.data_ptr(), len(ids), out.data_ptr()
-        return int(self._kernels.lookup(self._address, self.dtype.itemsize, *where))
+        """Write rows to `out`; return 0, or 1 + the index of the first invalid id."""
+        arguments = ids.data_ptr(), len(ids), out.data_ptr()
+        return int(self._kernels.lookup(self._address, self.dtype.itemsize, *arguments))
 
     def multiplied(self) -> Multiplied:
-        """The product for kernels that call it themselves, valid while this object lives."""
+        """Return the matmul for kernels that call it, valid while this object exists."""
         return Multiplied(address(self._multiply), self._address)
 
     def _check(self, x: Tensor, columns: int) -> int:
-        """The rows of a tensor that pointers may be taken from."""
+        """Return the number of rows; raises ValueError unless the kernels can read the tensor."""
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != columns or x.device.type != "cpu":
             raise ValueError(f"not [rows, {columns}] of {self.dtype} on the CPU: {tuple(x.shape)} of {x.dtype}")
         return x.shape[0]
 
     def _panelled(self, bias: Tensor, num_panels: int, gated: bool) -> Tensor:
-        """The bias in the order of the panels' rows, zeros where they have none."""
-        room = torch.zeros(num_panels * self._kernels.width)
+        """Return the bias in the order of the panels' rows, padded with zeros."""
+        panels = torch.zeros(num_panels * self._kernels.width)
         if not gated:
-            room[: len(bias)] = bias
-            return room
-        halves = room.view(num_panels, 2, -1)
+            panels[: len(bias)] = bias
+            return panels
+        halves = panels.view(num_panels, 2, -1)
         for half, part in enumerate(bias.chunk(2)):
             padded = torch.zeros(num_panels * self._kernels.width // 2)
             padded[: len(part)] = part
             halves[:, half] = padded.view(num_panels, -1)
-        return room
+        return panels
 
 
 class Quantized(Packed):
-    """The same for a weight that is rounded to `bits` bits while it is packed, 8 or 4; see quantized.cpp.
+    """Like Packed, with the weight quantized to 8 or 4 bits while it is packed; see quantized.cpp.
 
-    Activations are rounded to 8 bits on the way, each group of a row by itself. `lookup` gives the rounded rows.
+    Activations are quantized to 8 bits, each group of a row separately. `lookup` returns dequantized rows.
     """
 
     def __init__(
@@ -247,22 +248,23 @@ class Quantized(Packed):
         assert self.bits is not None
         return -(-self.columns * self.bits // 32)
 
-    def _room_of_scales(self, num_panels: int) -> Tensor | None:
+    def _allocate_scales(self, num_panels: int) -> Tensor | None:
         assert self.bits is not None
         shape, dtype = scales_of(self.columns, self.bits)
         return torch.empty(num_panels, *shape, self._kernels.width, dtype=dtype)
 
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
-        where = ids.data_ptr(), len(ids), out.data_ptr()
-        return int(self._kernels.dequantized(self._address, self.bits, self.dtype.itemsize, *where))
+        arguments = ids.data_ptr(), len(ids), out.data_ptr()
+        return int(self._kernels.dequantized(self._address, self.bits, self.dtype.itemsize, *arguments))
 
 
 def scales_of(columns: int, bits: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of the scales of a row: in 4 bits one for each group of columns."""
+    """Return the shape and dtype of a row's scales: one for the row with 8 bits, one for each group of columns with
+    4."""
     return ((), torch.float32) if bits == 8 else ((-(-columns // GROUP),), torch.bfloat16)
 
 
 def quantized_bytes(rows: int, columns: int, bits: int) -> int:
-    """What a weight takes in so many bits with its scales, apart from the last panel's empty rows."""
+    """Return the size of a weight quantized to `bits` with its scales, without the padding of its last panel."""
     shape, dtype = scales_of(columns, bits)
     return rows * (-(-columns * bits // 32) * 4 + math.prod(shape) * dtype.itemsize)

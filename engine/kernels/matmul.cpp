@@ -1,23 +1,23 @@
-// y = x W^T for weights in float32 or bfloat16 that were packed once, see product.h.
+// y = x W^T for packed weights in float32 or bfloat16, see matmul.h.
 #include "packing.h"
-#include "product.h"
+#include "matmul.h"
 
 namespace {
 
 #define UNROLLED_24 _Pragma("GCC unroll 24")
 
-// -- the three ways to multiply a unit -----------------------------------------------------------------------------------
+// -- three ways to multiply a unit ------------------------------------------------------------------------------------
 
-// Each number of x is spread over a vector once for all panels.
+// Each number of x is broadcast once for all panels.
 template <int M, int J>
 inline __attribute__((always_inline)) void multiply(V (&sum)[M][J], const float* x, const V (&weights)[J]) {
   UNROLLED for (int m = 0; m < M; ++m) {
-    const V a = all(x[m]);
+    const V a = set1(x[m]);
     UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, weights[j], sum[m][j]);
   }
 }
 
-// Read LANES units of a row of x, or as many as it has: of floats, and of pairs.
+// Readers of LANES units of a row of x, padded with zeros: a unit is a float, or a pair of bfloat16.
 auto floats(const float* x, int64_t columns) {
   return [=](int64_t m, int64_t k) { return as_units(get(x + m * columns + k, columns - k)); };
 }
@@ -26,9 +26,9 @@ auto pairs(const uint16_t* x, int64_t columns) {
   return [=](int64_t m, int64_t k) {
     const int64_t left = columns - 2 * k;
     if (left >= 2 * LANES) return load_units(x + m * columns + 2 * k);
-    uint16_t some[2 * LANES] = {};
-    memcpy(some, x + m * columns + 2 * k, (size_t)left * 2);
-    return load_units(some);
+    uint16_t numbers[2 * LANES] = {};
+    memcpy(numbers, x + m * columns + 2 * k, (size_t)left * 2);
+    return load_units(numbers);
   };
 }
 
@@ -47,7 +47,7 @@ struct Floats {
   }
 };
 
-// bfloat16 widened to float by shifts: exact, and each product and sum is a float's.
+// Widens bfloat16 to float by shifts, which is exact, and computes in floats.
 struct Widened {
   typedef uint16_t Number;
   static const int PER_UNIT = 2, X_BYTES = 8;
@@ -76,7 +76,7 @@ struct Dotted {
     UNROLLED for (int p = 0; p < P; ++p) {
       const U w0 = load_units(w + p * panel), w1 = load_units((const float*)(w + p * panel) + LANES);
       UNROLLED for (int m = 0; m < M; ++m) {
-        const U a = all_units(((const uint32_t*)x)[m]);
+        const U a = set1_units(((const uint32_t*)x)[m]);
         sum[m][2 * p] = dot(sum[m][2 * p], a, w0);
         sum[m][2 * p + 1] = dot(sum[m][2 * p + 1], a, w1);
       }
@@ -88,29 +88,29 @@ struct Dotted {
 };
 typedef Dotted Halves;
 
-const int CHAINS = 24;  // enough to hide the latency of either
+const int CHAINS = 24;  // enough to hide the latency of either instruction
 
-// Nanoseconds of so many steps of CHAINS sums that stay in registers, each step one instruction for each of them.
+// Nanoseconds of 1000 steps, each of which applies one instruction to each of CHAINS sums in registers.
 template <class Step>
 int64_t duration(Step step) {
   V sum[CHAINS];
   UNROLLED_24 for (int i = 0; i < CHAINS; ++i) sum[i] = zero();
-  const int64_t began = now();
-  // The empty assembly keeps the compiler from taking one sum for all, and from computing them at another time.
+  const int64_t start = now();
+  // The empty assembly keeps the compiler from merging the sums and from moving their computation.
   UNROLLED_24 for (int i = 0; i < CHAINS; ++i) __asm__ volatile("" : "+v"(sum[i]));
   for (int n = 0; n < 1000; ++n) UNROLLED_24 for (int i = 0; i < CHAINS; ++i) step(sum[i]);
   UNROLLED_24 for (int i = 0; i < CHAINS; ++i) __asm__ volatile("" : "+v"(sum[i]));
-  return now() - began;
+  return now() - start;
 }
 #else
 typedef Widened Halves;
 #endif
 
-// One chain of fused multiply-adds along k for each element, in one register.
-template <class Way>
-struct Chain : Way {
-  static int64_t units(int64_t columns) { return (columns + Way::PER_UNIT - 1) / Way::PER_UNIT; }
-  static int64_t row_bytes(int64_t units) { return units * Way::X_BYTES; }
+// Computes each element by one chain of fused multiply-adds along k, in a register.
+template <class Unit>
+struct Chain : Unit {
+  static int64_t units(int64_t columns) { return (columns + Unit::PER_UNIT - 1) / Unit::PER_UNIT; }
+  static int64_t row_bytes(int64_t units) { return units * Unit::X_BYTES; }
 
   template <int M, int P>
   static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
@@ -123,7 +123,7 @@ struct Chain : Way {
     for (int64_t u = 0; u < units;) {
       const int64_t end = u + 8 < units ? u + 8 : units;
       for (int l = 0; l < 8 * lines; ++l, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-      for (; u < end; ++u, w += WIDTH * 4, xs += M * Way::X_BYTES) Way::template step<M, P>(sum, xs, w, size);
+      for (; u < end; ++u, w += WIDTH * 4, xs += M * Unit::X_BYTES) Unit::template step<M, P>(sum, xs, w, size);
     }
     UNROLLED for (int m = 0; m < M; ++m)
       UNROLLED for (int j = 0; j < 2 * P; ++j) store(out[m][0] + j * LANES, sum[m][j]);
@@ -132,56 +132,56 @@ struct Chain : Way {
 
 }  // namespace
 
-EXPORT int32_t NAMED(product_float32)(const Matrix* matrix, const float* x, const float* residual, float* y,
+EXPORT int32_t NAMED(matmul_float32)(const Matrix* matrix, const float* x, const float* residual, float* y,
                                           int64_t rows, int32_t threads) {
-  const Timed timed(IN_PRODUCTS);
-  Product<Chain<Floats>> product = {matrix, x, residual, y, rows};
-  return product.compute(threads);
+  const Timed timed(MATMUL);
+  Matmul<Chain<Floats>> matmul = {matrix, x, residual, y, rows};
+  return matmul.compute(threads);
 }
 
-EXPORT int32_t NAMED(product_bfloat16)(const Matrix* matrix, const uint16_t* x, const uint16_t* residual, void* y,
+EXPORT int32_t NAMED(matmul_bfloat16)(const Matrix* matrix, const uint16_t* x, const uint16_t* residual, void* y,
                                            int64_t rows, int32_t threads) {
-  const Timed timed(IN_PRODUCTS);
-  Product<Chain<Halves>> product = {matrix, x, residual, y, rows};
-  return product.compute(threads);
+  const Timed timed(MATMUL);
+  Matmul<Chain<Halves>> matmul = {matrix, x, residual, y, rows};
+  return matmul.compute(threads);
 }
 
 #if defined(HAS_DOT)
-// Whether two bfloat16 at once are faster than two multiply-adds: on AMD's processors by nearly two times, while on
-// Intel's (Emerald Rapids) they take as long as four. The shortest of many short trials, so that whatever else the
-// processor does changes the answer, and with it the results' bits, at no start.
+// Whether the bfloat16 dot product is faster than two multiply-adds: on AMD's processors it is nearly twice as fast,
+// while on Intel's (Emerald Rapids) it takes as long as four. Compares the shortest of many short trials, so that other
+// load does not change the choice, and with it the bits of results, from one start to the next.
 EXPORT int32_t NAMED(dot_pays)() {
   int64_t dots = INT64_MAX, adds = INT64_MAX;
-  const U pair = all_units(0x3f803f80);  // ones
+  const U pair = set1_units(0x3f803f80);  // ones
   for (int trial = 0; trial < 20; ++trial) {
-    const int64_t one = duration([&](V& sum) { sum = dot(sum, pair, pair); });
-    const int64_t other = duration([&](V& sum) { sum = fma(upper(pair), upper(pair), sum); });
-    dots = one < dots ? one : dots, adds = other < adds ? other : adds;
+    const int64_t dot_time = duration([&](V& sum) { sum = dot(sum, pair, pair); });
+    const int64_t add_time = duration([&](V& sum) { sum = fma(upper(pair), upper(pair), sum); });
+    dots = min(dot_time, dots), adds = min(add_time, adds);
   }
   return dots < 2 * adds;
 }
 #endif
 
-// -- packing ------------------------------------------------------------------------------------------------------------
+// -- packing ----------------------------------------------------------------------------------------------------------
 
 EXPORT int32_t NAMED(panel_width)() { return WIDTH; }
 
 namespace {
 
-const int64_t AHEAD = 512;  // bytes of a row
+const int64_t AHEAD = 512;  // bytes of a row to prefetch ahead
 
 struct Plain {
-  static int64_t room_bytes(const Weight&) { return 0; }
+  static int64_t scratch_bytes(const Weight&) { return 0; }
 
   static void pack(const Rows& rows, char*) {
     const Weight& weight = rows.weight;
     const int64_t row_bytes = weight.row_bytes(), units = (row_bytes + 3) / 4, whole = row_bytes / 4 / LANES * LANES;
     for (int64_t p = rows.first; p < rows.last; ++p) {
       uint32_t* to = (uint32_t*)weight.panels + p * units * WIDTH;
-      const char* from[WIDTH];  // null where there is no row
+      const char* from[WIDTH];  // null for a missing row
       for (int j = 0; j < WIDTH; ++j) from[j] = rows.row(p, j);
       for (int64_t u = 0; u < whole; u += LANES)
-        for (int half = 0; half < WIDTH; half += LANES) turn(from + half, u, to + half);
+        for (int half = 0; half < WIDTH; half += LANES) transpose_square(from + half, u, to + half);
       for (int64_t u = whole; u < units; ++u)
         for (int j = 0; j < WIDTH; ++j) {
           uint32_t unit = 0;
@@ -191,11 +191,11 @@ struct Plain {
     }
   }
 
-  // LANES units of as many rows. So many rows in turn are more than the processor fetches ahead by itself.
-  static void turn(const char* const* from, int64_t u, uint32_t* to) {
+  // LANES units of LANES rows. Prefetches, because these are more streams than the processor follows by itself.
+  static void transpose_square(const char* const* from, int64_t u, uint32_t* to) {
     U units[LANES];
     UNROLLED for (int j = 0; j < LANES; ++j) {
-      units[j] = from[j] ? load_units(from[j] + 4 * u) : all_units(0);
+      units[j] = from[j] ? load_units(from[j] + 4 * u) : set1_units(0);
       if (from[j]) __builtin_prefetch(from[j] + 4 * u + AHEAD);
     }
     transpose(units);
@@ -205,17 +205,17 @@ struct Plain {
 
 }  // namespace
 
-// Weights of numbers of 4 or 2 bytes, whose `panels` have room for num_panels * units * WIDTH units. Tells how far it
-// has come. Gives 0, 1 where memory is short, 2 where a file that a weight is a part of cannot be read.
+// Pack weights of 4-byte or 2-byte numbers; the `panels` of each hold num_panels * units * WIDTH units. Updates
+// `progress`. Returns 0, 1 if out of memory, or 2 if a file cannot be read.
 EXPORT int32_t NAMED(pack)(const Weight* weights, int64_t count, Progress* progress, int32_t threads) {
   Packing<Plain> packing = {weights, count, progress, nullptr, 0, 0};
   return packing.compute(threads);
 }
 
-// Rows of the weight that was packed, as they were: to[i] = W[ids[i]]. Gives the first id that is none, plus 1, or 0.
+// Copy rows of a packed weight: to[i] = W[ids[i]]. Returns 0, or 1 + the index of the first invalid id.
 EXPORT int64_t NAMED(lookup)(const Matrix* matrix, int64_t number_bytes, const int64_t* ids, int64_t count,
                                  void* to) {
-  const Timed timed(IN_OTHERS);
+  const Timed timed(OTHER);
   const int64_t row_bytes = matrix->columns * number_bytes, units = (row_bytes + 3) / 4, whole = row_bytes / 4;
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= matrix->outputs) return i + 1;

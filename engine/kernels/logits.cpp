@@ -1,0 +1,484 @@
+// Operations on rows of logits: argmax, sampling, the top log-probabilities, and masking.
+//
+// The lowest index wins among equals, and NaN wins over all numbers. Probabilities are integers, whose sums are the
+// same in any order, on every instruction set and in torch (engine/runner/vocabulary.py).
+#include <math.h>
+
+#include <algorithm>
+
+#include "isa.h"
+#include "work.h"
+
+namespace {
+
+const int64_t SMALL = 1 << 15;  // numbers below which waking other threads costs more than they save
+const double ONE = 0x1p44;      // the weight of a row's most likely token
+const int64_t SPAN = 256;       // weights that are summed as doubles: exact, because the sum is at most 2^53
+
+struct Best {
+  float value;
+  int64_t index;
+};
+
+bool not_nan(float x) { return x == x; }
+bool any_nan(V v) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (float lane : lanes)
+    if (!not_nan(lane)) return true;
+  return false;
+}
+
+// The largest number. Finds its value first and then its index, which is faster than tracking both.
+Best argmax(const float* from, int64_t count) {
+  V largest_lanes = set1(from[0]), nan_lanes = zero();
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const V v = load(from + i);
+    largest_lanes = max(v, largest_lanes);
+    nan_lanes = where_not_nan(v, nan_lanes, v);
+  }
+  float top = max_lane(largest_lanes);
+  bool has_nan = any_nan(nan_lanes);
+  for (; i < count; ++i) {
+    has_nan |= !not_nan(from[i]);
+    if (from[i] > top) top = from[i];
+  }
+  int64_t index = 0;
+  if (has_nan)
+    while (not_nan(from[index])) ++index;
+  else
+    while (from[index] != top) ++index;
+  return {from[index], index};
+}
+
+// -- weights ----------------------------------------------------------------------------------------------------------
+
+const double EIGHTHS[] = {  // 2^(i / 8)
+    0x1.0000000000000p+0, 0x1.172b83c7d517bp+0, 0x1.306fe0a31b715p+0, 0x1.4bfdad5362a27p+0,
+    0x1.6a09e667f3bcdp+0, 0x1.8ace5422aa0dbp+0, 0x1.ae89f995ad3adp+0, 0x1.d5818dcfba487p+0,
+};
+
+// e^x to 2^-52, for x from -32 to 0. For each of the 3 * 10^8 floats in that range, the result rounded to float equals
+// that of torch's exp of a double.
+D exponential(D x) {
+  const D shift = set1_doubles(0x1.8p52);
+  const D n = fma(x, set1_doubles(0x1.71547652b82fep3), shift);
+  const D whole = add(n, set1_doubles(-0x1.8p52));
+  D r = fma(whole, set1_doubles(-0x1.62e42fefa0000p-4), x);  // exact: the constant and x have few bits
+  r = fma(whole, set1_doubles(-0x1.cf79abc9e3b39p-43), r);
+  D e = set1_doubles(1.0 / 40320);  // Taylor's series: the next term is below 2^-59
+  e = fma(e, r, set1_doubles(1.0 / 5040));
+  e = fma(e, r, set1_doubles(1.0 / 720));
+  e = fma(e, r, set1_doubles(1.0 / 120));
+  e = fma(e, r, set1_doubles(1.0 / 24));
+  e = fma(e, r, set1_doubles(1.0 / 6));
+  e = fma(e, r, set1_doubles(0.5));
+  e = fma(e, r, set1_doubles(1.0));
+  e = fma(e, r, set1_doubles(1.0));
+  return times_power(e, EIGHTHS, n);
+}
+
+// floor(2^44 e^(coldness (x - top))) of each lane; x is at most top.
+V weight(V x, V top, V coldness) {
+  const V scaled = mul(sub(x, top), coldness);
+  if (!bits_where_ge(scaled, set1(-31.0f))) return zero();  // e^-31 is below 2^-44
+  const V clamped = max(scaled, set1(-32.0f));
+  return floor(mul(to_floats(exponential(first_half(clamped)), exponential(second_half(clamped))), set1((float)ONE)));
+}
+
+int64_t whole_sum(D sum) {
+  double lanes[LANES / 2], result = 0;
+  store_doubles(lanes, sum);
+  for (double lane : lanes) result += lane;
+  return (int64_t)result;
+}
+
+// Write the weights of up to SPAN numbers; returns their sum.
+int64_t weigh(const float* x, int64_t count, float top, float coldness, float* weights) {
+  const V maximum = set1(top), scale = set1(coldness);
+  D sum = set1_doubles(0.0);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const V w = weight(load(x + i), maximum, scale);
+    store(weights + i, w);
+    sum = add(sum, add(first_half(w), second_half(w)));
+  }
+  int64_t rest = 0;
+  if (i < count) {
+    float lanes[LANES];
+    for (int lane = 0; lane < LANES; ++lane) lanes[lane] = i + lane < count ? x[i + lane] : -INFINITY;
+    store(lanes, weight(load(lanes), maximum, scale));
+    for (int lane = 0; i + lane < count; ++lane) {
+      weights[i + lane] = lanes[lane];
+      rest += (int64_t)lanes[lane];
+    }
+  }
+  return whole_sum(sum) + rest;
+}
+
+// -- thresholds -------------------------------------------------------------------------------------------------------
+
+// A Measure of a set of numbers: how many there are, or, for weights, their sum.
+struct Count {
+  int64_t count = 0;
+  void add_lanes(V, uint32_t bits) { count += __builtin_popcount(bits); }
+  static int64_t of(float) { return 1; }
+  int64_t sum() { return count; }
+};
+struct Mass {
+  D mass = set1_doubles(0.0);
+  void add_lanes(V v, uint32_t bits) {
+    v = where_bits(bits, v, zero());
+    mass = add(mass, add(first_half(v), second_half(v)));
+  }
+  static int64_t of(float x) { return (int64_t)x; }
+  int64_t sum() { return whole_sum(mass); }
+};
+
+struct Part {
+  int64_t count;    // of numbers
+  int64_t measure;  // of all of them
+};
+
+// Select the numbers in [low, high), and copy them to `out` unless it is null; `out` may be `v`.
+template <class Measure>
+Part select(const float* v, int64_t count, float low, float high, float* out) {
+  Part found = {0, 0};
+  const V low_lanes = set1(low), high_lanes = set1(high);
+  for (int64_t start = 0; start < count; start += SPAN) {
+    const int64_t end = start + SPAN < count ? start + SPAN : count;
+    Measure measure;
+    int64_t i = start;
+    for (; i + LANES <= end; i += LANES) {
+      const V x = load(v + i);
+      const uint32_t bits = bits_where_ge(x, low_lanes) & ~bits_where_ge(x, high_lanes);
+      measure.add_lanes(x, bits);
+      if (out) store_selected(out + found.count, x, bits);
+      found.count += __builtin_popcount(bits);
+    }
+    found.measure += measure.sum();
+    for (; i < end; ++i) {
+      const float x = v[i];
+      if (!(x >= low) || x >= high) continue;
+      found.measure += Measure::of(x);
+      if (out) out[found.count] = x;
+      ++found.count;
+    }
+  }
+  return found;
+}
+
+// Measure the numbers that are at least `low`, and those that are at least `high`.
+template <class Measure>
+void measure(const float* v, int64_t count, float low, float high, int64_t& from_low, int64_t& from_high) {
+  const V low_lanes = set1(low), high_lanes = set1(high);
+  from_low = from_high = 0;
+  for (int64_t start = 0; start < count; start += SPAN) {
+    const int64_t end = start + SPAN < count ? start + SPAN : count;
+    Measure low_measure, high_measure;
+    int64_t i = start;
+    for (; i + LANES <= end; i += LANES) {
+      const V x = load(v + i);
+      low_measure.add_lanes(x, bits_where_ge(x, low_lanes));
+      high_measure.add_lanes(x, bits_where_ge(x, high_lanes));
+    }
+    from_low += low_measure.sum(), from_high += high_measure.sum();
+    for (; i < end; ++i) {
+      if (v[i] >= low) from_low += Measure::of(v[i]);
+      if (v[i] >= high) from_high += Measure::of(v[i]);
+    }
+  }
+}
+
+const int64_t FEW = 256;    // numbers that are sorted: all that are left, or a sample of them
+const int64_t MARGIN = 24;  // error of an index in the sample that is allowed for: three times the usual one
+
+// The largest number t in v such that the numbers >= t measure at least `need`, which is from 1 to `total`, the measure
+// of all of v. v has no NaN and no positive infinity. buffer: [count + LANES].
+template <class Measure>
+float threshold(const float* v, int64_t count, int64_t need, int64_t total, float* buffer) {
+  while (count > FEW) {
+    float sample[FEW];
+    int64_t measured = 0;
+    for (int64_t i = 0; i < FEW; ++i) measured += Measure::of(sample[i] = v[i * count / FEW]);
+    std::sort(sample, sample + FEW, [](float a, float b) { return a > b; });
+    const double share = (double)need / (double)total * (double)measured;
+    int64_t index = 0;
+    for (double upto = (double)Measure::of(sample[0]); upto < share && index < FEW - 1;)
+      upto += (double)Measure::of(sample[++index]);
+    // Keep the range that holds the threshold: above `high`, between `low` and `high`, or below `low`.
+    const float high = index >= MARGIN ? sample[index - MARGIN] : INFINITY;
+    const float low = index + MARGIN < FEW ? sample[index + MARGIN] : -INFINITY;
+    int64_t from_low, from_high;
+    measure<Measure>(v, count, low, high, from_low, from_high);
+    float from = -INFINITY, to = low;
+    int64_t above = from_low;
+    if (need <= from_high)
+      from = high, to = INFINITY, above = 0;
+    else if (need <= from_low)
+      from = low, to = high, above = from_high;
+    Part kept = select<Measure>(v, count, from, to, buffer);
+    if (kept.count == count) {  // nothing was dropped: the smallest number is the threshold, or can be dropped
+      from = *std::min_element(buffer, buffer + count);
+      const float next = nextafterf(from, INFINITY);
+      kept = select<Measure>(buffer, count, next, INFINITY, buffer);
+      if (kept.measure < need - above) return from;
+    }
+    v = buffer, count = kept.count, need -= above, total = kept.measure;
+  }
+  if (v != buffer) std::copy(v, v + count, buffer);
+  std::sort(buffer, buffer + count, [](float a, float b) { return a > b; });
+  int64_t index = 0;
+  for (int64_t upto = Measure::of(buffer[0]); upto < need; ++index) upto += Measure::of(buffer[index + 1]);
+  return buffer[index];
+}
+
+// Write the indices of the numbers that are at least `low`, in ascending order; returns how many there are.
+int64_t indices_from(const float* v, int64_t count, float low, int32_t* indices) {
+  const V low_lanes = set1(low);
+  int64_t found = 0, i = 0;
+  for (; i + LANES <= count; i += LANES)
+    for (uint32_t bits = bits_where_ge(load(v + i), low_lanes); bits; bits &= bits - 1)
+      indices[found++] = (int32_t)(i + __builtin_ctz(bits));
+  for (; i < count; ++i)
+    if (v[i] >= low) indices[found++] = (int32_t)i;
+  return found;
+}
+
+// -- rows -------------------------------------------------------------------------------------------------------------
+
+// A thread's scratch memory for one row.
+struct Scratch {
+  float *weights, *buffer;  // [size + LANES]
+  int32_t* indices;         // [size]
+  int64_t* sums;            // [spans] of the weights
+};
+
+// Rows of logits, which threads claim one at a time: a row stays in one core's cache, no thread waits for one that
+// lacks a processor, and a single row takes a fifth of a millisecond, too little to share.
+struct Rows {
+  const float* x;  // [rows, size]
+  int64_t rows, size, spans;
+  char* memory;
+  int64_t scratch_size;
+  Parts parts = {};
+
+  bool allocate(const float* logits, int64_t num_rows, int64_t row_size, int threads) {
+    x = logits, rows = num_rows, size = row_size, spans = (size + SPAN - 1) / SPAN;
+    scratch_size = (8 * spans + 4 * 3 * (size + LANES) + 63) / 64 * 64;
+    parts = {rows};
+    memory = (char*)scratch(scratch_size * threads);
+    return memory != nullptr;
+  }
+
+  const float* row(int64_t r) const { return x + r * size; }
+
+  Scratch scratch_of(int thread) const {
+    int64_t* sums = (int64_t*)(memory + thread * scratch_size);
+    float* weights = (float*)(sums + spans);
+    return {weights, weights + size + LANES, (int32_t*)(weights + 2 * (size + LANES)), sums};
+  }
+
+  bool take(int64_t& r) { return parts.take(r); }
+
+  // Compute the weights of a row and their sums by span.
+  void weigh_all(const float* from, int64_t count, float top, double temperature, const Scratch& scratch) const {
+    const float coldness = (float)(1.0 / temperature);
+    for (int64_t i = 0; i < count; i += SPAN)
+      scratch.sums[i / SPAN] = weigh(from + i, count - i < SPAN ? count - i : SPAN, top, coldness, scratch.weights + i);
+  }
+};
+
+int threads_for(int64_t rows, int64_t size, int32_t threads) {
+  return rows * size < SMALL || rows < 2 ? 1 : rows < threads ? (int)rows : threads;
+}
+
+int64_t sum_of(const int64_t* sums, int64_t count) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += sums[i];
+  return total;
+}
+
+struct Argmax : Rows {
+  float* values;
+  int64_t* indices;
+
+  static void share(void* work, int) {
+    Argmax& s = *(Argmax*)work;
+    for (int64_t r; s.take(r);) {
+      const Best best = argmax(s.row(r), s.size);
+      s.values[r] = best.value, s.indices[r] = isfinite(best.value) ? best.index : -1;
+    }
+  }
+};
+
+// -- sampling ---------------------------------------------------------------------------------------------------------
+
+// A row's sampling parameters. The sampler's numpy type has the same fields in the same order.
+struct Params {
+  double temperature;  // 0: greedy
+  double top_p, min_p;
+  double u;       // the random number, uniform in [0, 1)
+  int64_t top_k;  // off if it is at least the row's size
+};
+
+struct Sampling : Rows {
+  const Params* params;
+  float* values;
+  int64_t* indices;
+
+  // Sample an index among `count` weights, whose sums by span are in `scratch`.
+  int64_t pick(const Params& p, const Scratch& scratch, int64_t count) const {
+    const int64_t num_spans = (count + SPAN - 1) / SPAN;
+    int64_t total = sum_of(scratch.sums, num_spans);
+    double min_weight = fmax(ceil(p.min_p * ONE), 1.0);
+    if (p.top_p < 1.0) {
+      const double mass = ceil(p.top_p * (double)total);
+      int64_t need = mass < (double)total ? (int64_t)mass : total;
+      need = need < 1 ? 1 : need < total ? need : total;
+      min_weight = fmax(min_weight, (double)threshold<Mass>(scratch.weights, count, need, total, scratch.buffer));
+    }
+    // The smallest float that is not below it, because weights are floats.
+    float low = (float)min_weight;
+    if ((double)low < min_weight) low = nextafterf(low, INFINITY);
+    if (low > 1.0f) {
+      for (int64_t i = 0; i < num_spans; ++i) {
+        const int64_t left = count - i * SPAN;
+        const float* weights = scratch.weights + i * SPAN;
+        scratch.sums[i] = select<Mass>(weights, left < SPAN ? left : SPAN, low, INFINITY, nullptr).measure;
+      }
+      total = sum_of(scratch.sums, num_spans);
+    }
+    int64_t target = (int64_t)(p.u * (double)total);
+    target = target < total - 1 ? target : total - 1;
+    int64_t span = 0;
+    while (target >= scratch.sums[span]) target -= scratch.sums[span++];
+    int64_t index = span * SPAN;
+    for (;; ++index) {
+      const float w = scratch.weights[index];
+      const int64_t mass = w >= low ? (int64_t)w : 0;
+      if (target < mass) return index;
+      target -= mass;
+    }
+  }
+
+  int64_t sample(int64_t r, float top, const Scratch& scratch) const {
+    const Params& p = params[r];
+    const float* from = row(r);
+    if (p.top_k >= size) {
+      weigh_all(from, size, top, p.temperature, scratch);
+      return pick(p, scratch, size);
+    }
+    const float low = threshold<Count>(from, size, p.top_k, size, scratch.buffer);
+    const int64_t kept = indices_from(from, size, low, scratch.indices);
+    for (int64_t i = 0; i < kept; ++i) scratch.buffer[i] = from[scratch.indices[i]];
+    weigh_all(scratch.buffer, kept, top, p.temperature, scratch);
+    return scratch.indices[pick(p, scratch, kept)];
+  }
+
+  static void share(void* work, int thread) {
+    Sampling& d = *(Sampling*)work;
+    const Scratch scratch = d.scratch_of(thread);
+    for (int64_t r; d.take(r);) {
+      const Best best = argmax(d.row(r), d.size);
+      d.values[r] = best.value, d.indices[r] = best.index;
+      if (!isfinite(best.value))
+        d.indices[r] = -1;
+      else if (d.params[r].temperature > 0)
+        d.indices[r] = d.sample(r, best.value, scratch);
+    }
+  }
+};
+
+// -- top log-probabilities --------------------------------------------------------------------------------------------
+
+struct TopLogits : Rows {
+  int64_t count;
+  double* logs;      // [rows], log(sum(e^x))
+  float* values;     // [rows, count]
+  int64_t* indices;  // [rows, count]
+
+  void list(int64_t r, const Scratch& scratch) const {
+    const float* from = row(r);
+    const float low = threshold<Count>(from, size, count, size, scratch.buffer);
+    const int64_t kept = indices_from(from, size, low, scratch.indices);
+    std::sort(scratch.indices, scratch.indices + kept,
+              [from](int32_t a, int32_t b) { return from[a] > from[b] || (from[a] == from[b] && a < b); });
+    for (int64_t i = 0; i < count; ++i) {
+      values[r * count + i] = from[scratch.indices[i]];
+      indices[r * count + i] = scratch.indices[i];
+    }
+  }
+
+  static void share(void* work, int thread) {
+    TopLogits& l = *(TopLogits*)work;
+    const Scratch scratch = l.scratch_of(thread);
+    for (int64_t r; l.take(r);) {
+      const float top = argmax(l.row(r), l.size).value;
+      l.logs[r] = NAN;
+      if (!isfinite(top)) continue;
+      l.weigh_all(l.row(r), l.size, top, 1.0, scratch);
+      l.logs[r] = top + log((double)sum_of(scratch.sums, l.spans) / ONE);
+      if (l.count) l.list(r, scratch);
+    }
+  }
+};
+
+}  // namespace
+
+// The largest number of each row of x: [rows, size] and its index: [rows]. The index is -1 if the number is infinite or
+// NaN. `size` is at least 1.
+EXPORT void NAMED(best)(const float* x, int64_t rows, int64_t size, float* values, int64_t* indices, int32_t threads) {
+  const Timed timed(OTHER);
+  Argmax argmax;
+  argmax.x = x, argmax.rows = rows, argmax.size = size;
+  argmax.values = values, argmax.indices = indices, argmax.parts = {rows};
+  run(Argmax::share, &argmax, threads_for(rows, size, threads));
+}
+
+// Sample an index of each row: [rows], and report its largest number in `values`. The index is -1 if that is infinite
+// or NaN. Returns 0, or 1 if out of memory.
+EXPORT int32_t NAMED(sample)(const float* x, int64_t rows, int64_t size, const void* params, float* values,
+                             int64_t* indices, int32_t threads) {
+  const Timed timed(OTHER);
+  Sampling sampling;
+  threads = threads_for(rows, size, threads);
+  if (!sampling.allocate(x, rows, size, threads) && rows) return 1;
+  sampling.params = (const Params*)params, sampling.values = values, sampling.indices = indices;
+  run(Sampling::share, &sampling, threads);
+  return 0;
+}
+
+// Compute log(sum(e^x)) of each row: [rows], and its `count` largest numbers, equals by ascending index: [rows, count].
+// If a row's largest number is infinite or NaN, its log is NaN and nothing else is written. Returns 0, or 1 if out of
+// memory.
+EXPORT int32_t NAMED(top_logits)(const float* x, int64_t rows, int64_t size, int64_t count, double* logs, float* values,
+                                int64_t* indices, int32_t threads) {
+  const Timed timed(OTHER);
+  TopLogits top;
+  threads = threads_for(rows, size, threads);
+  if (!top.allocate(x, rows, size, threads) && rows) return 1;
+  top.count = count, top.logs = logs, top.values = values, top.indices = indices;
+  run(TopLogits::share, &top, threads);
+  return 0;
+}
+
+// Set forbidden logits to negative infinity, in place. chosen: [rows], row numbers of x; bits: [rows, words], 1:
+// allowed.
+EXPORT void NAMED(forbid)(float* x, int64_t size, const int64_t* chosen, const uint32_t* bits, int64_t rows,
+                          int64_t words) {
+  const Timed timed(OTHER);
+  const V forbidden = set1(-INFINITY);
+  for (int64_t r = 0; r < rows; ++r) {
+    float* row = x + chosen[r] * size;
+    const uint32_t* row_bits = bits + r * words;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+      const uint32_t allowed = row_bits[i / 32] >> i % 32;
+      store(row + i, where_bits(allowed, load(row + i), forbidden));
+    }
+    for (; i < size; ++i)
+      if (!(row_bits[i / 32] >> i % 32 & 1)) row[i] = -INFINITY;
+  }
+}

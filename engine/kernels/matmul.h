@@ -1,0 +1,247 @@
+// The matmul y = x W^T with a packed weight, whatever its type: panels, tiles, threads, and the epilogue.
+//
+// Units. A unit is four bytes of a row of W along k: one float, two bfloat16, four int8 or eight int4, the first in the
+// lowest bits. The last unit of a row is padded with zero weights.
+//
+// Panels. A panel holds 2 * LANES rows of W (columns of y) as P[unit][row], so each step along k reads 2 vectors. Rows
+// beyond the end of W are zero. In a gated matrix, where a gate row and an up row make one column of y, a panel's first
+// vector holds gate rows and the second the up rows of the same columns.
+//
+// Order. Each element of y is summed along k from 0 upwards, as its Kind defines; then come bias, gate, residual, and
+// one rounding to the result's type. Neither the number of rows nor the tile's height nor the thread changes this
+// order, so the bits of a row do not depend on the rest of the batch.
+//
+// Tiles. A tile is up to HEIGHT rows of x by one panel, or few rows by several panels, so that enough independent sums
+// hide the latency of the additions. A tile's rows are packed as X[unit][row]: rows of x are often a power of two
+// apart, and read in place they would evict one another from the first-level cache.
+#pragma once
+#include "numbers.h"
+#include "work.h"
+
+// An anonymous namespace, because the linker would merge the variants' inline functions of the same name.
+namespace {
+
+const int WIDTH = 2 * LANES;      // rows of W in a panel
+const int64_t BLOCK = 44 * HEIGHT;  // rows of x that are packed at once; bounds the scratch memory
+const int64_t PARTS = 24;         // approximate number of parts that a thread's panels are divided into
+const int64_t NEAR = 512 << 10;   // bytes of packed x that should stay in the second-level cache beside a panel
+const int64_t SMALL = 1 << 18;    // multiply-adds below which waking other threads costs more than they save
+const int64_t SHORT = 1 << 14;    // numbers of x up to which one thread packs faster than several
+
+#define UNROLLED _Pragma("GCC unroll 16")
+
+// The number of panels in a tile of few rows. Each panel is a stream from memory. AMD's processors are a fifth faster
+// with one stream per thread; Intel's, which do not use the variant with the bfloat16 dot product, are a third faster
+// with four.
+constexpr int panels_of_tile(int64_t rows) {
+#if defined(HAS_DOT)
+  (void)rows;
+  return 1;
+#else
+  return rows == 1 ? 4 : rows == 2 ? 2 : rows == 3 ? LANES / 8 : 1;
+#endif
+}
+
+// The number of parts of a thread's panels that some thread has started.
+struct alignas(64) Started {
+  int64_t parts;
+};
+
+// -- one matmul -------------------------------------------------------------------------------------------------------
+
+// A Kind defines the type of x and how the sums are computed:
+//
+//   Number                          of x, the residual and (unless the matrix is wide) y
+//   units(columns)                  units in a row of the weight
+//   row_bytes(units)                bytes of a packed row of x
+//   pack_x(x, columns, units, rows, to)
+//   sums<M, P>(matrix, units, panel, xs, ahead, lines, out)
+//       M rows by P panels. Prefetches `lines` cache lines from `ahead` on for each unit.
+template <class Kind>
+struct Matmul {
+  typedef typename Kind::Number Number;
+  const Matrix* matrix;
+  const Number* x;
+  const Number* residual;  // or null
+  void* y;
+  int64_t rows;
+  // Set by `compute`:
+  int64_t units = 0;
+  int threads = 1;
+  Started* started = nullptr;    // scratch: one for each thread
+  char* packed = nullptr;        // scratch: the rows of one block, in tiles
+  int64_t start = 0, count = 0;  // the block's first row and number of rows
+  Parts tiles = {};              // the block's tiles, to be packed
+
+  int64_t panel_bytes() const { return units * WIDTH * 4; }
+
+  // Add the residual to a vector of one row of y, round and store it.
+  void emit(V v, int64_t row, int64_t column) const {
+    const int64_t index = row * matrix->outputs + column, count = matrix->outputs - column;
+    if (residual) v = add(v, get(residual + index, count));
+    if (matrix->wide) put((float*)y + index, v, count);
+    else put((Number*)y + index, v, count);
+  }
+
+  // The epilogue of one panel and some rows; their sums are `apart` numbers apart. Not inlined, or it would be compiled
+  // into every tile size.
+  __attribute__((noinline)) void finish(const float* sums, int64_t apart, int64_t height, int64_t panel, int64_t row) const {
+    for (int64_t end = row + height; row < end; ++row, sums += apart) {
+      V a = load(sums), b = load(sums + LANES);
+      if (matrix->bias) {
+        a = add(a, load(matrix->bias + panel * WIDTH));
+        b = add(b, load(matrix->bias + panel * WIDTH + LANES));
+      }
+      if (matrix->gated) {
+        emit(mul(silu(a), b), row, panel * LANES);
+      } else {
+        emit(a, row, panel * WIDTH);
+        if (panel * WIDTH + LANES < matrix->outputs) emit(b, row, panel * WIDTH + LANES);
+      }
+    }
+  }
+
+  // M rows by P panels.
+  template <int M, int P>
+  __attribute__((noinline)) void tile(const char* xs, int64_t panel, int64_t row, const char* ahead, int lines) const {
+    float out[M][P][WIDTH];
+    // Rows of y are far apart: prefetch the first cache line of each before computing the sums.
+    const int64_t column = panel * (matrix->gated ? LANES : WIDTH), size = matrix->wide ? 4 : sizeof(Number);
+    for (int m = 0; m < M; ++m) __builtin_prefetch((char*)y + ((row + m) * matrix->outputs + column) * size, 1, 2);
+    Kind::template sums<M, P>(*matrix, units, panel, xs, ahead, lines, out);
+    for (int p = 0; p < P; ++p) finish(out[0][p], P * WIDTH, M, panel + p, row);
+  }
+
+  // `height` rows, up to M, by one panel.
+  template <int M = HEIGHT>
+  void any(int height, const char* xs, int64_t panel, int64_t row, const char* ahead, int lines) const {
+    if constexpr (M > 1)
+      if (height < M) return any<M - 1>(height, xs, panel, row, ahead, lines);
+    tile<M, 1>(xs, panel, row, ahead, lines);
+  }
+
+  // Few rows by panels [from, to). Without prefetches: the processor follows sequential streams by itself, a third
+  // faster here for one row.
+  template <int M>
+  void few(int64_t from, int64_t to) const {
+    const int P = panels_of_tile(M);
+    for (; from + P <= to; from += P) tile<M, P>(packed, from, 0, nullptr, 0);
+    for (; from < to; ++from) tile<M, 1>(packed, from, 0, nullptr, 0);
+  }
+
+  // The number of tiles of the block. Tiles have nearly equal heights: 16 rows become 8 and 8, not 12 and 4.
+  int64_t num_tiles() const { return (count + HEIGHT - 1) / HEIGHT; }
+
+  // Tiles [first, last) of the block by panels [from, to).
+  void many(int64_t first, int64_t last, int64_t from, int64_t to) const {
+    const int64_t tiles = num_tiles(), row_bytes = Kind::row_bytes(units);
+    for (int64_t panel = from; panel < to; ++panel) {
+      const char* next = (const char*)matrix->panels + (panel + 1) * panel_bytes();
+      for (int64_t t = first; t < last; ++t) {
+        // Prefetch the next panel while this one is multiplied, a part of it during each of the first two tiles: if the
+        // first tile fetched all of it, memory would idle during the second.
+        const int64_t row = count * t / tiles, n = t - first;
+        const int lines = last - first == 1 ? 2 : n < 2 ? 1 : 0;
+        any((int)(count * (t + 1) / tiles - row), packed + row * row_bytes, panel, start + row, next + n * units * 64,
+            lines);
+      }
+    }
+  }
+
+  void pack() {
+    const int64_t num = num_tiles();
+    for (int64_t t; tiles.take(t);) {
+      const int64_t row = count * t / num, end = count * (t + 1) / num;
+      Kind::pack_x(x + (start + row) * matrix->columns, matrix->columns, units, end - row,
+                   packed + row * Kind::row_bytes(units));
+    }
+  }
+
+  // Each thread owns a range of the panels, divided into parts. It computes its own parts first, whose memory it may be
+  // nearest to, and then those that other threads have not started, so that a thread without a processor delays none.
+  void multiply(int thread) const {
+    for (int i = 0; i < threads; ++i) compute_range((thread + i) % threads);
+  }
+
+  void compute_range(int64_t owner) const {
+    int64_t* parts_started = &started[owner].parts;
+    const int64_t panels = matrix->num_panels, from = panels * owner / threads, to = panels * (owner + 1) / threads;
+    const int64_t step = panels_of_tile(rows), size = max((to - from) / PARTS / step, 1) * step;
+    const int64_t parts = (to - from + size - 1) / size;
+    // A group is the tiles whose rows stay in the second-level cache, or fewer if there are more threads than panels.
+    const int64_t tiles = num_tiles();
+    int64_t group_tiles = NEAR / (Kind::row_bytes(units) * HEIGHT);
+    if (panels < threads && group_tiles > tiles * panels / threads) group_tiles = tiles * panels / threads;
+    const int64_t groups = group_tiles < 1 ? tiles : (tiles + group_tiles - 1) / group_tiles;
+    while (__atomic_load_n(parts_started, __ATOMIC_RELAXED) < groups * parts) {
+      const int64_t part = __atomic_fetch_add(parts_started, 1, __ATOMIC_RELAXED), group = part / parts;
+      if (group >= groups) return;
+      const int64_t begin = from + part % parts * size, end = min(begin + size, to);
+      if (rows == 1) few<1>(begin, end);
+      else if (rows == 2) few<2>(begin, end);
+      else if (rows == 3) few<3>(begin, end);
+      else many(tiles * group / groups, tiles * (group + 1) / groups, begin, end);
+    }
+  }
+
+  static void packs(void* work, int) { ((Matmul*)work)->pack(); }
+  static void multiplies(void* work, int thread) { ((const Matmul*)work)->multiply(thread); }
+
+  // Returns 0, or 1 if out of memory.
+  int32_t compute(int max_threads) {
+    if (rows <= 0) return 0;
+    units = Kind::units(matrix->columns);
+    threads = max_threads < 1 || rows * matrix->columns * matrix->num_panels * WIDTH < SMALL ? 1 : max_threads;
+    started = (Started*)scratch(threads * sizeof(Started) + (rows < BLOCK ? rows : BLOCK) * Kind::row_bytes(units));
+    if (!started) return 1;
+    packed = (char*)(started + threads);
+    const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
+    for (int64_t block = 0; block < blocks; ++block) {
+      start = rows * block / blocks, count = rows * (block + 1) / blocks - start;
+      tiles = {num_tiles()};
+      run(packs, this, count * matrix->columns <= SHORT ? 1 : threads);
+      memset(started, 0, threads * sizeof(Started));
+      run(multiplies, this, threads);
+    }
+    return 0;
+  }
+};
+
+// Interleave the units of several rows of x: to[unit][row], or to[unit][EACH][row] if `spread` makes EACH vectors of a
+// unit's vector. `read(row, unit)` returns LANES units of a row. Squares of units are transposed in registers. Vectors
+// are stored whole, and the next store overwrites their unused lanes; only at the end is the exact number stored.
+template <int EACH, class Read, class Spread>
+void interleave(int64_t units, int64_t rows, Read read, Spread spread, void* to) {
+  uint32_t* out = (uint32_t*)to;
+  const uint32_t* end = out + units * EACH * rows;
+  for (int64_t start = 0; start < units; start += LANES) {
+    const int64_t count = units - start < LANES ? units - start : LANES;
+    U square[LANES];
+    UNROLLED for (int m = 0; m < LANES; ++m) square[m] = m < rows ? read(m, start) : set1_units(0);
+    transpose(square);
+    UNROLLED for (int k = 0; k < LANES; ++k) {
+      if (k >= count) break;
+      for (int i = 0; i < EACH; ++i, out += rows) {
+        const U vector = spread(square[k], i);
+        if (end - out >= LANES) {
+          store_units(out, vector);
+        } else {
+          uint32_t lanes[LANES];
+          store_units(lanes, vector);
+          memcpy(out, lanes, (size_t)rows * 4);
+        }
+      }
+    }
+  }
+}
+
+// -- panels -----------------------------------------------------------------------------------------------------------
+
+// The row of the plain weight, gate before up, that is row `j` of a panel; -1 if there is none.
+int64_t source_row(int64_t rows, bool gated, int64_t panel, int j) {
+  if (!gated) return panel * WIDTH + j < rows ? panel * WIDTH + j : -1;
+  const int64_t row = panel * LANES + j % LANES, half = rows / 2;
+  return row >= half ? -1 : j < LANES ? row : half + row;
+}
+
+}  // namespace
