@@ -96,7 +96,9 @@ def main() -> None:
         def do_POST(self) -> None:
             try:
                 work = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                told = {"answers": driver.run(work["prompts"], work["output_lens"], work["at_once"], work["sampling"])}
+                result = {
+                    "answers": driver.run(work["prompts"], work["output_lens"], work["at_once"], work["sampling"])
+                }
             except Exception as error:  # whatever it is, the comparison must hear of it
                 self.answer(500, {"error": f"{type(error).__name__}: {error}"})
             else:

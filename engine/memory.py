@@ -30,7 +30,7 @@ AVAILABLE_SHARE = 0.9
 USEFUL = 2
 # A model length that nobody asked for is lowered to what the pool holds, but not below this: a server that cannot
 # hold a page of text is no answer to "run this model".
-LEAST_TOKENS = 512
+MIN_TOKENS = 512
 # The sampler's columns of a row: logits and a copy (float32), weights (int64), their sums and filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 
@@ -355,7 +355,7 @@ def _tries(
 def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine, backend: type[AttentionBackend]) -> int:
     """Bytes for one request of full length, or the most that can be had with a tenth left; whole MiB."""
     assert config.max_len
-    room = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config, backend))
+    free = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config, backend))
     full = spec.kv_bytes_per_token * (config.max_len + config.block_size)
     return max(1, int(min(free, full + (1 << 20))) >> 20) << 20
 

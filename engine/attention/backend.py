@@ -84,7 +84,7 @@ class AttentionBackend(Protocol):
         """Store k and v in the cache, then attend causally; return [tokens, heads, v_head_dim]."""
 
     def kernel_address(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int | None:
-        """Return the address of `attend` for kernels that call it themselves, as handed.h declares it in Stack.
+        """Return the address of `attend` for kernels that call it themselves, as structures.h declares it in Stack.
 
         None where there is none for a model and a cache of these dtypes. A backend that has one plans as cpu.Plan.
         """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from ..kernels.vocabulary import NativeVocabulary
+from ..kernels.logits import NativeVocabulary
 from ..runner.vocabulary import ASKED, TorchVocabulary, Vocabulary
 from .timing import interleaved
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Choice
-from ..kernels.product import Packing
+from ..kernels.matmul import Packing
 from ..types import ModelError
 from .decoder_layer import Layer
 from .executor import Eager, Executor

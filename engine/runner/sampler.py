@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..batch import Entered, RowError
 from ..kernels.library import Kernels
-from ..kernels.vocabulary import NativeVocabulary
+from ..kernels.logits import NativeVocabulary
 from ..types import ErrorCode, SamplingParams, TokenLogprob
 from .vocabulary import ASKED, ONE, Distribution, Ints, TorchVocabulary, Vocabulary, rows_of
 

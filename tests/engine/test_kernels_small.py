@@ -18,7 +18,7 @@ from engine.attention.reference import Reference
 from engine.batch import Batch, Entered, Row
 from engine.kernels import library
 from engine.kernels.library import Choice, Clock, Kernels
-from engine.kernels.vocabulary import NativeVocabulary
+from engine.kernels.logits import NativeVocabulary
 from engine.models import Forward
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
