@@ -1,4 +1,4 @@
-"""Conversations: messages to a prompt, and what the model's text means, whichever API the messages came by."""
+"""What the answer to a conversation must look like, and what reads it, whichever API the messages came by."""
 
 from __future__ import annotations
 
