@@ -12,7 +12,7 @@ a row with the reason. A turn in which a request fails has a note instead of fig
 
 A  one request, 32 tokens in, 128 out: tokens/s after the first
 B  one request, 512 in, 1 out: seconds
-C  16 requests at once, 256 in, 64 out: tokens/s of all
+C  16 requests at once, 256 in, 64 out: tokens/s in total
 P  as C, but sampled with temperature 0.7, top_p 0.9 and top_k 20; all other cases are greedy
 D  8 requests one after another, 512 shared and 16 own in, 16 out: seconds
 S  requests as in C, one after another, once: seconds; C's time is reported as a share of them

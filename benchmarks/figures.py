@@ -1,12 +1,12 @@
-"""Figures of docs/performance.md, each a ratio taken in one run on one machine.
+"""Measures the figures of docs/performance.md, each a ratio within one run on one machine.
 
     python -m benchmarks.figures --model-dir /tmp/qwen3-0.6b-random --json benchmarks/results/cpu.json
 
-decode        batch-1 tokens/s over HTTP, relative to transformers' `generate`, measured alternately together      16
-requests at once, relative to the same 16 one after another prefix        TTFT of a second request that shares 512
-tokens with the first, relative to the first's interference  a 4,000-token prompt arrives during a stream: the stream's
-largest gap, the prompt's time relative to alone start         the built-in model: seconds until the port accepts
-connections, and until /ready
+decode        batch-1 tokens/s over HTTP, relative to transformers' `generate`, measured alternately
+together      16 requests at once, relative to the same 16 one after another
+prefix        TTFT of a second request that shares 512 tokens with the first, relative to the first's
+interference  a 4,000-token prompt during a stream: the stream's largest gap, the prompt's time relative to alone
+start         the built-in model: seconds until the port accepts connections, and until /ready
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ once the model is loaded, GET /version returns the version, and POST /run takes
 
     {"prompts": [[1, 2, …], …], "output_lens": [128, …], "at_once": 16, "sampling": {"temperature": 0.7, …}}
 
-(without fields of sampling it is greedy) and answers, when all is done, with the seconds since the workload began:
-{"answers": [{"sent": …, "times": […], "sizes": […]}, …]}, where `sizes` are the tokens that came at each time. No token
-ends an answer early.
+(greedy without sampling fields) and returns, at the end, times in seconds since the start of the workload:
+{"answers": [{"sent": …, "times": […], "sizes": […]}, …]}, where `sizes` are the numbers of tokens that arrived at each
+time. No token ends an answer early.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Driver:
         self._count = 0  # requests so far; each needs a unique id
 
     def run(self, prompts: list, output_lens: list, at_once: int, sampling: dict) -> list:
-        """The answers' times, in the order of the prompts."""
+        """Return the answers' times, in the order of the prompts."""
         began = time.perf_counter()
         waiting = list(zip(prompts, output_lens, strict=True))[::-1]
         answers, running = [], []
@@ -99,7 +99,7 @@ def main() -> None:
                 result = {
                     "answers": driver.run(work["prompts"], work["output_lens"], work["at_once"], work["sampling"])
                 }
-            except Exception as error:  # whatever it is, the comparison must hear of it
+            except Exception as error:  # reported to the comparison
                 self.answer(500, {"error": f"{type(error).__name__}: {error}"})
             else:
                 self.answer(200, result)

@@ -22,7 +22,7 @@ MAX_FRAME = 1 << 30
 
 class Load(Struct, frozen=True, array_like=True, tag=True):
     config: EngineConfig
-    environment: dict[str, str | None]  # what has changed since the engine's process was started; None: unset
+    environment: dict[str, str | None]  # variables changed since the engine's process was started; None: unset
     again: bool = False  # the config is what Ready has sent: it is to become the same engine
 
 

@@ -1,6 +1,6 @@
 """Divides the machine's memory among weights, activations and the KV cache, and computes the number of blocks.
 
-The same functions decide in `engine.plan`, before anything is loaded, and in `engine.build`, which loads.
+`engine.plan`, which loads nothing, and `engine.build`, which loads the model, use the same functions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ AVAILABLE_SHARE = 0.9
 # The maximum size of the cache, in multiples of all sequences at full length: requests can use 1, and cached prefixes
 # as much again. A larger cache for a tiny model would only waste memory.
 USEFUL = 2
-# A model length that nobody asked for is lowered to what the pool holds, but not below this: a server that cannot
-# hold a page of text is no answer to "run this model".
+# If the user sets no length, the model's is lowered to what the pool holds, but not below this number of tokens: a
+# server that cannot hold a page of text is useless.
 MIN_TOKENS = 512
-# The sampler's columns of a row: logits and a copy (float32), weights (int64), their sums and filtered copy.
+# The sampler's memory per logit: the logit and a copy (float32), the weight (int64), its sum and a filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 
 # torch has a class for its own CUDA allocator alone: its CPU allocator, the CUDA runtime and cuBLAS raise RuntimeError.
@@ -44,7 +44,7 @@ class Machine:
 
     kind: str  # cpu | cuda
     total: int
-    available: int  # free, or freed on demand
+    available: int  # free or reclaimable
     share: float = AVAILABLE_SHARE  # of what is available that may be taken, on CPU
 
 
@@ -79,7 +79,7 @@ class Plan:
 
 
 class Impossible(MemoryShort):
-    """Settings that memory does not allow: the arithmetic in one sentence, and three things to try instead."""
+    """The settings need more memory than there is. Has the arithmetic in one sentence, and three alternatives."""
 
     def __init__(self, sentence: str, suggestions: list[str]) -> None:
         super().__init__("\n".join([sentence, *(f"try: {each}" for each in suggestions)]))
@@ -140,13 +140,13 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
 
 
 def activation_bytes(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBackend]) -> int:
-    """What one step takes beside weights and cache, at most; an estimate from the shape, for a resolved config."""
+    """Return the estimated maximum memory of a step beside weights and cache, for a resolved config."""
     assert config.max_seqs and config.max_batched_tokens
     hidden, inner = widths(spec.source)
     size = spec.dtype.itemsize
     widest = max(spec.layers, key=lambda layer: layer.numbers)
     queries = widest.num_heads * widest.head_dim
-    # Residual, norm, output and their float32 twin in the norm; queries and their result; gate, up and their product.
+    # Residual, norm, output, and the norm's float32 copy; queries and attention's output; gate, up and their product.
     token = size * (4 * hidden + 2 * queries + widest.numbers + 3 * inner) + 4 * hidden
     attention = backend.workspace_bytes(spec.layers, spec.dtype, spec.cache_dtype, config)
     rows = min(config.max_seqs, config.max_batched_tokens)
@@ -265,7 +265,7 @@ def _arrange(
 
 
 def _usable(machine: Machine) -> int:
-    """What can be taken now at most."""
+    """Return the maximum that can be allocated now."""
     return int(machine.available * machine.share) if machine.kind == "cpu" else machine.available
 
 
@@ -353,7 +353,7 @@ def _tries(
 
 
 def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine, backend: type[AttentionBackend]) -> int:
-    """Bytes for one request of full length, or the most that can be had with a tenth left; whole MiB."""
+    """Return the size of a cache for one request of full length, or else 90 % of what is free; in whole MiB."""
     assert config.max_len
     free = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config, backend))
     full = spec.kv_bytes_per_token * (config.max_len + config.block_size)

@@ -28,7 +28,7 @@ ASSUMPTIONS = (
 
 
 def plan(config: EngineConfig) -> dict[str, Any]:
-    """The arithmetic as one flat object; sizes in bytes, lengths in tokens. Raises EngineError."""
+    """Return the plan as one flat object; sizes in bytes, lengths in tokens. Raises EngineError."""
     described = describe(config, weights=False)
     spec, device, chosen = described.spec, described.device, described.attention
     machine = memory.measure(str(device))

@@ -1,4 +1,4 @@
-"""What a model's steps could take at best on a machine: its rates measured, and bytes and operations by the shape."""
+"""Measures a machine's limits, and computes the minimum time of a model's steps from its shape."""
 
 from __future__ import annotations
 

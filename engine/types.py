@@ -76,7 +76,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class ErrorCode(StrEnum):
-    """Why a request failed, where someone must act on the reason. The sentence beside it is for people alone."""
+    """Why a request failed, for errors that the server handles by their kind."""
 
     NO_TOKEN_LEFT = "no_token_left"  # the request's filters and its grammar exclude every token
     GRAMMARS_BUSY = "grammars_busy"  # its grammar waited too long to be compiled
@@ -113,8 +113,8 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # all of them with the first token, if requested
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None  # a sentence, with finish_reason error
-    code: ErrorCode | None = None  # with error: its kind, where that decides what the client is sent
-    field: str | None = None  # with error: the field of SamplingParams that is to blame, where there is one
+    code: ErrorCode | None = None  # with error: its kind, if the response depends on it
+    field: str | None = None  # with error: the field of SamplingParams that caused it, if any
     stats: RequestStats | None = None  # with the first token and with the finish_reason
     embedding: bytes | None = None  # float32, little-endian
 
@@ -174,15 +174,15 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     weights_hash: str
     load_seconds: float
     torch: str
-    revision: str | None = None  # the commit that all files came from, of a model from a hub
-    product: str = "torch"  # what computes the matrix products: an instruction set of our own kernels, or torch
-    product_note: str = ""  # what is lost by it
-    product_fix: str = ""  # how to get it
+    revision: str | None = None  # the commit of a model from a hub
+    product: str = "torch"  # what computes matmuls: an instruction set of the CPU kernels, or torch
+    product_note: str = ""  # the disadvantage of this choice
+    product_fix: str = ""  # how to avoid it
     sampling: str = "torch"  # what samples from the logits: an instruction set of our own kernels, or torch
-    hidden_size: int = 0  # numbers of an embedding; 0: this model tells no hidden states
-    quantization: str = "none"  # what the weights were rounded to
-    notes: tuple[str, ...] = ()  # what was changed from what was asked, one sentence each
-    roofline: Roofline | None = None  # None: what the model's steps ask for is not known, as with experts
+    hidden_size: int = 0  # dimensions of an embedding; 0: the model's hidden states are not available
+    quantization: str = "none"  # of the weights
+    notes: tuple[str, ...] = ()  # differences from the settings, one sentence each
+    roofline: Roofline | None = None  # None: the work of the model's steps is not known, as with experts
 
 
 class StepStats(Struct, frozen=True, array_like=True, kw_only=True):

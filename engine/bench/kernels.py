@@ -2,12 +2,12 @@
 
     python -m engine.bench.kernels --json [--isa auto|avx512bf16|avx512|avx2|torch] [--rows 1,4,8] [--dtype bfloat16]
 
-prints, for each shape of Qwen3-0.6B and each number of rows, the time of one product, torch's, the error against
-float64, and whether rows have the same bits alone and in the batch; and the same of weights in 8 and 4 bits, where our
-kernels have such products. All are called in turns, medians are told; every call takes the next of several weights,
-together larger than the caches. Then steps of attention, draws and log-probabilities in the same way
-(attention.py and vocabulary.py beside this file). Exit code 2 goes with a sentence, or a JSON object that holds
-`error`. With `--isa torch`, "ours" is what Pequod then runs on.
+prints, for each weight shape of Qwen3-0.6B and each number of rows, the time of one matmul, that of torch, the error
+against float64, and whether rows have the same bits alone and in the batch; the same for weights in 8 and 4 bits if the
+kernels support them. The cases are called in turn, and medians are printed. Each call uses the next of several weights,
+which together exceed the caches. Then it measures attention, sampling and log-probabilities in the same way
+(attention.py and vocabulary.py in this folder). On an error it exits with status 2 and prints a sentence, or a JSON
+object with `error`. With `--isa torch`, "ours" is torch as Pequod uses it.
 """
 
 from __future__ import annotations

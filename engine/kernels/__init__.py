@@ -1,5 +1,6 @@
 """CPU kernels: C++ with a C interface, compiled when Pequod is installed, selected for the processor at run time.
 
-`build` compiles the library and finds it, `library` loads it and decides what computes the products, `product` is
-the packed matrix product; attention's side is engine/attention/cpu.py. `python -m engine.bench.kernels` measures.
+`build` compiles and finds the library, `library` loads it and chooses what computes matmuls, `matmul` multiplies by
+packed weights, `logits` samples. engine/attention/cpu.py calls the attention kernels. `python -m engine.bench.kernels`
+measures.
 """

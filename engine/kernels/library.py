@@ -1,9 +1,9 @@
-"""The kernels' library in this process, and the decision what computes a model's matrix products and its sampling.
+"""Loads the kernels' library, and chooses what computes a model's matmuls and what samples.
 
-The decision is about the machine: what its processor can do, whether there is a library, and what a person forces.
-Our own product gives a row the same bits in any batch; torch's products do not, and are taken where they must be (no
-library, no kernel for the processor) or are faster (AMX). Sampling is decided apart from them: its kernels find the
-tokens that torch finds, and are faster wherever they run.
+The choice depends on the processor's features, on whether there is a library, and on the user's setting. With our
+kernels a row has the same bits in any batch. With torch it does not, so torch is used only where it must be (no
+library, no kernel for the processor) or where it is faster (AMX). Sampling is chosen separately: its kernels sample the
+same tokens as torch, and are faster on every processor.
 """
 
 from __future__ import annotations
@@ -184,10 +184,10 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
 
 
 def for_sampling(asked: str, device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """The kernels that sample from a model's logits, whatever computes its products; None where torch samples.
+    """Return the kernels that sample from a model's logits, whatever computes its matmuls; None if torch samples.
 
-    `asked` as for `choose`, which raises the errors: torch means no kernels at all. `dtype` is the model's, and logits
-    are float32 unless it is float64, of which the kernels take none.
+    `asked` as for `choose`, which raises the errors; "torch" means no kernels. `dtype` is the model's. Logits are
+    float32, except those of float64 models, which the kernels do not support.
     """
     isa = settle(asked, device)
     if device.type != "cpu" or isa == "torch" or dtype == torch.float64:
@@ -196,9 +196,9 @@ def for_sampling(asked: str, device: torch.device, dtype: torch.dtype) -> Kernel
 
 
 def settle(asked: str, device: torch.device) -> str:
-    """The instruction set that a setting means on this machine: torch where it has no such kernels.
+    """Resolve a setting to an instruction set on this machine, or to torch if it has no such kernels.
 
-    Which of two is faster is measured when the library is loaded, so that another process may come to another one.
+    The faster of two is measured when the library is loaded, so another process may choose differently.
     """
     if device.type != "cpu" or asked == "torch":
         return asked

@@ -1,11 +1,10 @@
 """Runs models that the native decoder does not support with transformers' code, with attention over the paged cache.
 
-The rows of a step are flattened into one line of tokens, batch size 1. An attention function is registered with
-transformers under our name; what a step needs travels as one keyword argument through the model's forward into
-every layer's call. Whether a model can be served so is not a list of names: a trial run without weights (meta
-tensors) shows which layers call the attention function and with what, and a small one with the weights shows that
-nothing but attention carries something from one token to another. On a CPU its plain linear layers are packed for our
-product (packing.py).
+A step's rows are flattened into one sequence of tokens with batch size 1. An attention function is registered with
+transformers under our name, and the step is passed as a keyword argument through the model's forward to each layer's
+attention. Whether a model can be served is not decided by a list of names: a trial run without weights (trial.py) shows
+which layers call the attention function, and with which arguments; a short run with the weights shows that only
+attention passes information from one token to another. On a CPU plain linear layers are packed (packing.py).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from .spec import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, ModelSpec, architecture, cho
 from .trial import NOT_THERE, first_line, overheard, quiet, refusal, try_without_weights
 from .weights import Checkpoint
 
-SERVE = "pequod"  # the attention of a step; no mask function is registered under it, so no masks are made
-# Settings that count parts of a model: transformers makes lists of their length before it makes a model.
+SERVE = "pequod"  # without a mask function of this name, transformers makes no masks
+# Settings that count parts of a model. transformers makes lists of that length before it creates a model.
 COUNTS = re.compile(r"(layer|block|depth|stage|expert|head|group)s?$|_replace$")
 
 
@@ -52,7 +51,7 @@ def _serve(
     pequod_step: Forward | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of a step; what else a layer is called with is in its AttentionLayer."""
+    """Compute attention in a step. Other arguments of the layer are in its AttentionLayer."""
     if pequod_step is None:
         raise RuntimeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
@@ -107,7 +106,7 @@ def describe(
 def load(
     spec: ModelSpec, checkpoint: Checkpoint, device: torch.device, product: Choice, progress: Callable[[float], None]
 ) -> Transformers:
-    """The model of a checkpoint's folder with its weights, on the device. Raises ModelError."""
+    """Return the model of a checkpoint's folder with its weights, on the device. Raises ModelError."""
     progress(0.0)
     loaded = Transformers(spec, _read(spec, checkpoint.folder).to(device), checkpoint.weights_hash, product)
     swaps = [] if product.kernels is None else loaded.pack(product.kernels)
@@ -120,7 +119,7 @@ def load(
     else:
         progress(1.0)
         return loaded
-    # Its code looks into its linear layers beside calling them.
+    # The model's code accesses its linear layers' attributes, which packed layers lack.
     unpack(swaps)
     lost = f"torch computes the products: {spec.architecture} does not run on packed weights ({reason})"
     loaded.product = Choice(None, lost)
@@ -171,7 +170,7 @@ class Transformers:
 
     @torch.inference_mode()
     def forward(self, forward: Forward) -> Outputs:
-        """Model.forward."""
+        """Run a step, see Model.forward."""
         silence: AbstractContextManager[list[Tensor]] = nullcontext([])
         with silence if forward.hidden_at is None else overheard(self.model) as found:
             logits: Tensor = self.model(
@@ -187,10 +186,10 @@ class Transformers:
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
 
     def pack(self, kernels: Kernels) -> list[Swap]:
-        """Have our kernels compute the products that they can; returns what `unpack` needs to undo it."""
+        """Pack the layers that the kernels support; returns what `unpack` needs to undo it."""
         swaps = pack(self.model, kernels)
         share = sum(swap.num_bytes for swap in swaps) / self.weights_bytes
-        if share > 0.5:  # as long as anything views the checkpoint's file, all of it stays mapped
+        if share > 0.5:  # copy the rest: a view would keep the whole file mapped
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.clone()
         lost = (
@@ -221,12 +220,12 @@ class Transformers:
             return self.forward(step).logits
 
         first, second = (logits([*before, some, other], [2, 3]) for before in ((some, other), (other, other)))
-        # The same numbers up to rounding; experts may be multiplied in other groups.
+        # Equal up to rounding, because experts may be multiplied in other groups.
         if (first - second).abs().max() > 0.05 * first.abs().max():
             raise ModelError(
                 refusal(self.spec.architecture, "something other than attention passes from one token to another")
             )
-        # Alone and without positions the model counts them itself: it must come to the same.
+        # Alone and without position ids the model computes positions itself. They must be the same.
         plan_alone = cache.plan(AttentionMeta.of([([0], 0, 2)], size, device))
         ids = positions.new_tensor([some, other])
         alone = Forward(ids, positions[:2], plan_alone, cache, positions[:0])

@@ -42,20 +42,20 @@ class PackedEmbedding(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A linear layer that gave up its weight, the embeddings that shared it, and where all of them were."""
+    """A packed linear layer, the embeddings tied to it, and their parents in the model."""
 
     packed: Packed
     linear: nn.Module
-    places: dict[nn.Module, list[tuple[nn.Module, str]]]  # each of them -> its parents and its names there
+    places: dict[nn.Module, list[tuple[nn.Module, str]]]  # module -> its parents, and its name in each
 
     @property
     def num_bytes(self) -> int:
-        """Of the plain weight."""
+        """The size of the plain weight."""
         return self.packed.outputs * self.packed.columns * self.packed.dtype.itemsize
 
 
 def pack(model: Any, kernels: Kernels) -> list[Swap]:
-    """Replace a model's linear layers whose whole work is our product; `unpack` takes what this returns.
+    """Replace a model's plain linear layers with packed ones; returns what `unpack` needs to undo it.
 
     Layers are packed one by one, and each plain weight is freed at once. The model must be on the CPU.
     """
@@ -89,7 +89,7 @@ def pack(model: Any, kernels: Kernels) -> list[Swap]:
 
 
 def unpack(swaps: list[Swap]) -> None:
-    """Put the layers back with their weights, bit for bit; one plain weight beside a packed one at a time."""
+    """Restore the layers with identical weights, one by one, so that only one weight is in memory twice."""
     while swaps:
         swap = swaps.pop()
         rows = swap.packed.lookup(torch.arange(swap.packed.outputs))

@@ -1,6 +1,6 @@
-"""A trial run of a model of transformers: which of its layers call the attention function, and with what.
+"""Runs a transformers model without weights, to find which layers call the attention function, and with what.
 
-The model has no weights (meta tensors). What rules it out is an objection, a part of a sentence.
+The model is on meta tensors. An objection, part of a sentence, is the reason why it cannot be served.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..attention import AttentionLayer
 from ..types import ModelError
 from .weights import Checkpoint
 
-TRIAL = "pequod_trial"  # notes what it is called with
-# Keyword arguments of attention calls beside those of `_trial` that change nothing here, or that are handled.
+TRIAL = "pequod_trial"  # records its arguments
+# Further keyword arguments of attention calls that are handled, or that may be ignored.
 KNOWN = {"dropout", "position_ids", "is_causal", "cache_position"}
 MAX_PARTS = 1 << 17  # modules and parameters of a model
 NOT_THERE = "its layers do not go through that interface, or hand it nothing of what forward is given"
@@ -35,7 +35,7 @@ NOT_THERE = "its layers do not go through that interface, or hand it nothing of 
 
 @dataclass(slots=True)
 class Trial:
-    """What a model did in a trial run: its attention calls by layer, and the first thing that rules it out."""
+    """A model's attention calls in a trial run, by layer, and the first reason why it cannot be served."""
 
     layers: dict[int, AttentionLayer] = field(default_factory=dict)
     sinks: dict[int, Tensor] = field(default_factory=dict)  # of the layers that have them
@@ -46,17 +46,17 @@ class Trial:
 
 
 class Tried(NamedTuple):
-    """What a trial run showed."""
+    """The result of a trial run."""
 
     trial: Trial
     vocab_size: int  # width of the logits
-    hidden_size: int  # of the last hidden states; 0: they cannot be heard
+    hidden_size: int  # of the last hidden states; 0: not available
     num_params: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Stands for an attention mask in a trial run: the window that the model would mask with."""
+    """Replaces an attention mask in a trial run: the window of the model's mask."""
 
     window: int | None
     objection: str | None = None
@@ -76,13 +76,13 @@ def _trial(
     sliding_window: int | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of a trial run: notes the layer and gives zeros."""
+    """Record the layer's arguments and return zeros; registered as TRIAL."""
     out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     if pequod_trial is None:
         raise RuntimeError(NOT_THERE)
     trial, layer = pequod_trial, getattr(module, "layer_idx", None)
-    strange = sorted(name for name, value in given.items() if name not in KNOWN and value is not None)
-    strange = [name for name in strange if not isinstance(given[name], bool)]
+    unknown = sorted(name for name, value in given.items() if name not in KNOWN and value is not None)
+    unknown = [name for name in unknown if not isinstance(given[name], bool)]
     window = sliding_window
     if isinstance(attention_mask, Mask):
         window = attention_mask.window
@@ -90,8 +90,8 @@ def _trial(
             trial.object(attention_mask.objection)
     elif attention_mask is not None:
         trial.object("it makes attention masks of its own")
-    if strange:
-        trial.object(f"its attention depends on {strange[0]}")
+    if unknown:
+        trial.object(f"its attention depends on {unknown[0]}")
     elif layer is None or layer in trial.layers:
         trial.object("its attention layers are not numbered")
     elif not getattr(module, "is_causal", True) or given.get("is_causal") is False:
@@ -114,8 +114,8 @@ def _trial(
 
 
 def _trial_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Mask:
-    """The mask function of a trial run: finds out what would be seen by asking at the edges."""
-    far = 3 * (local_size or 1000) + 1  # not a multiple of the size: the edges of chunks lie elsewhere
+    """Return the window of a mask function, which is probed at the edges of the window."""
+    far = 3 * (local_size or 1000) + 1  # not a multiple of the size, where a chunked mask would look like a window
 
     def seen(query: int, key: int) -> bool:
         zero = torch.zeros((), dtype=torch.int64)
@@ -137,9 +137,9 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(TRIAL, _trial_mask)
 def try_without_weights(
     settings: Any, kind: Any, name: str, dtype: torch.dtype, checkpoint: Checkpoint | None = None
 ) -> Tried:
-    """A trial run of two tokens on meta tensors."""
+    """Run two tokens on meta tensors. Raises ModelError."""
     trial, settings = Trial(), deepcopy(settings)
-    settings._experts_implementation = "batched_mm"  # the one form of experts whose shapes do not depend on numbers
+    settings._experts_implementation = "batched_mm"  # the only implementation whose shapes do not depend on values
     try:
         with torch.device("meta"), _bounded(name, checkpoint):
             model = kind._from_config(settings, attn_implementation=TRIAL, dtype=dtype).eval()
@@ -150,7 +150,7 @@ def try_without_weights(
             ).logits
     except ModelError:
         raise
-    except Exception as error:  # models fail in their own ways where they cannot be run like this
+    except Exception as error:  # model classes raise any error if they cannot run on meta tensors
         reason = trial.objection or f"it cannot be tried without weights ({first_line(error)})"
         raise ModelError(refusal(name, reason if trial.layers or trial.objection else NOT_THERE)) from None
     _name_sinks(trial, model)
@@ -163,7 +163,7 @@ def try_without_weights(
 
 
 def _name_sinks(trial: Trial, model: torch.nn.Module) -> None:
-    """Note which of the model's parameters its layers have as sinks."""
+    """Record which of the model's parameters are its layers' sinks."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for layer, sinks in trial.sinks.items():
         name = names.get(id(sinks))
@@ -174,13 +174,13 @@ def _name_sinks(trial: Trial, model: torch.nn.Module) -> None:
 
 @contextmanager
 def _bounded(name: str, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """While a model is made, raise ModelError as soon as it has more parts or numbers than its checkpoint is for.
+    """While a model is created, raise ModelError as soon as it is much larger than its checkpoint.
 
-    When the weights are read, transformers allocates what the checkpoint lacks before it reports that.
+    transformers would allocate tensors that the checkpoint lacks before it reports them as missing.
     """
-    # What a checkpoint holds as one tensor may be several parts of a model, and tied weights are counted up to thrice.
-    most = MAX_PARTS if checkpoint is None else min(MAX_PARTS, 16 * len(checkpoint.entries) + 1024)
-    most_numbers = math.inf if checkpoint is None else 4 * checkpoint.num_numbers
+    # One tensor of a checkpoint may become several parts of a model, and tied weights are counted up to three times.
+    max_parts = MAX_PARTS if checkpoint is None else min(MAX_PARTS, 16 * len(checkpoint.entries) + 1024)
+    max_numbers = math.inf if checkpoint is None else 4 * checkpoint.num_numbers
     parts = numbers = 0
 
     def count(_: Any, __: Any, part: Any) -> None:
@@ -188,7 +188,7 @@ def _bounded(name: str, checkpoint: Checkpoint | None) -> Iterator[None]:
         parts += 1
         if isinstance(part, Tensor):
             numbers += part.numel()
-        if parts > most or numbers > most_numbers:
+        if parts > max_parts or numbers > max_numbers:
             raise ModelError(f"config.json is for {name} with far more, or far larger, layers than the checkpoint has")
 
     hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
@@ -201,14 +201,14 @@ def _bounded(name: str, checkpoint: Checkpoint | None) -> Iterator[None]:
 
 @contextmanager
 def overheard(model: Any) -> Iterator[list[Tensor]]:
-    """The last hidden states that a model hands to its head while it runs, [1, tokens, hidden].
+    """Capture the last hidden states that a model passes to its head while it runs, [1, tokens, hidden].
 
-    Heard, because a model gives only logits, and what a head does beside its product (caps, scales) is its own. Stays
-    empty where the head is no module of its own.
+    A hook is needed because the model returns only logits, and because heads may scale or cap them. The list stays
+    empty if the model has no separate head.
     """
     found: list[Tensor] = []
 
-    def hear(_: Any, __: Any, output: Any) -> None:
+    def capture(_: Any, __: Any, output: Any) -> None:
         states = getattr(output, "last_hidden_state", None)
         if isinstance(states, Tensor) and states.dim() == 3:
             found.append(states)
@@ -217,7 +217,7 @@ def overheard(model: Any) -> Iterator[list[Tensor]]:
     if body is model:
         yield found
         return
-    hook = body.register_forward_hook(hear)
+    hook = body.register_forward_hook(capture)
     try:
         yield found
     finally:
@@ -235,7 +235,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without its own progress bars and warnings; errors are raised to us anyway."""
+    """Suppress transformers' progress bars and warnings."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

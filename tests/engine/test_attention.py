@@ -94,7 +94,7 @@ class Pool:
         self.done = [0] * len(lengths)
 
     def step(self, rows: dict[int, int]) -> float:
-        """Run so many tokens of each sequence in one call; gives the largest difference to dense attention."""
+        """Run this many tokens of each sequence in one call; returns the largest difference from dense attention."""
         meta = AttentionMeta.of([(self.blocks[s], self.done[s], new) for s, new in rows.items()], self.block_size)
         q, k, v = (
             torch.cat([x[s][self.done[s] : self.done[s] + new] for s, new in rows.items()])
@@ -117,7 +117,7 @@ class Pool:
         return worst
 
     def run(self) -> float:
-        """All sequences in random chunks, many single tokens among them, until all are done."""
+        """Run all sequences to the end in random chunks, many of them single tokens."""
         worst = 0.0
         while open_ := [s for s, length in enumerate(self.lengths) if self.done[s] < length]:
             chosen = [s for s in open_ if self.random.random() < 0.8] or open_

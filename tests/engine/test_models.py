@@ -285,7 +285,7 @@ def test_what_is_no_constant_of_a_layer_rules_a_model_out(home, monkeypatch, cha
 
 
 def test_state_outside_of_attention_is_noticed(home, monkeypatch):
-    """A model whose attention is in order, but that also looks at the token before in the line."""
+    """A model with correct attention that also reads the previous token of the flattened batch."""
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
     folder = make("gpt2", home / "gpt2", dtype=torch.float64)

@@ -42,7 +42,7 @@ def edit(folder: Path, **changes: object) -> None:
 
 
 def load(folder: Path, **settings):
-    """With torch's products: the weights are then kept as they were read."""
+    """Load a folder for torch, which keeps the weights as they were read."""
     return load_model(EngineConfig(model=str(folder), **{"cpu_isa": "torch", **settings}), folder)
 
 
