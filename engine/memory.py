@@ -34,9 +34,6 @@ MIN_TOKENS = 512
 # The sampler's memory per logit: the logit and a copy (float32), the weight (int64), its sum and a filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 
-# torch has a class for its own CUDA allocator alone: its CPU allocator, the CUDA runtime and cuBLAS raise RuntimeError.
-OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -377,15 +374,6 @@ def _in_bfloat16(spec: ModelSpec) -> ModelSpec:
     import torch
 
     return replace(spec, dtype=torch.bfloat16)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that host or device memory ran out."""
-    import torch
-
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def _gb_up(size: float) -> str:

@@ -28,7 +28,7 @@ from ..attention.reference import Reference
 from ..config import EngineConfig
 from ..files import read_json
 from ..kernels.library import Choice, Kernels
-from ..memory import is_out_of_memory
+from ..out_of_memory import is_out_of_memory
 from ..types import ModelError
 from .forward import Forward, Outputs
 from .packing import Swap, pack, unpack

@@ -11,11 +11,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from .. import attention, memory, models
+from .. import attention, models
 from ..batch import Batch, Entered, Masks, Row, RowError, StepTokens
 from ..config import EngineConfig
 from ..kernels.library import Clock, for_sampling
 from ..loop import StepOutOfMemory
+from ..out_of_memory import is_out_of_memory
 from ..types import SamplingParams, TokenLogprob
 from .inputs import Inputs, Prepared
 from .pooler import Pooler
@@ -180,7 +181,7 @@ def _guarded(work: Callable[[], T]) -> T:
         with torch.inference_mode():
             return work()
     except (RuntimeError, MemoryError) as error:
-        if not memory.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         message = str(error).split("\n", 1)[0]
     # Not in the except block: there the traceback still holds the tensors of the step.
