@@ -381,7 +381,7 @@ def test_there_is_one_openmp_runtime():
 def small(monkeypatch):
     monkeypatch.setattr(bench, "SHAPES", {"qkv": (64, 48), "head": (100, 33)})
     monkeypatch.setattr(bench, "LARGE", 1 << 15)
-    monkeypatch.setattr(bench, "MOST_HEAD_ROWS", 4)
+    monkeypatch.setattr(bench, "MAX_HEAD_ROWS", 4)
     monkeypatch.setattr(bench.attention, "STEPS", [(2, 1, 20), (1, 7, 30)])
     monkeypatch.setattr(bench.attention, "LARGE", 1 << 15)
     monkeypatch.setattr(bench.vocabulary, "VOCAB", 300)

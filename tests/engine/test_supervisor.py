@@ -11,6 +11,7 @@ import signal
 import time
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from engine import (
@@ -27,6 +28,7 @@ from engine import (
     models,
     supervisor,
 )
+from engine.attention import choose
 from engine.supervisor import ending
 from tests.engine.faulty import OTHER_MACHINE, FaultyChild, seed
 from tests.fakes import INFO
@@ -232,7 +234,8 @@ def size_of(info: EngineInfo) -> int:
     """Bytes of memory that an engine's plan counts."""
     config = replace(CONFIG, num_blocks=info.num_blocks)
     spec = models.describe(hub.fetch("builtin", weights=False).path, config)
-    return memory.arrange(spec, config, memory.Machine("cpu", 1 << 40, 1 << 40)).memory_bytes
+    backend = choose(info.attention, torch.device("cpu"), spec.layers, spec.dtype, info.product).backend
+    return memory.arrange(spec, config, memory.Machine("cpu", 1 << 40, 1 << 40), backend).memory_bytes
 
 
 async def killed_in_a_stream(engine: ProcessEngine) -> asyncio.Task[list[int]]:
