@@ -1,8 +1,8 @@
-"""What a model's text means: the answer itself, its reasoning, and the calls of tools.
+"""Parsers that split a model's text into content, reasoning and tool calls.
 
-A MessageParser turns one choice's growing text into parts. The parts do not depend on how the text was cut into feeds
-once `join` has put them together, and every API writes its own events from them. Which format a model writes is seen in
-its chat template. Grammars that make it write calls are in grammar/tool_calls.py: they need more than the parsers do.
+A MessageParser turns the growing text of one choice into parts, from which every API writes its own events. Once `join`
+has merged them, the parts do not depend on how the text was split into feeds. A model's format is detected from its
+chat template. Grammars that force it to write calls are in grammar/tool_calls.py: they need more than the parsers do.
 """
 
 from .formats import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, markers, reasoning_opened

@@ -1,4 +1,4 @@
-"""Calls of DeepSeek V3 and R1 (the word "function", a mark, the name, JSON in a fence) and V3.1 (name, mark, JSON)."""
+"""Calls of DeepSeek V3 and R1 ("function", delimiter, name, fenced JSON) and V3.1 (name, delimiter, JSON)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FENCE = "```"
 
 
 class DeepSeek(Scanner):
-    """Both ways, whichever comes."""
+    """Reads both forms, whichever the model writes."""
 
     opens = (CALLS, CALL)
     closes = (END_CALL, END_CALLS)

@@ -1,6 +1,6 @@
-"""Formats: how models write calls and reasoning, and which one a chat template belongs to."""
+"""The formats in which models write calls and reasoning, and their detection from a chat template."""
 
-# ruff: noqa: RUF001 (DeepSeek spells its marks with letters that look like others)
+# ruff: noqa: RUF001 (DeepSeek's delimiters contain characters that look like others)
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 
 class Formats(NamedTuple):
-    """Which formats a model writes; None: it writes nothing of that kind."""
+    """The formats that a model writes; None: it writes no calls, or no reasoning."""
 
     tools: str | None = None
     reasoning: str | None = None
 
 
 class Block(NamedTuple):
-    """The marks around reasoning."""
+    """The delimiters around reasoning."""
 
     opens: str
     closes: str
 
 
-# What encloses the reasoning at the beginning of an answer.
+# The delimiters around the reasoning at the beginning of a completion.
 BLOCKS = {
     "think": Block("<think>", "</think>"),
     "mistral": Block("[THINK]", "[/THINK]"),
@@ -38,7 +38,7 @@ DEEPSEEK = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
-# What stands in the text of a call beside names and arguments.
+# The delimiters in the text of a call.
 MARKS: dict[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),
@@ -46,7 +46,7 @@ MARKS: dict[str, tuple[str, ...]] = {
     "mistral_v11": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
     "deepseek_v3": DEEPSEEK,
-    "deepseek_v31": DEEPSEEK,  # the same marks; the name stands in another place
+    "deepseek_v31": DEEPSEEK,  # the same delimiters; the position of the name differs
     "gpt_oss": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
     "json": (),
 }
@@ -56,12 +56,12 @@ REASONING_FORMATS = tuple(BLOCKS)
 
 
 def detect(template: str) -> Formats:
-    """The formats of the model that a chat template was written for, from the marks that stand in it."""
+    """Return the formats of the model that a chat template was written for, judged by its delimiters."""
     return Formats(_tools(template), _reasoning(template))
 
 
 def markers(formats: Formats) -> frozenset[str]:
-    """Tokens that a parser of these formats must see, also where they are special."""
+    """Return the tokens that a parser of these formats must see even if they are special."""
     if "gpt_oss" in formats:
         return frozenset(MARKS["gpt_oss"])
     marks = MARKS[formats.tools] if formats.tools else ()
@@ -69,12 +69,12 @@ def markers(formats: Formats) -> frozenset[str]:
 
 
 def reasoning_opened(formats: Formats, prompt_tail: str) -> bool:
-    """Whether a prompt ends with the beginning of a block of reasoning: the model writes only the rest."""
+    """Return whether a prompt ends by opening a block of reasoning, so that the model writes only the rest of it."""
     return formats.reasoning is not None and prompt_tail.rstrip().endswith(BLOCKS[formats.reasoning].opens)
 
 
 def ends_reasoning(formats: Formats) -> str | None:
-    """What closes a block of reasoning."""
+    """Return the delimiter that closes a block of reasoning."""
     return BLOCKS[formats.reasoning].closes if formats.reasoning else None
 
 
@@ -87,7 +87,7 @@ def _tools(template: str) -> str | None:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<function=" in template and "<parameter=" in template:
         return "qwen3_coder"
-    if "<tool_call>" in template and "<arg_key>" not in template:  # with it, it is GLM's, which is not JSON
+    if "<tool_call>" in template and "<arg_key>" not in template:  # <arg_key>: GLM's format, which is not JSON
         return "hermes"
     if not re.search(r"\btools\b", template):
         return None
@@ -98,7 +98,7 @@ def _reasoning(template: str) -> str | None:
     if _is_gpt_oss(template):
         return "gpt_oss"
     for name, block in BLOCKS.items():
-        # Some templates write only the end, where there is to be no reasoning.
+        # To turn reasoning off, some templates write only the closing delimiter.
         if block.closes in template and name != "gpt_oss":
             return name
     return None

@@ -1,4 +1,4 @@
-"""gpt-oss: a row of messages, each with a channel (analysis, commentary, final) and perhaps a function it goes to."""
+"""gpt-oss: messages, each with a channel (analysis, commentary, final) and possibly a recipient function."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .parts import Reasoning
 from .scanner import END, NOTHING, WHITE, Edged, Scanner, Script
 
 START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS = MARKS["gpt_oss"]
-MAX_HEADER = 256  # letters; a name has at most 64
+MAX_HEADER = 256  # characters; a name has at most 64
 FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 RECIPIENT = re.compile(r"\bto=")
 ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
 class Harmony(Scanner):
-    """Text outside of all messages is content; a line end stands between two messages of a kind."""
+    """Text outside of all messages is content; a line end separates two messages of one kind."""
 
     has_reasoned = False
 
@@ -24,7 +24,7 @@ class Harmony(Scanner):
         letter, mark = (yield), ""
         if self.is_reasoning:
             mark, letter = yield from self._reasoning(letter)
-        elif letter == " ":  # the prompt ends with the role, and the recipient can stand behind it
+        elif letter == " ":  # the prompt ends with the role, which a recipient can follow
             self.record("", letter)
             is_there, letter = yield from self.literal(" to=", letter)
             if is_there:
@@ -41,10 +41,10 @@ class Harmony(Scanner):
                 mark, letter = yield from self._body(letter, self.content)
 
     def _message(self, header: str, letter: str) -> Script[tuple[str, str]]:
-        """One message; gives the mark behind it, and what comes next. `header`: what is read of it so far."""
+        """Read one message; return the delimiter after it and the next character. `header`: what has been read."""
         while not header.endswith(MESSAGE):
             if letter == END:
-                self.forget()  # nothing was said yet
+                self.forget()  # a header alone is not content
                 return "", END
             if len(header) == MAX_HEADER or header.endswith((START, *ENDS), 1):
                 return "", letter
@@ -64,11 +64,11 @@ class Harmony(Scanner):
         return (yield from self._body(letter, self.content))
 
     def _arguments(self, name: str, letter: str) -> Script[tuple[str, str]]:
-        """What is not an object is told as arguments all the same: the client sees what is wrong with it."""
+        """Read the arguments. Others than objects are reported too, so that the client sees the error."""
         say = self.say_call(name)
         letter = yield from self.white(letter)
         if letter == "{":
-            letter = yield from self.value(letter, say)  # marks within its texts are text
+            letter = yield from self.value(letter, say)  # delimiters within its strings are text
             return (yield from self._body(letter, self.content))
         said = Edged(say, NOTHING, WHITE)
         mark, letter = yield from self._body(letter, said)
@@ -84,7 +84,7 @@ class Harmony(Scanner):
         return (yield from self._body(letter, said))
 
     def _body(self, letter: str, into: Edged) -> Script[tuple[str, str]]:
-        """Text up to the next mark; gives the mark and what comes next."""
+        """Read text up to the next delimiter; return the delimiter and the next character."""
         mark = yield from self.until((START, CHANNEL, *ENDS), letter, into)
         self.is_reasoning = False
         return mark, END if mark == END else (yield)

@@ -1,4 +1,4 @@
-"""Calls that are written as JSON objects: {"name": ..., "arguments": {...}}, with "parameters" for "arguments" too."""
+"""Calls written as JSON objects: {"name": ..., "arguments": {...}}, or with "parameters" instead of "arguments"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 class Objects(Scanner):
-    """Objects that stand alone, or in a list, where the answer begins."""
+    """Objects at the beginning of the completion, alone or in a list."""
 
     bare = frozenset("{[")
     separator = ""  # between objects that are not in a list
@@ -24,7 +24,7 @@ class Objects(Scanner):
         return letter
 
     def listed(self, letter: str) -> Script[str]:
-        """A list of calls, behind its bracket."""
+        """Read a list of calls, after its opening bracket."""
         letter = yield from self.white(letter)
         is_good, letter = yield from self.objects(letter, ",")
         if is_good and letter == "]":
@@ -33,7 +33,7 @@ class Objects(Scanner):
         return letter
 
     def objects(self, letter: str, separator: str) -> Script[tuple[bool, str]]:
-        """Objects one behind the other, and whether all were calls; what was not, or comes behind, stays recorded."""
+        """Read consecutive objects; return whether all were calls. Other text, and what follows it, stays recorded."""
         is_good = False
         while letter == "{":
             before = self.num_calls
@@ -49,9 +49,9 @@ class Objects(Scanner):
         return is_good, letter
 
     def object(self, letter: str) -> Script[str]:
-        """One object; says its call as soon as the name is known."""
+        """Read one object; emit its call as soon as the name is known."""
         name: str | None = None
-        waiting: str | None = None  # arguments that came before the name
+        waiting: str | None = None  # arguments that precede the name
         is_said = False
         while True:
             key, letter = yield from self._key((yield))
@@ -87,7 +87,7 @@ class Objects(Scanner):
                 return letter
 
     def _key(self, letter: str) -> Script[tuple[str | None, str]]:
-        """A key, its colon, and the first letter of what it is the key of; None: no key."""
+        """Read a key and its colon; return the key (None if there is none) and the first character of the value."""
         letter = yield from self.white(letter)
         if letter != '"':
             return None, letter
@@ -100,7 +100,7 @@ class Objects(Scanner):
 
 
 def object_text(text: str) -> str | None:
-    """Arguments that were read as a whole, as the text of an object; None when they cannot be one."""
+    """Return arguments that were read as a whole as the JSON text of an object; None if they cannot be one."""
     if text.startswith("{"):
         return text
     if text == "null":
@@ -113,14 +113,14 @@ def object_text(text: str) -> str | None:
 
 
 class Llama(Objects):
-    """Llama 3: a bare object, or one behind a mark."""
+    """Llama 3: an object, bare or after a delimiter."""
 
     opens = MARKS["llama3_json"]
     separator = ";"
 
 
 class Hermes(Objects):
-    """Each object between two marks, as Qwen writes them too."""
+    """Each object between two delimiters, as Qwen writes them too."""
 
     bare = frozenset()
     opens = MARKS["hermes"][:1]
@@ -128,7 +128,7 @@ class Hermes(Objects):
 
 
 class Mistral(Objects):
-    """A list behind one mark; in newer models the name and the arguments behind a mark each."""
+    """A list after a delimiter; in newer models the name and the arguments each follow one."""
 
     bare = frozenset()
     opens = ("[TOOL_CALLS]",)
@@ -143,7 +143,7 @@ class Mistral(Objects):
             if tag not in ("CALL_ID", "ARGS") or letter != "]":
                 return letter
             letter = yield
-            if tag == "CALL_ID":  # the model's own; the server gives others
+            if tag == "CALL_ID":  # the model's own; the server assigns others
                 _, letter = yield from self.name(letter)
         letter = yield from self.white(letter)
         return (yield from self.arguments(name, letter))

@@ -1,4 +1,4 @@
-"""Parts: what a MessageParser says, and what they make when they are put together."""
+"""Parts: the events that a MessageParser returns, and the message that they add up to."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Schema = dict[str, Any]  # JSON Schema of the arguments that a function takes
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More text of the answer."""
+    """More text of the content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More text of what the model thinks before it answers."""
+    """More text of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The model begins to call a function: the answer's call number `index`, counted from 0."""
+    """The beginning of a function call, number `index` of the completion, counted from 0."""
 
     index: int
     id: str
@@ -44,21 +44,21 @@ Part = Content | Reasoning | Call | Arguments
 
 
 class MessageParser(Protocol):
-    """Reads one choice's text, in time linear in it."""
+    """Parses the text of one choice in linear time."""
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that this piece of text makes certain, in the order of the text."""
+        """Return the parts that this piece of text makes certain, in the order of the text."""
 
     def finish(self) -> list[Part]:
-        """The parts that were held back; what was begun and never ended is told as far as it came."""
+        """Return the parts that were withheld; an incomplete part is returned as far as it was written."""
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is, as far as is known, reasoning: its tokens are counted as such."""
+        """Whether the next text is, as far as is known, reasoning: its tokens are counted as such."""
 
 
 class Plain:
-    """The parser of models without markers: all text is the answer."""
+    """The parser of models without delimiters: all text is content."""
 
     is_reasoning = False
 
@@ -70,7 +70,7 @@ class Plain:
 
 
 class CalledTool(NamedTuple):
-    """One whole call."""
+    """One complete call."""
 
     id: str
     name: str
@@ -78,7 +78,7 @@ class CalledTool(NamedTuple):
 
 
 class Message(NamedTuple):
-    """All parts of one choice, put together."""
+    """All parts of one choice, merged."""
 
     content: str
     reasoning: str
@@ -86,7 +86,7 @@ class Message(NamedTuple):
 
 
 def join(parts: Iterable[Part]) -> Message:
-    """The message that the parts make."""
+    """Return the message that the parts add up to."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, Call] = {}

@@ -1,6 +1,6 @@
-"""Calls of Qwen3-Coder: tags for the function and for each parameter, whose values stand in them as they are.
+"""Calls of Qwen3-Coder: tags for the function and for each parameter, whose values they enclose verbatim.
 
-A value has no quotes, so what it is can only be known from the function's schema.
+Values have no quotes, so their types are known only from the function's schema.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .scanner import END, NOTHING, Edged, Scanner, Script
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-MAX_TAG = 256  # letters: names of functions have at most 64, of parameters seldom half as many
-MAX_STEPS = 64  # from a schema to others, in search of its types
+MAX_TAG = 256  # characters: names of functions have at most 64, of parameters seldom half as many
+MAX_STEPS = 64  # from a schema to others when looking for its types
 LITERALS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write too
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 class Coder(Scanner):
-    """The outer mark may be missing: the model sometimes forgets it."""
+    """The outer delimiter may be missing: the model sometimes omits it."""
 
     opens = (MARKS["qwen3_coder"][0], FUNCTION)
     closes = (END_FUNCTION, MARKS["qwen3_coder"][1])
@@ -42,7 +42,7 @@ class Coder(Scanner):
         return (yield from self._parameters(self.tools[name], letter, say))
 
     def _parameters(self, schema: Schema, letter: str, say: Callable[[str], None]) -> Script[str]:
-        """All parameters. Arguments that the text ends in stay open: half of a call must not look like a whole one.
+        """Read all parameters. Arguments cut off by the end of the text stay open: half a call must not look whole.
 
         Of a parameter that is given twice the first one counts: it has been told when the second one comes.
         """
@@ -68,7 +68,7 @@ class Coder(Scanner):
             return letter
 
     def _tag(self, letter: str) -> Script[tuple[str, str]]:
-        """One of the two tags that may come, or nothing."""
+        """Read one of the two tags that may follow, or nothing."""
         letters: list[str] = []
         while letter not in (END, "\n") and len(letters) < MAX_TAG:
             letters.append(letter)
@@ -81,7 +81,7 @@ class Coder(Scanner):
         return "", letter
 
     def _value(self, types: frozenset[str], letter: str, say: Callable[[str], None]) -> Script[str]:
-        """One value, without the line end at its beginning and the one at its end; said as JSON."""
+        """Read one value, without the line ends around it, and emit it as JSON."""
         is_text = types == {"string"}
         if is_text:
             say('"')
@@ -104,7 +104,7 @@ class Coder(Scanner):
 
 
 class Raw:
-    """A value that is not text; within the quotes of JSON the mark of its end is a text like others."""
+    """A value that is not a string; inside JSON quotes its closing tag is ordinary text."""
 
     def __init__(self) -> None:
         self.is_quoted = False
@@ -130,7 +130,7 @@ class Raw:
 
 
 def types(schema: Schema, name: str) -> frozenset[str]:
-    """JSON types that a parameter may have; empty: not known."""
+    """Return the JSON types that a parameter may have; empty if unknown."""
     properties = schema.get("properties")
     todo: list[Any] = [properties.get(name) if isinstance(properties, dict) else None]
     found: set[str] = set()
@@ -158,7 +158,7 @@ def types(schema: Schema, name: str) -> frozenset[str]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """A value as JSON: where it may be text it is text, but for a null; otherwise what it reads as, if it does."""
+    """Return a value as JSON: a string (or null) if the types allow one, else the JSON it parses as, else a string."""
     if "string" in types and not (text == "null" and "null" in types):
         return _quoted(text)
     bare = text.strip()

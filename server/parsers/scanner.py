@@ -1,11 +1,11 @@
-"""Scanner: reads a text letter by letter, once, and says what each part of it is.
+"""Scanner: reads a text once, character by character, and classifies its parts.
 
-A format is a script, a generator to which every letter is sent; scripts are made of scripts. Each one is begun with the
-letter that it is to look at first and returns the first letter that it has not used, so that nothing depends on how the
-text was cut and nothing is read twice. END comes behind the last letter; every script lets it through.
+A format is a script, a generator to which every character is sent; scripts are composed of scripts. Each starts with
+the character to look at first and returns the first character that it has not used, so that nothing depends on how the
+text was split and nothing is read twice. END follows the last character; every script passes it on.
 
-White space next to a call's marks is not content, nor are line ends next to a block of reasoning. What turns out not to
-be a call is content as it stands, and is not searched for other calls.
+White space next to a call's delimiters is not content, nor are line ends next to a block of reasoning. Text that turns
+out not to be a call is content, unchanged, and is not searched for other calls.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789
 
 
 class Edged:
-    """Text without what stands at its edges: `lead` is dropped at its beginning, and `trail` held back at its end."""
+    """Trims text: drops characters of `lead` at its beginning, and withholds those of `trail` at its end."""
 
     def __init__(self, say: Callable[[str], None], lead: frozenset[str], trail: frozenset[str]) -> None:
-        self.is_empty = True  # but for what is held
+        self.is_empty = True  # apart from withheld characters
         self._say = say
         self._lead = lead
         self._trail = trail
@@ -48,7 +48,7 @@ class Edged:
                 self.flush()
 
     def flush(self, but: int = 0) -> None:
-        """What is held belongs to the text, but for the last few letters."""
+        """Emit the withheld characters as text, except for the last `but`, which are dropped."""
         held = "".join(self._held[: len(self._held) - but] if but else self._held)
         self._held.clear()
         if held:
@@ -56,23 +56,23 @@ class Edged:
 
 
 class Scanner:
-    """A MessageParser. What the formats differ in is in `opens`, `closes`, `bare` and `call`."""
+    """A MessageParser. A format defines `opens`, `closes`, `bare` and `call`."""
 
-    opens: tuple[str, ...] = ()  # marks that begin a call
-    closes: tuple[str, ...] = ()  # marks that mean nothing behind a call
-    bare: frozenset[str] = NOTHING  # letters that may begin a call where nothing comes before
+    opens: tuple[str, ...] = ()  # delimiters that begin a call
+    closes: tuple[str, ...] = ()  # delimiters that are dropped after a call
+    bare: frozenset[str] = NOTHING  # characters that may begin a call at the start of the content
 
     def __init__(
         self, tools: Mapping[str, Schema], block: Block | None, *, opened: bool, new_id: Callable[[], str]
     ) -> None:
         self.is_reasoning = opened and block is not None
         self.tools = tools
-        self._block = block  # None: behind it
+        self._block = block  # None: no reasoning, or it has ended
         self.content = self.after(NOTHING)
         self._new_id = new_id
         self.num_calls = 0
-        self._closing: tuple[str, ...] = ()  # marks that the last call may still be closed with
-        self._record: list[str] | None = None  # what is content if it does not become a call
+        self._closing: tuple[str, ...] = ()  # delimiters that may still close the last call
+        self._record: list[str] | None = None  # content unless it becomes a call
         self._parts: list[Part] = []
         self._script = self.script()
         next(self._script)
@@ -92,7 +92,7 @@ class Scanner:
         return self._take()
 
     def script(self) -> Script[None]:
-        """The whole text."""
+        """Read the whole text."""
         letter = yield
         if self.is_reasoning:
             letter = yield from self.reasoning(letter)
@@ -106,15 +106,15 @@ class Scanner:
                 letter = yield from self._marked(letter)
 
     def call(self, mark: str, letter: str) -> Script[str]:
-        """What comes behind a mark that begins a call, or from a bare letter on; says the calls.
+        """Read what follows a delimiter that begins a call, or starts with a bare character; emit the calls.
 
-        A format without calls says none, and what was read stays content.
+        A format without calls emits none, and what was read stays content.
         """
         return letter
         yield
 
     def reasoning(self, letter: str) -> Script[str]:
-        """The inside of a block of reasoning, and what closes it."""
+        """Read the inside of a block of reasoning and the delimiter that closes it."""
         assert self._block is not None
         self.is_reasoning = True
         said = Edged(lambda text: self.say(Reasoning, text), LINE_ENDS, LINE_ENDS)
@@ -128,11 +128,11 @@ class Scanner:
         return (yield)
 
     def say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        """Say more text."""
+        """Emit more text."""
         self._parts.append(kind(text))
 
     def say_call(self, name: str) -> Callable[[str], None]:
-        """Begin a call; gives what says more of its arguments."""
+        """Begin a call; return a function that emits more of its arguments."""
         index = self.num_calls
         self.num_calls += 1
         self._closing = self.closes
@@ -142,7 +142,7 @@ class Scanner:
         return lambda text: self._parts.append(Arguments(index, text))
 
     def after(self, lead: frozenset[str]) -> Edged:
-        """The next text of the answer; what was held back of the last one is dropped."""
+        """Return the next piece of content; what the last one withheld is dropped."""
         return Edged(lambda text: self.say(Content, text), lead, WHITE if self._has_marks else NOTHING)
 
     @property
@@ -150,22 +150,22 @@ class Scanner:
         return bool(self.opens or self.bare or self._block)
 
     def record(self, text: str, letter: str) -> None:
-        """From here on, beginning with `text` and the letter, keep what may have to be content."""
+        """Start to record what may turn out to be content, beginning with `text` and the character."""
         self._record = [*text, *letter]
 
     def no_call(self, letter: str) -> None:
-        """What was recorded, but for the letter that comes next, is content."""
+        """Emit what was recorded as content, except for the character to be read next."""
         record, self._record = self._record or [], None
         self.content.add(record[:-1] if letter != END else record)
 
     def forget(self) -> None:
-        """What was recorded was the syntax of a call."""
+        """Discard what was recorded: it was the syntax of a call."""
         self._record = None
 
     def until(self, marks: tuple[str, ...], letter: str, into: Edged) -> Script[str]:
-        """Text before the first of these marks; gives the mark, END where there is none. It reads no further.
+        """Read text up to the first of these delimiters, and no further; return the delimiter, END if there is none.
 
-        No mark may stand within another one.
+        No delimiter may contain another one.
         """
         firsts = frozenset(mark[0] for mark in marks)
         held = ""
@@ -180,19 +180,19 @@ class Scanner:
                 if held in marks:
                     return held
             letter = yield
-        # An output that was cut off in the middle of a call's closing mark has a whole call and nothing else.
+        # An output that was cut off in the middle of a call's closing delimiter has a whole call and nothing else.
         if not (into.is_empty and any(mark.startswith(held) for mark in self._closing)):
             into.add(held)
         return END
 
     def white(self, letter: str) -> Script[str]:
-        """White space, or nothing."""
+        """Skip white space, if any."""
         while letter in WHITE:
             letter = yield
         return letter
 
     def literal(self, text: str, letter: str) -> Script[tuple[bool, str]]:
-        """Whether exactly this text comes; what is like it at the beginning is used up all the same."""
+        """Return whether exactly this text follows. Characters that match its beginning are consumed in any case."""
         for wanted in text:
             if letter != wanted:
                 return False, letter
@@ -200,7 +200,7 @@ class Scanner:
         return True, letter
 
     def name(self, letter: str) -> Script[tuple[str, str]]:
-        """As much as can belong to the name of a function."""
+        """Return the characters that can belong to the name of a function."""
         letters: list[str] = []
         while letter in NAME:
             letters.append(letter)
@@ -208,7 +208,7 @@ class Scanner:
         return "".join(letters), letter
 
     def string(self, letter: str) -> Script[tuple[str | None, str]]:
-        """A JSON string and what it means, None when it means nothing. The letter is its first quote."""
+        """Return the value of a JSON string, None if it is invalid. The character is its opening quote."""
         letters: list[str] = []
         letter = yield from self.value(letter, letters.append)
         try:
@@ -218,7 +218,7 @@ class Scanner:
         return text if isinstance(text, str) else None, letter
 
     def value(self, letter: str, say: Callable[[str], None]) -> Script[str]:
-        """A JSON value, as it stands: up to the quote or bracket that ends it, or to what cannot belong to it."""
+        """Emit a JSON value verbatim, up to its closing quote or bracket or to a character that cannot belong to it."""
         depth, quoted, escaped = 0, False, False
         while letter != END:
             if quoted:
@@ -242,13 +242,13 @@ class Scanner:
         return letter
 
     def arguments(self, name: str, letter: str) -> Script[str]:
-        """The object of a call's arguments, if it is one and may be called."""
+        """Read a call's arguments, if they are an object and the function may be called."""
         if letter == "{" and name in self.tools:
             letter = yield from self.value(letter, self.say_call(name))
         return letter
 
     def _marked(self, letter: str) -> Script[str]:
-        """Text, and what its next mark begins."""
+        """Read text up to the next delimiter, and what that delimiter begins."""
         block = (self._block.opens,) if self._block and self.content.is_empty and not self.num_calls else ()
         mark = yield from self.until((*self.opens, *self._closing, *block), letter, self.content)
         if mark == END:
@@ -256,7 +256,7 @@ class Scanner:
         if mark in block and self.content.is_empty:
             self.is_reasoning = True
             return (yield from self.reasoning((yield)))
-        if mark in block:  # something was said before
+        if mark in block:  # after other content, it is text
             self.content.add(mark)
         elif mark in self.opens:
             return (yield from self._called(mark, (yield)))
@@ -266,7 +266,7 @@ class Scanner:
         return (yield)
 
     def _called(self, mark: str, letter: str) -> Script[str]:
-        """A call, or what looks like one."""
+        """Read a call, or what looks like one."""
         self.record(mark, letter)
         letter = yield from self.call(mark, letter)
         if self._record is not None:
@@ -274,7 +274,7 @@ class Scanner:
         return letter
 
     def _take(self) -> list[Part]:
-        """The parts said since the last time, those that go on put together."""
+        """Return the parts emitted since the last time, with adjacent parts of one kind merged."""
         said, self._parts = self._parts, []
         parts: list[Part] = []
         run: list[str] = []

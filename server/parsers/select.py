@@ -1,4 +1,4 @@
-"""Which scanner reads which format."""
+"""The table of scanners by format."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SCANNERS: dict[str, type[Scanner]] = {
 def message_parser(
     formats: Formats, *, tools: Mapping[str, Schema], opened: bool, new_id: Callable[[], str]
 ) -> MessageParser:
-    """A parser of one choice's text, in which the tokens of `markers(formats)` are to be seen.
+    """Return a parser of one choice's text, in which the tokens of `markers(formats)` must be visible.
 
-    `tools`: the functions that may be called, with the schemas of their arguments; where there are none, the marks of
-    calls are text. `opened`: the prompt ends inside of a block of reasoning. `new_id` makes the ids of calls.
+    `tools`: the functions that may be called, with the schemas of their arguments; if there are none, the delimiters
+    of calls are text. `opened`: the prompt ends inside of a block of reasoning. `new_id` makes the ids of calls.
     """
-    if "gpt_oss" in formats:  # the marks of calls and reasoning are the same
+    if "gpt_oss" in formats:  # calls and reasoning have the same delimiters
         return Harmony(tools, BLOCKS["gpt_oss"], opened=opened, new_id=new_id)
     block = BLOCKS[formats.reasoning] if formats.reasoning else None
     scanner = SCANNERS[formats.tools] if formats.tools and tools else Scanner
