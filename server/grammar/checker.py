@@ -1,4 +1,4 @@
-"""Gate: grammars are checked before a request is taken in, in a process that may die of them."""
+"""Gate: checks grammars before a request is admitted, in a process that they may crash."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CODE = "invalid_grammar"
 # CPU time of a check. Nearly all grammars take a few milliseconds. What takes longer is put into a line of its own, so
 # that forty slow ones do not hold up a quick one. The slowest of the size that is allowed take 0.3 s.
 QUICK_S, SLOW_S = 0.025, 1.0
-WAIT_S = 30.0  # for all checks that are before this one, and its own
-MAX_KNOWN = 1024  # grammars whose verdict is remembered
+WAIT_S = 30.0  # for the checks queued before this one, and its own
+MAX_KNOWN = 1024  # grammars whose verdict is cached
 
 log = logging.getLogger("pequod.server")
 
@@ -35,10 +35,10 @@ class Gone(Exception):
 
 
 class Checker:
-    """The checker's process; started with the first grammar, and again when it has died."""
+    """The checker's process; started for the first grammar, and restarted when it has died."""
 
     def __init__(self) -> None:
-        self.width = 1 << 18  # of the model's logits; the loaded model says how wide they are
+        self.width = 1 << 18  # of the model's logits; set when the model is loaded
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class Checker:
         try:
             return await asyncio.shield(verdict)
         except asyncio.CancelledError:
-            # The fork runs on until its limits end it: whoever comes next must not start another one beside it.
+            # The fork runs on until its limits end it: the next caller must not start another one beside it.
             await asyncio.wait([verdict])
             verdict.exception()
             raise
@@ -108,7 +108,7 @@ class Checker:
 
 
 class Gate:
-    """Lets good grammars pass. Callers take turns, and a verdict is remembered."""
+    """Admits valid grammars. Callers take turns, and verdicts are cached."""
 
     def __init__(self) -> None:
         self.checker = Checker()
@@ -144,12 +144,12 @@ class Gate:
         task, waiters = self._checking[digest]
         waiters.append(None)
         try:
-            # Others may wait for the same grammar: only when the last of them hangs up nobody waits any more.
+            # Others may wait for the same grammar: the check is stopped only when the last of them hangs up.
             return await asyncio.shield(task)
         finally:
             waiters.pop()
             if not waiters:
-                self._forget(digest, task)  # whoever comes with it now begins anew
+                self._forget(digest, task)  # the next request with it starts a new check
                 task.cancel()
 
     async def _check(self, grammar: Grammar, caller: str, digest: bytes) -> Verdict:
@@ -173,7 +173,7 @@ class Gate:
             del self._checking[digest]
 
     async def _tried(self, grammar: Grammar, cpu_s: float) -> Verdict:
-        """Check a grammar, and once more where something else than the grammar has ended the checker or its fork."""
+        """Check a grammar; retry once if something other than the grammar ended the checker or its fork."""
         for _ in range(2):
             with suppress(Gone):
                 verdict = await self.checker.check(grammar.kind, grammar.text, cpu_s)
@@ -182,7 +182,7 @@ class Gate:
         raise Gone
 
     async def close(self) -> None:
-        """Stop the checker's process; whoever waits gets an error."""
+        """Stop the checker's process; waiting callers get an error."""
         await self.checker.close()
 
 

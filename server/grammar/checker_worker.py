@@ -27,7 +27,7 @@ from engine import GrammarTrial, begin_child
 from .schemas import wrong
 
 # Compiling recurses along the references of a grammar. The deepest chains that fit into the largest grammar need less
-# than 64 MB; what is not touched costs nothing.
+# than 64 MB; untouched pages cost nothing.
 STACK_BYTES = 512 << 20
 MEMORY_BYTES = 512 << 20  # of one check, beside its stack and what this process has mapped itself
 
@@ -46,7 +46,7 @@ class Job(Struct, frozen=True, array_like=True):
 
 
 class Verdict(Struct, frozen=True, array_like=True):
-    """What a check has found."""
+    """The result of a check."""
 
     id: int
     problem: str | None  # half a sentence; None: the grammar can be used
@@ -61,7 +61,7 @@ class Frames:
         self._sock = sock
 
     def receive(self) -> Job | None:
-        """The next job; None when the server has gone."""
+        """Return the next job; None when the server is gone."""
         head = self._read(4)
         body = head and self._read(int.from_bytes(head, "little"))
         return msgspec.msgpack.decode(body, type=Job) if body else None
@@ -109,7 +109,7 @@ def run_child(problem: Callable[[str, str], str | None], job: Job, pipe: int) ->
 
 
 def mapped_bytes() -> int:
-    """Virtual memory of this process; 0 where the system does not say."""
+    """Return the virtual memory of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -118,7 +118,7 @@ def mapped_bytes() -> int:
 
 
 def verdict_of(job_id: int, pid: int, written: bytes) -> Verdict:
-    """What a fork has found, or what its end says."""
+    """Return the verdict that a fork wrote, or the one that its exit status implies."""
     _, status = os.waitpid(pid, 0)
     if os.WIFEXITED(status) and written:
         return msgspec.msgpack.decode(written, type=Verdict)

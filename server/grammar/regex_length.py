@@ -1,4 +1,4 @@
-"""Patterns: how long a match of a regular expression is at least, told without compiling it."""
+"""The minimum length of a regular expression's matches, computed without compiling it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # Where a text is forced, each of its characters is compiled apart: so many take some 25 milliseconds, and a{1000000},
 # which is a short expression, would take most of a second.
 MAX_SHORTEST = 1 << 14
-ENOUGH = 1 << 30  # lengths are not told apart beyond it
+ENOUGH = 1 << 30  # longer lengths are not distinguished
 
 # An escape, the beginning of a group, a count, one from nothing, or any other character. No part looks far ahead.
 TOKEN = re.compile(
@@ -21,7 +21,7 @@ NOTHING = {"^", "$", r"\b", r"\B", r"\A", r"\z"}
 
 @dataclass(slots=True)
 class _Group:
-    """What stands between two parentheses, as far as it is read."""
+    """The text between two parentheses, as far as it has been read."""
 
     fewest: int = ENOUGH  # of the alternatives before this one
     length: int = 0  # of this one
@@ -37,16 +37,16 @@ class _Group:
 
     def repeat(self, times: int) -> None:
         self.length = min(ENOUGH, self.length + self.last * (times - 1))
-        self.last = 0  # a ? behind a count only makes it lazy
+        self.last = 0  # a ? after a count only makes it lazy
 
 
 def is_too_long(pattern: str) -> bool:
-    """Whether counts make every match of a pattern longer than MAX_SHORTEST."""
+    """Return whether counts make every match of a pattern longer than MAX_SHORTEST."""
     return "{" in pattern and shortest(pattern) > MAX_SHORTEST
 
 
 def shortest(pattern: str) -> int:
-    """Characters of the shortest match, at most ENOUGH; 0 for what is no regular expression."""
+    """Return the length of the shortest match, at most ENOUGH; 0 for an invalid expression."""
     groups = [_Group()]
     place = 0
     while place < len(pattern):

@@ -1,4 +1,4 @@
-"""What is wrong with a grammar, and where: checks that need no vocabulary.
+"""Checks of grammars that need no vocabulary: they find the problem and its position.
 
 llguidance refuses what it cannot do but says nothing about where that stands. The walk here knows the keywords of
 JSON Schema and names the place; what it does not know itself it finds by asking llguidance about parts of the schema.
@@ -18,15 +18,15 @@ from .regex_length import MAX_SHORTEST, is_too_long, shortest
 
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SOURCE = 64 << 10  # bytes
-SEARCH_S = 0.05  # for the place of an error that only llguidance knows about
+SEARCH_S = 0.05  # to locate an error that only llguidance detects
 
-# What llguidance cannot guarantee. Ignoring it would let answers through that the schema forbids.
+# What llguidance cannot guarantee. Ignoring it would admit output that the schema forbids.
 UNSUPPORTED = {
     "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames",
     "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
     "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "x-guidance",
 }  # fmt: skip
-# What says nothing about an answer where it has one of these values; it is left out.
+# Keywords that do not constrain the output if they have one of these values; they are removed.
 EMPTY: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "dependencies": ({},),
@@ -42,14 +42,14 @@ EMPTY: dict[str, tuple[Any, ...]] = {
 FORMATS = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 }  # fmt: skip
-# Where schemas stand within a schema.
+# Keywords whose values contain schemas.
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 SINGLE = ("items", "additionalProperties", "additionalItems")
 
 
 class Grammar(NamedTuple):
-    """What an answer must look like, and the field of the request that says so."""
+    """A constraint on the completion, and the field of the request that sets it."""
 
     kind: str  # as the engine knows it
     text: str
@@ -64,7 +64,7 @@ class Grammar(NamedTuple):
 
 
 def of_schema(schema: Any, field: str, *, is_raw: bool = False) -> Grammar:
-    """The grammar of answers that follow a JSON schema, which may be given as its text."""
+    """Return the grammar of output that follows a JSON schema, which may be given as text."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -74,7 +74,7 @@ def of_schema(schema: Any, field: str, *, is_raw: bool = False) -> Grammar:
 
 
 def telling(schema: Any) -> Any:
-    """A schema without the keywords in it that say nothing about an answer."""
+    """Return a schema without the keywords that do not constrain the output."""
     text = written(schema)
     is_telling = not any(f'"{keyword}"' in text for keyword in (*EMPTY, "format"))
     if is_telling or not isinstance(schema, dict) or len(text) > MAX_SOURCE:  # the last is refused
@@ -93,12 +93,12 @@ def telling(schema: Any) -> Any:
 
 
 def written(value: Any) -> str:
-    """A schema as its text."""
+    """Return a schema as JSON text."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def wrong(kind: str, text: str) -> str | None:
-    """What is wrong with a grammar, half a sentence; None: nothing."""
+    """Return the problem with a grammar as half a sentence; None if there is none."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_SOURCE:
         return f"it has more than {MAX_SOURCE} bytes"
     if kind == "regex" and is_too_long(text):
@@ -132,7 +132,7 @@ def wrong(kind: str, text: str) -> str | None:
 
 
 def patterns(place: Place) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """The expressions of a schema itself, each with its path."""
+    """Yield the expressions of a schema itself, each with its path."""
     if isinstance(pattern := place.schema.get("pattern"), str):
         yield (*place.path, "pattern"), pattern
     if isinstance(named := place.schema.get("patternProperties"), dict):
@@ -196,7 +196,7 @@ def _broken_reference(root: dict[str, Any], place: Place) -> str | None:
 
 
 def _place_of_error(root: dict[str, Any]) -> str:
-    """Where llguidance's error comes from: the innermost schema that fails by itself, and its keyword."""
+    """Locate llguidance's error: the innermost schema that fails by itself, and its keyword."""
     until = time.monotonic() + SEARCH_S
     shared = {keyword: root[keyword] for keyword in ("$defs", "definitions", "$schema") if keyword in root}
 
@@ -204,7 +204,7 @@ def _place_of_error(root: dict[str, Any]) -> str:
         in_time = time.monotonic() < until
         return in_time and grammar_problem("json_schema", json.dumps({**shared, **schema})) is not None
 
-    # Definitions first: whoever refers to one that fails, fails too.
+    # Definitions first: a schema that refers to a failing one fails too.
     places = sorted(walk(root), key=lambda place: (place.path[:1] not in (("$defs",), ("definitions",)), -place.depth))
     for path, schema, _ in places:
         if fails(schema):

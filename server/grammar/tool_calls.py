@@ -1,8 +1,8 @@
-"""Grammars of whole answers: calls in the model's own format, with arguments that are valid by construction, the
-answer's own schema, and an end to the reasoning before them.
+"""Grammars of whole completions: calls in the model's own format with arguments that are valid by construction, the
+schema of the content, and a budget for the reasoning before them.
 
-They are llguidance's dialect of Lark: a call's syntax is literal, and its arguments are a JSON schema within it. What
-is a token of its own in the model's vocabulary is written as <[id]>: llguidance does not spell such tokens in letters.
+They are in llguidance's dialect of Lark: a call's syntax is literal, and its arguments are an embedded JSON schema. An
+added token of the model's vocabulary is written as <[id]>: llguidance does not match such tokens by their text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..parsers.parts import Schema
 from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, types
 from .schemas import walk
 
-# As the engine writes JSON: no white space in which a model could lose itself.
+# As the engine writes JSON: without free white space, which a model could repeat forever.
 OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -29,12 +29,12 @@ ANNOTATIONS = ("description", "title", "default", "examples", "$comment", "depre
 COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties", "unevaluatedProperties")
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 LINE, NAME = "\n", "name"
-# Keywords of an object whose properties can be written one by one,
+# Keywords of an object whose properties can be written one by one.
 ONE_BY_ONE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 
 
 class Forced(NamedTuple):
-    """A grammar, as the engine knows it, and the formats in which it makes the model write."""
+    """A grammar in the form that the engine accepts, and the formats in which it makes the model write."""
 
     kind: str
     text: str
@@ -52,14 +52,14 @@ def call_grammar(
     content: str | None = None,
     budget: int | None = None,
 ) -> Forced:
-    """What makes a model call its tools with arguments that follow their schemas.
+    """Return a grammar that makes a model call its tools with arguments that follow their schemas.
 
-    `required`: the answer is calls; else it may be text too, but where a call begins it must be valid, and there may be
-    no `tools` at all. `parallel`: there may be several calls. `opened`: the prompt ends inside of a block of reasoning,
-    which the model may write in any case if its format has one. `special`: ids of all added tokens of the vocabulary by
-    their texts, whether they are marked as special or not. `content`: the JSON schema of an answer that is no call;
-    None: it may be any text. `budget`: the most tokens of reasoning, without the
-    mark that ends it, which must be a token.
+    `required`: the completion must be calls; otherwise it may be text too, but a call that begins must be valid, and
+    `tools` may be empty. `parallel`: there may be several calls. `opened`: the prompt ends inside a block of reasoning,
+    which the model may write in any case if its format has one. `special`: ids of all added tokens of the vocabulary
+    by their texts, whether they are flagged as special or not. `content`: the JSON schema of a completion without
+    calls; None: any text. `budget`: the maximum number of reasoning tokens, without the delimiter that ends
+    the reasoning, which must be a single token.
     """
     is_tagged = formats.tools == "qwen3_coder" and all(_can_be_tagged(schema) for schema in tools.values())
     if formats.tools is None or (formats.tools == "qwen3_coder" and not is_tagged):
@@ -71,7 +71,7 @@ def call_grammar(
 
 
 class Lark:
-    """A grammar in the making; rules are made where they are first asked for."""
+    """Builds a grammar; each rule is added when it is first used."""
 
     def __init__(
         self, special: Mapping[str, int], formats: Formats, opened: bool, content: Schema | None, budget: int | None
@@ -89,16 +89,16 @@ class Lark:
         return "".join(f"{name}: {body}\n" for name, body in self.rules.items())
 
     def mark(self, text: str) -> str:
-        """A mark: its token, or its letters where it has none."""
+        """Return a delimiter: its token, or its text if it has none."""
         return f"<[{self._special[text]}]>" if text in self._special else quoted(text)
 
     def any_text(self) -> str:
-        """Any text; it has none of the tokens that are marks."""
+        """Return a rule for any text, without the tokens that are delimiters."""
         self.rules["TEXT"] = "/(?s:.*)/"
         return "TEXT"
 
     def until(self, mark: str) -> str:
-        """Any text, and the first of these marks behind it."""
+        """Return a rule for any text up to and including the first such delimiter."""
         if mark in self._special:
             return f"{self.any_text()}? {self.mark(mark)}"
         name = f"until{len(self.rules)}"
@@ -106,7 +106,7 @@ class Lark:
         return name
 
     def thought(self, mark: str) -> str:
-        """Text of reasoning, within the budget, and the mark that ends it."""
+        """Return a rule for reasoning within the budget, and the delimiter that ends it."""
         if self._budget is None:
             return self.until(mark)
         if self._budget == 0:
@@ -115,7 +115,7 @@ class Lark:
         return f"thought {self.mark(mark)}"
 
     def reasoning(self) -> str:
-        """What may come before the answer."""
+        """Return a rule for the reasoning that may precede the content or the calls."""
         if self.formats.reasoning is None or (self._budget == 0 and not self.opened):
             return ""
         opens, closes = BLOCKS[self.formats.reasoning]
@@ -124,11 +124,11 @@ class Lark:
         return inner if self.opened else f"({self.mark(opens)} {inner})?"
 
     def content(self) -> str:
-        """An answer that is no call."""
+        """Return a rule for a completion without calls."""
         return f"{self.any_text()}?" if self._content is None else self.schema(self._content)
 
     def schema(self, schema: Schema) -> str:
-        """A value that follows a schema."""
+        """Return a rule for a value that follows a schema."""
         name = f"value{len(self.rules)}"
         self.rules[name] = f"%json {json.dumps({'x-guidance': OPTIONS, **schema}, ensure_ascii=False)}"
         return name
@@ -140,9 +140,9 @@ class Lark:
 
 
 def arguments(schema: Schema) -> Schema:
-    """The schema of a call's arguments without what is only for readers.
+    """Return the schema of a call's arguments without its annotations.
 
-    They are an object; and where the schema does not say what else may stand in it, nothing else does.
+    The arguments are an object. If the schema lists its properties and has no COMPOSED keyword, no others are allowed.
     """
     schema = json.loads(json.dumps(schema or NO_ARGUMENTS))
     for place in walk(schema):
@@ -155,19 +155,19 @@ def arguments(schema: Schema) -> Schema:
 
 
 def quoted(text: str) -> str:
-    """Exactly this text."""
+    """Return a rule for exactly this text."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def pieces(*texts: str) -> str:
-    """Exactly these texts, one behind the other."""
+    """Return a rule for exactly these texts in a row, split as given."""
     return " ".join(quoted(text) for text in texts)
 
 
 class Syntax(NamedTuple):
-    """How a format writes calls; all but the first mark are rules."""
+    """How a format writes calls; all fields but `first` are rules."""
 
-    first: str  # the mark that says that calls begin
+    first: str  # the delimiter that begins the calls
     opens: str
     call: str
     between: str
@@ -175,7 +175,7 @@ class Syntax(NamedTuple):
 
 
 def _marked(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
-    """Formats in which a mark begins the calls."""
+    """Write formats in which a delimiter begins the calls."""
     syntax = SYNTAXES[lark.formats.tools or ""](lark, tools)
     more = f"({syntax.between} {syntax.call})*" if parallel else ""
     calls = f"{syntax.opens} {syntax.call} {more} {syntax.closes}"
@@ -186,7 +186,7 @@ def _marked(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bo
 
 
 def _bare(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
-    """Formats without marks: text is what does not begin with a bracket."""
+    """Write formats without delimiters: a completion that does not begin with a bracket is text."""
     if lark.formats.tools == "llama3_json":
         call = _object(lark, tools, "parameters")
         calls = f'{call} ("; " {call})*' if parallel else call
@@ -202,7 +202,7 @@ def _bare(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool
 
 
 def _harmony(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
-    """One call ends the answer, so there are never several. What ends the last message ends the answer as well."""
+    """Write gpt-oss: a call ends the completion, so there is at most one. The end of its last message ends it too."""
     del parallel
     end, again = lark.thought(ENDS[0]), f'{lark.mark(START)} "assistant"'
     opens = f"{lark.mark(CHANNEL)} "
@@ -222,7 +222,7 @@ def _harmony(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: b
 
 
 def _no_calls(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
-    """Answers of models that have no tools to call."""
+    """Write completions of requests without tools."""
     del tools, is_free, parallel
     return f"{lark.reasoning()} {lark.content()}"
 
@@ -290,8 +290,8 @@ WRITERS: dict[str, Callable[[Lark, Mapping[str, Schema], bool, bool], str]] = {
 
 
 def _object(lark: Lark, tools: Mapping[str, Schema], key: str = "arguments") -> str:
-    """One call as a JSON object."""
-    # Cut as llguidance cuts JSON: where the answer may be another object, both are read in the same pieces.
+    """Return a rule for one call as a JSON object."""
+    # Split as llguidance splits JSON: where the completion may be another object, both are read in the same pieces.
     calls = [
         f"{pieces('{', quoted(NAME), ': ', quoted(name), ', ', quoted(key), ': ')} {lark.schema(arguments(schema))} "
         + quoted("}")
@@ -301,7 +301,7 @@ def _object(lark: Lark, tools: Mapping[str, Schema], key: str = "arguments") -> 
 
 
 def _tagged(lark: Lark, schema: Any, shared: Schema) -> str:
-    """One value between its tags, with the tag that ends it: texts stand there without quotes."""
+    """Return a rule for one value and the tag that closes it; strings have no quotes."""
     if "string" not in types({"properties": {"": schema}, **shared}, ""):
         return f"{lark.schema({**shared, **schema})} {quoted(LINE + END_PARAMETER)}"
     if "enum" in schema:
@@ -310,7 +310,7 @@ def _tagged(lark: Lark, schema: Any, shared: Schema) -> str:
 
 
 def _can_be_tagged(schema: Schema) -> bool:
-    """Whether arguments can be written one by one, with texts that no schema has to look into."""
+    """Return whether arguments can be written one by one, with strings that need no schema inside the tags."""
     schema = arguments(schema)
     properties = schema.get("properties", {})
     if not (
