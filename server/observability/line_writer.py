@@ -1,4 +1,4 @@
-"""LineWriter: writes lines to a file from a thread of its own, so that a reader who does not read stops nobody else."""
+"""LineWriter: writes lines to a file from its own thread, so that a blocked pipe does not block the server."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import queue
 import threading
 from typing import TextIO
 
-MAX_LINES = 10_000  # that wait to be written; what comes after them is dropped and counted
-CLOSE_S = 1.0  # for what waits at the end
+MAX_LINES = 10_000  # in the queue; further lines are dropped and counted
+CLOSE_S = 1.0  # to write the queued lines at the end
 
 
 class LineWriter:
-    """Writes lines in their order. `write` never waits: beyond MAX_LINES it drops the line."""
+    """Writes lines in order. `write` never blocks: with MAX_LINES in the queue it drops the line."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
         self._is_closed = False
         self.dropped = 0
-        self.error: OSError | None = None  # that the last write has met; it is tried again with the next line
-        # A daemon: a pipe that nobody reads must not keep the process from ending.
+        self.error: OSError | None = None  # of the last write; the next line tries again
+        # A daemon: a blocked pipe must not keep the process from exiting.
         self._thread = threading.Thread(target=self._work, name="lines", daemon=True)
         self._thread.start()
 
     def write(self, line: str) -> None:
-        """Have a line, without its end, written later."""
+        """Queue a line, given without its line end."""
         try:
             self._lines.put_nowait(line)
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what waits, for CLOSE_S at most. What is written to the file afterwards goes there directly."""
+        """Write the queued lines, waiting for CLOSE_S at most."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(queue.Full):

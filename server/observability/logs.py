@@ -19,7 +19,7 @@ QUIET = ("uvicorn.error", "uvicorn.access", "httpx", "httpcore", "asyncio", "hug
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The structured part of a record."""
+    """Return the structured fields of a record."""
     return getattr(record, "fields", {})
 
 
@@ -33,7 +33,7 @@ class TextFormatter(logging.Formatter):
     """`2026-01-31 12:00:00 info request id=… prompt_tokens=…`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback below it where there is one."""
+        """Return one line, followed by the traceback if there is one."""
         when = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S")
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
         words = [when, record.levelname.lower(), message, *(f"{k}={_word(v)}" for k, v in fields(record).items())]
@@ -45,7 +45,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line: time, level, logger, message, and the fields beside them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -59,7 +59,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineHandler(logging.Handler):
-    """Hands formatted records to a LineWriter."""
+    """Passes formatted records to a LineWriter."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class LineHandler(logging.Handler):
 
 
 def configure(form: str, level: str) -> LineWriter:
-    """Send all log lines of this process to stderr, from a thread of their own."""
+    """Send all log lines of this process to stderr, from their own thread."""
     writer = LineWriter(sys.stderr)
     handler = LineHandler(writer)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
@@ -88,12 +88,12 @@ def configure(form: str, level: str) -> LineWriter:
 
 
 def dropped_lines() -> int:
-    """Log lines that nobody took in time, since the process was started."""
+    """Return the number of log lines dropped since the process was started."""
     return sum(each.writer.dropped for each in logging.getLogger().handlers if isinstance(each, LineHandler))
 
 
 def request_line(**figures: Any) -> None:
-    """The one line of a finished request: ids, counts and times, never content; figures that are None stay away."""
+    """Log the one line of a finished request: ids, counts and times, never content; None is left out."""
     shown = {k: round(v, 6) if isinstance(v, float) else v for k, v in figures.items() if v is not None}
     logging.getLogger("pequod.request").info("request", extra={"fields": shown})
 
@@ -102,15 +102,15 @@ class StepLog:
     """Appends every engine step to a file, one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where the file cannot be written."""
-        # Line by line, so that the file has the last step also when the process is killed.
+        """Open the file. Raises OSError if it cannot be written."""
+        # Line-buffered, so that the file has the last step even if the process is killed.
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._writer = LineWriter(self._file)
         self._is_broken = False
 
     def write(self, stats: StepStats) -> None:
-        """Append a step; when that fails, as on a full disk, the log ends and the server goes on."""
-        if self._is_broken or not stats.rows:  # without rows: only the books changed
+        """Append a step; if that fails, as on a full disk, the log ends and the server continues."""
+        if self._is_broken or not stats.rows:  # without rows, nothing was computed
             return
         if self._writer.error is not None:
             self._is_broken = True

@@ -1,8 +1,8 @@
-"""What Prometheus reads: counts of requests and tokens as they are delivered, and the engine's steps.
+"""Prometheus metrics: requests, delivered tokens and the engine's steps.
 
 Families under `pequod:` are ours. Those under `vllm:` have the names, labels and buckets of vLLM's V1 metrics, so that
 dashboards, autoscalers and routers made for it work unchanged. Both live in registries of one app: nothing is global.
-A scrape reads what is here and asks nobody.
+A scrape reads this state and calls nothing else.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "cancelled", "error")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction with each further one: some fifty steps count
+ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction per later step: a window of about fifty steps
 
-# Pages of metrics that are written anew: a router that scrapes every 50 ms gets a new one each time.
+# Limit on rendering the page: a router that scrapes every 50 ms still gets a fresh one each time.
 RENDERS_PER_S, RENDER_BURST = 20, 20
 
 TTFT = (
@@ -44,12 +44,12 @@ ITERATION = (1, *(2**i for i in range(3, 15)))
 CHOICES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
 HTTP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-# Small models take less than a millisecond per token and step, where vLLM's buckets have not begun.
+# Small models take less than a millisecond per token and step, below vLLM's smallest bucket.
 FINE = (*(m * 10.0**e for e in range(-4, 1) for m in (1, 2.5, 5)), 10.0)
 
 
 def decades(top: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50… up to `top`."""
+    """Return 1, 2, 5, 10, 20, 50… up to `top`."""
     return [m * 10**e for e in range(12) for m in (1, 2, 5) if m * 10**e <= top]
 
 
@@ -59,7 +59,7 @@ class Metrics:
     def __init__(
         self, settings: Settings, engine: Engine, limits: Limits, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # A switch of the library for the whole process: it would double every family with a time of creation.
+        # By default the library adds a creation time to every family. The switch is for the whole process.
         prometheus_client.disable_created_metrics()
         self.engine = engine
         self.limits = limits
@@ -180,7 +180,7 @@ class Metrics:
         return family.labels(**self._labels)
 
     def bind(self, info: EngineInfo) -> None:
-        """Make the families whose buckets end at the model's length, which is known now."""
+        """Create the families whose buckets end at the model's length, once it is known."""
         if self._lengths is None:
             buckets = decades(info.max_len)
             self._lengths = (
@@ -198,7 +198,7 @@ class Metrics:
     # What feeds them
 
     def step(self, stats: StepStats) -> None:
-        """One engine step; registered in engine.on_step."""
+        """Record one engine step; registered in engine.on_step."""
         self.last_step = stats
         self._life = self.engine.status.restarts
         if stats.rows:  # without: only the books changed, as after an abort between two steps
@@ -217,7 +217,7 @@ class Metrics:
             self._share(stats)
 
     def _share(self, stats: StepStats) -> None:
-        """What the step could have taken at best, and what it took."""
+        """Add the step's least possible time and its actual time."""
         limit = self.engine.info.roofline if self.engine.info is not None else None
         taken = sum(stats.seconds.get(phase, 0.0) for phase in PHASES)
         if limit is not None and taken > 0:
@@ -227,7 +227,7 @@ class Metrics:
             self._shares.setdefault(phase, _Share()).add(least, taken)
 
     def http(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """One HTTP request; `handler` is a route's template, never a path that a client made up."""
+        """Record one HTTP request; `handler` is a route's template, never a path chosen by a client."""
         method = method if method in METHODS else "OTHER"
         self.http_requests.labels(method, handler, str(status)).inc()
         self.http_seconds.labels(method, handler).observe(seconds)
@@ -384,7 +384,7 @@ class _Share:
 
 
 class _Now:
-    """Families whose values are looked up at the scrape."""
+    """Families whose values are read at each scrape."""
 
     def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
         self.collect = families
@@ -394,7 +394,7 @@ class _Now:
 
 
 def resident_bytes(pid: int | None) -> int | None:
-    """Resident memory of a process; None where the system does not tell."""
+    """Return the resident memory of a process; None if the system does not report it."""
     if pid is None:
         return None
     try:

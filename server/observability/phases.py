@@ -1,6 +1,6 @@
-"""What the seconds of an engine's step are told by: in metrics, in the step log, and by `pequod bench`."""
+"""The phases of an engine step by which metrics, the step log and `pequod bench` report its time."""
 
 from __future__ import annotations
 
-PHASES = ("schedule", "prepare", "forward", "sample", "publish")  # one after the other, together the whole step
-KERNELS = "kernels"  # told beside the phases, of which it is a part: the time in our CPU kernels
+PHASES = ("schedule", "prepare", "forward", "sample", "publish")  # consecutive; together the whole step
+KERNELS = "kernels"  # the part of these phases spent in our CPU kernels

@@ -1,4 +1,4 @@
-"""Request tracking: what one request adds to the metrics, and its log line."""
+"""Request tracking: the metrics of one request, and its log line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine import RequestStats
 from .logs import request_line
 from .metrics import ABORT_CAUSES, FINISH_REASONS, Metrics
 
-MOST_GAPS = 4096  # per choice, for the median that the log tells
+MOST_GAPS = 4096  # per choice, for the median in the log
 
 
 class Track:
@@ -27,8 +27,8 @@ class Track:
         self.prompts = prompts  # tokens of each
         self.began = metrics.clock()
         self.choices = [_Choice() for _ in range(n * len(prompts))]
-        self.begun: set[int] = set()  # prompts of which a token has come
-        self.cached: dict[int, int] = {}  # by prompt: tokens found in the cache, as its first choice tells
+        self.begun: set[int] = set()  # prompts that have a first token
+        self.cached: dict[int, int] = {}  # by prompt: tokens found in the cache, as its first choice reports
         self.cause: str | None = None  # of the abort
         self.generates = max_tokens is not None
         metrics.params_n.observe(n)
@@ -36,7 +36,7 @@ class Track:
             metrics.lengths[2].observe(max_tokens)
 
     def delivered(self, num_tokens: int, choice: int = 0) -> None:
-        """Tokens that are handed on to the client, now."""
+        """Record tokens that are being delivered to the client."""
         mine, metrics = self.choices[choice], self.metrics
         if num_tokens < 1 or mine.reason is not None:
             return
@@ -49,7 +49,7 @@ class Track:
             metrics.ttft.observe(now - self.began)
             gaps -= 1
         mine.tokens += num_tokens
-        # Tokens that came together share the time since the one before: the sum stays the time that has passed.
+        # Tokens delivered together share the time since the previous one: the sum stays the time that has passed.
         for _ in range(gaps):
             gap = (now - mine.last) / gaps
             metrics.gaps.observe(gap)
@@ -59,7 +59,7 @@ class Track:
         mine.last = now
 
     def finished(self, reason: str, stats: RequestStats | None = None, choice: int = 0) -> None:
-        """The end of one choice; only the first one counts."""
+        """Record the end of one choice; only the first call counts."""
         mine, metrics = self.choices[choice], self.metrics
         if mine.reason is not None:
             return
@@ -70,7 +70,7 @@ class Track:
         if self.generates:
             metrics.lengths[1].observe(mine.tokens)
         metrics.latency.observe(metrics.clock() - self.began)
-        if mine.reason in ("stop", "length"):  # also an answer of no token, when a stop token was drawn first
+        if mine.reason in ("stop", "length"):  # also without any token, when a stop token was sampled first
             self._begin(prompt)
         if mine.tokens > 1:
             metrics.per_token.observe((mine.last - mine.first) / (mine.tokens - 1))
@@ -96,7 +96,7 @@ class Track:
             metrics.inference_seconds.observe(max(0.0, stats.last_token - stats.scheduled))
 
     def aborted(self, cause: str) -> None:
-        """End all choices that are open, for one of ABORT_CAUSES."""
+        """End all open choices, for one of ABORT_CAUSES."""
         still_open = [i for i, choice in enumerate(self.choices) if choice.reason is None]
         if not still_open:
             return
@@ -106,7 +106,7 @@ class Track:
             self.finished("error" if self.cause == "error" else "abort", None, choice)
 
     def close(self) -> None:
-        """For a `finally`: whoever leaves choices open has lost the client."""
+        """End the open choices as disconnected. For a `finally`: choices are left open only if the client is gone."""
         self.aborted("disconnect")
 
     def _begin(self, prompt: int) -> None:
@@ -135,7 +135,7 @@ class Track:
 
 
 class _Choice:
-    """What is known of one choice."""
+    """The state of one choice."""
 
     __slots__ = ("first", "gaps", "last", "queued", "reason", "tokens")
 
