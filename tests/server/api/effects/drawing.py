@@ -3,10 +3,9 @@
 import concurrent.futures
 import json
 import re
-import time
 
 from tests.live import eventually
-from tests.server.api.effects.endpoint import END, busy
+from tests.server.api.effects.endpoint import END, WAITING, busy
 from tests.server.wire import CHAT, COMPLETIONS
 
 GREEDY_LIKE = {"temperature": 2.0, "max_tokens": 6}
@@ -176,10 +175,9 @@ def priority(e):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         with busy(e.server):
             sent = [pool.submit(send, "later", 600, priority=5)]  # so long that the order is seen from here
-            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 1)
+            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 1)
             sent.append(pool.submit(send, "sooner", 4, priority=4))
-            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 2)
-            time.sleep(0.3)  # a request is counted before its prompt is encoded and sent to the engine
+            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 2)
         for each in sent:
             each.result()
     assert done == ["sooner", "later"]

@@ -8,7 +8,7 @@ import pytest
 from openai.types import embedding_create_params as params
 
 from tests.live import eventually
-from tests.server.api.effects.endpoint import busy
+from tests.server.api.effects.endpoint import WAITING, busy
 from tests.server.api.effects.tokens import served
 from tests.server.wire import EMBEDDINGS
 
@@ -87,9 +87,9 @@ def priority(e):
         with busy(e.server):
             # So long that the order is seen from here.
             sent = [pool.submit(send, "later", input=LONG * 15, priority=5)]
-            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 1)
+            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 1)
             sent.append(pool.submit(send, "sooner", priority=4))
-            eventually(lambda: e.server.metric("vllm:num_requests_waiting") == 2)
+            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 2)
         for each in sent:
             each.result()
     assert done == ["sooner", "later"]

@@ -18,6 +18,8 @@ BASE = {
     MESSAGES: {"messages": QUESTION, "max_tokens": 12, "temperature": 0},
     COUNT_TOKENS: {"messages": QUESTION},
 }
+# With reason="capacity": those that the scheduler has; others are counted before their prompts are encoded.
+WAITING = "vllm:num_requests_waiting_by_reason"
 END = 2  # <|im_end|> of the built-in model
 
 
