@@ -175,13 +175,15 @@ def compute():
     while not stop.is_set():
         packed(x)
 
-threading.Thread(target=compute, daemon=True).start()
+computing = threading.Thread(target=compute)
+computing.start()
 for _ in range(20):  # while the other thread computes
     child = os.fork()
     if not child:
         os._exit(0 if torch.equal(packed(x), want) and len(helpers()) == 2 else 1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end="")
 stop.set()
+computing.join()  # torch aborts a thread that still computes while the interpreter shuts down
 """
     assert python(code) == "0" * 20
 
