@@ -1,39 +1,41 @@
-"""Snapshots that the scheduler hands to the runner and gets back: what one step needs, nothing more."""
+"""What the scheduler passes to the runner, and what it gets back: what one step needs, and nothing more."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from .types import ErrorCode, SamplingParams, TokenLogprob
 
-if TYPE_CHECKING:  # half of those who import this have no other use for it
+if TYPE_CHECKING:  # the scheduler and the simulator need this module and no numpy
     import numpy as np
     from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence's part of a step: `token_ids` stand at positions start, start + 1, …"""
+    """One sequence's part of a step: `token_ids` are at positions start, start + 1, …"""
 
     seq_id: int
     start: int
     token_ids: list[int]
-    new_block_ids: list[int]  # all of the sequence's blocks in the step that it enters
-    num_logits: int  # of the last positions: 0 while a prompt is not complete, 1 to draw a token, all to score a prompt
+    new_block_ids: list[int]  # all of the sequence's blocks in the step in which it enters
+    num_logits: int  # of the last positions: 0 while a prompt is incomplete, 1 to sample a token, all to score a prompt
     scored: list[int] = field(default_factory=list)  # prompt tokens that the first of these positions predict
     num_hidden: int = 0  # of the last positions: hidden states to pool instead, 1 for the last or all for their mean
-    embeds: bool = False  # the prompt is complete: its embedding is told
+    embeds: bool = False  # the prompt is complete: the step returns its embedding
 
     @property
     def draws(self) -> bool:
-        """Whether the last position draws a token."""
+        """Whether the last position samples a token."""
         return self.num_logits > len(self.scored)
 
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """A sequence that the runner has not seen, or has seen leave."""
+    """A sequence that the runner does not know, or has been told to forget."""
 
     seq_id: int
     params: SamplingParams
@@ -43,7 +45,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. `left` goes before `entered`: a preempted sequence can leave and enter again."""
+    """One step. The runner processes `left` before `entered`: a preempted sequence can leave and enter again."""
 
     step: int
     rows: list[Row]
@@ -58,29 +60,42 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which tokens the rows that have a grammar may draw."""
+    """Which tokens may be sampled by the rows that have a grammar."""
 
-    rows: list[int]  # indices of batch.rows, ascending; all of them draw
+    rows: list[int]  # indices of batch.rows, ascending; all of them sample
     bits: NDArray[np.int32]  # [rows, ceil(vocab / 32)], token 0 is the lowest bit of the first word
 
 
-@dataclass(frozen=True, slots=True)
-class RowError:
-    """Why a row failed, and its sequence alone."""
+class Sampled(msgspec.Struct, frozen=True):
+    """The outcome of a row that samples."""
+
+    token_ids: list[int]  # the sampled token, then those that its grammar forces; may be empty only when `is_last`
+    logprobs: list[TokenLogprob] | None = None  # one per token, when requested
+    is_last: bool = False  # the grammar is complete: the output ends after these tokens
+
+
+class Embedded(msgspec.Struct, frozen=True):
+    """The outcome of a row that completes a prompt to embed."""
+
+    embedding: bytes  # as TokenDelta.embedding
+
+
+class RowError(msgspec.Struct, frozen=True):
+    """The outcome of a row that failed: its sequence ends with this error, and the others are not affected."""
 
     message: str
     code: ErrorCode | None = None
     field: str | None = None  # of SamplingParams, to blame
 
 
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """What a step drew, aligned with batch.rows."""
+# None: the row's prompt is incomplete, so there is nothing to return yet.
+Outcome = Sampled | Embedded | RowError | None
 
-    token_ids: list[list[int]]  # one where the row draws, and those that its grammar forces behind it
-    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per token
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step computed."""
+
+    outcomes: list[Outcome]  # one per row of the batch
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per scored token
-    errors: dict[int, RowError] = field(default_factory=dict)  # row index -> why this row alone failed
     seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample, kernels
-    ended: frozenset[int] = frozenset()  # rows whose grammar has nothing more to say
-    embeddings: dict[int, bytes] = field(default_factory=dict)  # row index -> TokenDelta.embedding, where it embeds

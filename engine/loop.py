@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
-from .batch import Batch, Masks, StepTokens
+from .batch import Batch, Masks, StepResult
 from .grammar import GrammarError, GrammarsBusy
 from .scheduler import Scheduler
 from .types import EngineRequest, ErrorCode, StepStats, TokenDelta
@@ -23,7 +23,7 @@ class StepOutOfMemory(Exception):
 class Step(Protocol):
     """A step in flight on the device."""
 
-    def sample(self, masks: Masks | None = None) -> StepTokens: ...
+    def sample(self, masks: Masks | None = None) -> StepResult: ...
 
 
 class Runner(Protocol):
@@ -88,16 +88,16 @@ class EngineLoop:
         scheduled = time.perf_counter()
         told = batch
         try:
-            tokens = await self._tokens(batch)
-            deltas = self.scheduler.update(batch, tokens)
+            result = await self._result(batch)
+            deltas = self.scheduler.update(batch, result)
         except StepOutOfMemory:
-            tokens, deltas = None, self.scheduler.abandon(batch)
+            result, deltas = None, self.scheduler.abandon(batch)
             told = Batch(batch.step, [])  # nothing of it counts
-        self._publish(told, tokens, deltas, scheduled - began)
+        self._publish(told, result, deltas, scheduled - began)
         self._waits_since = None  # a slow server is no stall
         await self.outbox.drained()
 
-    async def _tokens(self, batch: Batch) -> StepTokens:
+    async def _result(self, batch: Batch) -> StepResult:
         """Compute a step; where rows have a grammar, their masks are filled here while the forward pass runs there."""
         rows = self.grammars.rows(batch) if self.grammars is not None else []
         masks: Future[Masks] | None = Future() if rows else None
@@ -110,18 +110,18 @@ class EngineLoop:
         except BaseException as error:
             masks.set_exception(error)  # the model thread waits for it
         seconds = time.perf_counter() - began
-        tokens = self.grammars.advance(batch, rows, await computing, self.scheduler.room_of)
-        tokens.seconds["masks"] = seconds
-        return tokens
+        result = self.grammars.advance(batch, rows, await computing, self.scheduler.room_of)
+        result.seconds["masks"] = seconds
+        return result
 
-    def _compute(self, batch: Batch, masks: Future[Masks] | None) -> StepTokens:
+    def _compute(self, batch: Batch, masks: Future[Masks] | None) -> StepResult:
         step = self.runner.launch(batch)
         return step.sample() if masks is None else step.sample(masks.result())
 
-    def _publish(self, batch: Batch, tokens: StepTokens | None, deltas: list[TokenDelta], schedule_s: float) -> None:
+    def _publish(self, batch: Batch, result: StepResult | None, deltas: list[TokenDelta], schedule_s: float) -> None:
         began = time.perf_counter()
         self._forget(deltas)
-        seconds = {"schedule": schedule_s, "publish": self._publish_s, **(tokens.seconds if tokens else {})}
+        seconds = {"schedule": schedule_s, "publish": self._publish_s, **(result.seconds if result else {})}
         self.outbox.send(deltas, self.scheduler.stats(batch, seconds, time.time()))
         self._publish_s = time.perf_counter() - began  # told with the next step: this one's frame has gone
         if self.debug:

@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 
 from msgspec.structs import replace
 
-from .batch import Batch, Entered, Row, RowError, StepTokens
+from .batch import Batch, Embedded, Entered, Row, RowError, Sampled, StepResult
 from .blocks import BlockPool, root_hash
 from .config import EngineConfig
 from .sequence import Sequence, Status
@@ -190,7 +190,11 @@ class Scheduler:
         starved = self._starved()
         while starved is not None and not self._has_place(starved):
             counts = Counter(seq.request.flow for seq in self.running)
-            crowd = [seq for seq in self.running if counts[seq.request.flow] > 1 and self._yields_to(seq, starved)]
+            crowd = [
+                seq
+                for seq in self.running
+                if counts[seq.request.flow] > 1 and not seq.num_inflight and self._yields_to(seq, starved)
+            ]
             if not crowd:
                 return
             victim = max(crowd, key=self._order)
@@ -256,13 +260,19 @@ class Scheduler:
         return min(seq.remaining, SCORED_TOKENS) if seq.is_scored else seq.remaining
 
     def _grow(self, seq: Sequence, count: int, chosen: dict[Sequence, int]) -> bool:
-        """Take the blocks for `count` more tokens, preempting the last in order; False when that was `seq` itself."""
+        """Take the blocks for `count` more tokens, preempting the last in order; False when that was `seq` itself.
+
+        Sequences in flight are not preempted: the step that is running writes to their blocks. If all are, the sequence
+        has to wait for a step to be collected, and the result is False as well.
+        """
         while True:
-            blocks = self.pool.take(max(0, seq.blocks_for(seq.num_computed + count)))
+            blocks = self.pool.take(max(0, seq.blocks_for(seq.start + count)))
             if blocks is not None:
                 seq.block_ids += blocks
                 return True
-            victim = max(self.running, key=self._order)
+            victim = max((other for other in self.running if not other.num_inflight), key=self._order, default=None)
+            if victim is None:
+                return False
             self._preempt(victim)
             chosen.pop(victim, None)
             if victim is seq:
@@ -381,7 +391,7 @@ class Scheduler:
         for seq in sorted(chosen, key=self._order):
             more = min(self._most(seq) - chosen[seq], budget)
             if more > 0:
-                blocks = self.pool.take(max(0, seq.blocks_for(seq.num_computed + chosen[seq] + more)))
+                blocks = self.pool.take(max(0, seq.blocks_for(seq.start + chosen[seq] + more)))
                 if blocks is not None:
                     seq.block_ids += blocks
                     chosen[seq] += more
@@ -392,7 +402,7 @@ class Scheduler:
         for seq in self.running:
             if seq not in chosen:
                 continue
-            start, count = seq.num_computed, chosen[seq]
+            start, count = seq.start, chosen[seq]
             prompt_tokens += count if seq.is_prompt or not seq.num_output else 0
             if seq.new_to_runner:
                 history = list(seq.tokens) if seq.request.params.uses_history else []
@@ -414,48 +424,55 @@ class Scheduler:
                 )
             )
             seq.num_sent_blocks = len(seq.block_ids)
-            seq.num_inflight = count
+            seq.num_inflight += count
         left, self._left = self._left, []
         self._steps += 1
         return Batch(self._steps, rows, entered, left, prompt_tokens)
 
-    def update(self, batch: Batch, tokens: StepTokens) -> list[TokenDelta]:
-        """Take in what a step computed; gives new tokens and terminal deltas, in order of arrival."""
+    def update(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+        """Record what a step computed; returns new tokens and terminal deltas, in order of arrival."""
         deltas = []
         now = self.clock()
         self._recover()
-        for index, row in enumerate(batch.rows):
+        for index, (row, outcome) in enumerate(zip(batch.rows, result.outcomes, strict=True)):
             seq = self.by_id[row.seq_id]
-            seq.num_computed += seq.num_inflight
-            seq.num_inflight = 0
+            seq.num_inflight -= len(row.token_ids)
+            seq.num_computed += len(row.token_ids)
             self._publish_blocks(seq)
-            if index in tokens.prompt_logprobs:  # a preempted prompt is scored again; what is known stays
-                seq.prompt_logprobs += tokens.prompt_logprobs[index][max(0, len(seq.prompt_logprobs) - row.start) :]
-            drawn = tokens.token_ids[index]
+            if row.scored:  # the prompt of a preempted sequence is scored again, and the known scores stay
+                known = len(seq.prompt_logprobs) - row.start
+                seq.prompt_logprobs += result.prompt_logprobs.get(index, ())[max(0, known) :]
             if seq.aborted:
-                deltas.append(self._end(seq, "abort"))
-            elif index in tokens.errors:
-                deltas.append(self._end(seq, "error", error=tokens.errors[index]))
-            elif index in tokens.embeddings:
-                seq.last_token = now
-                deltas.append(self._end(seq, "stop", delta=TokenDelta(id=seq.id, embedding=tokens.embeddings[index])))
-            elif drawn or index in tokens.ended:
-                begins = not seq.first_token
-                seq.first_token = seq.first_token or now
-                seq.last_token = now
-                reason = self._extend(seq, drawn, index in tokens.ended)
-                told, seq.num_untold = len(seq.tokens) - seq.num_untold, 0
-                delta = TokenDelta(
-                    id=seq.id,
-                    token_ids=tuple(seq.tokens[told:]),
-                    logprobs=tuple(tokens.logprobs[index]) if index in tokens.logprobs else None,
-                    prompt_logprobs=self._scores(seq) if begins else None,
-                    # A reader who ends a request at a stop string never sees its last delta.
-                    stats=seq.stats() if begins else None,
-                )
-                self.num_output += len(delta.token_ids)
-                deltas.append(self._end(seq, reason, delta=delta) if reason else delta)
+                if not seq.num_inflight:
+                    deltas.append(self._end(seq, "abort"))
+                continue
+            match outcome:
+                case Sampled():
+                    deltas.append(self._append(seq, outcome, now))
+                case Embedded(embedding):
+                    seq.last_token = now
+                    deltas.append(self._end(seq, "stop", delta=TokenDelta(id=seq.id, embedding=embedding)))
+                case RowError():
+                    deltas.append(self._end(seq, "error", error=outcome))
         return deltas
+
+    def _append(self, seq: Sequence, sampled: Sampled, now: float) -> TokenDelta:
+        """Append the tokens of a row to its sequence; returns those that its reader has not got yet."""
+        is_first = not seq.first_token
+        seq.first_token = seq.first_token or now
+        seq.last_token = now
+        reason = self._extend(seq, sampled.token_ids, sampled.is_last)
+        new, seq.num_untold = len(seq.tokens) - seq.num_untold, 0
+        delta = TokenDelta(
+            id=seq.id,
+            token_ids=tuple(seq.tokens[new:]),
+            logprobs=None if sampled.logprobs is None else tuple(sampled.logprobs),
+            prompt_logprobs=self._scores(seq) if is_first else None,
+            # A reader that ends a request at a stop string never sees its last delta.
+            stats=seq.stats() if is_first else None,
+        )
+        self.num_output += len(delta.token_ids)
+        return self._end(seq, reason, delta=delta) if reason else delta
 
     def abandon(self, batch: Batch) -> list[TokenDelta]:
         """A step ran out of memory: it does not count, its largest request fails, and steps are smaller for a while."""
@@ -468,7 +485,7 @@ class Scheduler:
         deltas = []
         for row in batch.rows:
             seq = self.by_id[row.seq_id]
-            seq.num_inflight = 0
+            seq.num_inflight -= len(row.token_ids)
             if seq.aborted:
                 deltas.append(self._end(seq, "abort"))
             elif row is largest:

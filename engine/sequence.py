@@ -30,7 +30,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)  # prompt, then output
     num_untold: int = 0  # of the last tokens: forced by a grammar before the first draw, and not yet delivered
     num_computed: int = 0  # tokens whose keys and values are in the cache (collected steps only)
-    num_inflight: int = 0  # tokens in the step that runs now
+    num_inflight: int = 0  # tokens in steps that have not been collected
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks, as far as asked for
     num_published: int = 0  # blocks of ours whose content the pool knows
@@ -83,14 +83,19 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def start(self) -> int:
+        """Position of the first token that is neither computed nor in flight: where its next row starts."""
+        return self.num_computed + self.num_inflight
+
+    @property
     def remaining(self) -> int:
-        """Tokens that the model has not seen yet."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that no step has computed or is computing."""
+        return len(self.tokens) - self.start
 
     @property
     def is_prompt(self) -> bool:
         """Whether it has more than its last token to compute (also after a preemption), or has not begun."""
-        return self.num_computed == 0 or self.remaining > 1
+        return self.start == 0 or self.remaining > 1
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks to take so that the first `num_tokens` tokens have a place."""

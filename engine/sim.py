@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from .batch import Batch, StepTokens
+from .batch import Batch, Embedded, Outcome, Sampled, StepResult
 from .config import POLICIES, EngineConfig
 from .scheduler import POOLINGS, Scheduler
 from .types import EngineRequest, Pooling, SamplingParams, TokenDelta, TokenLogprob
@@ -106,7 +106,7 @@ class FakeRunner:
             self.holders[block].discard(seq_id)
         self.pooled.pop(seq_id, None)
 
-    def compute(self, batch: Batch, requests: dict[int, EngineRequest], tokens: dict[int, list[int]]) -> StepTokens:
+    def compute(self, batch: Batch, requests: dict[int, EngineRequest], tokens: dict[int, list[int]]) -> StepResult:
         """`tokens`: what each sequence holds, by the driver's own books."""
         for seq_id in batch.left:
             self.forget(seq_id)
@@ -118,16 +118,13 @@ class FakeRunner:
             assert entered.params == request.params, "a sequence entered with parameters that are not its own"
             assert entered.prompt_len == len(request.prompt_ids), "the sampler counts positions from another place"
             assert entered.token_ids == history, "the sampler's history is not the sequence's tokens"
-        drawn: list[list[int]] = []
+        outcomes: list[Outcome] = []
         for row in batch.rows:
             table = self.tables[row.seq_id]
             for block in row.new_block_ids:
                 table.append(block)
                 self.holders.setdefault(block, set()).add(row.seq_id)
         scores: dict[int, list[TokenLogprob]] = {}
-        logprobs: dict[int, list[TokenLogprob]] = {}
-        ended: set[int] = set()
-        embeddings: dict[int, bytes] = {}
         for index, row in enumerate(batch.rows):
             table, salt, own = self.tables[row.seq_id], requests[row.seq_id].cache_salt, tokens[row.seq_id]
             end = row.start + len(row.token_ids)
@@ -142,7 +139,9 @@ class FakeRunner:
                 block = table[position // self.block_size]
                 assert self.holders[block] == {row.seq_id}, f"block {block} is shared and written"
                 self.memory[block * self.block_size + position % self.block_size] = (salt, position, own[position])
-            pooling = requests[row.seq_id].params.pooling
+            outcome: Outcome = None
+            params = requests[row.seq_id].params
+            pooling = params.pooling
             assert row.draws == (end == len(own) and pooling is None), "a token is drawn too early or not at all"
             assert row.embeds == (end == len(own) and pooling is not None), "a vector is made too early or not at all"
             if pooling is not None:
@@ -153,17 +152,16 @@ class FakeRunner:
                 states = self.pooled[row.seq_id]
                 wanted = [len(own) - 1] if pooling.kind == "last" else list(range(len(own)))
                 assert sorted(states) == wanted, "hidden states are missing, or were not asked for"
-                embeddings[index] = embed(own if pooling.kind == "last" else [states[i] for i in wanted], pooling.kind)
+                outcome = Embedded(embed(own if pooling.kind == "last" else [states[i] for i in wanted], pooling.kind))
             assert len(row.scored) in (0, row.num_logits - row.draws), "a position is scored and not computed"
-            run, is_ended = self.draws(own, requests[row.seq_id].params) if row.draws else ([], False)
-            drawn.append(run)
-            if is_ended:
-                ended.add(index)
-            if run and requests[row.seq_id].params.logprobs is not None:
-                logprobs[index] = [TokenLogprob(-float(token)) for token in run]
+            if row.draws:
+                run, is_last = self.draws(own, params)
+                logprobs = None if params.logprobs is None else [TokenLogprob(-float(token)) for token in run]
+                outcome = Sampled(run, logprobs, is_last)
+            outcomes.append(outcome)
             if row.scored:
                 scores[index] = [TokenLogprob(-float(token)) for token in row.scored]
-        return StepTokens(drawn, logprobs, scores, ended=frozenset(ended), embeddings=embeddings)
+        return StepResult(outcomes, scores)
 
     def draws(self, own: list[int], params: SamplingParams) -> tuple[list[int], bool]:
         """What a row samples, with the tokens that its grammar forces after it, and whether its output then ends."""

@@ -21,7 +21,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from .. import hub
-from ..batch import Batch, Masks, RowError, StepTokens
+from ..batch import Batch, Masks, Outcome, RowError, Sampled, StepResult
 from ..config import EngineConfig
 from ..types import EngineError, EngineRequest, ErrorCode, SamplingParams
 from . import GrammarError, GrammarsBusy
@@ -140,6 +140,26 @@ class Matcher:
             taken += forced[:hidden]
         return taken
 
+    def follow(self, outcome: Outcome, room: int) -> Outcome:
+        """Advance by a row's sampled token; returns the outcome with the tokens that are forced after it.
+
+        `room`: the remaining number of output tokens, including the sampled one.
+        """
+        match outcome:
+            case RowError(code=ErrorCode.NO_TOKEN_LEFT) if self.is_accepting:
+                return Sampled([], is_last=True)  # there is nothing to add, and nothing is missing
+            case Sampled(token_ids=[token]):
+                if self.has_failed:
+                    return self.failure
+                if not self.take(token) or self.has_failed:
+                    return self.failure if self.has_failed else REFUSED
+                if self.is_end(token):
+                    return outcome
+                tokens = [token, *self.jump(room - 1)]
+                is_last = self.is_finished
+                return self.failure if self.has_failed and not is_last else Sampled(tokens, outcome.logprobs, is_last)
+        return outcome
+
     def begin(self, room: int) -> list[int]:
         """Advance by the tokens that every output starts with, at most `room`; returns them. Raises GrammarError.
 
@@ -249,33 +269,17 @@ class Grammars:
             return False  # the error does not say which one: compute each separately
         return True
 
-    def advance(self, batch: Batch, rows: list[int], tokens: StepTokens, room: Callable[[int], int]) -> StepTokens:
-        """Advance the matchers by the sampled tokens; returns the tokens, each followed by those that its grammar
-        forces.
+    def advance(self, batch: Batch, rows: list[int], result: StepResult, room: Callable[[int], int]) -> StepResult:
+        """Advance the matchers of these rows by their sampled tokens.
 
-        `room(request id)`: the remaining number of output tokens, including the one that was just sampled.
+        Returns the result with the tokens that the grammars force after them. `room(request id)`: the remaining number
+        of output tokens, including the one that was just sampled.
         """
-        token_ids, errors = list(tokens.token_ids), dict(tokens.errors)
-        ended: set[int] = set()
+        outcomes = list(result.outcomes)
         for row in rows:
             seq_id = batch.rows[row].seq_id
-            matcher = self._matchers[seq_id]
-            if row in errors and errors[row].code is ErrorCode.NO_TOKEN_LEFT and matcher.is_accepting:
-                del errors[row]  # there is nothing to add, and nothing is missing
-                ended.add(row)
-            elif row in errors or matcher.has_failed:
-                pass
-            elif not matcher.take(token_ids[row][0]) and not matcher.has_failed:
-                errors[row] = REFUSED
-            elif not matcher.has_failed and not matcher.is_end(token_ids[row][0]):
-                token_ids[row] = token_ids[row] + matcher.jump(room(seq_id) - 1)
-                if matcher.is_finished:
-                    ended.add(row)
-            if matcher.has_failed and row not in ended and row not in errors:
-                errors[row] = matcher.failure
-        for row in errors:
-            token_ids[row] = []
-        return replace(tokens, token_ids=token_ids, errors=errors, ended=frozenset(ended))
+            outcomes[row] = self._matchers[seq_id].follow(outcomes[row], room(seq_id))
+        return replace(result, outcomes=outcomes)
 
     def close(self) -> None:
         """Shut down without waiting for grammars that are being compiled."""

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..batch import Entered, Row, RowError
+from ..batch import Embedded, Entered, Row, RowError
 from ..types import Pooling
 
 NOT_FINITE = RowError("the hidden states for this request are not finite numbers, or are all zero")
-NOT_TOLD = RowError("this model tells no hidden states")
-
-
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """What a step's rows came to, by their index: a vector (float32, little-endian) or the reason why not."""
-
-    embeddings: dict[int, bytes] = field(default_factory=dict)
-    errors: dict[int, RowError] = field(default_factory=dict)
+NO_HIDDEN = RowError("this model has no hidden states to pool")
 
 
 class Pooler:
@@ -46,14 +36,14 @@ class Pooler:
 
     def pool(
         self, hidden: Tensor | None, places: dict[int, slice], slots: NDArray[np.int64], rows: list[Row]
-    ) -> Pooled:
-        """Take a step's hidden states in.
+    ) -> dict[int, Embedded | RowError]:
+        """Add a step's hidden states to the sums; returns the outcome of each row that completes its prompt.
 
-        hidden: [states, hidden], None: the model has none to tell. places: row -> its states among them. slots:
-        [rows]. When this raises, as for lack of memory, nothing has been taken in and the step can be computed again.
+        hidden: [states, hidden], None: the model returns none. places: row -> its states among them. slots: [rows].
+        When this raises, as for lack of memory, no sum has changed and the step can be computed again.
         """
         if hidden is None:
-            return Pooled(errors=dict.fromkeys(places, NOT_TOLD))
+            return dict.fromkeys(places, NO_HIDDEN)
         sums: dict[int, Tensor] = {}
         ready: dict[int, Tensor] = {}
         for index, place in places.items():
@@ -63,15 +53,12 @@ class Pooler:
                 states += self._sums[slot]
             (ready if row.embeds else sums)[index] = states
         vectors = torch.stack(list(ready.values())).cpu().numpy() if ready else ()  # the only transfer
-        pooled = Pooled()
+        outcomes: dict[int, Embedded | RowError] = {}
         for index, vector in zip(ready, vectors, strict=True):
             embedding = unit(vector[: self._pooling[int(slots[index])].dimensions])
-            if embedding is None:
-                pooled.errors[index] = NOT_FINITE
-            else:
-                pooled.embeddings[index] = embedding
+            outcomes[index] = NOT_FINITE if embedding is None else Embedded(embedding)
         self._sums.update({int(slots[index]): states for index, states in sums.items()})
-        return pooled
+        return outcomes
 
 
 def unit(vector: NDArray[np.float64]) -> bytes | None:

@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .. import attention, models
-from ..batch import Batch, Entered, Masks, Row, RowError, StepTokens
+from ..batch import Batch, Entered, Masks, Outcome, Row, Sampled, StepResult
 from ..config import EngineConfig
 from ..kernels.library import Clock, for_sampling
 from ..loop import StepOutOfMemory
@@ -31,7 +32,7 @@ WARM_ROWS, WARM_TOKENS = 2, 16
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step in flight: its logits are being computed, its tokens are not drawn."""
+    """A step in flight: its logits are being computed, and no token has been sampled."""
 
     runner: Runner
     batch: Batch
@@ -40,50 +41,48 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)
     spent: float = 0.0  # what the kernels' clock said when the step began
 
-    def sample(self, masks: Masks | None = None) -> StepTokens:
-        """Draw the step's tokens; once."""
+    def sample(self, masks: Masks | None = None) -> StepResult:
+        """Sample the step's tokens; may be called once."""
         return _guarded(lambda: self._sample(masks))
 
-    def _sample(self, masks: Masks | None) -> StepTokens:
+    def _sample(self, masks: Masks | None) -> StepResult:
         began = time.perf_counter()
-        token_ids: list[list[int]] = [[] for _ in self.batch.rows]
-        logprobs: dict[int, list[TokenLogprob]] = {}
-        scores: dict[int, list[TokenLogprob]] = {}
-        errors: dict[int, RowError] = {}
-        embeddings: dict[int, bytes] = {}
+        rows = self.batch.rows
+        outcomes: list[Outcome] = [None] * len(rows)
+        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         if self.prepared is not None:
             sampler, prepared = self.runner.sampler, self.prepared
             outputs, self.outputs = self.outputs, None
             assert outputs is not None, "a step is sampled once"
-            logits = outputs.logits
             for row, places in prepared.scored.items():
-                scores[row] = sampler.score(logits[places], int(prepared.slots[row]), self.batch.rows[row].scored)
+                slot = int(prepared.slots[row])
+                prompt_logprobs[row] = sampler.score(outputs.logits[places], slot, rows[row].scored)
             if len(prepared.drawing):
-                if prepared.draws_at is not None:
-                    logits = logits[torch.from_numpy(prepared.draws_at).to(logits.device)]
-                slots, lengths = prepared.slots[prepared.drawing], prepared.lengths[prepared.drawing]
-                allowed = None
-                if masks is not None:
-                    allowed = np.searchsorted(prepared.drawing, masks.rows), masks.bits
-                drawn = sampler.sample(logits, slots, lengths, allowed)
-                rows = prepared.drawing.tolist()
-                for row, token_id in zip(rows, drawn.token_ids, strict=True):
-                    token_ids[row] = [token_id]
-                logprobs = {rows[place]: [entry] for place, entry in drawn.logprobs.items()}
-                errors = {rows[place]: error for place, error in drawn.errors.items()}
-            if sampler.problems:
-                of_slot = enumerate(prepared.slots.tolist())
-                errors |= {row: sampler.problems[slot] for row, slot in of_slot if slot in sampler.problems}
-            for row in errors:
-                token_ids[row] = []
-            if prepared.pooled:  # at the end: whatever fails before leaves the sums as they were
-                pooled = self.runner.pooler.pool(outputs.hidden, prepared.pooled, prepared.slots, self.batch.rows)
-                embeddings = pooled.embeddings
-                errors |= pooled.errors
+                self._draw(outputs.logits, masks, outcomes)
+            for row, slot in enumerate(prepared.slots.tolist() if sampler.problems else ()):
+                outcomes[row] = sampler.problems.get(slot, outcomes[row])
+            if prepared.pooled:  # last: if anything before it fails, the sums are unchanged
+                pooled = self.runner.pooler.pool(outputs.hidden, prepared.pooled, prepared.slots, rows)
+                for row, outcome in pooled.items():
+                    outcomes[row] = outcomes[row] or outcome
         self.seconds["sample"] = time.perf_counter() - began
         if self.runner.clock:
             self.seconds["kernels"] = self.runner.clock.seconds() - self.spent
-        return StepTokens(token_ids, logprobs, scores, errors, self.seconds, embeddings=embeddings)
+        return StepResult(outcomes, prompt_logprobs, self.seconds)
+
+    def _draw(self, logits: Tensor, masks: Masks | None, outcomes: list[Outcome]) -> None:
+        """Sample a token for each row whose last position has logits."""
+        prepared = self.prepared
+        assert prepared is not None
+        if prepared.draws_at is not None:
+            logits = logits[torch.from_numpy(prepared.draws_at).to(logits.device)]
+        slots, lengths = prepared.slots[prepared.drawing], prepared.lengths[prepared.drawing]
+        allowed = None if masks is None else (np.searchsorted(prepared.drawing, masks.rows), masks.bits)
+        drawn = self.runner.sampler.sample(logits, slots, lengths, allowed)
+        for place, row in enumerate(prepared.drawing.tolist()):
+            logprob = drawn.logprobs.get(place)
+            sampled = Sampled([drawn.token_ids[place]], None if logprob is None else [logprob])
+            outcomes[row] = drawn.errors.get(place, sampled)
 
 
 class Runner:

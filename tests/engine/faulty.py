@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from engine import memory, worker
-from engine.batch import Batch, StepTokens
+from engine.batch import Batch, StepResult
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.supervisor import Child
 
@@ -55,7 +55,7 @@ ACTS: dict[str, Callable[[], object]] = {
 
 
 def install() -> None:
-    compute, tokens = EngineLoop._compute, EngineLoop._tokens
+    compute, result = EngineLoop._compute, EngineLoop._result
 
     def due(loop: EngineLoop, batch: Batch) -> list[str]:
         found = []
@@ -66,18 +66,18 @@ def install() -> None:
                 found.append(KINDS[kind - 1])
         return found
 
-    def faulty_compute(loop: EngineLoop, batch: Batch, masks: object) -> StepTokens:
+    def faulty_compute(loop: EngineLoop, batch: Batch, masks: object) -> StepResult:
         for kind in due(loop, batch):
             if kind != "spin":
                 ACTS[kind]()
         return compute(loop, batch, masks)
 
-    async def faulty_tokens(loop: EngineLoop, batch: Batch) -> StepTokens:
+    async def faulty_result(loop: EngineLoop, batch: Batch) -> StepResult:
         if "spin" in due(loop, batch):
             spin()
-        return await tokens(loop, batch)
+        return await result(loop, batch)
 
-    EngineLoop._compute, EngineLoop._tokens = faulty_compute, faulty_tokens
+    EngineLoop._compute, EngineLoop._result = faulty_compute, faulty_result
 
 
 def move(size: int) -> None:

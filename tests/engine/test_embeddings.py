@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, EngineRequest, LocalEngine, Pooling, ProcessEngine, SamplingParams, TokenDelta
-from engine.batch import Batch, Entered, Row
+from engine.batch import Batch, Embedded, Entered, Row, RowError, Sampled
 from engine.loop import StepOutOfMemory
 from engine.models import describe
 from engine.models.trial import overheard
@@ -285,12 +285,11 @@ def test_chunks_are_accumulated_beside_sampling_rows():
     tokens = [3, 1, 4, 1, 5, 9]
     rows = [Row(1, 0, tokens[:4], [0, 1], 0, num_hidden=4), Row(2, 0, [6, 5], [5], 1)]
     got = step(runner, rows, [entered(1, MEAN, 6), Entered(2, GREEDY, 2, [])])
-    assert (got.token_ids, got.embeddings) == ([[], [model.greedy([6, 5])]], {})
+    assert got.outcomes == [None, Sampled([model.greedy([6, 5])])]
     rows = [Row(2, 2, [7], [], 1), Row(1, 4, tokens[4:], [], 0, num_hidden=2, embeds=True)]
     got = step(runner, rows)
-    assert got.token_ids == [[model.greedy([6, 5, 7])], []]
-    assert list(got.embeddings) == [1]
-    assert numbers(got.embeddings[1]) == pytest.approx(mean_of(model, tokens), abs=1e-6)
+    assert got.outcomes[0] == Sampled([model.greedy([6, 5, 7])])
+    assert numbers(got.outcomes[1].embedding) == pytest.approx(mean_of(model, tokens), abs=1e-6)
 
 
 def test_sums_start_at_zero_after_preemption_and_slot_reuse():
@@ -298,10 +297,10 @@ def test_sums_start_at_zero_after_preemption_and_slot_reuse():
     step(runner, [Row(1, 0, [3, 3], [0], 0, num_hidden=2)], [entered(1, MEAN, 4)])
     rows = [Row(1, 0, [3, 3, 8, 1], [2], 0, num_hidden=4, embeds=True)]
     got = step(runner, rows, [entered(1, MEAN, 4)], [1])
-    assert numbers(got.embeddings[0]) == pytest.approx(mean_of(model, [3, 3, 8, 1]), abs=1e-6)
+    assert numbers(got.outcomes[0].embedding) == pytest.approx(mean_of(model, [3, 3, 8, 1]), abs=1e-6)
     rows = [Row(2, 0, [5, 6], [0], 0, num_hidden=2, embeds=True)]
     got = step(runner, rows, [entered(2, MEAN, 2)], [1])
-    assert numbers(got.embeddings[0]) == pytest.approx(mean_of(model, [5, 6]), abs=1e-6)
+    assert numbers(got.outcomes[0].embedding) == pytest.approx(mean_of(model, [5, 6]), abs=1e-6)
 
 
 def test_step_repeated_after_out_of_memory_counts_tokens_once(monkeypatch):
@@ -317,7 +316,7 @@ def test_step_repeated_after_out_of_memory_counts_tokens_once(monkeypatch):
             with pytest.raises(StepOutOfMemory):
                 runner.launch(batch).sample()
     got = runner.launch(batch).sample()
-    assert numbers(got.embeddings[0]) == pytest.approx(mean_of(model, [3, 1, 4, 1, 5]), abs=1e-6)
+    assert numbers(got.outcomes[0].embedding) == pytest.approx(mean_of(model, [3, 1, 4, 1, 5]), abs=1e-6)
 
 
 def test_nan_in_hidden_states_fails_only_its_row():
@@ -325,8 +324,9 @@ def test_nan_in_hidden_states_fails_only_its_row():
     model.poison = 4
     rows = [Row(i, 0, tokens, [i], 0, num_hidden=1, embeds=True) for i, tokens in enumerate(([3, 4], [4, 3]))]
     got = step(runner, rows, [entered(i, LAST, 2) for i in range(2)])
-    assert list(got.errors) == [0] and "not finite" in got.errors[0].message
-    assert list(got.embeddings) == [1]
+    failed, embedded = got.outcomes
+    assert isinstance(failed, RowError) and "not finite" in failed.message
+    assert isinstance(embedded, Embedded)
 
 
 def test_model_without_hidden_states_fails_only_embedding_rows():
@@ -335,8 +335,9 @@ def test_model_without_hidden_states_fails_only_embedding_rows():
     model.forward = lambda step: forward(replace(step, hidden_at=None))
     rows = [Row(1, 0, [3, 1], [0], 0, num_hidden=2), Row(2, 0, [6], [5], 1)]
     got = step(runner, rows, [entered(1, MEAN, 4), Entered(2, GREEDY, 1, [])])
-    assert list(got.errors) == [0] and "no hidden states" in got.errors[0].message
-    assert got.token_ids == [[], [model.greedy([6])]]
+    failed, sampled = got.outcomes
+    assert isinstance(failed, RowError) and "no hidden states" in failed.message
+    assert sampled == Sampled([model.greedy([6])])
 
 
 # transformers' models

@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher
 
 from engine import ErrorCode, SamplingParams
-from engine.batch import Batch, Row, RowError, StepTokens
+from engine.batch import Batch, Row, RowError, Sampled, StepResult
 from engine.grammar import limits, problem, source
 from engine.grammar.grammars import REFUSED, Grammars, Matcher
 from engine.grammar.table import Table
@@ -119,12 +119,11 @@ def test_a_token_that_the_grammar_does_not_allow_fails_its_row_alone():
         assert rows == [0, 1, 2]
         y = next(i for i in TOKENS.encode("yes").ids)
         nothing_left = RowError("no token is left", ErrorCode.NO_TOKEN_LEFT)
-        drawn = StepTokens([[y], [TOKENS.token_to_id("!")], [], [7]], errors={2: nothing_left})
-        tokens = grammars.advance(batch, rows, drawn, lambda _: 50)
-        assert TOKENS.decode(tokens.token_ids[0]) == "yes"
-        assert tokens.token_ids[1:] == [[], [], [7]]
-        assert tokens.errors == {1: REFUSED}
-        assert tokens.ended == {0, 2}, "an answer that cannot go on and may end here ends here"
+        result = StepResult([Sampled([y]), Sampled([TOKENS.token_to_id("!")]), nothing_left, Sampled([7])])
+        whole, *others = grammars.advance(batch, rows, result, lambda _: 50).outcomes
+        assert TOKENS.decode(whole.token_ids) == "yes"
+        assert whole.is_last
+        assert others == [REFUSED, Sampled([], is_last=True), Sampled([7])], "an output that cannot go on may end here"
         grammars.close()
 
     asyncio.run(main())

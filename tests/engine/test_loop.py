@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.batch import Batch, StepTokens
+from engine.batch import Batch, Sampled, StepResult
 from engine.config import EngineConfig
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.scheduler import Scheduler
@@ -28,14 +28,14 @@ class Runner:
         self.batch = batch
         return self
 
-    def sample(self, masks=None) -> StepTokens:
+    def sample(self, masks=None) -> StepResult:
         self.threads.add(threading.current_thread().name)
         self.in_step.set()
         assert self.go.wait(10)
         error = self.raises.pop(0) if self.raises else None
         if error:
             raise error
-        return StepTokens([[9] * row.num_logits for row in self.batch.rows], seconds={"forward": 0.25})
+        return StepResult([Sampled([9]) if row.draws else None for row in self.batch.rows], seconds={"forward": 0.25})
 
 
 class Outbox:

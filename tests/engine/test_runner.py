@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.attention import AttentionLayer
-from engine.batch import Batch, Entered, Masks, Row
+from engine.batch import Batch, Entered, Masks, Row, RowError, Sampled
 from engine.config import EngineConfig, resolve
 from engine.kernels.library import Choice
 from engine.loop import StepOutOfMemory
@@ -71,12 +71,12 @@ def test_chunks_decodes_and_neighbours_read_their_own_past():
     model, runner = make()
     one, two = [3, 1, 4, 1, 5, 9, 2], [6, 5]
     got = step(runner, [Row(1, 0, one[:5], [7, 2], 0)], [Entered(1, GREEDY, 7, [])])
-    assert got.token_ids == [[]] and model.calls == [(5, 0)]
+    assert got.outcomes == [None] and model.calls == [(5, 0)]
     got = step(runner, [Row(1, 5, one[5:], [], 1), Row(2, 0, two, [5], 1)], [Entered(2, GREEDY, 2, [])])
-    assert got.token_ids == [[model.greedy(one)], [model.greedy(two)]]
+    assert got.outcomes == [Sampled([model.greedy(one)]), Sampled([model.greedy(two)])]
     assert set(got.seconds) == {"prepare", "forward", "sample"}
     for _ in range(4):
-        one, two = one + got.token_ids[0], two + got.token_ids[1]
+        one, two = one + got.outcomes[0].token_ids, two + got.outcomes[1].token_ids
         new = [0] if len(one) == 9 else []
         got = step(
             runner,
@@ -85,7 +85,7 @@ def test_chunks_decodes_and_neighbours_read_their_own_past():
                 Row(2, len(two) - 1, two[-1:], [8] if len(two) == 5 else [], 1),
             ],
         )
-        assert got.token_ids == [[model.greedy(one)], [model.greedy(two)]]
+        assert got.outcomes == [Sampled([model.greedy(one)]), Sampled([model.greedy(two)])]
 
 
 def test_a_sequence_that_left_comes_back_and_goes_on_as_if_it_had_stayed():
@@ -102,7 +102,7 @@ def test_a_sequence_that_left_comes_back_and_goes_on_as_if_it_had_stayed():
             enter = [Entered(5, params, 3, list(tokens))] if entered else []
             got = step(runner, [Row(5, start, tokens[start:], blocks if entered else [], 1)], enter, left)
             start, entered, left = len(tokens), False, []
-            tokens += got.token_ids[0]
+            tokens += got.outcomes[0].token_ids
         return tokens
 
     assert run(2) == run(4) == run(None)
@@ -113,8 +113,8 @@ def test_a_block_and_a_slot_go_from_one_sequence_to_the_next():
     for seq_id, tokens in ((1, [3, 3, 3, 8]), (2, [5, 6])):
         left = [seq_id - 1] if seq_id > 1 else []
         got = step(runner, [Row(seq_id, 0, tokens, [0], 1)], [Entered(seq_id, GREEDY, len(tokens), [])], left)
-        assert got.token_ids == [[model.greedy(tokens)]]
-    assert step(runner, [], left=[2]).token_ids == []
+        assert got.outcomes == [Sampled([model.greedy(tokens)])]
+    assert step(runner, [], left=[2]).outcomes == []
 
 
 def test_results_stand_at_the_index_of_their_row():
@@ -126,10 +126,11 @@ def test_results_stand_at_the_index_of_their_row():
         [Row(1, 0, [1, 2], [0], 0), Row(2, 0, [3], [1], 0), Row(3, 0, [4, 5], [2], 1)],
         [Entered(1, told, 4, []), Entered(2, bad, 4, []), Entered(3, told, 2, [])],
     )
-    assert got.token_ids == [[], [], [model.greedy([4, 5])]]
-    assert list(got.errors) == [1] and "logit_bias" in got.errors[1].message
-    assert list(got.logprobs) == [2] and len(got.logprobs[2]) == 1
-    assert got.logprobs[2][0].top_ids[0] == got.token_ids[2][0]
+    chunk, failed, sampled = got.outcomes
+    assert chunk is None
+    assert isinstance(failed, RowError) and "logit_bias" in failed.message
+    assert sampled.token_ids == [model.greedy([4, 5])]
+    assert [entry.top_ids[0] for entry in sampled.logprobs] == sampled.token_ids
 
 
 def test_row_with_nan_logits_fails_alone():
@@ -140,8 +141,9 @@ def test_row_with_nan_logits_fails_alone():
         [Row(1, 0, [3, 4], [0], 1), Row(2, 0, [3], [1], 1)],
         [Entered(1, GREEDY, 2, []), Entered(2, GREEDY, 1, [])],
     )
-    assert list(got.errors) == [0] and "not finite" in got.errors[0].message
-    assert got.token_ids == [[], [model.greedy([3])]]
+    failed, sampled = got.outcomes
+    assert isinstance(failed, RowError) and "not finite" in failed.message
+    assert sampled == Sampled([model.greedy([3])])
 
 
 def test_mask_is_applied_to_sampling():
@@ -152,9 +154,9 @@ def test_mask_is_applied_to_sampling():
     # A chunk that draws nothing and a free row stand before the one with a mask.
     rows = [Row(1, 0, [4], [0], 0), Row(2, 0, [4], [1], 1), Row(3, 0, [4], [2], 1)]
     batch = Batch(1, rows, [Entered(row.seq_id, GREEDY, 1, []) for row in rows])
-    chunk, free, masked = runner.launch(batch).sample(Masks([2], bits)).token_ids
-    assert (chunk, free) == ([], [best])
-    assert masked != [best]
+    chunk, free, masked = runner.launch(batch).sample(Masks([2], bits)).outcomes
+    assert (chunk, free) == (None, Sampled([best]))
+    assert masked.token_ids != [best]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +178,9 @@ def test_a_step_without_memory_can_be_launched_again(error):
         step(runner, rows, [Entered(1, params, 5, [3, 1, 4, 1, 5])])
     model.fails_with = None
     # Half of it now: the blocks are known, nothing is counted twice.
-    assert step(runner, [Row(1, 0, [3, 1], [], 0)]).token_ids == [[]]
+    assert step(runner, [Row(1, 0, [3, 1], [], 0)]).outcomes == [None]
     got = step(runner, [Row(1, 2, [4, 1, 5], [], 1)])
-    assert got.token_ids == [[model.greedy([3, 1, 4, 1, 5])]]
+    assert got.outcomes == [Sampled([model.greedy([3, 1, 4, 1, 5])])]
 
 
 def test_out_of_memory_during_sampling_is_reported_the_same_way(monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.batch import Batch, RowError, StepTokens
+from engine.batch import Batch, RowError, Sampled, StepResult
 from engine.config import EngineConfig
 from engine.scheduler import Scheduler
 from engine.sim import ManualClock
@@ -51,8 +51,8 @@ class Driver:
 
     def collect(self, token: int = 9) -> list[TokenDelta]:
         assert self.batch is not None
-        drawn = StepTokens([[token] * row.num_logits for row in self.batch.rows])
-        deltas = self.scheduler.update(self.batch, drawn)
+        result = StepResult([Sampled([token]) if row.draws else None for row in self.batch.rows])
+        deltas = self.scheduler.update(self.batch, result)
         self.deltas += deltas
         self.clock.now += 1
         self.scheduler.check()
@@ -273,7 +273,7 @@ def test_a_row_that_fails_hurts_only_itself():
     driver = Driver().add("a", prompt=2).add("b", prompt=2)
     driver.launch()
     error = RowError("its logits are not numbers")
-    deltas = driver.scheduler.update(driver.batch, StepTokens([[], [9]], errors={0: error}))
+    deltas = driver.scheduler.update(driver.batch, StepResult([error, Sampled([9])]))
     assert [(d.finish_reason, d.error) for d in deltas] == [("error", "its logits are not numbers"), (None, None)]
     assert driver.step() == {"b": 1}
 
@@ -285,6 +285,48 @@ def test_a_step_out_of_memory_costs_its_largest_request_and_makes_steps_smaller(
     assert driver.ends() == {"b": "error"}
     assert driver.scheduler.budget == 16
     assert driver.step() == {"a": 2, "c": 3}, "nothing of the lost step counts"
+
+
+def schedule_twice(driver: Driver) -> tuple[Batch, Batch]:
+    """Schedule a step while the one before it is in flight."""
+    first, second = driver.scheduler.schedule(), driver.scheduler.schedule()
+    assert first is not None and second is not None
+    return first, second
+
+
+def starts(batch: Batch) -> list[tuple[int, int, int]]:
+    return [(row.seq_id, row.start, len(row.token_ids)) for row in batch.rows]
+
+
+def test_a_step_starts_where_the_one_in_flight_ends():
+    driver = Driver(max_batched_tokens=16).add("a", prompt=30)
+    first, second = schedule_twice(driver)
+    assert (starts(first), starts(second)) == ([(1, 0, 16)], [(1, 16, 14)])
+    assert [row.draws for row in (*first.rows, *second.rows)] == [False, True]
+    assert driver.scheduler.schedule() is None, "its next token has not been sampled"
+    assert driver.scheduler.update(first, StepResult([None])) == []
+    assert driver.scheduler.pool.num_held == 8, "the blocks of both steps"
+    assert [d.token_ids for d in driver.scheduler.update(second, StepResult([Sampled([9])]))] == [(9,)]
+    assert starts(driver.scheduler.schedule()) == [(1, 30, 1)]
+
+
+def test_an_aborted_request_ends_with_the_last_step_that_it_is_in():
+    driver = Driver(max_batched_tokens=16).add("a", prompt=30)
+    first, second = schedule_twice(driver)
+    driver.abort("a")
+    assert driver.scheduler.update(first, StepResult([None])) == []
+    assert [d.finish_reason for d in driver.scheduler.update(second, StepResult([Sampled([9])]))] == ["abort"]
+    assert driver.scheduler.pool.num_held == 0
+
+
+def test_a_sequence_in_flight_is_not_preempted():
+    driver = Driver(num_blocks=9, max_len=32).add("a", prompt=15).add("b", prompt=15)
+    driver.step()
+    assert driver.launch() == {"a": 1, "b": 1}
+    for seq in driver.scheduler.running:
+        seq.tokens.append(7)  # a draft of the token that the step in flight samples
+    assert starts(driver.scheduler.schedule()) == [(1, 16, 1)], "the last block is for a, and b waits"
+    assert driver.scheduler.num_preempted == 0
 
 
 def test_admission_leaves_blocks_for_those_who_run():

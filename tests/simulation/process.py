@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine import EngineInfo, EngineRequest, SamplingParams, TokenDelta, channel, worker
-from engine.batch import Batch, RowError, StepTokens
+from engine.batch import Batch, RowError, Sampled, StepResult
 from engine.fair import FairLock
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.scheduler import Scheduler
@@ -295,7 +295,7 @@ class Runner(FakeRunner):
         self.batch = batch
         return self
 
-    def sample(self) -> StepTokens:
+    def sample(self) -> StepResult:
         world, batch = self.world, self.batch
         world.steps += 1
         rows = [(row.seq_id, row.start, len(row.token_ids)) for row in batch.rows]
@@ -305,11 +305,11 @@ class Runner(FakeRunner):
             if fault in STEP_FAULTS and (row.draws or row.embeds) and self.length(row.seq_id) == at:
                 world.blame[row.seq_id] += 1
                 self.process.suffer(fault)
-                return StepTokens([])
+                return StepResult([])
         if not world.is_over and world.chance(world.plan.faults):
             self.process.suffer(world.rng.choice(STEP_FAULTS))
-            return StepTokens([])
-        tokens = self.compute(batch, self.requests, self.tokens)
+            return StepResult([])
+        result = self.compute(batch, self.requests, self.tokens)
         # Two faults in one step are rare unless the one attracts the other.
         times = 20 if any(self.scheduler.by_id[row.seq_id].aborted for row in batch.rows) else 1
         if not world.is_over and world.chance(times * world.plan.out_of_memory):
@@ -317,8 +317,8 @@ class Runner(FakeRunner):
             raise StepOutOfMemory
         for index, row in enumerate(batch.rows):
             if row.draws and self.length(row.seq_id) == world.bad_rows.get(row.seq_id):
-                tokens.errors[index] = RowError(NOT_FINITE)
-        return tokens
+                result.outcomes[index] = RowError(NOT_FINITE)
+        return result
 
     def length(self, seq_id: int) -> int:
         """Tokens of output that a sequence has, those of its earlier lives too."""
@@ -446,13 +446,13 @@ class WatchedScheduler(Scheduler):
             flow = seq.request.flow
             assert abs(self.service.of(flow) - expected[flow]) < 1e-6, "a flow was charged for what it has not had"
 
-    def update(self, batch: Batch, tokens: StepTokens) -> list[TokenDelta]:
+    def update(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
         served = {flow: self.service.of(flow) for flow in {seq.request.flow for seq in self.by_id.values()}}
-        for index, row in enumerate(batch.rows):
+        for row, outcome in zip(batch.rows, result.outcomes, strict=True):
             seq = self.by_id[row.seq_id]
-            if not seq.aborted and index not in tokens.errors and index not in tokens.embeddings:
-                served[seq.request.flow] += OUTPUT_COST * len(tokens.token_ids[index]) / seq.request.weight
-        deltas = super().update(batch, tokens)
+            if not seq.aborted and isinstance(outcome, Sampled):
+                served[seq.request.flow] += OUTPUT_COST * len(outcome.token_ids) / seq.request.weight
+        deltas = super().update(batch, result)
         self._check_served(served)
         self._check_ended(batch)
         return deltas
