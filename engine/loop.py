@@ -110,7 +110,7 @@ class EngineLoop:
         except BaseException as error:
             masks.set_exception(error)  # the model thread waits for it
         seconds = time.perf_counter() - began
-        result = self.grammars.advance(batch, rows, await computing, self.scheduler.room_of)
+        result = self.grammars.advance(batch, rows, await computing, self.scheduler.output_left)
         result.seconds["masks"] = seconds
         return result
 
@@ -152,7 +152,7 @@ class EngineLoop:
             if self.grammars is None:
                 raise GrammarError("this engine takes no grammars")
             matcher = await self.grammars.compile(request)
-            begins = matcher.begin(self.scheduler.room(request) - 1)
+            begins = matcher.begin(self.scheduler.output_limit(request) - 1)
         except GrammarError as error:
             delta: TokenDelta | None = TokenDelta(
                 id=request.id, finish_reason="error", error=str(error), field="grammar"

@@ -5,47 +5,46 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .blocks import chain
+from .batch import Entered, Row, Sampled
 from .types import EngineRequest, Pooling, RequestStats, TokenLogprob
 
 
 class Status(Enum):
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"  # holds blocks, may be in a step
-    ENDED = "ended"  # has had its terminal delta
+    ENDED = "ended"  # its terminal delta has been returned
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's tokens and how far the model has come with them. The Scheduler's; nobody else writes.
+    """A request's tokens, and how many of them are computed. Written by the Scheduler and its PrefixCache alone.
 
     There is no prefill phase: `num_computed` catches up with `len(tokens)`, and everything else is derived.
     """
 
     request: EngineRequest
-    arrival: int  # place in the order of arrival; kept over preemptions
+    arrival: int  # position in the order of arrival; a preemption does not change it
     arrived: float  # seconds, the scheduler's clock
     block_size: int
-    root: bytes  # where the chain of block hashes starts
     tokens: list[int] = field(default_factory=list)  # prompt, then output
-    num_untold: int = 0  # of the last tokens: forced by a grammar before the first draw, and not yet delivered
+    num_unsent: int = 0  # of the last tokens: forced by a grammar before the first sampled one, not yet in a delta
     num_computed: int = 0  # tokens whose keys and values are in the cache (collected steps only)
     num_inflight: int = 0  # tokens in steps that have not been collected
     block_ids: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)  # of the full blocks, as far as asked for
-    num_published: int = 0  # blocks of ours whose content the pool knows
+    hashes: list[bytes] = field(default_factory=list)  # of the first full blocks, as far as they were needed
+    num_published: int = 0  # blocks that other sequences can find
     status: Status = Status.WAITING
     aborted: bool = False  # ends when the step in flight is collected
-    new_to_runner: bool = True  # the next row carries all block ids
+    new_to_runner: bool = True  # its next row carries all block ids
     num_sent_blocks: int = 0  # block ids that the runner has
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first start
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
-    looked_up: bool = False  # in the prefix cache; later lookups are not counted again
-    scheduled: float = 0.0
+    has_started: bool = False  # at least once
+    scheduled: float = 0.0  # when it first started
     first_token: float = 0.0
     last_token: float = 0.0
     preemptions: int = 0
-    gave_way: bool = False  # when it was last preempted: to another flow, and not for want of blocks
+    gave_way: bool = False  # it was last preempted for another flow, and not because blocks ran out
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
@@ -55,14 +54,18 @@ class Sequence:
         return self.request.id
 
     @property
+    def flow(self) -> str:
+        return self.request.flow
+
+    @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_ids)
 
     @property
     def is_scored(self) -> bool:
         """Whether log-probabilities of the prompt are still to be computed."""
-        asked = self.request.params.prompt_logprobs is not None and self.pooling is None
-        return asked and len(self.prompt_logprobs) < self.prompt_len - 1
+        requested = self.request.params.prompt_logprobs is not None and self.pooling is None
+        return requested and len(self.prompt_logprobs) < self.prompt_len - 1
 
     @property
     def pooling(self) -> Pooling | None:
@@ -75,7 +78,7 @@ class Sequence:
 
     @property
     def needs_all(self) -> bool:
-        """Whether each of its tokens must be computed: what is found in the cache has no logits and no hidden state."""
+        """Whether each of its tokens must be computed: cached tokens have neither logits nor hidden states."""
         return self.is_scored or self.is_averaged
 
     @property
@@ -98,22 +101,59 @@ class Sequence:
         return self.start == 0 or self.remaining > 1
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks to take so that the first `num_tokens` tokens have a place."""
-        return -(-num_tokens // self.block_size) - len(self.block_ids)
+        """Return the number of blocks that it lacks for its first `num_tokens` tokens."""
+        return max(0, -(-num_tokens // self.block_size) - len(self.block_ids))
 
-    def block_hash(self, index: int) -> bytes:
-        """Hash of the full block `index`; computed once."""
-        while len(self.hashes) <= index:
-            start = len(self.hashes) * self.block_size
-            parent = self.hashes[-1] if self.hashes else self.root
-            self.hashes.append(chain(parent, self.tokens[start : start + self.block_size]))
-        return self.hashes[index]
+    def entered(self) -> Entered:
+        """Return what the runner must know before the sequence's first row."""
+        params = self.request.params
+        return Entered(self.id, params, self.prompt_len, list(self.tokens) if params.uses_history else [])
+
+    def row(self, count: int) -> Row:
+        """Return the row that computes its next `count` tokens."""
+        start = self.start
+        scored = self.tokens[start + 1 : start + count + 1] if self.is_scored else []
+        is_last = start + count == len(self.tokens)
+        embeds = is_last and self.pooling is not None
+        return Row(
+            seq_id=self.id,
+            start=start,
+            token_ids=self.tokens[start : start + count],
+            new_block_ids=self.block_ids[self.num_sent_blocks :],
+            num_logits=len(scored) + (is_last and not embeds),
+            scored=scored,
+            num_hidden=count if self.is_averaged else int(embeds),
+            embeds=embeds,
+        )
+
+    def append(self, sampled: Sampled, max_len: int) -> str | None:
+        """Append sampled and forced tokens up to its end; returns the finish reason, or None if it has not ended."""
+        for number, token in enumerate(sampled.token_ids, 1):
+            self.tokens.append(token)
+            self.num_unsent += 1
+            reason = self._finish_reason(max_len)
+            if reason:
+                return "stop" if sampled.is_last and number == len(sampled.token_ids) else reason
+        return "stop" if sampled.is_last else None
+
+    def _finish_reason(self, max_len: int) -> str | None:
+        params = self.request.params
+        if self.tokens[-1] in params.stop_ids and self.num_output >= params.min_tokens:
+            return "stop"
+        if self.num_output >= params.max_tokens or len(self.tokens) >= max_len:
+            return "length"
+        return None
+
+    def take_unsent(self) -> tuple[int, ...]:
+        """Return the tokens that no delta has had yet, which from now on one has."""
+        first, self.num_unsent = len(self.tokens) - self.num_unsent, 0
+        return tuple(self.tokens[first:])
 
     def stats(self) -> RequestStats:
         return RequestStats(
             prompt_tokens=self.prompt_len,
             cached_tokens=self.cached_tokens,
-            output_tokens=self.num_output - self.num_untold,
+            output_tokens=self.num_output - self.num_unsent,
             arrived=self.arrived,
             scheduled=self.scheduled,
             first_token=self.first_token,

@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from .batch import Batch, Embedded, Outcome, Sampled, StepResult
 from .config import POLICIES, EngineConfig
-from .scheduler import POOLINGS, Scheduler
+from .refusal import POOLINGS
+from .scheduler import Scheduler
 from .types import EngineRequest, Pooling, SamplingParams, TokenDelta, TokenLogprob
 
 VOCAB = 97
@@ -178,14 +179,14 @@ def check_batch(scheduler: Scheduler, batch: Batch, runs: set[int], preempted: i
     `runs`: ids of the sequences that were running before it; `preempted`: sequences that it preempted; `batched`: ids
     that were there when the last static batch was formed.
     """
-    assert 0 < batch.num_tokens <= scheduler.budget, "a step is over its budget"
+    assert 0 < batch.num_tokens <= scheduler.limits.budget, "a step is over its budget"
     assert scheduler.config.max_seqs and len(batch.rows) <= scheduler.config.max_seqs, "more rows than may run"
     ids = [row.seq_id for row in batch.rows]
     assert len(set(ids)) == len(ids), "a sequence is in a step twice"
     running = {seq.id for seq in scheduler.running}
     assert set(ids) <= running, "a row is not running"
     # A limit that a lack of memory has lowered may be below what runs already.
-    assert len(running) <= scheduler.max_seqs or running <= runs, "somebody was admitted above the limit"
+    assert len(running) <= scheduler.limits.max_seqs or running <= runs, "somebody was admitted above the limit"
     if scheduler.config.policy != "prefill-first":
         assert set(ids) == running, "a running sequence was left out of a step"
     if preempted:
@@ -288,7 +289,7 @@ class Episode:
         tokens = [*request.prompt_ids, *request.output_ids]
         if request.params.grammar and request.params.prompt_logprobs is not None:  # as a matcher has it: no jumps
             request = replace(request, params=replace(request.params, grammar=None))
-        run = forced(tokens, self.scheduler.room(request) - 1) if request.params.grammar else []
+        run = forced(tokens, self.scheduler.output_limit(request) - 1) if request.params.grammar else []
         self.requests[request.id] = request
         self.tokens[request.id] = tokens + run
         self.untold[request.id] = len(run)
@@ -303,7 +304,7 @@ class Episode:
 
     def step(self, trace: hashlib._Hash) -> None:
         scheduler = self.scheduler
-        before = scheduler.num_preempted
+        before = scheduler.counters.preempted
         runs = {seq.id for seq in scheduler.running}
         if not runs:  # the last static batch has ended
             self.batched = set(self.requests)
@@ -312,7 +313,7 @@ class Episode:
             assert scheduler.is_idle, "requests wait and nothing runs"
             return
         self.steps += 1
-        preempted = scheduler.num_preempted - before
+        preempted = scheduler.counters.preempted - before
         self.preempted += preempted
         check_batch(scheduler, batch, runs, preempted, self.batched)
         if self.rng.random() < 0.02:

@@ -124,7 +124,7 @@ def test_every_function_that_a_document_names_exists():
 
 
 def test_a_reference_to_a_missing_file_or_name_is_found():
-    good = "`engine/scheduler.py:Scheduler.schedule` `engine/blocks.py:chain` `engine/types.py:EngineRequest.id`"
+    good = "`engine/scheduler.py:Scheduler.schedule` `engine/prefix_cache.py:chain` `engine/types.py:EngineRequest.id`"
     bad = ["engine/missing.py:Scheduler", "engine/scheduler.py:Missing", "engine/scheduler.py:Scheduler.missing"]
     assert unresolved(" ".join([good, *(f"`{reference}`" for reference in bad)])) == bad
 

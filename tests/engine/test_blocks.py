@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine.blocks import BlockPool, chain, root_hash
+from engine.blocks import BlockPool
+from engine.prefix_cache import chain
 
 
 def test_blocks_are_allocated_and_released():
@@ -18,7 +19,7 @@ def test_blocks_are_allocated_and_released():
 
 def test_published_block_is_found_after_its_release():
     pool = BlockPool(4)
-    content = chain(root_hash(), [1, 2])
+    content = chain(b"", [1, 2])
     blocks = pool.take(1)
     pool.publish(blocks[0], content)
     pool.release(blocks)
@@ -35,7 +36,7 @@ def test_published_block_is_found_after_its_release():
 
 def test_least_recently_released_block_is_evicted_first_and_a_tail_before_its_head():
     pool = BlockPool(4)
-    hashes = [chain(root_hash(), [i]) for i in range(4)]
+    hashes = [chain(b"", [i]) for i in range(4)]
     first, second = pool.take(2), pool.take(2)
     for block, content in zip([*first, *second], hashes, strict=True):
         pool.publish(block, content)
@@ -50,7 +51,7 @@ def test_least_recently_released_block_is_evicted_first_and_a_tail_before_its_he
 
 def test_first_of_two_blocks_with_equal_content_stays_published():
     pool = BlockPool(2)
-    content = chain(root_hash(), [7])
+    content = chain(b"", [7])
     one, two = pool.take(1), pool.take(1)
     pool.publish(one[0], content)
     pool.publish(two[0], content)
@@ -69,18 +70,3 @@ def test_releasing_a_block_twice_is_an_error():
     pool.release(blocks)
     with pytest.raises(AssertionError, match="more often"):
         pool.release(blocks)
-
-
-def test_block_hash_depends_on_salt_parent_and_every_token():
-    root, other = root_hash("salt:"), root_hash("salt:x")
-    tokens = [1, 2, 3, 1 << 20]
-    hashes = {
-        chain(root, tokens),
-        chain(other, tokens),
-        chain(chain(root, tokens), tokens),
-        chain(root, [1, 2, 3, 4]),
-        chain(root, [1, 2, 3]),
-        chain(root, [1, 2, 3, 1 << 20, 0]),
-    }
-    assert len(hashes) == 6
-    assert root_hash("salt:a", "b") != root_hash("salt:a\0b", "")

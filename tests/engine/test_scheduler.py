@@ -127,7 +127,7 @@ def test_the_second_of_two_equal_prompts_finds_all_but_its_last_block():
     driver.add("b", range(1, 17), max_tokens=1)
     assert driver.step() == {"b": 4}, "a shared block is never written, so the last one is computed again"
     assert driver.deltas[-1].stats.cached_tokens == 12
-    assert (driver.scheduler.prefix_queries, driver.scheduler.prefix_hits) == (32, 12)
+    assert (driver.scheduler.counters.prefix_queries, driver.scheduler.counters.prefix_hits) == (32, 12)
 
 
 def test_another_salt_finds_nothing_and_no_prefix_caching_neither():
@@ -161,7 +161,7 @@ def test_blocks_are_found_only_when_the_step_that_filled_them_was_collected():
     driver = Driver().add("a", range(1, 9))
     driver.launch()
     driver.add("b", range(1, 9))
-    content = driver.scheduler.by_id[1].block_hash(0)
+    content = driver.scheduler.cache.block_hash(driver.scheduler.by_id[1], 0)
     assert driver.scheduler.pool.find(content) is None
     driver.collect()
     assert driver.scheduler.pool.find(content) is not None
@@ -173,7 +173,7 @@ def test_the_last_in_order_is_preempted_and_is_first_in_line():
     driver.add("c", prompt=4, max_tokens=1)
     seen = [driver.step() for _ in range(5)]
     assert seen[-1] == {"a": 1}, "a took the last block, b gave all of its own, and c was not let in"
-    assert driver.scheduler.num_preempted == 1
+    assert driver.scheduler.counters.preempted == 1
     assert [seq.id for seq in driver.scheduler.waiting] == [2, 3]
     while driver.step():
         pass
@@ -283,7 +283,7 @@ def test_a_step_out_of_memory_costs_its_largest_request_and_makes_steps_smaller(
     assert driver.launch() == {"a": 2, "b": 20, "c": 3}
     driver.deltas += driver.scheduler.abandon(driver.batch)
     assert driver.ends() == {"b": "error"}
-    assert driver.scheduler.budget == 16
+    assert driver.scheduler.limits.budget == 16
     assert driver.step() == {"a": 2, "c": 3}, "nothing of the lost step counts"
 
 
@@ -326,7 +326,7 @@ def test_a_sequence_in_flight_is_not_preempted():
     for seq in driver.scheduler.running:
         seq.tokens.append(7)  # a draft of the token that the step in flight samples
     assert starts(driver.scheduler.schedule()) == [(1, 16, 1)], "the last block is for a, and b waits"
-    assert driver.scheduler.num_preempted == 0
+    assert driver.scheduler.counters.preempted == 0
 
 
 def test_admission_leaves_blocks_for_those_who_run():
@@ -378,7 +378,7 @@ def test_rows_are_cut_when_fewer_tokens_did_not_help_against_a_lack_of_memory():
         driver.add(name, prompt=1)
     driver.launch()
     driver.deltas += driver.scheduler.abandon(driver.batch)
-    assert driver.scheduler.max_seqs == 7
+    assert driver.scheduler.limits.max_seqs == 7
     assert len(driver.step()) == 7
 
 
@@ -395,7 +395,7 @@ def steps_until_recovered(driver: Driver) -> int:
     scheduler = driver.scheduler
     for steps in range(1, 100_000):
         driver.step()
-        if (scheduler.budget, scheduler.max_seqs) == (64, 4):
+        if (scheduler.limits.budget, scheduler.limits.max_seqs) == (64, 4):
             return steps
     raise AssertionError("it never recovered")
 
@@ -403,8 +403,8 @@ def steps_until_recovered(driver: Driver) -> int:
 @pytest.fixture
 def hopeful(monkeypatch):
     """Let the scheduler raise its limits after a few successful steps."""
-    monkeypatch.setattr("engine.scheduler.GOOD_STEPS", 4)
-    monkeypatch.setattr("engine.scheduler.MOST_GOOD_STEPS", 256)
+    monkeypatch.setattr("engine.step_limits.GOOD_STEPS", 4)
+    monkeypatch.setattr("engine.step_limits.MOST_GOOD_STEPS", 256)
     driver = Driver(num_blocks=500, max_len=2000, max_batched_tokens=64, max_seqs=4)
     driver.add("a", prompt=4, max_tokens=1900)
     driver.step()
@@ -414,15 +414,15 @@ def hopeful(monkeypatch):
 def test_what_a_lack_of_memory_has_cost_comes_back_step_by_step_and_later_each_time(hopeful):
     driver = hopeful
     out_of_memory(driver, "b")
-    assert (driver.scheduler.budget, driver.scheduler.max_seqs) == (32, 4)
+    assert (driver.scheduler.limits.budget, driver.scheduler.limits.max_seqs) == (32, 4)
     assert steps_until_recovered(driver) == 4
     out_of_memory(driver, "c")
     assert steps_until_recovered(driver) == 8
     for name in "defg":  # budget 32, 16, 8, 4
         out_of_memory(driver, name)
-    assert driver.scheduler.budget == 4
+    assert driver.scheduler.limits.budget == 4
     out_of_memory(driver, "h")
-    assert driver.scheduler.max_seqs < 4
+    assert driver.scheduler.limits.max_seqs < 4
     assert steps_until_recovered(driver) > 256, "each of several raises takes 256 steps now"
 
 

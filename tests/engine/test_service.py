@@ -116,7 +116,7 @@ def test_a_preempted_request_is_first_in_line_whatever_its_flow_has_had():
     driver.add("a", 8, 12, flow="x").add("b", 8, 12, flow="y")
     driver.step()
     driver.add("c", 4, 1, flow="new")
-    while driver.scheduler.num_preempted == 0:
+    while driver.scheduler.counters.preempted == 0:
         driver.step()
     order = started(driver)
     assert order.index("b") < order.index("c")
@@ -189,7 +189,7 @@ def test_a_flow_that_holds_all_blocks_makes_way_for_another():
     driver.step()
     driver.add("x", 24, 1, flow="one")
     assert driver.step()["x"] == 24
-    assert driver.scheduler.num_preempted == 1
+    assert driver.scheduler.counters.preempted == 1
     while driver.step():
         pass
     assert driver.ends() == dict.fromkeys("xabc", "length")
@@ -202,7 +202,7 @@ def test_one_running_request_of_each_flow_is_never_pushed_out():
     driver.add("c", 4, 1, flow="z")
     for _ in range(10):
         assert driver.step() == {"a": 1, "b": 1}
-    assert driver.scheduler.num_preempted == 0
+    assert driver.scheduler.counters.preempted == 0
 
 
 def test_a_more_important_request_makes_no_way():

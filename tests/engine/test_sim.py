@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
-from engine import blocks, scheduler, sim
-from engine.sequence import Status
+from engine import blocks, prefix_cache, scheduler, sim
+from engine.prefix_cache import PrefixCache
+from engine.sequence import Sequence, Status
 
 
 def run(hash_seed: str, *args: str) -> list[str]:
@@ -28,31 +30,31 @@ def lost_block(patch):
 
 
 def early_publish(patch):
-    publish = scheduler.Scheduler._publish_blocks
+    publish = PrefixCache.publish
 
     def all_blocks(self, seq):
         computed, seq.num_computed = seq.num_computed, min(len(seq.tokens), len(seq.block_ids) * seq.block_size)
         publish(self, seq)
         seq.num_computed = computed
 
-    patch.setattr(scheduler.Scheduler, "_publish_blocks", all_blocks)
+    patch.setattr(PrefixCache, "publish", all_blocks)
 
 
 def salt_forgotten(patch):
-    patch.setattr(scheduler, "root_hash", lambda *extras: blocks.root_hash("salt:"))
+    patch.setattr(prefix_cache, "extras", lambda request, index: ())
 
 
 def whole_prompt_hit(patch):
     def match(self, seq):
         hits = []
         for index in range(len(seq.tokens) // seq.block_size):
-            block = self.pool.find(seq.block_hash(index))
+            block = self.pool.find(self.block_hash(seq, index))
             if block is None:
                 break
             hits.append(block)
         return hits
 
-    patch.setattr(scheduler.Scheduler, "_match", match)
+    patch.setattr(PrefixCache, "match", match)
 
 
 def preempted_keeps_progress(patch):
@@ -67,13 +69,13 @@ def preempted_keeps_progress(patch):
 
 
 def stop_before_min_tokens(patch):
-    def reason(self, seq):
-        params = seq.request.params
-        if seq.tokens[-1] in params.stop_ids:
+    def reason(self, max_len):
+        params = self.request.params
+        if self.tokens[-1] in params.stop_ids:
             return "stop"
-        return "length" if seq.num_output >= params.max_tokens or len(seq.tokens) >= self.max_len else None
+        return "length" if self.num_output >= params.max_tokens or len(self.tokens) >= max_len else None
 
-    patch.setattr(scheduler.Scheduler, "_finish_reason", reason)
+    patch.setattr(Sequence, "_finish_reason", reason)
 
 
 def first_forced_tokens_not_told(patch):
@@ -82,25 +84,28 @@ def first_forced_tokens_not_told(patch):
     def silent(self, request, forced=None):
         delta = add(self, request, forced)
         if request.id in self.by_id:
-            self.by_id[request.id].num_untold = 0
+            self.by_id[request.id].num_unsent = 0
         return delta
 
     patch.setattr(scheduler.Scheduler, "add", silent)
 
 
 def forced_past_the_end(patch):
-    extend = scheduler.Scheduler._extend
+    append = Sequence.append
 
-    def late(self, seq, drawn, is_whole):
-        reason = extend(self, seq, drawn[:1], is_whole and len(drawn) == 1)
-        return extend(self, seq, drawn[1:], is_whole) if drawn[1:] else reason
+    def late(self, sampled, max_len):
+        first, *others = sampled.token_ids
+        reason = append(self, replace(sampled, token_ids=[first], is_last=sampled.is_last and not others), max_len)
+        return append(self, replace(sampled, token_ids=others), max_len) if others else reason
 
-    patch.setattr(scheduler.Scheduler, "_extend", late)
+    patch.setattr(Sequence, "append", late)
 
 
 def whole_answers_go_on(patch):
-    extend = scheduler.Scheduler._extend
-    patch.setattr(scheduler.Scheduler, "_extend", lambda self, seq, drawn, is_whole: extend(self, seq, drawn, False))
+    append = Sequence.append
+    patch.setattr(
+        Sequence, "append", lambda self, sampled, max_len: append(self, replace(sampled, is_last=False), max_len)
+    )
 
 
 def abort_lost_in_flight(patch):
@@ -114,13 +119,13 @@ def abort_lost_in_flight(patch):
 
 
 def runner_not_told(patch):
-    leave = scheduler.Scheduler._leave
+    stop = scheduler.Scheduler._stop
 
     def silent(self, seq):
-        leave(self, seq)
+        stop(self, seq)
         self._left.clear()
 
-    patch.setattr(scheduler.Scheduler, "_leave", silent)
+    patch.setattr(scheduler.Scheduler, "_stop", silent)
 
 
 def admits_while_preempting(patch):

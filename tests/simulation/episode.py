@@ -28,7 +28,7 @@ from engine import client as client_module
 from engine import loop as loop_module
 from engine import supervisor as supervisor_module
 from engine.fair import FairLock
-from engine.scheduler import POOLINGS
+from engine.refusal import POOLINGS
 from engine.sim import STOP, VOCAB, embed
 from engine.supervisor import MAX_RESTARTS, ProcessEngine
 from server import state as state_module

@@ -404,17 +404,17 @@ class WatchedScheduler(Scheduler):
     def schedule(self) -> Batch | None:
         before = {seq.id: seq.request.flow for seq in self.running}
         served = {flow: self.service.of(flow) for flow in {seq.request.flow for seq in self.by_id.values()}}
-        preempted = self.num_preempted
+        preempted = self.counters.preempted
         if not before:
             self.batched = set(self.by_id)
         batch = super().schedule()
         if batch is None:
             assert self.is_idle, "requests wait and nothing runs"
             return None
-        self.world.preempted += self.num_preempted - preempted
-        for_want_of_blocks = self.num_preempted - preempted - self.made_way
+        self.world.preempted += self.counters.preempted - preempted
+        for_want_of_blocks = self.counters.preempted - preempted - self.made_way
         check_batch(self, batch, set(before), for_want_of_blocks, self.batched)
-        if self.num_preempted == preempted:
+        if self.counters.preempted == preempted:
             self._check_turns(before)
         for row in batch.rows:
             closed_at = self.world.closed.get(row.seq_id)
@@ -428,9 +428,9 @@ class WatchedScheduler(Scheduler):
         return batch
 
     def _make_way(self) -> None:
-        before = self.num_preempted
+        before = self.counters.preempted
         super()._make_way()
-        self.made_way = self.num_preempted - before
+        self.made_way = self.counters.preempted - before
 
     def _check_turns(self, before: dict[int, str]) -> None:
         """No flow that runs something starts a new sequence before one that runs nothing and waits."""
@@ -461,7 +461,7 @@ class WatchedScheduler(Scheduler):
         deltas = super().abandon(batch)
         assert any(delta.finish_reason for delta in deltas), "a step without memory has failed nobody"
         self._check_ended(batch)
-        assert self.budget >= self.max_seqs >= 1, "a step could not serve what runs"
+        assert self.limits.budget >= self.limits.max_seqs >= 1, "a step could not serve what runs"
         return deltas
 
     def _check_ended(self, batch: Batch) -> None:

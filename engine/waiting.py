@@ -1,0 +1,86 @@
+"""WaitingQueue: the sequences that hold no blocks, and the order in which they may start."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from .sequence import Sequence
+from .service import Service
+
+Claim = tuple[int, bool, bool, float, int, str]
+
+
+class WaitingQueue:
+    """A queue per flow. Each is in order of priority, under that policy, and then of arrival."""
+
+    def __init__(self, service: Service, by_priority: bool) -> None:
+        self._service = service
+        self._by_priority = by_priority
+        self._queues: dict[str, list[Sequence]] = {}  # by flow; none is empty
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate in order of priority and arrival, over all flows."""
+        return iter(sorted((seq for queue in self._queues.values() for seq in queue), key=self.rank))
+
+    def priority(self, seq: Sequence) -> int:
+        """Return a sequence's priority, which counts only under that policy; lower is first."""
+        return seq.request.priority if self._by_priority else 0
+
+    def rank(self, seq: Sequence) -> tuple[int, int]:
+        """Return the key by which the sequences of a flow are sorted."""
+        return self.priority(seq), seq.arrival
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._queues.setdefault(seq.request.flow, []), seq, key=self.rank)
+        self._count += 1
+
+    def remove(self, seq: Sequence) -> None:
+        queue = self._queues[seq.request.flow]
+        queue.remove(seq)
+        self._count -= 1
+        if not queue:
+            del self._queues[seq.request.flow]
+
+    def in_turn(self, running: set[str]) -> Iterator[Sequence]:
+        """Iterate in the order in which the sequences may start; each may be removed when it is reached.
+
+        running: the flows that run sequences. First are sequences that were preempted because blocks ran out, then
+        flows that run nothing, then the flow that has been served least.
+        """
+        queues = {flow: iter(list(queue)) for flow, queue in self._queues.items()}
+        if self._service.num_flows <= 1:
+            for queue in queues.values():
+                yield from queue
+            return
+        running = set(running)
+        heads = {flow: next(queue) for flow, queue in queues.items()}
+        claims = [self._claim(seq, running) for seq in heads.values()]
+        heapify(claims)
+        while claims:
+            flow = heappop(claims)[-1]
+            yield heads[flow]
+            running.add(flow)
+            following = next(queues[flow], None)
+            if following is not None:  # its claim counts what the flow was charged for the one before
+                heads[flow] = following
+                heappush(claims, self._claim(following, running))
+
+    def starved(self, running: set[str]) -> Sequence | None:
+        """Return the next sequence of a flow that runs nothing, if other flows do."""
+        if not running:
+            return None
+        claims = (self._claim(queue[0], running) for flow, queue in self._queues.items() if flow not in running)
+        first = min(claims, default=None)
+        return None if first is None else self._queues[first[-1]][0]
+
+    def _claim(self, seq: Sequence, running: set[str]) -> Claim:
+        """Return the key by which the first sequences of the flows are sorted."""
+        flow = seq.request.flow
+        is_first = seq.preemptions > 0 and not seq.gave_way
+        return self.priority(seq), not is_first, flow in running, self._service.of(flow), seq.arrival, flow
