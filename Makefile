@@ -102,7 +102,7 @@ conformance: install $(RUNNABLE:%=$(CONFORMANCE)-%/.installed)
 
 ## make sim          the scheduler alone, then the whole server under faults, 200,000 steps each; ARGS="--steps 2000000"
 sim: dev
-	@$(BIN)/python -m engine.sim --steps 200000 --seed 1 $(ARGS)
+	@$(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 $(ARGS)
 	@$(BIN)/python -m tests.simulation --steps 200000 --seed 1 $(ARGS)
 
 ## make mutants      sow each fault of tests/mutants/mutants.toml into a copy; its check must catch it; ARGS="--write"

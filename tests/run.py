@@ -12,7 +12,7 @@ CHECKS = [
     ["ruff", "check", "."],
     ["ruff", "format", "--check", "-q", "."],
     ["mypy"],
-    ["engine.sim", "--steps", "200000", "--seed", "1"],
+    ["tests.simulation.scheduler", "--steps", "200000", "--seed", "1"],
     ["tests.simulation", "--steps", "200000", "--seed", "1"],
 ]
 # A worker of the tests takes up to 2 GB with its servers.

@@ -20,7 +20,8 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Runs in a child process of its own, for tokenizers that only transformers can read.
 CONVERTER = ROOT / "server/tokenization/convert.py"
 NO_TORCH = [
-    "types", "config", "batch", "sequence", "blocks", "scheduler", "loop", "client", "channel", "sim", "hub", "files",
+    "types", "config", "batch", "sequence", "prefix_cache", "waiting", "scheduler", "loop", "client", "channel", "hub",
+    "files",
 ]  # fmt: skip
 # The parts of server/, lowest first: a module imports only from its own part and from parts in lines above. What stands
 # in one line knows nothing of its neighbours.

@@ -5,8 +5,8 @@ import pytest
 from engine.batch import Batch, RowError, Sampled, StepResult
 from engine.config import EngineConfig
 from engine.scheduler import Scheduler
-from engine.sim import ManualClock
 from engine.types import EngineRequest, SamplingParams, TokenDelta
+from tests.simulation.scheduler import ManualClock
 
 
 class Driver:

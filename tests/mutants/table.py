@@ -17,7 +17,7 @@ SAMPLER = (
 )
 CHECKS = {
     "simulation": ["tests.simulation", "--steps", "30000", "--seed", "1", "--workers", "1"],
-    "scheduler": ["engine.sim", "--steps", "20000", "--seed", "1"],
+    "scheduler": ["tests.simulation.scheduler", "--steps", "20000", "--seed", "1"],
     "sampler": ["pytest", "-q", "-x", "tests/engine/test_sampler.py", "-k", SAMPLER],
 }
 

@@ -29,7 +29,6 @@ from engine import loop as loop_module
 from engine import supervisor as supervisor_module
 from engine.fair import FairLock
 from engine.refusal import POOLINGS
-from engine.sim import STOP, VOCAB, embed
 from engine.supervisor import MAX_RESTARTS, ProcessEngine
 from server import state as state_module
 from server.generation import choices as generation_module
@@ -48,6 +47,7 @@ from server.state import CUT_S, Pequod
 
 from .plan import STEP_FAULTS, Plan
 from .process import NOT_FINITE, Child, Process, World, info_of, undisturbed
+from .scheduler import STOP, VOCAB, embed
 from .virtual import VirtualLoop, virtual_time
 
 STALL_S = 3.0

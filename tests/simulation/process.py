@@ -23,10 +23,10 @@ from engine.fair import FairLock
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.scheduler import Scheduler
 from engine.service import OUTPUT_COST
-from engine.sim import MOST_FORCED, STOP, VOCAB, FakeRunner, check_batch, draw, is_whole
 from tests.fakes import INFO
 
 from .plan import STEP_FAULTS, Plan
+from .scheduler import MOST_FORCED, STOP, VOCAB, FakeRunner, check_batch, draw, is_whole
 from .virtual import Socket, VirtualLoop
 
 LOAD_S = 0.2

@@ -1,6 +1,6 @@
 """The real Scheduler and BlockPool with a fake runner and a virtual clock.
 
-    python -m engine.sim --steps 200000 --seed 1
+    python -m tests.simulation.scheduler --steps 200000 --seed 1
 
 The fake runner keeps a fake KV cache, in which each slot remembers which token at which position of which salted
 prefix was written there; a row that would read anything but its own past, or write into a block that another
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from .batch import Batch, Embedded, Outcome, Sampled, StepResult
-from .config import POLICIES, EngineConfig
-from .refusal import POOLINGS
-from .scheduler import Scheduler
-from .types import EngineRequest, Pooling, SamplingParams, TokenDelta, TokenLogprob
+from engine.batch import Batch, Embedded, Outcome, Sampled, StepResult
+from engine.config import POLICIES, EngineConfig
+from engine.refusal import POOLINGS
+from engine.scheduler import Scheduler
+from engine.types import EngineRequest, Pooling, SamplingParams, TokenDelta, TokenLogprob
 
 VOCAB = 97
 STOP = 0
@@ -366,7 +366,7 @@ class Episode:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.sim", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.scheduler", description=__doc__)
     parser.add_argument("--steps", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--episode", type=int, help="run only this one, as a failure tells")
@@ -383,10 +383,8 @@ def main(argv: list[str] | None = None) -> int:
             episode.run(args.episode_steps, trace)
         except Exception:
             print(f"failed after {episode.steps} steps of an episode; replay with:")
-            print(
-                f"python -m engine.sim --seed {args.seed} --episode {index} --episode-steps {args.episode_steps}",
-                flush=True,
-            )
+            seed = f"--seed {args.seed} --episode {index} --episode-steps {args.episode_steps}"
+            print(f"python -m tests.simulation.scheduler {seed}", flush=True)
             raise
         steps += episode.steps
         requests += len(episode.ended)

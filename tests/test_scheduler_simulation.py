@@ -7,14 +7,15 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from engine import blocks, prefix_cache, scheduler, sim
+from engine import blocks, prefix_cache, scheduler
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, Status
+from tests.simulation import scheduler as simulation
 
 
 def run(hash_seed: str, *args: str) -> list[str]:
     env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    command = [sys.executable, "-m", "engine.sim", *args]
+    command = [sys.executable, "-m", "tests.simulation.scheduler", *args]
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
@@ -177,5 +178,5 @@ MUTANTS = [
 def test_a_broken_scheduler_is_caught(mutant, monkeypatch, capsys):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, ValueError, IndexError, RuntimeError)):
-        sim.main(["--steps", "20000", "--seed", "1"])
-    assert "replay with:\npython -m engine.sim --seed 1 --episode" in capsys.readouterr().out
+        simulation.main(["--steps", "20000", "--seed", "1"])
+    assert "replay with:\npython -m tests.simulation.scheduler --seed 1 --episode" in capsys.readouterr().out
