@@ -1,4 +1,4 @@
-"""EngineLoop: the background loop that turns requests into tokens, one step after the other."""
+"""EngineLoop: the background loop that turns requests into tokens, step by step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Step(Protocol):
 
 
 class Runner(Protocol):
-    """What computes a step. Its methods run on the model thread alone."""
+    """Computes steps. Its methods are called on the model thread only."""
 
     def launch(self, batch: Batch) -> Step: ...
 
 
 class Outbox(Protocol):
-    """Where tokens go. `started` comes before the first step of a request, `drained` waits for a slow reader."""
+    """Sends tokens to the server. `started` precedes a request's first step; `drained` waits for a slow reader."""
 
     def started(self, ids: list[int]) -> None: ...
     def send(self, deltas: list[TokenDelta], stats: StepStats | None) -> None: ...
@@ -41,7 +41,7 @@ class Outbox(Protocol):
 
 
 class EngineLoop:
-    """Schedules on the event loop's thread, computes on a thread of its own, so that mail is read meanwhile."""
+    """Schedules on the event loop's thread and computes on the model thread, so that messages are read meanwhile."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class EngineLoop:
         self.outbox = outbox
         self.model_thread = model_thread
         self.debug = scheduler.config.debug
-        self._mail = asyncio.Event()
-        self._compiling: dict[int, asyncio.Task[None]] = {}  # by request id; not yet known to the scheduler
+        self._wakeup = asyncio.Event()
+        self._compiling: dict[int, asyncio.Task[None]] = {}  # by request id; the scheduler does not have these yet
         self._publish_s = 0.0
-        self._waits_since: float | None = None  # time.monotonic(); for a step to be collected; None: nothing to compute
+        self._waits_since: float | None = None  # time.monotonic() since which a step is due; None: nothing to compute
 
     def stalled_s(self) -> float:
-        """Seconds that there has been work and no step was collected."""
+        """Return for how many seconds there has been work without a step being collected."""
         return 0.0 if self._waits_since is None else time.monotonic() - self._waits_since
 
     async def run(self) -> None:
-        """Step for ever; ends by cancellation or with the exception that a step raised."""
+        """Run steps until cancelled. Raises what a step raises."""
         try:
             while True:
                 await self._step()
@@ -86,19 +86,19 @@ class EngineLoop:
             return
         self.outbox.started([entered.seq_id for entered in batch.entered])
         scheduled = time.perf_counter()
-        told = batch
+        reported = batch
         try:
             result = await self._result(batch)
             deltas = self.scheduler.update(batch, result)
         except StepOutOfMemory:
             result, deltas = None, self.scheduler.abandon(batch)
-            told = Batch(batch.step, [])  # nothing of it counts
-        self._publish(told, result, deltas, scheduled - began)
-        self._waits_since = None  # a slow server is no stall
+            reported = Batch(batch.step, [])  # nothing was computed
+        self._publish(reported, result, deltas, scheduled - began)
+        self._waits_since = None  # waiting for a slow server is no stall
         await self.outbox.drained()
 
     async def _result(self, batch: Batch) -> StepResult:
-        """Compute a step; where rows have a grammar, their masks are filled here while the forward pass runs there."""
+        """Compute a step on the model thread. The masks of rows with a grammar are computed here meanwhile."""
         rows = self.grammars.rows(batch) if self.grammars is not None else []
         masks: Future[Masks] | None = Future() if rows else None
         computing = asyncio.get_running_loop().run_in_executor(self.model_thread, self._compute, batch, masks)
@@ -123,68 +123,68 @@ class EngineLoop:
         self._forget(deltas)
         seconds = {"schedule": schedule_s, "publish": self._publish_s, **(result.seconds if result else {})}
         self.outbox.send(deltas, self.scheduler.stats(batch, seconds, time.time()))
-        self._publish_s = time.perf_counter() - began  # told with the next step: this one's frame has gone
+        self._publish_s = time.perf_counter() - began  # reported with the next step: this one's message has been sent
         if self.debug:
             self.scheduler.check()
 
     async def _idle(self) -> None:
-        """Wait for mail; never spin. Nothing runs, so the books must add up now."""
+        """Wait for a request. Nothing runs, so no block may be held."""
         self._waits_since = None
         pool = self.scheduler.pool
         if self.scheduler.is_idle and pool.num_held:
-            raise AssertionError(f"{pool.num_held} blocks are held and nobody runs")
-        self._mail.clear()
-        await self._mail.wait()
+            raise AssertionError(f"{pool.num_held} blocks are held and no sequence runs")
+        self._wakeup.clear()
+        await self._wakeup.wait()
 
     def add(self, request: EngineRequest) -> None:
         if request.params.grammar is None:
-            self._answer(self.scheduler.add(request))
+            self._respond(self.scheduler.add(request))
         elif request.id in self._compiling:
             error = f"request id {request.id} is in use"
-            self._answer(TokenDelta(id=request.id, finish_reason="error", error=error))
+            self._respond(TokenDelta(id=request.id, finish_reason="error", error=error))
         else:
-            self.outbox.started([request.id])  # a grammar may be what kills this process
+            self.outbox.started([request.id])  # compiling a grammar may crash this process
             self._compiling[request.id] = asyncio.create_task(self._compile(request), name="grammar")
 
     async def _compile(self, request: EngineRequest) -> None:
-        """A request with a grammar is put in line when that is compiled."""
+        """Compile a request's grammar, then put it into the queue."""
         try:
             if self.grammars is None:
-                raise GrammarError("this engine takes no grammars")
+                raise GrammarError("this engine has no support for grammars")
             matcher = await self.grammars.compile(request)
-            begins = matcher.begin(self.scheduler.output_limit(request) - 1)
+            forced = matcher.begin(self.scheduler.output_limit(request) - 1)
         except GrammarError as error:
             delta: TokenDelta | None = TokenDelta(
                 id=request.id, finish_reason="error", error=str(error), field="grammar"
             )
         except GrammarsBusy as error:
             delta = TokenDelta(id=request.id, finish_reason="error", error=str(error), code=ErrorCode.GRAMMARS_BUSY)
-        except Exception as error:  # a bug: the request must not wait for ever
+        except Exception as error:  # a bug; the request must still end
             message = f"the grammar cannot be compiled: {type(error).__name__}"
             delta = TokenDelta(id=request.id, finish_reason="error", error=message)
         else:
-            delta = self.scheduler.add(request, begins)
+            delta = self.scheduler.add(request, forced)
             if delta is None:
                 self.grammars.add(request.id, matcher)
         del self._compiling[request.id]
-        self._answer(delta)
+        self._respond(delta)
 
     def abort(self, request_id: int) -> None:
         task = self._compiling.pop(request_id, None)
         if task is None:
-            self._answer(self.scheduler.abort(request_id))
+            self._respond(self.scheduler.abort(request_id))
         else:
             task.cancel()
-            self._answer(TokenDelta(id=request_id, finish_reason="abort"))
+            self._respond(TokenDelta(id=request_id, finish_reason="abort"))
 
     def _forget(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             if delta.finish_reason and self.grammars is not None:
                 self.grammars.remove(delta.id)
 
-    def _answer(self, delta: TokenDelta | None) -> None:
+    def _respond(self, delta: TokenDelta | None) -> None:
         if delta is not None:
             self._forget([delta])
-            # With stats of a step without rows: when this was the last request, no further step would tell its blocks.
+            # With the figures of an empty step: after the last request no other step reports that its blocks are free.
             self.outbox.send([delta], self.scheduler.stats(Batch(0, []), {}, time.time()))
-        self._mail.set()
+        self._wakeup.set()

@@ -25,8 +25,8 @@ from .sampler import Sampler
 
 T = TypeVar("T")
 
-# Of the warm-up's two steps on a CPU: nothing is compiled for a step's size there, and the plan of the memory counts
-# what a full step takes. Full ones took two seconds for 0.6 billion parameters.
+# The size of the warm-up's two steps on a CPU, where nothing is compiled for a step's size and the memory plan already
+# counts what a full step takes. Full steps took two seconds for 0.6 billion parameters.
 WARM_ROWS, WARM_TOKENS = 2, 16
 
 
@@ -37,9 +37,9 @@ class Step:
     runner: Runner
     batch: Batch
     prepared: Prepared | None  # None when the batch has no rows
-    outputs: models.Outputs | None  # None when there are no rows, and once they were sampled
+    outputs: models.Outputs | None  # None without rows, and after sampling
     seconds: dict[str, float] = field(default_factory=dict)
-    spent: float = 0.0  # what the kernels' clock said when the step began
+    spent: float = 0.0  # reading of the kernels' clock when the step began
 
     def sample(self, masks: Masks | None = None) -> StepResult:
         """Sample the step's tokens; may be called once."""
@@ -86,7 +86,7 @@ class Step:
 
 
 class Runner:
-    """The model, its KV cache, and what the device knows of each running sequence. The model thread's."""
+    """The model, its KV cache, and the device's state of each running sequence. Used on the model thread only."""
 
     def __init__(self, model: models.Model, config: EngineConfig, num_blocks: int) -> None:
         """`config` is resolved. Allocates the cache: `num_blocks` blocks in every layer."""
@@ -126,8 +126,7 @@ class Runner:
     def launch(self, batch: Batch) -> Step:
         """Queue the step's forward pass.
 
-        Raises StepOutOfMemory; what the batch says about sequences that come and go, and about their blocks, is
-        known also then.
+        Raises StepOutOfMemory; the sequences that enter and leave, and their new blocks, are recorded all the same.
         """
         return _guarded(lambda: self._launch(batch))
 
@@ -149,15 +148,15 @@ class Runner:
             self.sampler.observe(slot, row.start, row.token_ids)
         ready = time.perf_counter()
         outputs = self.model.forward(prepared.forward)
-        # On CUDA the forward pass is only queued here: its time shows as the sampler's, which waits for it.
+        # On CUDA the forward pass is only queued here: its time counts as the sampler's, which waits for it.
         seconds = {"prepare": ready - began, "forward": time.perf_counter() - ready}
         return Step(self, batch, prepared, outputs, seconds, spent_before)
 
     def warm_up(self) -> None:
-        """Run both kinds of a step, a decode of all slots and a chunk as long as a step may be; on a CPU short ones.
+        """Run two steps of the largest size, a decode of all slots and a chunk; small ones on a CPU.
 
-        The first request then meets warm code, and on a GPU memory that is too small shows now. Only before the first
-        batch: it writes over blocks from the first on, and leaves nothing behind but their content.
+        The first request then runs warm code, and on a GPU a lack of memory shows now. To be called before the first
+        batch, since it overwrites the first blocks; nothing else of it remains.
         """
         block_size, budget = self.config.block_size, self.config.max_batched_tokens or 1
         seqs = min(self.config.max_seqs or 1, self.num_blocks)
@@ -175,7 +174,7 @@ class Runner:
 
 
 def _guarded(work: Callable[[], T]) -> T:
-    """Call `work` without autograd; when memory runs out, free what can be freed and raise StepOutOfMemory."""
+    """Call `work` without autograd. If memory runs out, free what can be freed and raise StepOutOfMemory."""
     try:
         with torch.inference_mode():
             return work()
@@ -183,7 +182,7 @@ def _guarded(work: Callable[[], T]) -> T:
         if not is_out_of_memory(error):
             raise
         message = str(error).split("\n", 1)[0]
-    # Not in the except block: there the traceback still holds the tensors of the step.
+    # Not in the except block, where the traceback still references the tensors of the step.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
