@@ -125,7 +125,11 @@ class Settings(BaseSettings):
         "engine", "auto", "data type of cached keys and values: auto (the model's), or int8 with a scale for each"
     )
     attention_backend: str = setting(
-        "engine", "auto", "attention implementation: auto, cpu (our kernel) or reference (torch)", "NAME", max_length=64
+        "engine",
+        "auto",
+        "attention implementation: auto, cpu or triton (our kernels), or reference (torch)",
+        "NAME",
+        max_length=64,
     )
     cpu_isa: Literal["auto", "avx512bf16", "avx512", "avx2", "torch"] = setting(
         "engine", "auto", "instruction set of our CPU kernels; torch disables them (default: the best available)"

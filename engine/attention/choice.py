@@ -24,6 +24,7 @@ class Entry(NamedTuple):
 # In order of preference.
 BACKENDS = {
     "cpu": Entry("engine.attention.cpu:Paged", ("cpu",)),
+    "triton": Entry("engine.attention.paged_gpu:PagedGPU", ("cuda",)),
     "reference": Entry("engine.attention.reference:Reference", ("cpu", "cuda")),
 }
 

@@ -256,5 +256,5 @@ def test_backends_are_made_by_name():
     assert isinstance(create("reference"), Reference)
     assert create("reference") is not create("reference")
     check("auto")
-    with pytest.raises(ConfigError, match="unknown attention backend 'flash'; known: auto, cpu, reference"):
+    with pytest.raises(ConfigError, match="unknown attention backend 'flash'; known: auto, cpu, triton, reference"):
         check("flash")
