@@ -152,7 +152,7 @@ def decoder(name: str, dtype: torch.dtype, variant: Kernels | None, weights: tor
     assert spec.decoder is not None
     made = Decoder(spec, CPU, Choice(variant), tied=spec.decoder.tied)
     generator = torch.Generator().manual_seed(1)
-    for place in [*made.places().values(), made.head.weight]:
+    for place in [*made.targets().values(), made.head.weight]:
         around = 1.0 if place.dim() == 1 else 0.0
         drawn = torch.randn(place.shape, generator=generator) * (0.3 if place.dim() == 1 else place.shape[-1] ** -0.5)
         place.copy_((drawn + around).to(weights))
