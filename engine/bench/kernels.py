@@ -6,7 +6,7 @@ prints, for each weight shape of Qwen3-0.6B and each number of rows, the time of
 against float64, and whether rows have the same bits alone and in the batch; the same for weights in 8 and 4 bits if the
 kernels support them. The cases are called in turn, and medians are printed. Each call uses the next of several weights,
 which together exceed the caches. Then it measures attention, sampling and log-probabilities in the same way
-(attention.py and vocabulary.py in this folder). On an error it exits with status 2 and prints a sentence, or a JSON
+(attention.py and logits.py in this folder). On an error it exits with status 2 and prints a sentence, or a JSON
 object with `error`. With `--isa torch`, "ours" is torch as Pequod uses it.
 """
 
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from ..kernels.library import CHOICES, Kernels, choose, for_sampling
 from ..models.layers import Linear, can_reorder
 from ..types import EngineError
-from . import attention, vocabulary
+from . import attention, logits
 from .timing import interleaved
 
 # Qwen3-0.6B's weights: rows (outputs) and columns.
@@ -151,12 +151,12 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
     for step in attention.STEPS:
         attended.append(attention.measure(*step, isa=isa, dtype=DTYPES[dtype], seconds=seconds))
         show(attention.told(attended[-1]))
-    show(vocabulary.HEADER)
+    show(logits.HEADER)
     drawn, sampling = [], for_sampling(isa, torch.device("cpu"), DTYPES[dtype])
-    for case in vocabulary.CASES:
-        for count in vocabulary.ROWS:
-            drawn.append(vocabulary.measure(case, count, sampling, seconds))
-            show(vocabulary.told(drawn[-1]))
+    for case in logits.CASES:
+        for count in logits.ROWS:
+            drawn.append(logits.measure(case, count, sampling, seconds))
+            show(logits.told(drawn[-1]))
     return {
         "isa": choice.name,
         "note": choice.note,

@@ -1,7 +1,7 @@
 // Operations on rows of logits: argmax, sampling, the top log-probabilities, and masking.
 //
 // The lowest index wins among equals, and NaN wins over all numbers. Results are the same on every instruction set and
-// in torch (engine/runner/vocabulary.py).
+// in torch (engine/runner/logits.py).
 #include <math.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""Operations on logits by kernels; engine/runner/vocabulary.py documents the interface."""
+"""Operations on logits by kernels; engine/runner/logits.py documents the interface."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TopLogits:
     ids: Tensor  # [rows, count] int64
 
     def columns(self, ids: Tensor) -> Tensor:
-        """See runner.vocabulary.Distribution. Computed in float64 and rounded to float32."""
+        """See runner.logits.Distribution. Computed in float64 and rounded to float32."""
         logs = self.logs.unsqueeze(1)
         own = self.logits.gather(1, ids.unsqueeze(1)).double() - logs
         logprobs = torch.cat([own, self.values.double() - logs], dim=1).float()

@@ -3,7 +3,7 @@
 A drawn token is a function of (logits, params, position) alone, to the last bit: not of its neighbours, of the
 size of the batch or of the way through this code. Two things make it so. The uniform number comes from a
 counter-based hash of (seed, position), so there is no random state to advance. And probabilities are integers
-(vocabulary.py), which the kernels and torch compute alike.
+(logits.py), which the kernels and torch compute alike.
 
 Order: penalties, bias, min_tokens mask, outside mask, temperature, top_k, top_p, min_p, draw.
 
@@ -28,7 +28,7 @@ from ..batch import Entered, RowError
 from ..kernels.library import Kernels
 from ..kernels.logits import NativeVocabulary
 from ..types import ErrorCode, SamplingParams, TokenLogprob
-from .vocabulary import ASKED, ONE, Distribution, Ints, TorchVocabulary, Vocabulary, rows_of
+from .logits import ASKED, ONE, Distribution, Ints, TorchVocabulary, Vocabulary, rows_of
 
 # Below this a temperature is greedy: (logit - max) / temperature would leave float32's range of useful values.
 GREEDY = 1e-5

@@ -384,7 +384,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "MAX_HEAD_ROWS", 4)
     monkeypatch.setattr(bench.attention, "STEPS", [(2, 1, 20), (1, 7, 30)])
     monkeypatch.setattr(bench.attention, "LARGE", 1 << 15)
-    monkeypatch.setattr(bench.vocabulary, "VOCAB", 300)
+    monkeypatch.setattr(bench.logits, "VOCAB", 300)
 
 
 @pytest.mark.parametrize("isa", ["auto", "torch"])

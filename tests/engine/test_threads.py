@@ -21,7 +21,7 @@ from engine.kernels.library import ISAS, Kernels
 from engine.kernels.logits import NativeVocabulary
 from engine.kernels.matmul import Packed, Quantized
 from engine.models.layers import RMSNorm
-from engine.runner.vocabulary import ASKED
+from engine.runner.logits import ASKED
 from tests.engine.test_attention import Pool, layer_of
 from tests.engine.test_cpu_attention import backend
 from tests.engine.test_kernels import CPU, drawn, kernels, needs_library

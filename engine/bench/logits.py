@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.library import Kernels
 from ..kernels.logits import NativeVocabulary
-from ..runner.vocabulary import ASKED, TorchVocabulary, Vocabulary
+from ..runner.logits import ASKED, TorchVocabulary, Vocabulary
 from .timing import interleaved
 
 CPU = torch.device("cpu")

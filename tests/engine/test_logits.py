@@ -16,8 +16,8 @@ from engine.batch import Entered
 from engine.kernels import library
 from engine.kernels.library import Kernels
 from engine.kernels.logits import NativeVocabulary
+from engine.runner.logits import ASKED, TorchVocabulary
 from engine.runner.sampler import Sampler
-from engine.runner.vocabulary import ASKED, TorchVocabulary
 from engine.types import SamplingParams
 from tests.engine.test_kernels import kernels, needs_library
 
