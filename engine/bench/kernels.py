@@ -121,7 +121,7 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
     choice = choose(isa, torch.device("cpu"), DTYPES[dtype])
     bits_of = (8, 4) if choice.kernels is not None and choice.kernels.quantizes else ()
     torch.manual_seed(0)
-    found = []
+    matmuls = []
     show(f"{choice.name} products of {dtype} on {torch.get_num_threads()} threads, torch {torch.__version__}")
     if choice.note:
         show(choice.note)
@@ -134,7 +134,7 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
             if name == "head" and count > MAX_HEAD_ROWS:
                 continue
             line = measure(name, count, choice.kernels, DTYPES[dtype], seconds, bits_of=bits_of)
-            found.append(line)
+            matmuls.append(line)
             onednn = line["onednn_seconds"]
             show(
                 f"{name:8} {count:5d} {line['seconds'] * 1e3:9.3f} {line['torch_seconds'] * 1e3:9.3f} "
@@ -150,22 +150,22 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
     attended = []
     for step in attention.STEPS:
         attended.append(attention.measure(*step, isa=isa, dtype=DTYPES[dtype], seconds=seconds))
-        show(attention.told(attended[-1]))
+        show(attention.formatted(attended[-1]))
     show(logits.HEADER)
-    drawn, sampling = [], for_sampling(isa, torch.device("cpu"), DTYPES[dtype])
+    sampled, sampling = [], for_sampling(isa, torch.device("cpu"), DTYPES[dtype])
     for case in logits.CASES:
         for count in logits.ROWS:
-            drawn.append(logits.measure(case, count, sampling, seconds))
-            show(logits.told(drawn[-1]))
+            sampled.append(logits.measure(case, count, sampling, seconds))
+            show(logits.formatted(sampled[-1]))
     return {
         "isa": choice.name,
         "note": choice.note,
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
-        "products": found,
+        "products": matmuls,
         "attention": attended,
-        "vocabulary": drawn,
+        "logits": sampled,
     }
 
 
@@ -193,14 +193,16 @@ def main(arguments: list[str] | None = None) -> int:
     lines = sys.stderr if given.json else sys.stdout
     with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
         try:
-            found = bench(given.isa, given.dtype, rows, given.seconds, lambda text: print(text, file=lines, flush=True))
+            result = bench(
+                given.isa, given.dtype, rows, given.seconds, lambda text: print(text, file=lines, flush=True)
+            )
         except EngineError as error:
-            found = {"error": str(error)}
+            result = {"error": str(error)}
     if given.json:
-        print(json.dumps(found))
-    elif "error" in found:
-        print(found["error"], file=sys.stderr)
-    return 2 if "error" in found else 0
+        print(json.dumps(result))
+    elif "error" in result:
+        print(result["error"], file=sys.stderr)
+    return 2 if "error" in result else 0
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ SLOW_S = 0.025
 LARGE = 4096  # characters
 # A mask takes 0.1 ms. Waking other threads takes as long, and ten times as long on a busy machine.
 MASK_THREADS, MANY_ROWS = 8, 16
-REFUSED = RowError("a token was drawn that the grammar does not allow")
+REFUSED = RowError("a token was sampled that the grammar does not allow")
 TOO_COMPLEX = RowError("the grammar takes more work for one token than is allowed", field="grammar")
 PANICKED = RowError("the grammar library has failed on it", field="grammar")
 # How the library's message reads when it is REFUSED. Its stop_reason() is "InternalError" for that and for the rest.

@@ -1,12 +1,13 @@
-"""What a step wants of its logits, in torch: draws, log-probabilities, masks. On any device, and the oracle of the
-kernels that do the same on a CPU (engine/kernels/logits.py).
+"""Operations on a step's logits in torch, on any device: sampling, log-probabilities and masks.
 
-A drawn token is a function of (logits, what is asked, the uniform number) alone. Probabilities become integers before
-anything is summed: weight = floor(2^44 * e), e the float nearest to exp((logit - max) * (1 / temperature)), and
-integer sums do not depend on their order. (Of float64 logits e is a float64.) A token 2^44 times less likely than the
-best one is never drawn. The filters are thresholds on values, so that equal tokens share a fate whatever order they
-were found in: top_k keeps every token that equals the k-th one, top_p every token as likely as the last one that it
-needs.
+engine/kernels/logits.py computes the same with kernels on a CPU; this module is its oracle.
+
+A sampled token depends only on the logits, the row's parameters and its random number. Probabilities are converted to
+integers before they are summed, because integer sums do not depend on the order: weight = floor(2^44 * e), where e is
+exp((logit - max) * (1 / temperature)), rounded to float32 (for float64 logits to float64). A token that is 2^44 times
+less likely than the best one is never sampled. The filters are thresholds on values, so equal tokens are kept or
+removed together: top_k keeps every token that equals the k-th one, and top_p every token as likely as the last one that
+it needs.
 """
 
 from __future__ import annotations
@@ -21,52 +22,54 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
-# How each row is drawn; engine/kernels/logits.cpp has the same fields in the same order.
-ASKED = np.dtype(
+# A row's sampling parameters; `Params` in engine/kernels/logits.cpp has the same fields in the same order.
+ROW_PARAMS = np.dtype(
     [
-        ("temperature", np.float64),  # 0: the likeliest token
+        ("temperature", np.float64),  # 0: greedy
         ("top_p", np.float64),
         ("min_p", np.float64),
-        ("u", np.float64),  # the uniform number, in [0, 1)
-        ("top_k", np.int64),  # from the vocabulary's size on: off
+        ("u", np.float64),  # the random number, uniform in [0, 1)
+        ("top_k", np.int64),  # off if it is at least the vocabulary's size
     ]
 )
 
-# 2^44 * 2^18 tokens (the widest vocabularies in use) stays below 2^62, so sums fit an int64.
+# The weight of the most likely token. With the largest vocabularies in use, 2^18 tokens, sums stay below 2^62.
 ONE = 1 << 44
-# Candidates looked at for top_p before a full sort: nearly always enough, at a tenth of the sort's price.
+# Most likely tokens that top_p tries before a full sort: nearly always enough, in a tenth of the time.
 CANDIDATES = 1024
-# Logits handled at once on a CPU in the passes over whole rows: 2 MiB of float32, about what a core's cache holds.
+# Logits that operations on whole rows process at once on a CPU: 2 MiB of float32, about the size of a core's cache.
 CPU_LOGITS = 1 << 19
-# The draw looks for its token first among sums of so many tokens, then among the tokens of one such sum.
+# Sampling first selects a chunk of this number of tokens by the chunks' sums, and then a token in it.
 CHUNK = 128
 
 
 class Distribution(Protocol):
-    """Rows' log-probabilities, of the logits as they were when it was made."""
+    """The log-probabilities of some rows."""
 
     def columns(self, ids: Tensor) -> Tensor:
-        """[rows, 1 + 2 * count] float64: the log-probability of one token of each row (ids: [rows]), the largest ones,
-        equals by ascending id, and their ids."""
+        """Return [rows, 1 + 2 * count] float64: the log-probability of one token of each row (ids: [rows]), the `count`
+        largest ones, equals by ascending id, and the ids of these."""
         ...
 
 
-class Vocabulary(Protocol):
-    """What the sampler needs: x is [rows, vocab] float32 or float64."""
+class LogitsBackend(Protocol):
+    """Operations on logits, x: [rows, vocab] float32 or float64."""
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's largest number and the lowest place of it, -1 where that is infinite or no number (which counts
-        as the largest)."""
+        """Return each row's largest number, NaN before others, and its lowest index; -1 if it is infinite or NaN."""
         ...
 
-    def draw(self, x: Tensor, asked: NDArray) -> tuple[Tensor, Tensor]:
-        """Each row's largest number, and a place drawn as asked: [rows] of ASKED; -1 as of `best`."""
+    def sample(self, x: Tensor, params: NDArray) -> tuple[Tensor, Tensor]:
+        """Return each row's largest number, and a sampled index; -1 as for `best`. params: [rows] of ROW_PARAMS."""
         ...
 
-    def distribution(self, x: Tensor, count: int) -> Distribution: ...
+    def distribution(self, x: Tensor, count: int) -> Distribution:
+        """Return the log-probabilities, with the `count` largest. x must not change until the last use."""
+        ...
 
     def forbid(self, x: Tensor, rows: Ints, bits: NDArray[np.int32]) -> None:
-        """Make negative infinity, in place, of what these rows' bits ([rows, words]) forbid: 32 in a word, 0."""
+        """Set the logits that masks forbid to negative infinity, in place. rows: indices of x; bits: [rows, words], 32
+        tokens per word, 1: allowed."""
         ...
 
 
@@ -79,26 +82,26 @@ class LogSoftmax:
 
     def columns(self, ids: Tensor) -> Tensor:
         own = self.logprobs.gather(1, ids.unsqueeze(1))
-        values, places = _most_likely(self.logprobs, self.count)
-        return torch.cat([own.double(), values.double(), places.double()], dim=1)
+        values, top_ids = _most_likely(self.logprobs, self.count)
+        return torch.cat([own.double(), values.double(), top_ids.double()], dim=1)
 
 
-class TorchVocabulary:
-    """In torch, on any device."""
+class TorchLogits:
+    """Operations on logits in torch."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        top, places = x.max(dim=1)
-        return top, places.masked_fill(~top.isfinite(), -1)
+        top, ids = x.max(dim=1)
+        return top, ids.masked_fill(~top.isfinite(), -1)
 
     def distribution(self, x: Tensor, count: int) -> LogSoftmax:
         return LogSoftmax(x.log_softmax(dim=1), count)
 
     def forbid(self, x: Tensor, rows: Ints, bits: NDArray[np.int32]) -> None:
-        """The bits cross to the device as they are."""
+        """See LogitsBackend. The bits are copied to the device packed."""
         shifts = torch.arange(32, dtype=torch.int32, device=self.device)
         forbidden = (self._device(bits).unsqueeze(2) >> shifts).bitwise_and_(1).logical_not_().flatten(1)
         forbidden = forbidden[:, : self.vocab_size].bool()
@@ -108,63 +111,64 @@ class TorchVocabulary:
             at = self._device(rows)
             x[at] = x[at].masked_fill_(forbidden, -torch.inf)
 
-    def draw(self, x: Tensor, asked: NDArray) -> tuple[Tensor, Tensor]:
-        top, places = self.best(x)
-        drawing = np.flatnonzero(asked["temperature"] > 0)
-        if len(drawing):
-            drawn = self._draw(rows_of(x, drawing), rows_of(top, drawing), asked[drawing])
-            drawn = places.index_copy(0, self._device(drawing), drawn)
-            places = drawn.where(places >= 0, -1)
-        return top, places
+    def sample(self, x: Tensor, params: NDArray) -> tuple[Tensor, Tensor]:
+        top, ids = self.best(x)
+        random = np.flatnonzero(params["temperature"] > 0)
+        if len(random):
+            sampled = self._sample(rows_of(x, random), rows_of(top, random), params[random])
+            sampled = ids.index_copy(0, self._device(random), sampled)
+            ids = sampled.where(ids >= 0, -1)
+        return top, ids
 
-    def _draw(self, x: Tensor, top: Tensor, asked: NDArray) -> Tensor:
-        """Places [rows] by the inverse of the distribution function, in the order of the token ids."""
-        filtered = (asked["top_k"] < self.vocab_size) | (asked["top_p"] < 1.0)
-        narrow = np.flatnonzero(filtered)
-        if len(narrow) == len(asked):
-            return self._draw_narrow(x, top, asked)
-        wide = np.flatnonzero(~filtered)
-        if len(wide) == len(asked):
-            return self._draw_wide(x, top, asked)
-        ids = torch.empty(len(asked), dtype=torch.int64, device=x.device)
-        for rows, draw in ((wide, self._draw_wide), (narrow, self._draw_narrow)):
-            ids[self._device(rows)] = draw(rows_of(x, rows), rows_of(top, rows), asked[rows])
+    def _sample(self, x: Tensor, top: Tensor, params: NDArray) -> Tensor:
+        """Return token ids [rows], by the inverse of the distribution function over ascending ids."""
+        is_filtered = (params["top_k"] < self.vocab_size) | (params["top_p"] < 1.0)
+        filtered = np.flatnonzero(is_filtered)
+        if len(filtered) == len(params):
+            return self._sample_filtered(x, top, params)
+        plain = np.flatnonzero(~is_filtered)
+        if len(plain) == len(params):
+            return self._sample_plain(x, top, params)
+        ids = torch.empty(len(params), dtype=torch.int64, device=x.device)
+        for rows, sample in ((plain, self._sample_plain), (filtered, self._sample_filtered)):
+            ids[self._device(rows)] = sample(rows_of(x, rows), rows_of(top, rows), params[rows])
         return ids
 
-    def _draw_wide(self, x: Tensor, top: Tensor, asked: NDArray) -> Tensor:
-        """Rows without top_k and top_p: every token takes part, nothing is sorted."""
-        coldness = self._coldness(asked, x)
-        floor = self._floors(asked) if asked["min_p"].any() else None
-        u = self._device(asked["u"])
+    def _sample_plain(self, x: Tensor, top: Tensor, params: NDArray) -> Tensor:
+        """Sample rows without top_k and top_p, which needs no sorting."""
+        coldness = self._coldness(params, x)
+        floor = self._floors(params) if params["min_p"].any() else None
+        u = self._device(params["u"])
         ids = []
-        for part in self._parts(len(asked)):
+        for part in self._parts(len(params)):
             weights = _weights(x[part], top[part], coldness[part])
             if floor is not None:
                 weights = weights.where(weights >= floor[part].unsqueeze(1), 0)
             ids.append(_pick(weights, u[part]))
         return torch.cat(ids)
 
-    def _draw_narrow(self, x: Tensor, top: Tensor, asked: NDArray, *, full: bool = False) -> Tensor:
-        """Rows with top_k or top_p: draw among the likeliest tokens.
+    def _sample_filtered(self, x: Tensor, top: Tensor, params: NDArray, *, full: bool = False) -> Tensor:
+        """Sample rows with top_k or top_p, from the most likely tokens.
 
-        Where those do not show the whole filtered set (the mass is not reached, or equals go on beyond them), the row
-        is done again with all tokens sorted."""
-        top_k = asked["top_k"]
+        If these may not contain all tokens that pass the filters (their mass is below top_p, or the next token may
+        equal the last one), the row is sampled again with all tokens sorted.
+        """
+        top_k = params["top_k"]
         has_k = top_k < self.vocab_size
-        wanted = int(np.where(has_k, top_k, CANDIDATES).max()) + 1  # one more shows whether equals go on
-        width = self.vocab_size if full else min(wanted, self.vocab_size)
+        needed = int(np.where(has_k, top_k, CANDIDATES).max()) + 1  # one more shows whether the next token is equal
+        width = self.vocab_size if full else min(needed, self.vocab_size)
         full = width == self.vocab_size
-        coldness, u = self._coldness(asked, x), self._device(asked["u"])
+        coldness, u = self._coldness(params, x), self._device(params["u"])
         values, ids = x.topk(width, dim=1)
         weights = _weights(values, top, coldness)
 
-        # top_k, on the logits themselves: the temperature keeps their order.
+        # top_k, on the logits: the temperature does not change their order.
         by_k = self._device(has_k)
         last_k = values.gather(1, self._device(np.minimum(top_k, width) - 1).unsqueeze(1))
         weights = weights.where((values >= last_k) | ~by_k.unsqueeze(1), 0)
-        whole = (values[:, -1:] < last_k).squeeze(1)
+        complete = (values[:, -1:] < last_k).squeeze(1)
         total = weights.sum(dim=1)
-        if not full and not has_k.all():  # the mass of rows without top_k lies beyond the candidates too
+        if not full and not has_k.all():  # without top_k the total includes the other tokens
             rows = np.flatnonzero(~has_k)
             mass = [
                 _weights(rows_of(x, rows[part]), rows_of(top, rows[part]), rows_of(coldness, rows[part])).sum(dim=1)
@@ -172,34 +176,35 @@ class TorchVocabulary:
             ]
             total = total.index_copy(0, self._device(rows), torch.cat(mass))
 
-        # top_p: the smallest weight needed so that the tokens of at least that weight hold the mass.
-        top_p = self._device(asked["top_p"])
+        # top_p: the largest weight such that the tokens of at least this weight have the mass.
+        top_p = self._device(params["top_p"])
         need = (top_p * total.double()).ceil().long().minimum(total).clamp(min=1)
-        place = torch.searchsorted(weights.cumsum(dim=1), need.unsqueeze(1))
-        reached = (place < width).squeeze(1)
-        floor = weights.gather(1, place.clamp(max=width - 1)).squeeze(1)
+        last_p = torch.searchsorted(weights.cumsum(dim=1), need.unsqueeze(1))
+        reached = (last_p < width).squeeze(1)
+        floor = weights.gather(1, last_p.clamp(max=width - 1)).squeeze(1)
         floor = floor.where(top_p < 1.0, 1)
         if not full:
-            whole = whole.where(by_k, reached & (weights[:, -1] < floor))
-        floor = floor.maximum(self._floors(asked))
+            complete = complete.where(by_k, reached & (weights[:, -1] < floor))
+        floor = floor.maximum(self._floors(params))
         weights = weights.where(weights >= floor.unsqueeze(1), 0)
 
-        if full:  # back to the order of the token ids
+        if full:  # restore the order of the token ids
             return _pick(torch.zeros_like(weights).scatter_(1, ids, weights), u)
         ids, order = ids.sort(dim=1)
-        drawn = ids.gather(1, _pick(weights.gather(1, order), u).unsqueeze(1)).squeeze(1)
-        again = (~whole).nonzero().squeeze(1).cpu().numpy()  # on CUDA the one wait besides the result
+        sampled = ids.gather(1, _pick(weights.gather(1, order), u).unsqueeze(1)).squeeze(1)
+        again = (~complete).nonzero().squeeze(1).cpu().numpy()  # on CUDA the only synchronization beside the result
         for part in self._parts(len(again)):
             rows = again[part]
-            drawn[self._device(rows)] = self._draw_narrow(rows_of(x, rows), rows_of(top, rows), asked[rows], full=True)
-        return drawn
+            again_x, again_top = rows_of(x, rows), rows_of(top, rows)
+            sampled[self._device(rows)] = self._sample_filtered(again_x, again_top, params[rows], full=True)
+        return sampled
 
-    def _coldness(self, asked: NDArray, like: Tensor) -> Tensor:
-        return self._device(1.0 / asked["temperature"]).to(like.dtype)
+    def _coldness(self, params: NDArray, like: Tensor) -> Tensor:
+        return self._device(1.0 / params["temperature"]).to(like.dtype)
 
-    def _floors(self, asked: NDArray) -> Tensor:
-        """min_p as a weight: the best token's is ONE. At least 1, so that a weight of 0 never counts as kept."""
-        return self._device(np.maximum(np.ceil(asked["min_p"] * ONE), 1).astype(np.int64))
+    def _floors(self, params: NDArray) -> Tensor:
+        """Return min_p as a weight: that of the best token is ONE. At least 1, so that weights of 0 are never kept."""
+        return self._device(np.maximum(np.ceil(params["min_p"] * ONE), 1).astype(np.int64))
 
     def _device(self, array: NDArray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -210,20 +215,21 @@ class TorchVocabulary:
 
 
 def rows_of(x: Tensor, rows: Ints) -> Tensor:
-    """x[rows] for ascending rows, without a copy when they are all of them."""
+    """Return x[rows] for ascending rows, without a copy if they are all rows."""
     return x if len(rows) == len(x) else x.index_select(0, torch.from_numpy(rows).to(x.device))
 
 
 def _weights(x: Tensor, top: Tensor, coldness: Tensor) -> Tensor:
-    """Probabilities up to a factor, as integers: x, the result [rows, any] int64; top, 1 / temperature [rows]."""
+    """Return unnormalized probabilities, [rows, n] int64. x: [rows, n]; top, coldness (1 / temperature): [rows]."""
     scaled = (x - top.unsqueeze(1)).mul_(coldness.unsqueeze(1))
     return scaled.double().exp_().to(x.dtype).mul_(ONE).long()
 
 
 def _pick(weights: Tensor, u: Tensor) -> Tensor:
-    """The first place in each row where the sum of weights passes u * total: [rows] int64.
+    """Return the first index in each row at which the cumulative weight exceeds u * total: [rows] int64.
 
-    Rows with nothing to draw (their logits were no numbers) get some place in range; the caller marks them."""
+    For rows whose weights are all 0, because of NaN, it is an arbitrary valid index; the caller replaces it.
+    """
     rows, width = weights.shape
     spare = -width % CHUNK
     chunks = (torch.nn.functional.pad(weights, (0, spare)) if spare else weights).view(rows, -1, CHUNK)
@@ -234,14 +240,15 @@ def _pick(weights: Tensor, u: Tensor) -> Tensor:
     chunk = torch.searchsorted(upto, target, right=True).clamp(max=chunks.shape[1] - 1)
     target = target - (upto - sums).gather(1, chunk)
     inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, -1, CHUNK)).squeeze(1).cumsum(dim=1)
-    place = torch.searchsorted(inside, target, right=True).clamp(max=CHUNK - 1)
-    return (chunk * CHUNK + place).squeeze(1).clamp(max=width - 1)
+    index = torch.searchsorted(inside, target, right=True).clamp(max=CHUNK - 1)
+    return (chunk * CHUNK + index).squeeze(1).clamp(max=width - 1)
 
 
 def _most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row and their ids, equals by ascending id: both [rows, count].
+    """Return each row's `count` largest numbers and their ids, equals by ascending id: both [rows, count].
 
-    topk promises no order among equals, and logits of a 16-bit model are full of them."""
+    topk returns equals in any order, and logits of 16-bit models have many.
+    """
     rows, width = logprobs.shape
     if count == 0:
         return logprobs.new_empty(rows, 0), torch.empty(rows, 0, dtype=torch.int64, device=logprobs.device)

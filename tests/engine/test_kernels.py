@@ -403,8 +403,8 @@ def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
         assert all(line[f"{name}gb_per_s"] > 0 for name in ("", "int8_", "probe_"))
         assert line["error"] < 0.02 and line["int8_error"] < 0.03
         assert line["invariant"] or line["backend"] == "reference"
-    assert len(found["vocabulary"]) == 12
-    for line in found["vocabulary"]:
+    assert len(found["logits"]) == 12
+    for line in found["logits"]:
         assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["same"]
         assert line["invariant"] or not choice.invariant
     for line in found["products"]:

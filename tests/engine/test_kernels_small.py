@@ -18,7 +18,7 @@ from engine.attention.reference import Reference
 from engine.batch import Batch, Entered, Row
 from engine.kernels import library
 from engine.kernels.library import Choice, Clock, Kernels
-from engine.kernels.logits import NativeVocabulary
+from engine.kernels.logits import NativeLogits
 from engine.models import Forward
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
@@ -324,7 +324,7 @@ def test_kernels_count_their_time(variant):
     model = decoder("llama", torch.float32, variant, torch.float32)
     for call in (
         lambda: ours(torch.randn(100, 1000)),
-        lambda: NativeVocabulary(variant).best(torch.randn(3, 5000)),
+        lambda: NativeLogits(variant).best(torch.randn(3, 5000)),
         lambda: Lines(model, variant.isa).step({0: [1, 2, 3]}),
     ):
         call()
