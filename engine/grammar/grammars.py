@@ -58,10 +58,10 @@ class Matcher:
         self._stop_ids = [token for token in params.stop_ids if 0 <= token < table.width]
         self._hidden = {table.end_id, *self._stop_ids}
         # A forced token has no logits, so it can have no log-probability and no bias. Then every token is sampled.
-        told = params.logprobs is not None or params.prompt_logprobs is not None
+        reports = params.logprobs is not None or params.prompt_logprobs is not None
         forbids = any(abs(bias) >= 100 for bias in params.logit_bias.values())
         forbids = forbids or bool(params.bad_words) or params.allowed_ids is not None
-        self._jumps = not told and not forbids
+        self._jumps = not reports and not forbids
 
     def _ask(self, question: Callable[..., Any], otherwise: T, *args: object) -> T:
         """Call the library; return `otherwise` if it has failed."""

@@ -362,7 +362,7 @@ def test_torch_is_chosen_without_a_library_with_a_note(monkeypatch):
     choice = choose("auto", CPU, torch.bfloat16)
     assert choice.name == "torch" and "no C++ compiler" in choice.note and "install g++" in choice.fix
     assert choose("torch", CPU, torch.float32).note == "", "nothing is lost that was not wanted"
-    with pytest.raises(ConfigError, match="avx2 was asked for, but there are no CPU kernels"):
+    with pytest.raises(ConfigError, match="`cpu_isa=avx2` needs CPU kernels, and there are none"):
         choose("avx2", CPU, torch.bfloat16)
 
 
