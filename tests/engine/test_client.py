@@ -106,10 +106,10 @@ def test_prestarted_child_serves(monkeypatch):
 
     async def main() -> None:
         child = Child()
-        assert child.news() == {}
+        assert child.changed_environment() == {}
         monkeypatch.delenv("PEQUOD_TEST_EARLY")
         monkeypatch.setenv("PEQUOD_TEST_LATE", "set since")
-        assert child.news() == {"PEQUOD_TEST_LATE": "set since", "PEQUOD_TEST_EARLY": None}
+        assert child.changed_environment() == {"PEQUOD_TEST_LATE": "set since", "PEQUOD_TEST_EARLY": None}
         engine = ProcessEngine(CONFIG, child)
         await engine.start()
         try:

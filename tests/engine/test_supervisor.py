@@ -218,16 +218,16 @@ def test_what_the_system_lacks_for_a_moment_is_no_failure_of_the_engine(monkeypa
 
 
 class Watched(ProcessEngine):
-    """Keeps what each life of its child says when it is ready."""
+    """Records the Ready message of each child process."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.lives: list[channel.Ready] = []
 
-    def _take(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         if isinstance(message, channel.Ready):
             self.lives.append(message)
-        super()._take(message)
+        super()._handle(message)
 
 
 def size_of(info: EngineInfo) -> int:
@@ -307,7 +307,7 @@ def test_an_engine_whose_weights_have_changed_is_not_started_again(monkeypatch, 
             with (folder / "model.safetensors").open("r+b") as file:
                 file.seek(-2, os.SEEK_END)
                 file.write(b"\x00\x00")
-            with pytest.raises(EngineDied, match=r"could not be started again: the weights of .* are others"):
+            with pytest.raises(EngineDied, match=r"could not be started again: the weights of .* have changed"):
                 await (await killed_in_a_stream(engine))
         finally:
             await engine.close()

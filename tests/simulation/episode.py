@@ -105,13 +105,13 @@ class Engine(ProcessEngine):
         self.convicted.add(entry.request.id)
         super()._end(entry, error)
 
-    def _bury(self) -> None:
+    def _record_death(self) -> None:
         running = {request_id for request_id in self._open if self.processes and request_id in self.processes[-1].ran}
         if self.processes:
             self.processes[-1].ran.clear()
         self.deaths.update(running)
         before = set(self.convicted)
-        super()._bury()
+        super()._record_death()
         for request_id in self.convicted - before:
             assert running == {request_id}, f"request {request_id} is blamed for a death at which it was not alone"
             assert self.deaths[request_id] >= 2, f"request {request_id} is blamed for a single death"
