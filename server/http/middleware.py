@@ -46,7 +46,7 @@ class Door:
         self.count = count
         self.error_forms = error_forms
         self.hosts = None if settings.hosts is None else {host.lower() for host in settings.hosts}
-        self.takes_any_host = settings.takes_any_host
+        self.allows_any_host = settings.allows_any_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -58,7 +58,7 @@ class Door:
         """Whether requests that name this host are served; None: they name none."""
         if self.hosts is not None:
             return host in self.hosts
-        return self.takes_any_host or host is None or is_own_name(host)
+        return self.allows_any_host or host is None or is_own_name(host)
 
     def check(self, method: str, headers: Headers) -> None:
         """Refuse a request by its head alone."""
