@@ -25,7 +25,7 @@ from .http.in_process import InProcess
 from .http.sse import EventStream
 from .settings_sources import load
 from .settings_values import SettingsError, nearest
-from .state import Pequod
+from .state import AppState
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -183,7 +183,7 @@ def _settings(options: Mapping[str, Any]) -> settings.Settings:
 @asynccontextmanager
 async def running(
     chosen: settings.Settings, loading: Callable[[Engine], AbstractAsyncContextManager[None]] | None = None
-) -> AsyncIterator[tuple[Pequod, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[AppState, httpx.AsyncClient]]:
     """A loaded model: the state of its app, and a client that sends requests to it.
 
     Settings about HTTP, limits and logs are those of a server: they are ignored. `loading` is entered with the engine
@@ -193,7 +193,7 @@ async def running(
     defaults = {name: settings.FIELDS[name].get_default(call_default_factory=True) for name in others}
     engine = ProcessEngine(chosen.engine_config())
     app = build_app(chosen.model_copy(update=defaults), engine)
-    state: Pequod = app.state.pequod
+    state: AppState = app.state.pequod
     transport = InProcess(app)
     async with (
         app.router.lifespan_context(app),

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from engine import ConfigError, FairLock, ModelError, read_text
 
+from ..http import retry
 from ..http.errors import unavailable
 from .detokenizer import text_offsets
 from .generic_tools import renders_tools
@@ -22,7 +23,6 @@ T = TypeVar("T")
 # Tokenizing this much takes some hundredths of a second: below it, texts are counted and not guessed at (a run of
 # unknown characters can be one token, and normalizing can drop characters), and wait for nobody's large ones.
 ORDINARY = 65_536
-RETRY_S = 5  # after which a chat template's process may be had again
 CHARACTERS_PER_TOKEN = 4  # about, in most languages
 
 
@@ -270,7 +270,9 @@ class Prompts:
         try:
             return await (self._ordinary if size <= ORDINARY else self._large).run(caller, work)
         except OSError:  # the chat template's process cannot be started
-            raise unavailable("Texts cannot be prepared at the moment.", "templates_unavailable", RETRY_S) from None
+            raise unavailable(
+                "Texts cannot be prepared at the moment.", "templates_unavailable", retry.TEMPLATES_S
+            ) from None
         finally:
             if stop is not None:
                 stop.set()
