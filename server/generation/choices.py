@@ -18,7 +18,7 @@ from engine import Engine, EngineRequest, ErrorCode, RequestStats, TokenDelta, T
 from ..grammar.checker import busy, refusal
 from ..http import retry
 from ..http.errors import ApiError, deadline, from_exception, invalid, unavailable
-from ..observability.tracking import Track
+from ..observability.tracking import RequestTracker
 from ..parsers import Call, Content, MessageParser, Part, Plain
 from ..tokenization.detokenizer import TextStream
 from .output import Json, Output, usage
@@ -224,7 +224,7 @@ class Generation:
         engine: Engine,
         choices: Sequence[Reader],
         n: int,
-        track: Track,
+        track: RequestTracker,
         due: Due | None,
         *,
         cut: asyncio.Event,

@@ -41,7 +41,7 @@ from server.http.disconnect import while_connected
 from server.http.errors import ApiError
 from server.http.shares import SHARE
 from server.loading import LoadedModel
-from server.observability.tracking import Track
+from server.observability.tracking import RequestTracker
 from server.parsers import Formats
 from server.settings import Settings
 from server.state import CUT_S, AppState
@@ -417,7 +417,7 @@ class Episode:
         visit.started_at = self.loop.now
         visit.due_at = max(self.loop.now, due.at) if due is not None else math.inf
         streams = self._streams(visit)
-        track = Track(app.metrics, str(visit.number), visit.n, [len(prompt) for prompt in visit.prompts], 1)
+        track = RequestTracker(app.metrics, str(visit.number), visit.n, [len(prompt) for prompt in visit.prompts], 1)
         fields: dict[str, Any] = {}
         if visit.is_pooled:
             fields = {"window": INPUTS_DEPTH * self.limits.max_seqs, "places": self.limits.input_places}

@@ -19,7 +19,7 @@ from ...http.admission import INPUTS_DEPTH, Caller
 from ...http.disconnect import while_connected
 from ...http.errors import CONTEXT_CODE, deadline, invalid
 from ...loading import LoadedModel
-from ...observability.tracking import Track
+from ...observability.tracking import RequestTracker
 from ...state import AppState
 from .request import EmbeddingRequest
 
@@ -40,7 +40,7 @@ async def embed(app: AppState, caller: Caller, request: Request, body: Embedding
         raise deadline() from None
     check_lengths(model.info, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
-    track = Track(app.metrics, request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
+    track = RequestTracker(app.metrics, request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
     track.began = began
     vectors = [Vector(index, asked, body) for index, asked in enumerate(engine_requests(app, caller, body, prompts))]
     window = INPUTS_DEPTH * app.limits.max_seqs
