@@ -16,7 +16,7 @@ from ..http.admission import Caller, Ticket
 from ..http.errors import CONTEXT_CODE, ApiError, invalid
 from ..loading import LoadedModel
 from ..state import AppState
-from ..tokenization.detokenizer import TextStream
+from ..tokenization.detokenizer import Detokenizer
 from ..tokenization.encoder import Prompts, TextTooLong
 from ..tokenization.generic_tools import FORMAT as GENERIC
 from ..tokenization.renderer import TemplateError
@@ -167,7 +167,7 @@ async def spelt(model: LoadedModel, caller: Caller, asked: GenerationRequest) ->
     words: list[tuple[int, ...]] = []
     if asked.bad_words:
         known = range(model.info.vocab_size)  # the model draws no others
-        spellings = await model.prompts.spellings(asked.bad_words, caller=caller.flow)
+        spellings = await model.prompts.encode_words(asked.bad_words, caller=caller.flow)
         words = [word for word in spellings if all(id in known for id in word)]
     if asked.allowed_token_ids is not None:
         ends = asked.stop_token_ids if asked.min_tokens else ()
@@ -259,11 +259,11 @@ def make_choices(
 
 def text_stream(
     model: LoadedModel, asked: GenerationRequest, request: EngineRequest, grammar: Grammar | None, shaped: Shape | None
-) -> TextStream:
+) -> Detokenizer:
     hidden = hidden_ids(model, shaped.formats) if shaped else model.tokenizer.special_ids
     if not asked.skip_special_tokens:
         hidden = frozenset()
-    return TextStream(
+    return Detokenizer(
         model.tokenizer,
         asked.stops,
         include_stop=asked.include_stop,
@@ -291,14 +291,14 @@ async def encode_text(model: LoadedModel, caller: Caller, given: str | list[int]
     if isinstance(given, str):
         if source.echo:
             text = given
-            ids, offsets = await model.prompts.echoed(given, source.add_special, caller=caller.flow)
+            ids, offsets = await model.prompts.encode_with_offsets(given, source.add_special, caller=caller.flow)
         else:
             ids = await model.prompts.encode(given, source.add_special, caller=caller.flow)
     else:
         check_token_ids(model.info, given, "prompt")
         ids = given
         if source.echo:
-            text, offsets = await model.prompts.spelt(ids, source.skip_special, caller=caller.flow)
+            text, offsets = await model.prompts.decode_with_offsets(ids, source.skip_special, caller=caller.flow)
     return Prompt(tuple(ids), text, tuple(offsets))
 
 
