@@ -13,7 +13,7 @@ def child_environment() -> dict[str, str]:
 
     Nothing is imported from that directory: it may be the folder of a model that a stranger made.
     """
-    root = str(Path(__file__).parent.parent.parent)
+    root = str(Path(__file__).parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
