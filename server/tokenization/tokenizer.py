@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import tokenizers
 
 from engine import LIST_BYTES, ModelError, read_file, read_json, read_text
 
+from ..child import run_python
 from .split import TextSplitter
 
 # Otherwise the library starts a thread per core for batches.
@@ -325,13 +325,10 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _convert(folder: Path, target: Path) -> None:
-    # -P: the script's folder holds modules of the server, whose names are nobody else's to import.
-    program = [sys.executable, "-P", str(Path(__file__).with_name("convert.py")), str(folder), str(target)]
+    command = ("-m", "server.tokenization.convert", str(folder), str(target))
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_TORCH": "0"}
     try:
-        child = subprocess.run(
-            program, env=os.environ | quiet, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S, check=False
-        )
+        child = run_python(*command, timeout_s=CONVERT_TIMEOUT_S, variables=quiet)
     except subprocess.TimeoutExpired as error:
         raise ModelError(f"Converting the tokenizer of {folder} took over {CONVERT_TIMEOUT_S:.0f} s.") from error
     if child.returncode != 0 or not target.is_dir():
