@@ -89,7 +89,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         redirect_slashes=False,
         lifespan=lifespan,
         middleware=layers,
-        # Not by include_router: it hides a router's routes in an object of its own, and their roles are read below.
+        # Not include_router, which adds a router as one object that hides its routes: their roles are checked below.
         routes=[route for router in ROUTERS for route in router.routes],
     )
     app.state.pequod = state
@@ -111,47 +111,44 @@ async def tick(state: AppState) -> None:
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """The description of the API, with the bodies that routes read themselves."""
+    """Return the OpenAPI document, with the bodies that routes parse themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         shared = schema.setdefault("components", {}).setdefault("schemas", {})
         for operations in schema["paths"].values():
             for operation in operations.values():
-                operation["responses"].pop("422", None)  # FastAPI's own; here a wrong request is a 400
+                operation["responses"].pop("422", None)  # FastAPI's default; here an invalid request is a 400
                 for part in (operation.get("requestBody", {}), *operation["responses"].values()):
                     for content in part.get("content", {}).values():
                         shared.update(content.get("schema", {}).pop("$defs", {}))
         for name in ("HTTPValidationError", "ValidationError"):
             shared.pop(name, None)
-        tell_keys(app, schema)
-        tell_text_lengths(schema, app.state.pequod.settings.max_body_bytes)
+        add_security(app, schema)
+        limit_lengths(schema, app.state.pequod.settings.max_body_bytes)
         app.openapi_schema = schema
     return app.openapi_schema
 
 
-def tell_text_lengths(schema: Any, most: int) -> None:
-    """Say in the description that no text can be longer than the largest body of this very server."""
-    if isinstance(schema, dict):
-        if isinstance(length := schema.get("maxLength"), int):
-            schema["maxLength"] = min(length, most)
-        for inner in schema.values():
-            tell_text_lengths(inner, most)
-    elif isinstance(schema, list):
-        for inner in schema:
-            tell_text_lengths(inner, most)
+def limit_lengths(schema: Any, limit: int) -> None:
+    """Limit the length of strings in the document to that of this server's largest body."""
+    if isinstance(schema, dict) and isinstance(length := schema.get("maxLength"), int):
+        schema["maxLength"] = min(length, limit)
+    if isinstance(schema, dict | list):
+        for inner in schema.values() if isinstance(schema, dict) else schema:
+            limit_lengths(inner, limit)
 
 
-def tell_keys(app: FastAPI, schema: dict[str, Any]) -> None:
-    """Say in the description which operations ask for a key on this very server."""
+def add_security(app: FastAPI, schema: dict[str, Any]) -> None:
+    """Add to the document which operations of this server require a key."""
     state: AppState = app.state.pequod
-    asked = {"user"} if state.settings.keys else set()
+    with_key = {"user"} if state.settings.keys else set()
     if not state.keys.are_metrics_open:
-        asked.add("metrics_reader")
+        with_key.add("metrics_reader")
     schema["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     for route in app.routes:
-        if roles(route) & asked:
+        if roles(route) & with_key:
             for operation in schema["paths"].get(getattr(route, "path_format", None), {}).values():
                 operation["security"] = [{"bearer": []}, {"header": []}]

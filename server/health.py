@@ -42,16 +42,11 @@ def state_of(engine: Engine, limits: Limits, *, is_loaded: bool, has_failed: boo
         return "restarting"
     if status.phase != "ready" or not is_loaded:
         return "starting" if status.phase == "starting" else "loading"
-    if _silence(engine, now) > HEARTBEAT_S:
+    if getattr(engine, "pid", None) is not None and now - status.heartbeat > HEARTBEAT_S:
         return "silent"
     if _stalled_for(engine, limits, now) > stall_s:
         return "stalled"
     return "full" if limits.is_full else "ready"
-
-
-def _silence(engine: Engine, now: float) -> float:
-    """Seconds since the last heartbeat of the engine process; 0 for an engine in this process."""
-    return now - engine.status.heartbeat if getattr(engine, "pid", None) is not None else 0.0
 
 
 def _stalled_for(engine: Engine, limits: Limits, now: float) -> float:

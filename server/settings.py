@@ -10,12 +10,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .settings_keys import read_keys
 from .settings_values import (
@@ -54,27 +49,23 @@ _model, _engine, _http, _limits, _logs = (
 
 # Field of EngineConfig -> its setting. Messages of the engine name fields; `with_flags` replaces them.
 ENGINE_SETTINGS = {
-    "model": "model",
-    "revision": "revision",
-    "device": "device",
-    "dtype": "dtype",
-    "quantization": "quantization",
     "implementation": "model_impl",
     "attention": "attention_backend",
     "kv_dtype": "kv_cache_dtype",
-    "cpu_isa": "cpu_isa",
     "max_len": "max_model_len",
     "max_seqs": "max_num_seqs",
     "max_batched_tokens": "max_num_batched_tokens",
     "long_prefill_tokens": "long_prefill_token_threshold",
     "policy": "scheduling_policy",
     "prefix_caching": "enable_prefix_caching",
-    "block_size": "block_size",
     "num_blocks": "num_gpu_blocks_override",
-    "kv_cache_memory": "kv_cache_memory",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "threads": "threads",
-}
+} | {
+    name: name
+    for name in (
+        "model", "revision", "device", "dtype", "quantization", "cpu_isa", "block_size", "kv_cache_memory",
+        "gpu_memory_utilization", "threads",
+    )
+}  # fmt: skip
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
 
 
@@ -186,7 +177,7 @@ class Settings(BaseSettings):
     )
     stall_seconds: float = _limits(
         60.0,
-        "time without a sign of life, or without a step while there is work, until the engine is restarted",
+        "time without a heartbeat, or without a step while there is work, before the engine is restarted",
         "SECONDS",
         gt=0,
         le=86400,

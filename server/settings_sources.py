@@ -7,16 +7,23 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from .settings import FIELDS, PREFIX, SECRET, Settings, environment, flag, metavar, shape
 from .settings_values import SettingsError, nearest
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
+# The beginning of an error's type in pydantic -> our message.
+MESSAGES = {
+    "int_": "is not a whole number",
+    "float_": "is not a number",
+    "finite_number": "is not a number",
+    "bool_": "must be true or false",
+    "string_too_short": "is empty",
+    "string_too_long": "is too long",
+}
 # A setting's type -> types that TOML may have for it, and their description.
 KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -108,12 +115,8 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
     name = str(error["loc"][0]) if error["loc"] else ""
     if kind == "value_error":
         text = str(context["error"])
-    elif kind.startswith("int_"):
-        text = "is not a whole number"
-    elif kind.startswith(("float_", "finite_number")):
-        text = "is not a number"
-    elif kind.startswith("bool_"):
-        text = "must be true or false"
+    elif fixed := next((text for prefix, text in MESSAGES.items() if kind.startswith(prefix)), None):
+        text = fixed
     elif kind == "literal_error":
         choices = shape(name)[1]
         close = nearest(str(error["input"]), choices)
@@ -121,8 +124,6 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
     elif kind in ("greater_than_equal", "less_than_equal", "greater_than"):
         word = {"greater_than_equal": "at least", "less_than_equal": "at most", "greater_than": "above"}[kind]
         text = f"must be {word} {next(iter(context.values())):g}"
-    elif kind in ("string_too_short", "string_too_long"):
-        text = "is empty" if kind == "string_too_short" else "is too long"
     else:
         text = "is not valid: " + error["msg"][:1].lower() + error["msg"][1:]
     if not name:

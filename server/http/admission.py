@@ -12,14 +12,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from ..settings import Settings
 from . import retry
 from .errors import ApiError, invalid, over_share, too_large, unavailable
 from .shares import FairShares
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 # Prompt tokens of all open requests. A token costs about 36 bytes as a Python integer here and as many in the engine
 # process: 4 M tokens are 300 MB, and more than a useful KV cache of one machine holds.

@@ -11,18 +11,16 @@ import hmac
 import ipaddress
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.dependencies.models import Dependant
 from starlette.routing import BaseRoute
 from starlette.types import Scope
 
+from ..settings import Settings
 from .admission import Caller
 from .errors import unauthorized
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 Headers = Sequence[tuple[bytes, bytes]]
 

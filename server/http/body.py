@@ -177,9 +177,9 @@ def _is_finite(value: Any) -> bool:
 
 
 def body(model: type[M]) -> Callable[[Request, UserDep], Awaitable[M]]:
-    """A dependency that gives the parsed body: `asked: Annotated[ChatRequest, Depends(body(ChatRequest))]`.
+    """A dependency that returns the parsed body: `Annotated[ChatRequest, Depends(body(ChatRequest))]`.
 
-    It depends on the role in turn: whoever has no key is told so before a byte of the body is read.
+    It depends on the role, so a request without a key is refused before its body is read.
     """
 
     async def read_body(request: Request, _: UserDep) -> M:
@@ -190,11 +190,11 @@ def body(model: type[M]) -> Callable[[Request, UserDep], Awaitable[M]]:
 
 
 def models(routes: Iterable[BaseRoute]) -> dict[str, type[BaseModel]]:
-    """What each path takes as its body, where `body` reads it; of several with the same body the first."""
+    """The model of each path whose body `body` reads; of several paths with the same model, the first."""
     found: dict[str, type[BaseModel]] = {}
     for route in routes:
-        for needed in getattr(getattr(route, "dependant", None), "dependencies", ()):
-            model = getattr(needed.call, "model", None)
+        for dependency in getattr(getattr(route, "dependant", None), "dependencies", ()):
+            model = getattr(dependency.call, "model", None)
             if model is not None and model not in found.values():
                 found[getattr(route, "path", "")] = model
     return found

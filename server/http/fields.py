@@ -59,7 +59,7 @@ class Wire(BaseModel):
         super().__pydantic_init_subclass__(**kwargs)
         inherited = [vars(base).get("unsupported", {}) for base in reversed(cls.__mro__)]
         taken = own_names(cls)
-        cls.unsupported = {name: mark for table in inherited for name, mark in table.items() if name not in taken}
+        cls.unsupported = {name: field for table in inherited for name, field in table.items() if name not in taken}
 
     @model_validator(mode="before")
     @classmethod
@@ -136,19 +136,18 @@ def table(model: type[BaseModel]) -> Iterator[FieldRow]:
     for name, field in own_names(model).items():
         yield from _rows(name, field)
     if issubclass(model, Wire):
-        for name, mark in model.unsupported.items():
-            yield FieldRow(name, "refused", mark.note)
+        for name, unsupported in model.unsupported.items():
+            yield FieldRow(name, "refused", unsupported.note)
 
 
 def _rows(path: str, field: FieldInfo) -> Iterator[FieldRow]:
-    mark = _mark(field, _Label)
-    yield FieldRow(path, "effect" if mark is None else "label", _note(field))
-    for objects in _objects(field.annotation, path, field.discriminator, _mark(field, RefusedKinds)):
+    yield FieldRow(path, "label" if _annotation(field, _Label) else "effect", _note(field))
+    for objects in _objects(field.annotation, path, field.discriminator, _annotation(field, RefusedKinds)):
         yield from objects.rows()
 
 
-def _mark(field: FieldInfo, kinds: type) -> Any:
-    return next((mark for mark in field.metadata if isinstance(mark, kinds)), None)
+def _annotation(field: FieldInfo, kind: type) -> Any:
+    return next((item for item in field.metadata if isinstance(item, kind)), None)
 
 
 def _note(field: FieldInfo) -> str:
@@ -179,8 +178,8 @@ class _Objects(NamedTuple):
             for name, field in own_names(member).items():
                 if names[name]:
                     yield from _rows(self._inside(member, name, names[name]), field)
-            for name, mark in member.unsupported.items():
-                yield FieldRow(self._inside(member, name, names[name]), "refused", mark.note)
+            for name, unsupported in member.unsupported.items():
+                yield FieldRow(self._inside(member, name, names[name]), "refused", unsupported.note)
         for kind in self.refused:
             yield FieldRow(self._of(kind), "refused", f"Not supported: a 400 that names {self.tag}.")
 
@@ -200,8 +199,8 @@ def _objects(annotation: Any, path: str, tag: Any = None, refused: RefusedKinds 
     """The objects that a value of this type may be, or may contain as elements of a list."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        tag = next((mark.discriminator for mark in parts if isinstance(mark, FieldInfo)), tag)
-        refused = next((mark for mark in parts if isinstance(mark, RefusedKinds)), refused)
+        tag = next((part.discriminator for part in parts if isinstance(part, FieldInfo)), tag)
+        refused = next((part for part in parts if isinstance(part, RefusedKinds)), refused)
         yield from _objects(parts[0], path, tag, refused)
     elif origin is list:
         yield from _objects(parts[0], f"{path}[]")

@@ -12,17 +12,14 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..settings import Settings
 from .admission import Caller, Limits
 from .auth import address_of
 from .errors import ApiError, ErrorForm, from_exception
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 # At least this much of a body must arrive in each interval: a slow line passes, a client that only trickles does not.

@@ -43,12 +43,7 @@ class Display(Protocol):
         """Show the progress of loading until the context ends."""
 
     def announce(
-        self,
-        info: EngineInfo,
-        settings: Settings,
-        where: tuple[str, int] | Path,
-        seconds: float,
-        has_template: bool,
+        self, info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, seconds: float, has_template: bool
     ) -> None:
         """Show that the server is ready, and its address."""
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,12 +19,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from engine import Engine, EngineInfo, StepStats
 
+from ..http.admission import Limits
+from ..settings import Settings
 from .logs import StepLog, dropped_lines
 from .phases import KERNELS, PHASES
-
-if TYPE_CHECKING:
-    from ..http.admission import Limits
-    from ..settings import Settings
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")

@@ -91,11 +91,7 @@ class ChatTemplates:
     """A model's chat templates: `default` and possibly `tool_use`; each is compiled at its first use."""
 
     def __init__(
-        self,
-        templates: dict[str, str],
-        special_tokens: dict[str, str],
-        *,
-        now: Callable[[], datetime] = datetime.now,
+        self, templates: dict[str, str], special_tokens: dict[str, str], *, now: Callable[[], datetime] = datetime.now
     ) -> None:
         self._sources = templates
         self._special_tokens = special_tokens

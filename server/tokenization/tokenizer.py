@@ -388,9 +388,7 @@ def _add_ends(library: tokenizers.Tokenizer, config: dict[str, Any], bos: int | 
     text = {name: _content(config.get(name)) for name, token_id in ends.items() if token_id is not None}
     single = [part for part in (text.get("bos_token"), "$A", text.get("eos_token")) if part]
     library.post_processor = tokenizers.processors.TemplateProcessing(
-        single=single,
-        pair=[*single, "$B"],
-        special_tokens=[(token, ends[name]) for name, token in text.items()],
+        single=single, pair=[*single, "$B"], special_tokens=[(token, ends[name]) for name, token in text.items()]
     )
 
 
