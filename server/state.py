@@ -89,10 +89,6 @@ class AppState:
 
     # For routes
 
-    @property
-    def draining(self) -> bool:
-        return self.limits.draining
-
     def new_id(self) -> int:
         """Return the id of a new engine request."""
         return next(self._ids)
@@ -115,7 +111,7 @@ class AppState:
 
         While the engine restarts, work is accepted: it starts when the open requests continue.
         """
-        if self.draining:
+        if self.limits.draining:
             raise self.limits.refuse("draining", "The server is shutting down.", retry.DRAINING_S)
         if self.failed is not None:
             raise self.limits.refuse("failed", "The engine has failed and will not be restarted.", retry.FAILED_S)

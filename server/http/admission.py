@@ -15,7 +15,7 @@ from functools import cached_property
 
 from ..settings import Settings
 from . import retry
-from .errors import ApiError, invalid, over_share, too_large, unavailable
+from .errors import ApiError, invalid, unavailable
 from .shares import FairShares
 
 # Prompt tokens of all open requests. A token costs about 36 bytes as a Python integer here and as many in the engine
@@ -198,7 +198,8 @@ class Limits:
     def refuse_share(self, holds: str) -> ApiError:
         """A 429: a caller has reached its share, and the rest is kept for others."""
         self.rejections["share"] += 1
-        return over_share(f"{holds}, which is your share of this server for now.", self.retry_after())
+        message, after = f"{holds}, which is your share of this server for now.", self.retry_after()
+        return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after=after)
 
     def retry_after(self) -> int:
         """Estimated seconds until the current queue is empty."""
@@ -213,7 +214,8 @@ class Limits:
     def check_body_size(self, num_bytes: int) -> None:
         """Raise 413 for a body that is too large."""
         if num_bytes > self.max_body_bytes:
-            raise too_large(f"The body is larger than {self.max_body_bytes} bytes (--max-body-bytes).")
+            message = f"The body is larger than {self.max_body_bytes} bytes (--max-body-bytes)."
+            raise ApiError(413, message, code="body_too_large")
 
     def count_bytes(self, caller: Caller, num_bytes: int, so_far: int) -> None:
         """Count `num_bytes` more of a body of which `so_far` have been read; raises 413, 503 or 429."""

@@ -108,16 +108,6 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
     return ApiError(404, message, param=param, code=code)
 
 
-def too_large(message: str) -> ApiError:
-    """413: more bytes than --max-body-bytes."""
-    return ApiError(413, message, code="body_too_large")
-
-
-def over_share(message: str, retry_after: int) -> ApiError:
-    """429: the caller has reached its share of the server."""
-    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
-
-
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:
     """503: this server cannot accept the request now, from any caller."""
     return ApiError(503, message, type="server_error", code=code, retry_after=retry_after)
@@ -126,11 +116,6 @@ def unavailable(message: str, code: str, retry_after: int) -> ApiError:
 def deadline(message: str = "The request took longer than its time limit.") -> ApiError:
     """504: --request-timeout or the client's deadline has passed."""
     return ApiError(504, message, type="server_error", code="deadline_exceeded")
-
-
-def internal() -> ApiError:
-    """500: a bug; the log has its location."""
-    return ApiError(500, "The server failed on this request.", type="server_error", code="internal_error")
 
 
 def from_engine(error: EngineError) -> ApiError:
@@ -227,7 +212,7 @@ def from_exception(error: Exception) -> ApiError:
         case HTTPException(status_code=status):
             return ApiError(status, "The request was refused.", headers=dict(error.headers or {}))
     log.error("%s at %s", type(error).__name__, traceback_line(error))
-    return internal()
+    return ApiError(500, "The server failed on this request.", type="server_error", code="internal_error")
 
 
 def log_unhandled(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

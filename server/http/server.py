@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
         self.loop = asyncio.get_running_loop()
         # A closed terminal drains the server like SIGTERM, unless `nohup` ignores the signal.
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, self.handle_hang_up)
+            signal.signal(signal.SIGHUP, self.handle_exit)
         if self.signals:  # received before there was an event loop
             self._drain()
 
@@ -140,7 +140,12 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal; end the process at the second (the engine process ends when its socket closes)."""
+        """Drain at the first signal; end the process at the second (the engine process ends when its socket closes).
+
+        SIGHUP never counts as the second one, since shell and system may each send one.
+        """
+        if self.signals and sig == signal.SIGHUP:
+            return
         self.signals += 1
         if self.signals > 1:
             with contextlib.suppress(OSError):
@@ -149,11 +154,6 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self._drain)
-
-    def handle_hang_up(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first SIGHUP. Shell and system may each send one, so a second one does not end the process."""
-        if not self.signals:
-            self.handle_exit(sig, frame)
 
     def _drain(self) -> None:
         if not any(task.get_name() == "drain" for task in self.tasks):

@@ -66,7 +66,7 @@ class Metrics:
         self.last_step: StepStats | None = None
         self.step_log: StepLog | None = None
         self._restarts = 0  # of the engine, before last_step
-        self._fractions: dict[str, _RooflineFraction] = {}  # by phase
+        self._least_actual: dict[str, tuple[float, float]] = {}  # by phase: times of steps, older ones count less
         self.own = CollectorRegistry()
         self.vllm = CollectorRegistry()
         self._page = b""
@@ -215,7 +215,8 @@ class Metrics:
             phase = "prefill" if stats.prompt_tokens else "decode"
             tokens = stats.prompt_tokens + stats.decode_tokens
             least = limit.seconds(tokens, stats.context, stats.pairs, stats.logits)
-            self._fractions.setdefault(phase, _RooflineFraction()).add(least, taken)
+            decayed = [total * ROOFLINE_DECAY for total in self._least_actual.get(phase, (0.0, 0.0))]
+            self._least_actual[phase] = decayed[0] + least, decayed[1] + taken
 
     def http(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Record one HTTP request; `handler` is a route's template, never a path chosen by a client."""
@@ -270,12 +271,12 @@ class Metrics:
             "KV cache blocks that are in no state; anything but 0 is a bug.",
             unaccounted,
         )
-        if self._fractions:
+        if self._least_actual:
             text = (
                 "Shortest time that this machine allows for the last steps, divided by their actual time; steps with"
                 " prompt tokens are prefill."
             )
-            fractions = {phase: fraction.value for phase, fraction in self._fractions.items()}
+            fractions = {phase: least / actual for phase, (least, actual) in self._least_actual.items()}
             yield _with_values(GaugeMetricFamily("pequod:roofline_fraction", text, labels=["phase"]), fractions)
         if status.last_step:
             yield GaugeMetricFamily(
@@ -326,24 +327,6 @@ class Metrics:
         if last is None or self._restarts != self.engine.status.restarts:
             return (info.num_blocks if info else 0), 0, 0, 0
         return last.blocks_free, last.blocks_cached, last.blocks_held, last.blocks_unaccounted
-
-
-class _RooflineFraction:
-    """The least possible time of steps divided by their actual time; older steps count less."""
-
-    __slots__ = ("least", "taken")
-
-    def __init__(self) -> None:
-        self.least = 0.0
-        self.taken = 0.0
-
-    def add(self, least: float, taken: float) -> None:
-        self.least = self.least * ROOFLINE_DECAY + least
-        self.taken = self.taken * ROOFLINE_DECAY + taken
-
-    @property
-    def value(self) -> float:
-        return self.least / self.taken
 
 
 M = TypeVar("M", CounterMetricFamily, GaugeMetricFamily)

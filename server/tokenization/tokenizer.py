@@ -121,8 +121,9 @@ class PairDecoder:
         if after is None:
             return self._decode(token_id).encode()
         before, both = self._decode(after), self._decode(after, token_id)
-        same = len(before) if both.startswith(before) else _common_length(before, both)
-        return both[same:].encode()
+        while not both.startswith(before):  # the second token has changed the text of the first
+            before = before[:-1]
+        return both[len(before) :].encode()
 
     def _decode(self, *ids: int) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
@@ -231,10 +232,6 @@ class Tokenizer:
         return None if token is None else self._library.token_to_id(token)
 
 
-def _common_length(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _token(library: tokenizers.Tokenizer, token_id: int) -> str | None:
     return library.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
@@ -290,7 +287,8 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
             f"{folder} has no tokenizer: neither tokenizer.json nor files to make it from "
             "(vocab.json with merges.txt, or tokenizer.model)."
         )
-    cached = _cache_folder() / f"tokenizer-{_fingerprint(folder)}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cached = cache / "pequod" / f"tokenizer-{_fingerprint(folder)}"
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         if not cached.is_dir():
@@ -307,11 +305,6 @@ def _from_converted(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
     config = read_json(folder / "tokenizer_config.json", LIST_BYTES) or {}
     named = {name: config[name] for name in NAMED_TOKENS if name in config}
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), named
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pequod"
 
 
 def _fingerprint(folder: Path) -> str:
