@@ -19,12 +19,12 @@ from ...http.admission import INPUTS_DEPTH, Caller
 from ...http.disconnect import while_connected
 from ...http.errors import CONTEXT_CODE, deadline, invalid
 from ...loading import LoadedModel
-from ...observability.tracking import Track
-from ...state import Pequod
+from ...observability.tracking import RequestTracker
+from ...state import AppState
 from .request import EmbeddingRequest
 
 
-async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
+async def embed(app: AppState, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
     """Take a request in, or raise the ApiError that it deserves; nothing has been sent when this returns."""
     began = app.metrics.clock()
     name = app.check_model(body.model)
@@ -40,7 +40,7 @@ async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRe
         raise deadline() from None
     check_lengths(model.info, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
-    track = Track(app.metrics, request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
+    track = RequestTracker(app.metrics, request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
     track.began = began
     vectors = [Vector(index, asked, body) for index, asked in enumerate(engine_requests(app, caller, body, prompts))]
     window = INPUTS_DEPTH * app.limits.max_seqs
@@ -81,7 +81,9 @@ def check_lengths(info: EngineInfo, prompts: list[Prompt]) -> None:
             raise invalid(f"{told}; truncate_prompt_tokens cuts it.", "input", CONTEXT_CODE)
 
 
-def engine_requests(app: Pequod, caller: Caller, body: EmbeddingRequest, prompts: list[Prompt]) -> list[EngineRequest]:
+def engine_requests(
+    app: AppState, caller: Caller, body: EmbeddingRequest, prompts: list[Prompt]
+) -> list[EngineRequest]:
     """One request per input."""
     pooling = Pooling(kind=body.pooling or "last", dimensions=body.dimensions)
     params = SamplingParams(max_tokens=0, pooling=pooling)

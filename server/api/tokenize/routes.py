@@ -13,7 +13,7 @@ from ...http.body import body, described
 from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS
 from ...loading import LoadedModel
-from ...state import AppDep, Pequod
+from ...state import AppDep, AppState
 from ...tokenization.encoder import Prompts, TextTooLong
 from ...tokenization.renderer import TemplateError
 from ..chat.request import as_dicts
@@ -69,7 +69,7 @@ async def apply_template(
         raise text_error(error, "messages") from None
 
 
-def loaded(app: Pequod, name: str | None) -> LoadedModel:
+def loaded(app: AppState, name: str | None) -> LoadedModel:
     """The model of this name; raises 404 and 503."""
     app.check_model(name)
     return app.require_ready()
