@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from .backend import AttentionBackend, LayerCache
-from .layer import AttentionLayer, held
+from .layer import AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
 
@@ -151,7 +151,7 @@ class PagedGPU:
 
         A share is the keys, then the values, and in int8 then the keys' scales and the values' scales.
         """
-        line = held(layer.head_dim, dtype) + held(layer.v_head_dim, dtype)
+        line = stored_size(layer.head_dim, dtype) + stored_size(layer.v_head_dim, dtype)
         # A share's scales are aligned to four bytes.
         padding = -block_size * (layer.head_dim + layer.v_head_dim) % 4 if dtype == torch.int8 else 0
         tensor = torch.empty(num_blocks, layer.num_kv_heads, block_size * line + padding, dtype=dtype, device=device)
