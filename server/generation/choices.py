@@ -21,7 +21,7 @@ from ..http.errors import ApiError, deadline, from_exception, invalid, unavailab
 from ..observability.tracking import RequestTracker
 from ..parsers import Call, Content, MessageParser, Part, Plain
 from ..tokenization.detokenizer import Detokenizer
-from .output import Json, Output, usage
+from .output import Output, Usage, usage
 
 log = logging.getLogger("pequod.server")
 
@@ -362,7 +362,7 @@ class Generation:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._track.close()
 
-    def usage(self) -> Json:
+    def usage(self) -> Usage:
         """Tokens so far. What the cache saved is what it saved each prompt's first choice."""
         first = self.choices[:: self._n]
         return usage(

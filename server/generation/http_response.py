@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -21,10 +21,11 @@ from ..http import sse
 from ..http.admission import Caller
 from ..http.disconnect import while_connected
 from ..http.errors import deadline, from_exception
+from ..http.openapi import JsonObject
 from ..observability.tracking import RequestTracker
 from ..state import AppState
 from .choices import Generation, Gone
-from .output import Head, Json, Output, Prompt, TokenText, Writer
+from .output import Head, Output, Prompt, TokenText, Usage, Writer
 from .prepare import check_fields, engine_requests, make_choices, prepare, time_limit
 from .request import GenerationRequest
 
@@ -158,7 +159,7 @@ class Stream:
         await patiently(self.generation, self.send, {"type": "http.response.start", "status": 200, "headers": headers})
         usage = self._running()
         if usage is not None:  # none of the first tokens has been sent yet
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         await self._write(self._events(self.writer.opening(usage)))
 
     async def _frames(self, outputs: list[Output]) -> bytes:
@@ -170,11 +171,11 @@ class Stream:
         has_scores = any(output.prompt_logprobs for output in outputs)
         return await asyncio.to_thread(written) if has_scores else written()
 
-    def _running(self) -> Json | None:
+    def _running(self) -> Usage | None:
         """Usage so far, where every chunk is to tell it."""
         return self.generation.usage() if self.request.continuous_usage else None
 
-    def _events(self, chunks: list[Json]) -> bytes:
+    def _events(self, chunks: Iterable[JsonObject]) -> bytes:
         return b"".join(self.writer.frame(chunk) for chunk in chunks)
 
     async def _write(self, data: bytes, more: bool = True) -> None:

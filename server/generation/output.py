@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -14,10 +14,11 @@ from engine import TokenLogprob
 
 from ..http import sse
 from ..http.errors import ApiError
-from ..http.fields import Wire
+from ..http.openapi import JsonObject
 from ..parsers import Part
 
 Json = dict[str, Any]
+R = TypeVar("R")  # the request model of an API
 TokenText = Callable[[int], tuple[str, bytes]]  # a token's text, and its bytes
 
 # JSON has no infinity. The probability is 0 in float32; clients know this number from OpenAI.
@@ -80,79 +81,11 @@ class Head(NamedTuple):
     defaults: Mapping[str, float | int] = MappingProxyType({})  # the model's sampling parameters
 
 
-class Writer(ABC):
-    """Writes the JSON objects of one answer. Each API has its own; `whole` and the chunks say the same."""
-
-    def __init__(self, head: Head, prompts: list[Prompt], token_text: TokenText) -> None:
-        self.head = head
-        self.prompts = prompts
-        self.token_text = token_text
-
-    def entry(self, token_id: int, entry: TokenLogprob) -> Json:
-        """A token of the answer with its log-probability and those of the most likely ones in its place."""
-        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return {
-            **self._token(token_id, entry.logprob),
-            "top_logprobs": [self._token(other, logprob) for other, logprob in top],
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        text, data = self.token_text(token_id)
-        return {"token": text, "logprob": number(logprob), "bytes": list(data)}
-
-    def scores(self, prompt: Prompt, entries: Sequence[TokenLogprob] | None, count: int | None) -> list[Any] | None:
-        """A prompt's log-probabilities in vLLM's form; null for the first token, which nothing predicts.
-
-        `count` most likely ones per token, -1: all of them; None: the request does not want any.
-        """
-        if entries is None or count is None:
-            return None
-        if count < 0:  # all of them
-            count = max((len(entry.top_ids) for entry in entries), default=0)
-        told: list[Any] = [None]
-        for token_id, entry in zip(prompt.ids[1:], entries, strict=True):
-            ids = entry.top_ids
-            places = {token_id: (entry.logprob, ids.index(token_id) + 1 if token_id in ids else entry.rank)}
-            for place, (other, logprob) in enumerate(zip(ids[:count], entry.top_logprobs, strict=False), 1):
-                places.setdefault(other, (logprob, place))
-            told.append(
-                {
-                    str(each): {"logprob": number(p), "rank": place, "decoded_token": self.token_text(each)[0]}
-                    for each, (p, place) in places.items()
-                }
-            )
-        return told
-
-    @abstractmethod
-    def opening(self, usage: Json | None) -> list[Json]:
-        """Chunks before the first token; `usage` so far where every chunk is to tell it."""
-
-    @abstractmethod
-    def chunks(self, output: Output, usage: Json | None) -> list[Json]:
-        """Chunks of a stream; `usage` so far where every chunk is to tell it."""
-
-    @abstractmethod
-    def closing(self, usage: Json) -> list[Json]:
-        """Chunks after the last token of all choices."""
-
-    def frame(self, event: Json) -> bytes:
-        """A chunk as it is sent."""
-        return sse.frame(msgspec.json.encode(event))
-
-    def failure(self, error: ApiError, usage: Json) -> bytes:
-        """The last event of a stream that cannot go on: the status has gone, and a connection is never just cut."""
-        return sse.frame(error.body())
-
-    end: bytes = sse.DONE
-    """What comes after the last event, also after a failure."""
-
-    @abstractmethod
-    def whole(self, outputs: list[Output], usage: Json) -> Json:
-        """The answer in one object; one output per choice, in their order."""
+FinishReason = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
 
 
-class PromptLogprob(Wire):
-    """A token that is, or could have been, at one place of the prompt."""
+class PromptLogprob(JsonObject):
+    """A token that is, or could have been, at one position of the prompt."""
 
     logprob: float
     rank: int | None
@@ -162,20 +95,34 @@ class PromptLogprob(Wire):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class PromptTokensDetails(Wire):
-    """What is known about the prompt's tokens."""
+class TopLogprob(JsonObject):
+    """A token that could have been sampled."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class Logprob(TopLogprob):
+    """A token that was sampled, and the most likely ones at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class PromptTokensDetails(JsonObject):
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
 
-class CompletionTokensDetails(Wire):
-    """What is known about the answer's tokens."""
+class CompletionTokensDetails(JsonObject):
+    """Details of the completion's tokens."""
 
     reasoning_tokens: int
 
 
-class Usage(Wire):
-    """What an answer cost, in tokens."""
+class Usage(JsonObject):
+    """The number of tokens of a request and its response."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -184,15 +131,82 @@ class Usage(Wire):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int) -> Json:
-    """A Usage as JSON."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
-    }
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int) -> Usage:
+    """Return a Usage with its total."""
+    prompt, completion = PromptTokensDetails(cached_tokens), CompletionTokensDetails(reasoning_tokens)
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, prompt, completion)
+
+
+class Writer(ABC, Generic[R]):
+    """Writes the JSON objects of one answer. Each API has its own; `whole` and the chunks say the same."""
+
+    def __init__(self, request: R, head: Head, prompts: list[Prompt], token_text: TokenText) -> None:
+        self.request = request
+        self.head = head
+        self.prompts = prompts
+        self.token_text = token_text
+
+    def entry(self, token_id: int, entry: TokenLogprob) -> Logprob:
+        """A token of the completion with its log-probability and those of the most likely ones at its position."""
+        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        text, data = self.token_text(token_id)
+        return Logprob(text, number(entry.logprob), list(data), [self._top(other, logprob) for other, logprob in top])
+
+    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        text, data = self.token_text(token_id)
+        return TopLogprob(text, number(logprob), list(data))
+
+    def scores(
+        self, prompt: Prompt, entries: Sequence[TokenLogprob] | None, count: int | None
+    ) -> PromptLogprobs | None:
+        """A prompt's log-probabilities in vLLM's form; null for the first token, which nothing predicts.
+
+        `count` most likely ones per token, -1: all of them; None: the request does not want any.
+        """
+        if entries is None or count is None:
+            return None
+        if count < 0:  # all of them
+            count = max((len(entry.top_ids) for entry in entries), default=0)
+        told: PromptLogprobs = [None]
+        for token_id, entry in zip(prompt.ids[1:], entries, strict=True):
+            ids = entry.top_ids
+            places = {token_id: (entry.logprob, ids.index(token_id) + 1 if token_id in ids else entry.rank)}
+            for place, (other, logprob) in enumerate(zip(ids[:count], entry.top_logprobs, strict=False), 1):
+                places.setdefault(other, (logprob, place))
+            told.append(
+                {
+                    str(each): PromptLogprob(number(p), place, self.token_text(each)[0])
+                    for each, (p, place) in places.items()
+                }
+            )
+        return told
+
+    @abstractmethod
+    def opening(self, usage: Usage | None) -> Sequence[JsonObject]:
+        """Chunks before the first token; `usage` so far where every chunk is to tell it."""
+
+    @abstractmethod
+    def chunks(self, output: Output, usage: Usage | None) -> Sequence[JsonObject]:
+        """Chunks of a stream; `usage` so far where every chunk is to tell it."""
+
+    @abstractmethod
+    def closing(self, usage: Usage) -> Sequence[JsonObject]:
+        """Chunks after the last token of all choices."""
+
+    def frame(self, event: Any) -> bytes:
+        """A chunk as it is sent."""
+        return sse.frame(msgspec.json.encode(event))
+
+    def failure(self, error: ApiError, usage: Usage) -> bytes:
+        """The last event of a stream that cannot go on: the status has gone, and a connection is never just cut."""
+        return sse.frame(error.body())
+
+    end: bytes = sse.DONE
+    """What comes after the last event, also after a failure."""
+
+    @abstractmethod
+    def whole(self, outputs: list[Output], usage: Usage) -> JsonObject:
+        """The answer in one object; one output per choice, in their order."""
 
 
 def number(logprob: float) -> float:

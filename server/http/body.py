@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from starlette.routing import BaseRoute
 
 from .auth import UserDep
-from .errors import ENVELOPE, ApiError, from_validation, invalid
+from .errors import ApiError, from_validation, invalid
 from .fields import Wire, own_names
 
 M = TypeVar("M", bound=BaseModel)
@@ -28,8 +28,6 @@ MAX_ELEMENTS = 320_000
 MAX_STRINGS = 4 * MAX_NODES  # names, their values, and the strings in arrays
 FEW_QUOTES = 1 << 14  # a loop over them takes some milliseconds
 FEW = 64  # errors that are examined, and elements per array that are searched for the first of more errors
-
-REF = "#/components/schemas/{model}"
 
 IS_BACKSLASH = bytes(byte == ord("\\") for byte in range(256))
 # Every digit as 0, every E as e: the shapes of numbers, which are then found in time linear in the body.
@@ -198,23 +196,3 @@ def models(routes: Iterable[BaseRoute]) -> dict[str, type[BaseModel]]:
             if model is not None and model not in found.values():
                 found[getattr(route, "path", "")] = model
     return found
-
-
-def described(model: type[BaseModel]) -> dict[str, Any]:
-    """For a route's `openapi_extra`: what the API page says about a body that FastAPI does not parse itself."""
-    schema = model.model_json_schema(ref_template=REF)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def streamed(event: type[BaseModel], example: str, *, is_typed: bool = False) -> dict[str, Any]:
-    """For a route's `responses=`: the events of a stream, each with an `event` or an error; the last is [DONE].
-
-    Where they are typed an error is an `event` like others, and the last one is known by its type.
-    """
-    schema = event.model_json_schema(ref_template=REF)
-    shared = {**schema.pop("$defs", {}), event.__name__: schema}
-    one_of = [{"$ref": REF.format(model=event.__name__)}, *([] if is_typed else [ENVELOPE])]
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": one_of}}
-    kinds = [data] if is_typed else [{"const": "[DONE]"}, data]
-    events = [{"properties": {"data": told}, "required": ["data"]} for told in kinds]
-    return {"text/event-stream": {"schema": {"type": "object", "anyOf": events, "$defs": shared}, "example": example}}

@@ -16,7 +16,7 @@ import torch
 from engine import ConfigError, EngineConfig, EngineRequest, LocalEngine, SamplingParams
 from engine.attention import AttentionLayer, AttentionMeta, check, choice, paged_gpu
 from engine.attention.paged_gpu import PagedGPU
-from engine.attention.reference import narrowed
+from engine.attention.reference import quantize
 from tests.engine.test_attention import CPU, Pool, layer_of
 from tests.models import make
 
@@ -97,7 +97,7 @@ def test_int8_holds_the_same_numbers_and_scales_as_the_reference(small):
     share = cache.tensor[1, 0]
     keys, values = share[:96].view(4, 24), share[96:160].view(4, 16)
     scales = share[160:].view(torch.float32).view(2, 4)
-    for found, scale, wanted in ((keys, scales[0], narrowed(k)[:, 0]), (values, scales[1], narrowed(v)[:, 0])):
+    for found, scale, wanted in ((keys, scales[0], quantize(k)[:, 0]), (values, scales[1], quantize(v)[:, 0])):
         assert torch.equal(found, wanted[:, :-4])
         assert torch.equal(scale.nan_to_num(-1), wanted[:, -4:].contiguous().view(torch.float32)[:, 0].nan_to_num(-1))
 

@@ -21,7 +21,7 @@ ITEM = tl.constexpr(8)  # int32 numbers per work item; the first item is the hea
 
 @triton.jit
 def _quantized(x):
-    """Return a vector as int8 numbers and their scale, as engine.attention.reference.narrowed does."""
+    """Return a vector as int8 numbers and their scale, as engine.attention.reference.quantize does."""
     top = tl.max(tl.abs(x), 0)  # ignores NaN
     small = top < 127 * 1.1754943508222875e-38
     finite = (top < float("inf")) & (tl.sum((x != x).to(tl.int32), 0) == 0)

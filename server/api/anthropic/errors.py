@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from ...http.errors import CONTEXT_CODE, ApiError, ErrorForm
+from ...http.openapi import JsonObject
+
+
+class MessagesProblem(JsonObject):
+    """What went wrong; `param` and `code` are Pequod's additions to Anthropic's form."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str | None
+    details: dict[str, Any] | UnsetType = UNSET
+
+
+class MessagesError(JsonObject):
+    """An error in Anthropic's form."""
+
+    type: Literal["error"]
+    error: MessagesProblem
+    request_id: str
+
 
 TYPES = {
     401: "authentication_error",
@@ -20,15 +43,15 @@ TYPES = {
 
 
 def envelope(error: ApiError, request_id: str) -> bytes:
-    """The error as JSON; `param` and `code` are what clients of ours find in it besides Anthropic's fields."""
+    """Return the error as JSON."""
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     # Agents look for these words, and shorten the conversation.
     message = f"prompt is too long: {error.message}" if error.code == CONTEXT_CODE else error.message
-    problem: dict[str, Any] = {"type": kind, "message": message, "param": error.param, "code": error.code}
+    problem = MessagesProblem(kind, message, error.param, error.code)
     if error.param == "thread":
-        # The tool runner of Anthropic's SDK asks for a thread first, and by these words goes on without.
-        problem["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    body = {"type": "error", "error": problem, "request_id": request_id}
+        # The tool runner of Anthropic's SDK tries to use a thread first; this makes it continue without one.
+        problem.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    body = msgspec.to_builtins(MessagesError("error", problem, request_id))
     return json.dumps(body, separators=(",", ":")).encode()
 
 

@@ -1,4 +1,4 @@
-"""Messages in Anthropic's form, as they go out: blocks of thinking, text and tool use, whole or as typed events."""
+"""Responses of messages in Anthropic's form: blocks of thinking, text and tool use, whole or as typed events."""
 
 from __future__ import annotations
 
@@ -9,283 +9,93 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict
+from msgspec import UNSET, UnsetType
 from pydantic_core import from_json
 
-from ...generation.output import Head, Json, Output, Prompt, TokenText, Writer, usage
+from ...generation.output import Head, Json, Output, Prompt, TokenText, Usage, Writer, usage
 from ...http import sse
 from ...http.errors import ApiError
 from ...http.fields import Wire
+from ...http.openapi import JsonObject
 from ...parsers import Arguments, Call, Content, Part, Reasoning
-from .errors import envelope
+from .errors import MessagesProblem, envelope
 from .request import MessagesRequest
 
 Block = tuple[str, int]  # which block a part belongs to: its type, and of calls the number
 NO_BLOCK: Block = ("", 0)
-LONE = re.compile("[\ud800-\udfff]")  # halves of letters: JSON's escapes can say them, UTF-8 cannot
+LONE = re.compile("[\ud800-\udfff]")  # surrogates: JSON can escape them, UTF-8 cannot encode them
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+STOP_REASONS: dict[str | None, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesWriter(Writer):
-    """message, and the events that make it.
+class MessagesText(JsonObject, tag_field="type", tag="text"):
+    """Text."""
 
-    A call whose arguments are no JSON object is not to be run. The whole answer has it as text; a stream has begun its
-    block before that can be known and tells the arguments as they are. Either way it is no reason for `tool_use`.
-    """
-
-    end = b""
-
-    def __init__(self, request: MessagesRequest, head: Head, prompts: list[Prompt], token_text: TokenText) -> None:
-        super().__init__(head, prompts, token_text)
-        self.request = request
-        self._last: Output | None = None  # the output that ended the answer
-        self._block = NO_BLOCK  # the open one
-        self._index = -1  # its place in the content
-        self._arguments: list[str] = []  # of the open block's call
-        self._has_calls = False  # there is a call that can be run
-
-    def opening(self, usage_so_far: Json | None) -> list[Json]:
-        """The message without content. What the cache saved is not known yet: the end corrects the usage."""
-        told = usage_so_far or usage(len(self.prompts[0].ids), 0, 0, 0)
-        return [{"type": "message_start", "message": self._message([], None, told)}, {"type": "ping"}]
-
-    def chunks(self, output: Output, usage: Json | None) -> list[Json]:
-        events = [event for block, run in self._runs(output.parts) for event in self._adding(block, run)]
-        if output.finish_reason:
-            events += self._closed()
-            self._last = output
-        return events
-
-    def closing(self, usage: Json) -> list[Json]:
-        assert self._last is not None
-        told = self._usage(usage)
-        ending = self._ending(self._last, told)
-        return [{"type": "message_delta", "delta": ending, "usage": told}, {"type": "message_stop"}]
-
-    def whole(self, outputs: list[Output], usage: Json) -> Json:
-        [output] = outputs
-        runs = [list(run) for _, run in self._runs(output.parts)]
-        is_cut = output.finish_reason == "length"
-        content = [self._whole_block(run, is_cut and run is runs[-1]) for run in runs]
-        return self._message(content, output, usage)
-
-    def frame(self, event: Json) -> bytes:
-        return sse.frame(msgspec.json.encode(event), event["type"])
-
-    def failure(self, error: ApiError, usage: Json) -> bytes:
-        return sse.frame(envelope(error, self.head.request_id), "error")
-
-    def _runs(self, parts: Iterable[Part]) -> Iterator[tuple[Block, Iterator[Part]]]:
-        """The parts of each block."""
-        told = (part for part in parts if isinstance(part, Call) or part.text)
-        return itertools.groupby(told, block_of)
-
-    def _adding(self, block: Block, run: Iterable[Part]) -> Iterator[Json]:
-        """Events for more of a block, which may be a new one."""
-        if block != self._block:
-            yield from self._closed()
-        for part in run:
-            if block != self._block:
-                self._block, self._index, self._arguments = block, self._index + 1, []
-                yield {"type": "content_block_start", "index": self._index, "content_block": begun(part)}
-            if (delta := self._delta(part)) is not None:
-                yield {"type": "content_block_delta", "index": self._index, "delta": delta}
-
-    def _closed(self) -> Iterator[Json]:
-        """Events for the end of the open block, if there is one."""
-        kind, _ = self._block
-        if kind == "thinking":
-            signature = {"type": "signature_delta", "signature": ""}
-            yield {"type": "content_block_delta", "index": self._index, "delta": signature}
-        if kind == "tool_use" and parsed("".join(self._arguments)) is not None:
-            self._has_calls = True
-        if kind:
-            yield {"type": "content_block_stop", "index": self._index}
-        self._block = NO_BLOCK
-
-    def _delta(self, part: Part) -> Json | None:
-        match part:
-            case Content(text):
-                return {"type": "text_delta", "text": text}
-            case Reasoning(text):
-                return {"type": "thinking_delta", "thinking": text} if self.request.tells_thinking else None
-            case Arguments(_, text):
-                self._arguments.append(text)
-                return {"type": "input_json_delta", "partial_json": text}
-        return None
-
-    def _whole_block(self, run: list[Part], is_cut: bool) -> Json:
-        first = run[0]
-        text = "".join(part.text for part in run if not isinstance(part, Call))
-        if isinstance(first, Content):
-            return begun(first) | {"text": text}
-        if isinstance(first, Reasoning):
-            return begun(first) | {"thinking": text if self.request.tells_thinking else ""}
-        value = parsed(text)
-        if value is None and not is_cut:
-            return {"type": "text", "text": as_text(first, text)}
-        self._has_calls |= value is not None
-        return begun(first) | {"input": value or {}}
-
-    def _message(self, content: list[Json], output: Output | None, usage: Json) -> Json:
-        told = self._usage(usage)
-        ending = {"stop_reason": None, "stop_sequence": None} if output is None else self._ending(output, told)
-        return {
-            "id": self.head.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.head.model,
-            "content": content,
-            **ending,
-            "usage": told,
-        }
-
-    def _ending(self, output: Output, told: Json) -> Json:
-        reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[output.finish_reason or "stop"]
-        if reason == "tool_use" and not self._has_calls:
-            reason = "end_turn"
-        if reason == "max_tokens" and told["output_tokens"] < self.request.max_tokens:
-            reason = "model_context_window_exceeded"  # the context held less than was asked for
-        if reason == "end_turn" and output.stop is not None:
-            reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": output.stop if reason == "stop_sequence" else None}
-
-    def _usage(self, usage: Json) -> Json:
-        """Anthropic counts what was found in the cache beside the input, not in it."""
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
-            "service_tier": "standard",
-        }
-
-
-def block_of(part: Part) -> Block:
-    """The block that a part belongs to: neighbours of the same are one."""
-    if isinstance(part, Content):
-        return "text", 0
-    return ("thinking", 0) if isinstance(part, Reasoning) else ("tool_use", part.index)
-
-
-def begun(part: Part) -> Json:
-    """The block that a part begins, still empty."""
-    match part:
-        case Content():
-            return {"type": "text", "text": ""}
-        case Reasoning():
-            return {"type": "thinking", "thinking": "", "signature": ""}
-        case Call(_, id, name):
-            return {"type": "tool_use", "id": id, "name": name, "input": {}}
-    raise AssertionError("arguments come behind their call")
-
-
-def parsed(arguments: str) -> Json | None:
-    """A call's input, {} where it has no arguments at all; None: it is no JSON object.
-
-    Half of a letter, which only an escape can write, becomes U+FFFD.
-    """
-    try:
-        text = json.dumps(json.loads(arguments or "{}"), ensure_ascii=False)
-        value = from_json(LONE.sub("\ufffd", text), allow_inf_nan=False)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def as_text(part: Part, arguments: str) -> str:
-    """A call that cannot be made, as most models write one."""
-    assert isinstance(part, Call)
-    return f'{{"name": {json.dumps(part.name)}, "arguments": {arguments}}}'
-
-
-class MessagesText(Wire):
-    """Text of the answer."""
-
-    type: Literal["text"]
     text: str
 
 
-class MessagesThinking(Wire):
-    """What the model thought before it went on; nothing is signed here."""
+class MessagesThinking(JsonObject, tag_field="type", tag="thinking"):
+    """The model's reasoning, without a signature."""
 
-    type: Literal["thinking"]
     thinking: str
-    signature: str
+    signature: Literal[""] = ""
 
 
-class MessagesToolUse(Wire):
-    """A call that the client is to make. Where the answer was cut within the call the input is {}."""
+class MessagesToolUse(JsonObject, tag_field="type", tag="tool_use"):
+    """A call that the client is to make; the input is {} if the output was cut off within the call."""
 
-    type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class MessagesOutputDetails(Wire):
-    """What is known about the answer's tokens."""
+MessagesBlock = MessagesText | MessagesThinking | MessagesToolUse
+
+
+class MessagesOutputDetails(JsonObject):
+    """Details of the output's tokens."""
 
     thinking_tokens: int
 
 
-class MessagesUsage(Wire):
-    """What an answer cost, in tokens; the prompt has input_tokens and cache_read_input_tokens together."""
+class MessagesUsage(JsonObject):
+    """The number of tokens; those of the prompt are input_tokens and cache_read_input_tokens together."""
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: MessagesOutputDetails
-    service_tier: Literal["standard"]
+    service_tier: Literal["standard"] = "standard"
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-
-
-class MessagesAnswer(Wire):
-    """The answer in one object."""
+class Message(JsonObject):
+    """The message in one object."""
 
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[MessagesText | MessagesThinking | MessagesToolUse]
+    content: list[MessagesBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessagesUsage
 
 
-class TokenCount(Wire):
-    """How many tokens the prompt of a message has."""
+class MessagesDelta(JsonObject):
+    """What an event adds to a block, or the end of the message; its type decides which of the fields it has."""
 
-    input_tokens: int
-
-
-class MessagesProblem(Wire):
-    """What went wrong."""
-
-    type: str
-    message: str
-    param: str | None
-    code: str | None
-    details: dict[str, Any] | None = None
-    """What clients go by where the field is one that they can do without."""
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: Literal[""] | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: StopReason | UnsetType | None = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
 
 
-class MessagesError(Wire):
-    """An error in Anthropic's form."""
-
-    type: Literal["error"]
-    error: MessagesProblem
-    request_id: str
-
-
-class MessagesEvent(BaseModel):
-    """One event of a stream; what else it holds is told by its type."""
-
-    model_config = ConfigDict(extra="allow")
+class MessagesEvent(JsonObject):
+    """One event of a stream; its type decides which of the fields it has."""
 
     type: Literal[
         "message_start",
@@ -297,3 +107,180 @@ class MessagesEvent(BaseModel):
         "ping",
         "error",
     ]
+    index: int | UnsetType = UNSET
+    message: Message | UnsetType = UNSET
+    content_block: MessagesBlock | UnsetType = UNSET
+    delta: MessagesDelta | UnsetType = UNSET
+    usage: MessagesUsage | UnsetType = UNSET
+    error: MessagesProblem | UnsetType = UNSET
+    request_id: str | UnsetType = UNSET
+
+
+class TokenCount(Wire):
+    """The number of tokens of a prompt."""
+
+    input_tokens: int
+
+
+class MessagesWriter(Writer[MessagesRequest]):
+    """Writes a Message or its events.
+
+    A call whose arguments are not a JSON object must not be run. A whole message has it as text; a stream has already
+    begun its block when that becomes known, and sends the arguments as they are. In neither case is it a reason for the
+    stop_reason `tool_use`.
+    """
+
+    end = b""
+
+    def __init__(self, request: MessagesRequest, head: Head, prompts: list[Prompt], token_text: TokenText) -> None:
+        super().__init__(request, head, prompts, token_text)
+        self._last: Output | None = None  # the output that ended the message
+        self._block = NO_BLOCK  # the open one
+        self._index = -1  # of the open block in the content
+        self._arguments: list[str] = []  # of the open block's call
+        self._has_calls = False  # there is a call that can be run
+
+    def opening(self, usage_so_far: Usage | None) -> list[MessagesEvent]:
+        """The message without content. The cache hits are not known yet: the end corrects the usage."""
+        message = self._message([], None, usage_so_far or usage(len(self.prompts[0].ids), 0, 0, 0))
+        return [MessagesEvent("message_start", message=message), MessagesEvent("ping")]
+
+    def chunks(self, output: Output, usage: Usage | None) -> list[MessagesEvent]:
+        events = [event for block, run in runs(output.parts) for event in self._add(block, run)]
+        if output.finish_reason:
+            events += self._close()
+            self._last = output
+        return events
+
+    def closing(self, usage: Usage) -> list[MessagesEvent]:
+        reason, stop = self._ending(self._last, usage)
+        ending = MessagesDelta(stop_reason=reason, stop_sequence=stop)
+        return [
+            MessagesEvent("message_delta", delta=ending, usage=messages_usage(usage)),
+            MessagesEvent("message_stop"),
+        ]
+
+    def whole(self, outputs: list[Output], usage: Usage) -> Message:
+        [output] = outputs
+        blocks = [list(run) for _, run in runs(output.parts)]
+        is_cut = output.finish_reason == "length"
+        content = [self._whole_block(run, is_cut and run is blocks[-1]) for run in blocks]
+        return self._message(content, output, usage)
+
+    def frame(self, event: MessagesEvent) -> bytes:
+        return sse.frame(msgspec.json.encode(event), event.type)
+
+    def failure(self, error: ApiError, usage: Usage) -> bytes:
+        return sse.frame(envelope(error, self.head.request_id), "error")
+
+    def _add(self, block: Block, run: Iterable[Part]) -> Iterator[MessagesEvent]:
+        """Yield the events for more of a block, which may be a new one."""
+        if block != self._block:
+            yield from self._close()
+        for part in run:
+            if block != self._block:
+                self._block, self._index, self._arguments = block, self._index + 1, []
+                yield MessagesEvent("content_block_start", self._index, content_block=begin(part))
+            if (delta := self._delta(part)) is not None:
+                yield MessagesEvent("content_block_delta", self._index, delta=delta)
+
+    def _close(self) -> Iterator[MessagesEvent]:
+        """Yield the events for the end of the open block, if there is one."""
+        kind, _ = self._block
+        if kind == "thinking":
+            signature = MessagesDelta("signature_delta", signature="")
+            yield MessagesEvent("content_block_delta", self._index, delta=signature)
+        if kind == "tool_use" and parse("".join(self._arguments)) is not None:
+            self._has_calls = True
+        if kind:
+            yield MessagesEvent("content_block_stop", self._index)
+        self._block = NO_BLOCK
+
+    def _delta(self, part: Part) -> MessagesDelta | None:
+        match part:
+            case Content(text):
+                return MessagesDelta("text_delta", text)
+            case Reasoning(text):
+                return MessagesDelta("thinking_delta", thinking=text) if self.request.tells_thinking else None
+            case Arguments(_, text):
+                self._arguments.append(text)
+                return MessagesDelta("input_json_delta", partial_json=text)
+        return None
+
+    def _whole_block(self, run: list[Part], is_cut: bool) -> MessagesBlock:
+        text = "".join(part.text for part in run if not isinstance(part, Call))
+        block = begin(run[0])
+        match block:
+            case MessagesText():
+                block.text = text
+            case MessagesThinking():
+                block.thinking = text if self.request.tells_thinking else ""
+            case MessagesToolUse():
+                value = parse(text)
+                if value is None and not is_cut:  # as most models write a call
+                    return MessagesText(f'{{"name": {json.dumps(block.name)}, "arguments": {text}}}')
+                self._has_calls |= value is not None
+                block.input = value or {}
+        return block
+
+    def _message(self, content: list[MessagesBlock], output: Output | None, usage: Usage) -> Message:
+        head = self.head
+        reason, stop = self._ending(output, usage)
+        return Message(head.id, "message", "assistant", head.model, content, reason, stop, messages_usage(usage))
+
+    def _ending(self, output: Output | None, usage: Usage) -> tuple[StopReason | None, str | None]:
+        """Return the stop_reason and the stop_sequence."""
+        if output is None:
+            return None, None
+        reason = STOP_REASONS[output.finish_reason]
+        if reason == "tool_use" and not self._has_calls:
+            reason = "end_turn"
+        if reason == "max_tokens" and usage.completion_tokens < self.request.max_tokens:
+            reason = "model_context_window_exceeded"  # the context had fewer tokens left than requested
+        if reason == "end_turn" and output.stop is not None:
+            return "stop_sequence", output.stop
+        return reason, None
+
+
+def messages_usage(usage: Usage) -> MessagesUsage:
+    """Return a Usage in Anthropic's form, whose input tokens do not include cache hits."""
+    cached = usage.prompt_tokens_details.cached_tokens
+    details = MessagesOutputDetails(usage.completion_tokens_details.reasoning_tokens)
+    return MessagesUsage(usage.prompt_tokens - cached, 0, cached, usage.completion_tokens, details)
+
+
+def runs(parts: Iterable[Part]) -> Iterator[tuple[Block, Iterator[Part]]]:
+    """Group the parts by block."""
+    return itertools.groupby((part for part in parts if isinstance(part, Call) or part.text), block_of)
+
+
+def block_of(part: Part) -> Block:
+    """Return the block that a part belongs to; neighbours with the same block share it."""
+    if isinstance(part, Content):
+        return "text", 0
+    return ("thinking", 0) if isinstance(part, Reasoning) else ("tool_use", part.index)
+
+
+def begin(part: Part) -> MessagesBlock:
+    """Return the empty block that a part begins."""
+    match part:
+        case Content():
+            return MessagesText("")
+        case Reasoning():
+            return MessagesThinking("")
+        case Call(_, id, name):
+            return MessagesToolUse(id, name, {})
+    raise AssertionError("arguments come after their call")
+
+
+def parse(arguments: str) -> Json | None:
+    """Return a call's input, {} if it has no arguments; None: it is not a JSON object.
+
+    A lone surrogate, which only an escape can write, becomes U+FFFD.
+    """
+    try:
+        text = json.dumps(json.loads(arguments or "{}"), ensure_ascii=False)
+        value = from_json(LONE.sub("\ufffd", text), allow_inf_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -10,14 +10,16 @@ from fastapi import APIRouter, Depends, Request, Response
 from ...generation.http_response import answer
 from ...generation.prepare import encode_conversation, text_error
 from ...http.auth import UserDep
-from ...http.body import body, described, streamed
+from ...http.body import body
 from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS
+from ...http.openapi import described, events, returned
 from ...state import AppDep
 from ...tokenization.encoder import TextTooLong
 from ...tokenization.renderer import TemplateError
+from .errors import MessagesError
 from .request import CountTokensRequest, MessagesRequest
-from .response import MessagesAnswer, MessagesError, MessagesEvent, MessagesWriter, TokenCount
+from .response import Message, MessagesEvent, MessagesWriter, TokenCount
 
 router = APIRouter(tags=["generation"])
 
@@ -38,20 +40,20 @@ STREAM = (
     'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 )
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": MessagesError, "description": told["description"]} for status, told in OPENAI_ERRORS.items()
+    status: returned(MessagesError, error["description"])[200] for status, error in OPENAI_ERRORS.items()
 }
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "model": MessagesAnswer,
-        "description": "The answer; with stream true the events that make it",
-        "content": streamed(MessagesEvent, STREAM, is_typed=True),
-    },
-    **ERRORS,
-}
+RETURNS = (
+    returned(
+        Message,
+        "The message; with stream true the events that make it",
+        **events(MessagesEvent, STREAM, is_typed=True),
+    )
+    | ERRORS
+)
 COUNT_ERRORS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (400, 401, 404, 413, 503)}
 
 
-@router.post("/v1/messages", response_class=Response, responses=ANSWERS, openapi_extra=described(MessagesRequest))
+@router.post("/v1/messages", response_class=Response, responses=RETURNS, openapi_extra=described(MessagesRequest))
 async def messages(
     asked: Annotated[MessagesRequest, Depends(body(MessagesRequest))], app: AppDep, caller: UserDep, request: Request
 ) -> Response:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from ...generation.http_response import answer
 from ...http.auth import UserDep
-from ...http.body import body, described, streamed
+from ...http.body import body
 from ...http.errors import OPENAI_ERRORS
+from ...http.openapi import described, events, returned
 from ...state import AppDep
 from .request import ChatRequest
-from .response import ChatAnswer, ChatChunk, ChatWriter
+from .response import ChatCompletion, ChatCompletionChunk, ChatWriter
 
 router = APIRouter(tags=["generation"])
 
@@ -22,17 +23,17 @@ STREAM = (
     '"system_fingerprint":"fp_0","choices":[{"index":0,"delta":{"content":"Hello"},"logprobs":null,'
     '"finish_reason":null}]}\n\ndata: [DONE]\n\n'
 )
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "model": ChatAnswer,
-        "description": "The answer; with stream true its pieces, as events that each hold a chat.completion.chunk",
-        "content": streamed(ChatChunk, STREAM),
-    },
-    **OPENAI_ERRORS,
-}
+RETURNS = (
+    returned(
+        ChatCompletion,
+        "The completion; with stream true its pieces, as events that each hold a chat.completion.chunk",
+        **events(ChatCompletionChunk, STREAM),
+    )
+    | OPENAI_ERRORS
+)
 
 
-@router.post("/v1/chat/completions", response_class=Response, responses=ANSWERS, openapi_extra=described(ChatRequest))
+@router.post("/v1/chat/completions", response_class=Response, responses=RETURNS, openapi_extra=described(ChatRequest))
 async def chat(
     asked: Annotated[ChatRequest, Depends(body(ChatRequest))], app: AppDep, caller: UserDep, request: Request
 ) -> Response:

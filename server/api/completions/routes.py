@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from ...generation.http_response import answer
 from ...http.auth import UserDep
-from ...http.body import body, described, streamed
+from ...http.body import body
 from ...http.errors import OPENAI_ERRORS
+from ...http.openapi import described, events, returned
 from ...state import AppDep
-from .request import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionRequest, CompletionWriter
+from .request import DEFAULT_MAX_TOKENS, CompletionRequest
+from .response import Completion, CompletionWriter
 
 router = APIRouter(tags=["generation"])
 
@@ -21,17 +23,17 @@ STREAM = (
     '"system_fingerprint":"fp_0","choices":[{"index":0,"text":" the sea","logprobs":null,"finish_reason":null}]}\n\n'
     "data: [DONE]\n\n"
 )
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "model": CompletionAnswer,
-        "description": "The continuations; with stream true their pieces, as events that each hold a text_completion",
-        "content": streamed(CompletionAnswer, STREAM),
-    },
-    **OPENAI_ERRORS,
-}
+RETURNS = (
+    returned(
+        Completion,
+        "The continuations; with stream true their pieces, as events that each hold a text_completion",
+        **events(Completion, STREAM),
+    )
+    | OPENAI_ERRORS
+)
 
 
-@router.post("/v1/completions", response_class=Response, responses=ANSWERS, openapi_extra=described(CompletionRequest))
+@router.post("/v1/completions", response_class=Response, responses=RETURNS, openapi_extra=described(CompletionRequest))
 async def completions(
     asked: Annotated[CompletionRequest, Depends(body(CompletionRequest))],
     app: AppDep,

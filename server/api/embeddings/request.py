@@ -1,4 +1,4 @@
-"""Embeddings on the wire: texts or token ids in, a vector of length 1 for each out."""
+"""Requests for embeddings: texts or token ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import msgspec
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ...generation.output import PromptTokensDetails
 from ...http.fields import LABEL, MAX_LABEL, Refused, Wire, clash, refused
 from ..completions.request import MAX_PROMPT_IDS, form, listed
 from ..sampling import MAX_INT, MAX_TEXT, Count, TokenId
@@ -122,28 +121,3 @@ class EmbeddingRequest(Wire):
             return msgspec.Raw(b'"' + base64.b64encode(embedding) + b'"')
         numbers = struct.unpack(f"<{len(embedding) // 4}f", embedding)
         return msgspec.Raw(b"[" + b",".join([b"%.9g" % number for number in numbers]) + b"]")
-
-
-class Embedding(Wire):
-    """The vector of one input."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingUsage(Wire):
-    """What the vectors cost, in tokens."""
-
-    prompt_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class EmbeddingAnswer(Wire):
-    """A vector for each input, in their order."""
-
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingUsage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import Request
@@ -13,15 +14,43 @@ from engine import EngineInfo, EngineRequest, Pooling, SamplingParams, TokenDelt
 
 from ...generation.choices import Generation, Reader, unfinished
 from ...generation.http_response import patiently
-from ...generation.output import Output, Prompt
+from ...generation.output import Output, Prompt, PromptTokensDetails
 from ...generation.prepare import check_priority, check_token_ids, encoded, time_limit
 from ...http.admission import INPUTS_DEPTH, Caller
 from ...http.disconnect import while_connected
 from ...http.errors import CONTEXT_CODE, deadline, invalid
+from ...http.openapi import JsonObject
 from ...loading import LoadedModel
 from ...observability.tracking import RequestTracker
 from ...state import AppState
 from .request import EmbeddingRequest
+
+VECTOR = msgspec.Meta(extra_json_schema={"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "string"}]})
+
+
+class Embedding(JsonObject):
+    """The vector of one input."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: Annotated[msgspec.Raw, VECTOR]
+
+
+class EmbeddingUsage(JsonObject):
+    """The number of tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingList(JsonObject):
+    """A vector for each input, in their order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
 
 
 async def embed(app: AppState, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
@@ -137,13 +166,10 @@ class Embeddings(Response):
     def _json(self) -> bytes:
         usage = self.generation.usage()
         return msgspec.json.encode(
-            {
-                "object": "list",
-                "data": [
-                    {"object": "embedding", "index": vector.index, "embedding": vector.written}
-                    for vector in self.vectors
-                ],
-                "model": self.model,
-                "usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens", "prompt_tokens_details")},
-            }
+            EmbeddingList(
+                "list",
+                [Embedding("embedding", vector.index, vector.written) for vector in self.vectors],
+                self.model,
+                EmbeddingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details),
+            )
         )

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from ...http.auth import UserDep
-from ...http.body import body, described
+from ...http.body import body
 from ...http.errors import OPENAI_ERRORS
+from ...http.openapi import described, returned
 from ...state import AppDep
-from .request import EmbeddingAnswer, EmbeddingRequest
-from .response import embed
+from .request import EmbeddingRequest
+from .response import EmbeddingList, embed
 
 router = APIRouter(tags=["generation"])
 
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"model": EmbeddingAnswer, "description": "A vector of length 1 for each input"},
-    **OPENAI_ERRORS,
-}
+RETURNS = returned(EmbeddingList, "A vector of length 1 for each input") | OPENAI_ERRORS
 
 
-@router.post("/v1/embeddings", response_class=Response, responses=ANSWERS, openapi_extra=described(EmbeddingRequest))
+@router.post("/v1/embeddings", response_class=Response, responses=RETURNS, openapi_extra=described(EmbeddingRequest))
 async def embeddings(
     asked: Annotated[EmbeddingRequest, Depends(body(EmbeddingRequest))], app: AppDep, caller: UserDep, request: Request
 ) -> Response:

@@ -302,14 +302,14 @@ class ResponsesRequest(Labels, Conversation):
         """The tools as the rest of the server knows them."""
         return tuple(functions(self.tools))
 
-    def called(self, name: str) -> Json:
-        """How a call of the function tells its name."""
+    def called(self, name: str) -> tuple[str, str | None]:
+        """Return the name of a called function, and the namespace that it belongs to."""
         for group in self.tools or ():
             if isinstance(group, NamespaceTool):
                 for tool in group.tools:
                     if isinstance(tool, FlatFunction) and in_namespace(group.name, tool.name) == name:
-                        return {"name": tool.name, "namespace": group.name}
-        return {"name": name}
+                        return tool.name, group.name
+        return name, None
 
     @property
     def calling(self) -> Calling | None:

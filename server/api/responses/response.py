@@ -1,44 +1,59 @@
-"""Responses on the wire: the response object, whole or as the typed events of a stream."""
+"""Writes a response of the Responses API, whole or as the typed events of a stream."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
-from ...generation.output import Head, Json, Output, Prompt, TokenText, Writer
+from ...generation.output import Head, Json, Logprob, Output, Prompt, TokenText, Usage, Writer
 from ...generation.request import UNLIMITED
 from ...http import sse
 from ...http.errors import ApiError
 from ...parsers import Arguments, Call, Content, Part, Reasoning
 from .request import ResponsesRequest
-from .tools import AnyTool, FlatAllowed, FlatFunction, FlatNamed
-
-Keep = Callable[[Json], None]
-# OpenAI's account of what was put into a cache because the request asked for it; here no request has to ask.
-NO_WRITES = {"cache_write_tokens": 0}
+from .schema import (
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemStatus,
+    ReasoningContent,
+    ReasoningEffort,
+    ResponseCall,
+    ResponseError,
+    ResponseEvent,
+    ResponseItem,
+    ResponseMessage,
+    ResponseObject,
+    ResponseReasoning,
+    ResponseText,
+    ResponseUsage,
+    Status,
+)
+from .tools import AnyTool, FlatFunction
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
-    """The id of an item: that of its response, and its place among the response's own items, input first."""
+    """Return the id of an item: that of its response, and its index among the response's own items, input first."""
     return f"{prefix}_{response_id.removeprefix('resp_')}{index:04x}"
 
 
 def response_of(item: str) -> str:
-    """The id of the response that an item of this id belongs to."""
+    """Return the id of the response that an item of this id belongs to."""
     return "resp_" + item.partition("_")[2][:-4]
 
 
-class ResponsesWriter(Writer):
-    """The response and its events. `keep` is told the response whenever it has come to its end.
+class ResponsesWriter(Writer[ResponsesRequest]):
+    """Writes a ResponseObject or its events. `keep` is called with the response whenever it has ended.
 
-    The parts of a call come one after the other: the next item begins when the one before is complete.
+    The parts of a call arrive in order: the next item begins when the one before is complete.
     """
 
-    end = b""  # the last event says by its type that it is the last
+    end = b""  # the type of the last event shows that it is the last
 
     def __init__(
         self,
@@ -47,118 +62,122 @@ class ResponsesWriter(Writer):
         prompts: list[Prompt],
         token_text: TokenText,
         *,
-        keep: Keep,
+        keep: Callable[[ResponseObject], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(head, prompts, token_text)
-        self.request = request
+        super().__init__(request, head, prompts, token_text)
         self._keep = keep
         self._clock = clock
         self._number = 0  # of the next event
-        self._items: list[Json] = []
-        self._is_open = False  # the last item goes on
-        self._held: list[Json] = []  # log-probabilities of tokens whose text has not come
+        self._items: list[ResponseItem] = []
+        self._is_open = False  # the last item is not complete
+        self._held: list[Logprob] = []  # of tokens whose text is still withheld
         self._ids: list[int] = []  # tokens
         self._finish = "stop"
-        self._first = len(request.given)  # the items' ids go on after the input's
+        self._first = len(request.given)  # the items' ids continue those of the input
 
     # Writer
 
-    def opening(self, usage: Json | None) -> list[Json]:
+    def opening(self, usage: Usage | None) -> list[ResponseEvent]:
         response = self.response("in_progress")
         return [self._event("created", response=response), self._event("in_progress", response=response)]
 
-    def chunks(self, output: Output, usage: Json | None) -> list[Json]:
+    def chunks(self, output: Output, usage: Usage | None) -> list[ResponseEvent]:
         return list(self._read(output))
 
-    def closing(self, usage: Json) -> list[Json]:
+    def closing(self, usage: Usage) -> list[ResponseEvent]:
         response = self._ended(usage)
-        return [self._event(response["status"], response=response)]
+        return [self._event(response.status, response=response)]
 
-    def whole(self, outputs: list[Output], usage: Json) -> Json:
+    def whole(self, outputs: list[Output], usage: Usage) -> ResponseObject:
         for output in outputs:
             for _ in self._read(output):
                 pass
         return self._ended(usage)
 
-    def frame(self, event: Json) -> bytes:
-        return sse.frame(msgspec.json.encode(event), event["type"])
+    def frame(self, event: ResponseEvent) -> bytes:
+        return sse.frame(msgspec.json.encode(event), event.type)
 
-    def failure(self, error: ApiError, usage: Json) -> bytes:
-        told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-        events = [{**told, "sequence_number": self._next()}]
-        events.append(self._event("failed", response=self.failed(error, usage)))
+    def failure(self, error: ApiError, usage: Usage) -> bytes:
+        events = [
+            ResponseEvent(
+                type="error",
+                code=error.code,
+                message=error.message,
+                param=error.param,
+                sequence_number=self._next(),
+            ),
+            self._event("failed", response=self.failed(error, usage)),
+        ]
         return b"".join(self.frame(event) for event in events)
 
     # The response
 
-    def response(self, status: str, usage: Json | None = None) -> Json:
-        """The response as it is now, with this status."""
+    def response(self, status: Status, usage: Usage | None = None) -> ResponseObject:
+        """Return the response as it is now, with this status."""
         request, head = self.request, self.head
-        own = request.text.format if request.text else None
-        told: Json = {
-            "id": head.id,
-            "object": "response",
-            "created_at": head.created,
-            "status": status,
-            "background": bool(request.background),
-            "completed_at": None,
-            "error": None,
-            "frequency_penalty": request.frequency_penalty or 0.0,
-            "incomplete_details": None,
-            "instructions": request.instructions,
-            "max_output_tokens": None if request.max_output_tokens == UNLIMITED else request.max_output_tokens,
-            "max_tool_calls": request.max_tool_calls,
-            "metadata": request.metadata or {},
-            "model": head.model,
-            "output": [dict(item) for item in self._items],
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "presence_penalty": request.presence_penalty or 0.0,
-            "previous_response_id": request.previous_response_id,
-            "prompt_cache_key": request.prompt_cache_key,
-            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
-            "safety_identifier": request.safety_identifier,
-            "service_tier": "default",
-            "store": request.is_stored,
-            "temperature": self._chosen("temperature"),
-            "text": {
-                "format": own.model_dump(by_alias=True, exclude_none=True) if own else {"type": "text"},
+        format = request.text.format if request.text else None
+        choice = request.tool_choice or "auto"
+        return ResponseObject(
+            id=head.id,
+            created_at=head.created,
+            status=status,
+            background=bool(request.background),
+            frequency_penalty=request.frequency_penalty or 0.0,
+            instructions=request.instructions,
+            max_output_tokens=None if request.max_output_tokens == UNLIMITED else request.max_output_tokens,
+            max_tool_calls=request.max_tool_calls,
+            metadata=request.metadata or {},
+            model=head.model,
+            output=[copy(item) for item in self._items],
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            presence_penalty=request.presence_penalty or 0.0,
+            previous_response_id=request.previous_response_id,
+            prompt_cache_key=request.prompt_cache_key,
+            reasoning=ReasoningEffort(request.reasoning.effort if request.reasoning else None),
+            safety_identifier=request.safety_identifier,
+            store=request.is_stored,
+            temperature=self._chosen("temperature"),
+            text={
+                "format": format.model_dump(by_alias=True, exclude_none=True) if format else {"type": "text"},
                 "verbosity": (request.text.verbosity if request.text else None) or "medium",
             },
-            "tool_choice": told_choice(request.tool_choice),
-            "tools": [told_tool(tool) for tool in request.tools or ()],
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": self._chosen("top_p"),
-            "truncation": request.truncation or "disabled",
-            "usage": None if usage is None else response_usage(usage),
-            "user": request.user,
-        }
-        if request.return_token_ids:
-            told |= {"prompt_token_ids": list(self.prompts[0].ids), "token_ids": list(self._ids)}
-        return told
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            tools=[tool_as_json(tool) for tool in request.tools or ()],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=self._chosen("top_p"),
+            truncation=request.truncation or "disabled",
+            usage=None if usage is None else response_usage(usage),
+            user=request.user,
+            prompt_token_ids=list(self.prompts[0].ids) if request.return_token_ids else UNSET,
+            token_ids=list(self._ids) if request.return_token_ids else UNSET,
+        )
 
-    def keep(self, status: str) -> Json:
+    def keep(self, status: Status) -> ResponseObject:
         """Have the response kept as it is now, with this status."""
         return self._kept(self.response(status))
 
-    def failed(self, error: ApiError, usage: Json | None) -> Json:
-        """The response that could not be finished."""
+    def failed(self, error: ApiError, usage: Usage | None) -> ResponseObject:
+        """Return the response that could not be finished."""
         self._leave_open()
-        code = "invalid_prompt" if error.status == 400 else "server_error"
-        return self._kept(self.response("failed", usage) | {"error": {"code": code, "message": error.message}})
+        response = self.response("failed", usage)
+        response.error = ResponseError("invalid_prompt" if error.status == 400 else "server_error", error.message)
+        return self._kept(response)
 
-    def cancelled(self, usage: Json | None) -> Json:
-        """The response that nobody wants any more, as far as it came."""
+    def cancelled(self, usage: Usage | None) -> ResponseObject:
+        """Return the response as far as it was generated when it was cancelled."""
         self._leave_open()
         return self._kept(self.response("cancelled", usage))
 
-    def _ended(self, usage: Json) -> Json:
+    def _ended(self, usage: Usage) -> ResponseObject:
+        response = self.response("incomplete" if self._finish == "length" else "completed", usage)
         if self._finish == "length":
-            cut = {"incomplete_details": {"reason": "max_output_tokens"}}
-            return self._kept(self.response("incomplete", usage) | cut)
-        return self._kept(self.response("completed", usage) | {"completed_at": int(self._clock())})
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        else:
+            response.completed_at = int(self._clock())
+        return self._kept(response)
 
-    def _kept(self, response: Json) -> Json:
+    def _kept(self, response: ResponseObject) -> ResponseObject:
         self._keep(response)
         return response
 
@@ -168,25 +187,25 @@ class ResponsesWriter(Writer):
 
     # Items
 
-    def _read(self, output: Output) -> Iterator[Json]:
-        """The events of an output, token by token, so that nothing depends on how many came together."""
+    def _read(self, output: Output) -> Iterator[ResponseEvent]:
+        """Yield the events of an output token by token, so that nothing depends on how many arrived together."""
         self._ids += output.token_ids
         begin = 0
         for index, end in enumerate(output.places):
             if self.request.num_logprobs is not None:
                 self._held.append(self.entry(output.token_ids[index], output.logprobs[index]))
-            yield from self._said(output.parts[begin:end])
+            yield from self._add(output.parts[begin:end])
             begin = end
-        yield from self._said(output.parts[begin:])
+        yield from self._add(output.parts[begin:])
         if output.finish_reason:
             self._finish = output.finish_reason
-            if not self._items:  # an answer without a word is an empty message
-                yield from self._begin("msg", {"type": "message", "role": "assistant", "content": []})
+            if not self._items:  # without any text the output is an empty message
+                yield from self._begin_message()
             yield from self._close("incomplete" if output.finish_reason == "length" else "completed")
 
-    def _said(self, parts: tuple[Part, ...]) -> Iterator[Json]:
+    def _add(self, parts: tuple[Part, ...]) -> Iterator[ResponseEvent]:
         if parts and not any(isinstance(part, Content) for part in parts):
-            self._held = []  # log-probabilities are those of the text
+            self._held = []  # only the text has log-probabilities
         for part in parts:
             match part:
                 case Content():
@@ -195,70 +214,84 @@ class ResponsesWriter(Writer):
                     yield from self._thought(part.text)
                 case Call():
                     yield from self._close()
-                    call = {
-                        "type": "function_call",
-                        "call_id": part.id,
-                        **self.request.called(part.name),
-                        "arguments": "",
-                    }
-                    yield from self._begin("fc", call)
+                    name, namespace = self.request.called(part.name)
+                    yield from self._begin(
+                        ResponseCall(
+                            id=self._new_id("fc"),
+                            status="in_progress",
+                            call_id=part.id,
+                            name=name,
+                            namespace=UNSET if namespace is None else namespace,
+                            arguments="",
+                        )
+                    )
                 case Arguments():
-                    self._items[-1]["arguments"] += part.text
+                    call = self._items[-1]
+                    assert isinstance(call, ResponseCall)
+                    call.arguments += part.text
                     yield self._of_item("function_call_arguments.delta", delta=part.text)
 
-    def _text(self, text: str) -> Iterator[Json]:
-        if not self._goes_on("message"):
+    def _text(self, text: str) -> Iterator[ResponseEvent]:
+        if not (self._is_open and isinstance(self._items[-1], ResponseMessage)):
             yield from self._close()
-            yield from self._begin("msg", {"type": "message", "role": "assistant", "content": []})
+            yield from self._begin_message()
             self._held = since(text, self._held)
         logprobs, self._held = self._held, []
-        part = self._items[-1]["content"][0]
-        part["text"] += text
-        part["logprobs"] += logprobs
+        message = self._items[-1]
+        assert isinstance(message, ResponseMessage)
+        message.content[0].text += text
+        message.content[0].logprobs += logprobs
         yield self._of_part("output_text.delta", delta=text, logprobs=logprobs)
 
-    def _thought(self, text: str) -> Iterator[Json]:
-        if not self._goes_on("reasoning"):
+    def _thought(self, text: str) -> Iterator[ResponseEvent]:
+        if not (self._is_open and isinstance(self._items[-1], ResponseReasoning)):
             yield from self._close()
-            yield from self._begin("rs", {"type": "reasoning", "summary": [], "content": []})
-        self._items[-1]["content"][0]["text"] += text
+            item = ResponseReasoning(self._new_id("rs"), "in_progress", [], [])
+            yield from self._begin(item)
+            yield self._of_part("content_part.added", part=ReasoningContent(""))
+            item.content = [ReasoningContent("")]
+        thought = self._items[-1]
+        assert isinstance(thought, ResponseReasoning)
+        thought.content[0].text += text
         yield self._of_part("reasoning_text.delta", delta=text)
 
-    def _goes_on(self, kind: str) -> bool:
-        return self._is_open and self._items[-1]["type"] == kind
+    def _begin_message(self) -> Iterator[ResponseEvent]:
+        item = ResponseMessage(self._new_id("msg"), "in_progress", "assistant", [])
+        yield from self._begin(item)
+        yield self._of_part("content_part.added", part=ResponseText("", [], []))
+        item.content = [ResponseText("", [], [])]
 
-    def _begin(self, prefix: str, item: Json) -> Iterator[Json]:
-        """The next item, and its one part of content where it has one."""
-        index = self._first + len(self._items)
-        self._items.append({"id": item_id(prefix, self.head.id, index), "status": "in_progress", **item})
+    def _new_id(self, prefix: str) -> str:
+        return item_id(prefix, self.head.id, self._first + len(self._items))
+
+    def _begin(self, item: ResponseItem) -> Iterator[ResponseEvent]:
+        self._items.append(item)
         self._is_open = True
-        yield self._event("output_item.added", output_index=self._index, item=item_copy(self._items[-1]))
-        if "content" in item:
-            yield self._of_part("content_part.added", part=empty_part(prefix))
-            self._items[-1]["content"] = [empty_part(prefix)]
+        # Events are encoded later than they are made.
+        yield self._event("output_item.added", output_index=self._index, item=copy(item))
 
-    def _close(self, status: str = "completed") -> Iterator[Json]:
-        """The end of the item that is open, if one is."""
+    def _close(self, status: ItemStatus = "completed") -> Iterator[ResponseEvent]:
+        """Complete the open item, if there is one."""
         if not self._is_open:
             return
         item = self._items[-1]
-        if item["type"] == "function_call":
-            yield self._of_item("function_call_arguments.done", arguments=item["arguments"])
-        else:
-            [part] = item["content"]
-            if part["type"] == "output_text":
-                yield self._of_part("output_text.done", text=part["text"], logprobs=part["logprobs"])
-            else:
-                yield self._of_part("reasoning_text.done", text=part["text"])
-            yield self._of_part("content_part.done", part=part)
-        item["status"] = status
+        match item:
+            case ResponseCall():
+                yield self._of_item("function_call_arguments.done", arguments=item.arguments)
+            case ResponseMessage(content=[text]):
+                yield self._of_part("output_text.done", text=text.text, logprobs=text.logprobs)
+                yield self._of_part("content_part.done", part=text)
+            case ResponseReasoning(content=[thought]):
+                yield self._of_part("reasoning_text.done", text=thought.text)
+                yield self._of_part("content_part.done", part=thought)
+        item.status = status
         self._is_open = False
-        yield self._event("output_item.done", output_index=self._index, item=item_copy(item))
+        yield self._event("output_item.done", output_index=self._index, item=copy(item))
 
     def _leave_open(self) -> None:
-        """What has been begun will not be finished."""
+        """Leave the open item incomplete."""
         if self._is_open:
-            self._items[-1]["status"] = "incomplete"
+            self._items[-1].status = "incomplete"
             self._is_open = False
 
     # Events
@@ -271,66 +304,47 @@ class ResponsesWriter(Writer):
         self._number += 1
         return self._number - 1
 
-    def _event(self, name: str, **told: Any) -> Json:
-        return {"type": f"response.{name}", "sequence_number": self._next(), **told}
+    def _event(self, name: str, **fields: Any) -> ResponseEvent:
+        return ResponseEvent(type=f"response.{name}", sequence_number=self._next(), **fields)
 
-    def _of_item(self, name: str, **told: Any) -> Json:
-        return self._event(name, item_id=self._items[-1]["id"], output_index=self._index, **told)
+    def _of_item(self, name: str, **fields: Any) -> ResponseEvent:
+        return self._event(name, item_id=self._items[-1].id, output_index=self._index, **fields)
 
-    def _of_part(self, name: str, **told: Any) -> Json:
-        return self._of_item(name, content_index=0, **told)
+    def _of_part(self, name: str, **fields: Any) -> ResponseEvent:
+        return self._of_item(name, content_index=0, **fields)
 
 
-def since(text: str, entries: list[Json]) -> list[Json]:
-    """The entries of the tokens from the one on in which a text begins; before it are marks, which no part tells.
+def since(text: str, entries: list[Logprob]) -> list[Logprob]:
+    """Return the entries from the token in which a text begins; before it are delimiters, which no part has.
 
-    All of them where the text is not theirs letter by letter, as with bytes that are no UTF-8.
+    Returns all of them if the text differs from that of the tokens, as with bytes that are not UTF-8.
     """
-    data, own = b"".join(bytes(entry["bytes"]) for entry in entries), text.encode()
-    # Behind a mark the same letters may stand in the mark too: the last place counts.
+    data, own = b"".join(bytes(entry.bytes) for entry in entries), text.encode()
+    # A delimiter may contain the same characters: the last position counts.
     begin = 0 if data.startswith(own) else max(0, data.rfind(own))
-    ends = itertools.accumulate(len(entry["bytes"]) for entry in entries)
+    ends = itertools.accumulate(len(entry.bytes) for entry in entries)
     return [entry for entry, end in zip(entries, ends, strict=True) if end > begin]
 
 
-def empty_part(prefix: str) -> Json:
-    """The content of an item of which no text has come."""
-    if prefix == "msg":
-        return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    return {"type": "reasoning_text", "text": ""}
-
-
 def interrupted(response: bytes) -> bytes:
-    """A stored response whose work ended with the server's process."""
-    error = {"code": "server_error", "message": "The server was restarted before the response was complete."}
+    """Return a stored response as failed, because the server's process ended before it was complete."""
+    error = ResponseError("server_error", "The server was restarted before the response was complete.")
     return msgspec.json.encode({**msgspec.json.decode(response), "status": "failed", "error": error})
 
 
-def item_copy(item: Json) -> Json:
-    """An item as it is now: events are written later than they are made."""
-    return {name: list(value) if isinstance(value, list) else value for name, value in item.items()}
-
-
-def told_choice(choice: str | FlatNamed | FlatAllowed | None) -> Any:
-    """How the response tells its tool_choice."""
-    if choice is None or isinstance(choice, str):
-        return choice or "auto"
-    return choice.model_dump()
-
-
-def told_tool(tool: AnyTool) -> Json:
-    """How the response tells a tool."""
+def tool_as_json(tool: AnyTool) -> Json:
+    """Return a tool as the response has it."""
     if not isinstance(tool, FlatFunction):
         return tool.model_dump(exclude_none=True)
     return {"description": None, **tool.model_dump(), "strict": bool(tool.strict)}
 
 
-def response_usage(usage: Json) -> Json:
-    """A Usage in the form of the Responses API."""
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"] | NO_WRITES,
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": usage["completion_tokens_details"],
-        "total_tokens": usage["total_tokens"],
-    }
+def response_usage(usage: Usage) -> ResponseUsage:
+    """Return a Usage in the form of the Responses API."""
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        usage.completion_tokens_details,
+        usage.total_tokens,
+    )

@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import JSONResponse
 
 from ...generation.http_response import answer
 from ...generation.output import Head, Json, Prompt, TokenText
 from ...generation.prepare import encode_conversation, text_error
 from ...http.admission import Caller
 from ...http.auth import UserDep
-from ...http.body import body, described, streamed
+from ...http.body import body
 from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS, ApiError, invalid, not_found
 from ...http.excerpt import shown
+from ...http.openapi import described, events, returned
 from ...state import AppDep
 from ...tokenization.encoder import TextTooLong
 from ...tokenization.renderer import TemplateError
@@ -26,7 +26,7 @@ from .items import MAX_ITEMS
 from .records import Record, elements, packed, unpacked
 from .request import ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
-from .schema import InputItems, InputTokens, ResponseAnswer, ResponseDeleted, ResponseEvent
+from .schema import InputItems, InputTokens, ResponseDeleted, ResponseEvent, ResponseObject
 from .state import ResponsesDep
 from .store import Store
 
@@ -48,14 +48,14 @@ STREAM = (
     'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":4,'
     '"item_id":"msg_1","output_index":0,"content_index":0,"delta":"Hello","logprobs":[]}\n\n'
 )
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "model": ResponseAnswer,
-        "description": "The response; with stream true its typed events; with background true as it begins, queued",
-        "content": streamed(ResponseEvent, STREAM, is_typed=True),
-    },
-    **OPENAI_ERRORS,
-}
+RETURNS = (
+    returned(
+        ResponseObject,
+        "The response; with stream true its typed events; with background true as it begins, queued",
+        **events(ResponseEvent, STREAM, is_typed=True),
+    )
+    | OPENAI_ERRORS
+)
 SAME_BODY = {
     "type": "object",
     "properties": {},
@@ -66,9 +66,10 @@ STORED: dict[int | str, dict[str, Any]] = {
     **{status: OPENAI_ERRORS[status] for status in (400, 401, 503)},
     404: {**OPENAI_ERRORS[404], "description": "No such response, or not the caller's"},
 }
+ONE = returned(ResponseObject, "The response as it is now") | STORED
 
 
-@router.post("/v1/responses", response_class=Response, responses=ANSWERS, openapi_extra=described(ResponsesRequest))
+@router.post("/v1/responses", response_class=Response, responses=RETURNS, openapi_extra=described(ResponsesRequest))
 async def create(
     asked: Annotated[ResponsesRequest, Depends(body(ResponsesRequest))],
     app: AppDep,
@@ -84,8 +85,8 @@ async def create(
         return made
     assert isinstance(made.writer, ResponsesWriter)
     queued = made.writer.keep("queued")
-    responses.background.start(queued["id"], Job(made.generation, made.writer), caller.hand_over())
-    return JSONResponse(queued)
+    responses.background.start(queued.id, Job(made.generation, made.writer), caller.hand_over())
+    return reply(packed(queued))
 
 
 @router.post(
@@ -108,7 +109,7 @@ async def input_tokens(
         [prompt] = await while_connected(request, encode_conversation(model, caller, asked.prompt_source, fits=False))
     except (TemplateError, TextTooLong) as error:
         raise text_error(error, "input") from None
-    return InputTokens(object="response.input_tokens", input_tokens=len(prompt.ids))
+    return InputTokens(input_tokens=len(prompt.ids))
 
 
 @router.post("/v1/responses/compact", responses={status: OPENAI_ERRORS[status] for status in (401, 404)})
@@ -117,7 +118,7 @@ async def compact(_: UserDep) -> None:
     raise not_found("This server does not compact conversations; leave out older items of the input instead.", None)
 
 
-@router.get("/v1/responses/{response_id}", response_model=ResponseAnswer, responses=STORED)
+@router.get("/v1/responses/{response_id}", response_class=Response, responses=ONE)
 async def retrieve(
     *,
     response_id: str,
@@ -129,17 +130,17 @@ async def retrieve(
     """A stored response, as it is now; include_obfuscation is accepted: no event is padded either way."""
     if stream:
         raise invalid("Unsupported field: 'stream'; ask again until status tells the end.", "stream")
-    return told(await found(responses.store, caller, response_id))
+    return reply((await found(responses.store, caller, response_id)).answer)
 
 
-@router.post("/v1/responses/{response_id}/cancel", response_model=ResponseAnswer, responses=STORED)
+@router.post("/v1/responses/{response_id}/cancel", response_class=Response, responses=ONE)
 async def cancel(response_id: str, responses: ResponsesDep, caller: UserDep) -> Response:
     """Stop the work on a background response; what has come to its end stays as it is."""
     record = await found(responses.store, caller, response_id)
     if not await asyncio.to_thread(is_background, record.answer):
         raise invalid("Only a response with background true can be cancelled; to stop another, hang up.", "response_id")
     await responses.background.cancel(response_id)
-    return told(await found(responses.store, caller, response_id))
+    return reply((await found(responses.store, caller, response_id)).answer)
 
 
 @router.delete("/v1/responses/{response_id}", responses=STORED)
@@ -149,10 +150,14 @@ async def delete(response_id: str, responses: ResponsesDep, caller: UserDep) -> 
         await responses.background.cancel(response_id)
     if not await responses.store.delete(response_id, caller.key):
         raise no_response(response_id)
-    return ResponseDeleted(id=response_id, object="response", deleted=True)
+    return ResponseDeleted(id=response_id)
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_model=InputItems, responses=STORED)
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    response_class=Response,
+    responses=returned(InputItems, "One page of the items") | STORED,
+)
 async def input_items(
     *,
     response_id: str,
@@ -164,8 +169,7 @@ async def input_items(
 ) -> Response:
     """The conversation before a response, what it went on from included; `after` is the last item of a page."""
     record = await found(responses.store, caller, response_id)
-    page = await asyncio.to_thread(page_of, record.items, limit, order, after)
-    return Response(page, media_type="application/json")
+    return reply(await asyncio.to_thread(page_of, record.items, limit, order, after))
 
 
 class Keeper:
@@ -181,12 +185,12 @@ class Keeper:
     def writer(self, head: Head, prompts: list[Prompt], token_text: TokenText) -> ResponsesWriter:
         return ResponsesWriter(self.asked, head, prompts, token_text, keep=self.keep)
 
-    def keep(self, response: Json) -> None:
+    def keep(self, response: ResponseObject) -> None:
         if self.asked.is_stored:
             is_replacement = bool(self._items)
-            self._items = self._items or packed(named(self.asked, response["id"]))
-            is_open = response["status"] in OPEN
-            record = Record(response["id"], self.owner, is_open, packed(response), self._items, self.payer)
+            self._items = self._items or packed(named(self.asked, response.id))
+            is_open = response.status in OPEN
+            record = Record(response.id, self.owner, is_open, packed(response), self._items, self.payer)
             self.store.put(record, is_replacement)
 
 
@@ -210,8 +214,8 @@ def no_response(response_id: str) -> ApiError:
     return not_found(f"There is no stored response '{shown(response_id)}'.", "response_id", "response_not_found")
 
 
-def told(record: Record) -> Response:
-    return Response(record.answer, media_type="application/json")
+def reply(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 async def resolve(store: Store, caller: Caller, asked: ResponsesRequest) -> None:
@@ -284,10 +288,8 @@ def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
             raise invalid("Invalid 'after': no item of the response has this id.", "after")
         items = items[index + 1 :]
     page = listed([unpacked(item) for item in items[:limit]])
-    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return packed(
-        {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": len(items) > limit}
-    )
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return packed(InputItems("list", page, first, last, len(items) > limit))
 
 
 def all_items(record: Record) -> list[Json]:

@@ -1,145 +1,127 @@
-"""The response object on the wire, and what stands in it: for the API page, and for tests."""
+"""The response object of the Responses API, its items, and the events of a stream."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from msgspec import UNSET, UnsetType
+
+from ...generation.output import CompletionTokensDetails, Logprob
 from ...http.fields import Wire
+from ...http.openapi import JsonObject
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-ItemState = Literal["in_progress", "completed", "incomplete"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class ResponseTopLogprob(Wire):
-    """A token that could have been drawn."""
+class ResponseText(JsonObject, tag_field="type", tag="output_text"):
+    """Text of a message."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ResponseLogprob(ResponseTopLogprob):
-    """A token of the text, and the most likely ones in its place."""
-
-    top_logprobs: list[ResponseTopLogprob]
-
-
-class ResponseText(Wire):
-    """The answer's text."""
-
-    type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[ResponseLogprob]
+    logprobs: list[Logprob]
 
 
-class ResponseMessage(Wire):
-    """What the model says."""
+class ReasoningContent(JsonObject, tag_field="type", tag="reasoning_text"):
+    """Text of a reasoning item."""
+
+    text: str
+
+
+class ResponseMessage(JsonObject, tag_field="type", tag="message"):
+    """A message of the model."""
 
     id: str
-    type: Literal["message"]
-    status: ItemState
+    status: ItemStatus
     role: Literal["assistant"]
     content: list[ResponseText]
 
 
-class ThoughtText(Wire):
-    """What the model thought."""
-
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ResponseReasoning(Wire):
-    """What the model thought before it answered; there is no summary of it."""
+class ResponseReasoning(JsonObject, tag_field="type", tag="reasoning"):
+    """The model's reasoning; it has no summary."""
 
     id: str
-    type: Literal["reasoning"]
-    status: ItemState
+    status: ItemStatus
     summary: list[Any]
-    content: list[ThoughtText]
+    content: list[ReasoningContent]
 
 
-class ResponseCall(Wire):
+class ResponseCall(JsonObject, kw_only=True, tag_field="type", tag="function_call"):
     """A call of a function, with its arguments as JSON text."""
 
     id: str
-    type: Literal["function_call"]
-    status: ItemState
+    status: ItemStatus
     call_id: str
     name: str
-    namespace: str | None = None
+    namespace: str | UnsetType = UNSET
     arguments: str
 
 
-class ResponseFailure(Wire):
+ResponseItem = ResponseMessage | ResponseReasoning | ResponseCall
+
+
+class ResponseError(JsonObject):
     """Why a response has failed."""
 
     code: Literal["server_error", "invalid_prompt"]
     message: str
 
 
-class IncompleteDetails(Wire):
-    """Why an answer ended before its end."""
+class IncompleteDetails(JsonObject):
+    """Why the output was cut off."""
 
     reason: Literal["max_output_tokens"]
 
 
-class InputDetails(Wire):
-    """What is known about the prompt's tokens."""
+class InputTokensDetails(JsonObject):
+    """Details of the prompt's tokens. Caching needs no request here, so no token counts as written by one."""
 
     cached_tokens: int
-    cache_write_tokens: Literal[0]
+    cache_write_tokens: Literal[0] = 0
 
 
-class OutputDetails(Wire):
-    """What is known about the answer's tokens."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(Wire):
-    """What a response cost, in tokens."""
+class ResponseUsage(JsonObject):
+    """The number of tokens of a prompt and its response."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 
-class ToldReasoning(Wire):
-    """How the model was asked to think."""
+class ReasoningEffort(JsonObject):
+    """The effort that the request has set."""
 
     effort: str | None
-    summary: None
+    summary: None = None
 
 
-class ResponseAnswer(Wire):
+class ResponseObject(JsonObject, kw_only=True):
     """The response in one object."""
 
     id: str
-    object: Literal["response"]
+    object: Literal["response"] = "response"
     created_at: int
     status: Status
     background: bool
-    completed_at: int | None
-    error: ResponseFailure | None
+    completed_at: int | None = None
+    error: ResponseError | None = None
     frequency_penalty: float
-    incomplete_details: IncompleteDetails | None
+    incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    output: list[ResponseReasoning | ResponseMessage | ResponseCall]
+    output: list[ResponseItem]
     parallel_tool_calls: bool
     presence_penalty: float
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: ToldReasoning
+    reasoning: ReasoningEffort
     safety_identifier: str | None
-    service_tier: Literal["default"]
+    service_tier: Literal["default"] = "default"
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -150,47 +132,47 @@ class ResponseAnswer(Wire):
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
-class ResponseEvent(Wire):
-    """One event of a stream; its type tells which of the fields it has."""
+class ResponseEvent(JsonObject, kw_only=True):
+    """One event of a stream; its type decides which of the fields it has."""
 
     type: str
+    code: str | UnsetType | None = UNSET
+    message: str | UnsetType = UNSET
+    param: str | UnsetType | None = UNSET
     sequence_number: int
-    response: ResponseAnswer | None = None
-    output_index: int | None = None
-    item: ResponseReasoning | ResponseMessage | ResponseCall | None = None
-    item_id: str | None = None
-    content_index: int | None = None
-    part: ResponseText | ThoughtText | None = None
-    delta: str | None = None
-    text: str | None = None
-    logprobs: list[ResponseLogprob] | None = None
-    arguments: str | None = None
-    code: str | None = None
-    message: str | None = None
-    param: str | None = None
+    response: ResponseObject | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: ResponseItem | UnsetType = UNSET
+    part: ResponseText | ReasoningContent | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[Logprob] | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
 
 
 class ResponseDeleted(Wire):
-    """What is left of a deleted response."""
+    """The id of a response that was deleted."""
 
     id: str
-    object: Literal["response"]
-    deleted: Literal[True]
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 class InputTokens(Wire):
-    """The length of a prompt."""
+    """The number of tokens of a prompt."""
 
-    object: Literal["response.input_tokens"]
+    object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
-class InputItems(Wire):
-    """The conversation up to a response, one page of it."""
+class InputItems(JsonObject):
+    """A page of the conversation before a response."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

@@ -9,9 +9,10 @@ from fastapi import APIRouter, Depends, Request
 from ...generation.prepare import as_tools, check_token_ids, text_error
 from ...http.admission import Caller
 from ...http.auth import UserDep
-from ...http.body import body, described
+from ...http.body import body
 from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS
+from ...http.openapi import described
 from ...loading import LoadedModel
 from ...state import AppDep, AppState
 from ...tokenization.encoder import Prompts, TextTooLong

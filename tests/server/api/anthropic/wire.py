@@ -2,9 +2,10 @@
 
 import json
 
+import msgspec
 from msgspec.structs import replace
 
-from server.api.anthropic.response import MessagesAnswer
+from server.api.anthropic.response import Message
 from tests.fakes import INFO, FakeEngine, model_folder
 from tests.server.wire import LIBRARY, ask, saying
 
@@ -37,7 +38,7 @@ def make_folder(folder):
 def answer(folder, says, **body):
     response = ask(folder, MESSAGES, {**ASKED, **body}, FakeEngine(saying(says)))
     assert response.status_code == 200, response.text
-    MessagesAnswer.model_validate(response.json())
+    msgspec.convert(response.json(), Message)
     return response.json()
 
 

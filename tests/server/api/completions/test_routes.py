@@ -1,8 +1,10 @@
 """Completions over a fake engine: every form of prompt, echo, and log-probabilities in columns."""
 
+import msgspec
 import pytest
 
-from server.api.completions.request import CompletionAnswer, CompletionRequest
+from server.api.completions.request import CompletionRequest
+from server.api.completions.response import Completion
 from tests.fakes import FakeEngine, model_folder
 from tests.server.wire import COMPLETIONS, END, LIBRARY, Odds, ask, chunks, float32, ids, joined, odds, saying, whole
 from tests.toys import byte_fallback
@@ -15,7 +17,7 @@ def folder(tmp_path_factory):
 
 def test_an_answer_has_what_openai_has(folder):
     answer = ask(folder, COMPLETIONS, {"model": "fake", "prompt": "the sea"}, FakeEngine(saying(" the whale"))).json()
-    CompletionAnswer.model_validate(answer)
+    msgspec.convert(answer, Completion)
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
     assert answer["choices"] == [{"index": 0, "text": " the whale", "logprobs": None, "finish_reason": "stop"}]
@@ -88,7 +90,7 @@ def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, per_del
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     seen = chunks(ask(folder, COMPLETIONS, body, Odds(saying(*texts), per_delta=per_delta)).text)
     for chunk in seen:
-        CompletionAnswer.model_validate(chunk)
+        msgspec.convert(chunk, Completion)
     assert joined(seen) == whole(answer)
     assert seen[-1]["usage"] == answer["usage"]
     assert seen[-1]["choices"] == []
@@ -161,7 +163,7 @@ def test_prompt_logprobs_have_the_form_of_vllm_for_each_choice_and_cost_one_scor
     engine = Odds(saying("a", "b", "c", "d"))
     body = {"prompt": [[11, 12, 13], [14]], "n": 2, "prompt_logprobs": 2}
     answer = ask(folder, COMPLETIONS, body, engine).json()
-    CompletionAnswer.model_validate(answer)
+    msgspec.convert(answer, Completion)
     assert [request.params.prompt_logprobs for request in engine.requests] == [2, None, 2, None]
     first, second, third, fourth = (choice["prompt_logprobs"] for choice in answer["choices"])
     assert first == second

@@ -351,7 +351,7 @@ def test_the_examples_of_the_api_page_work(folder):
         assert ask(folder, EMBEDDINGS, example | {"model": "fake"}).status_code == 200
     page = run(folder, lambda client: client.get("/openapi.json")).json()
     shown = page["paths"][EMBEDDINGS]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
-    assert shown["$ref"].endswith("/EmbeddingAnswer")
+    assert shown["$ref"].endswith("/EmbeddingList")
 
 
 # The built-in model, as clients see it
