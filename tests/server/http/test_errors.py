@@ -19,12 +19,12 @@ from server.http.body import (
     MAX_NODES,
     MAX_STRINGS,
     NODES,
-    described,
     is_suspect,
     parse,
     without_strings,
 )
 from server.http.errors import ApiError, from_engine, from_exception, from_validation, invalid
+from server.http.openapi import described
 
 
 class Strict(BaseModel):
