@@ -34,27 +34,17 @@ class LoadedModel:
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True)
-class TextFiles:
-    """The content of a model's small files."""
-
-    revision: str | None  # the commit that they are from
-    tokenizer: Tokenizer
-    prompts: Prompts
-    defaults: dict[str, float | int]
-
-
 async def load(settings: Settings, engine: Engine, version: str) -> LoadedModel:
     """Wait for the engine and meanwhile read the text files. Raises the first EngineError of either."""
     try:
         async with asyncio.TaskGroup() as group:
-            reading = group.create_task(_read_text_files(settings, settings.revision))
+            reading = group.create_task(asyncio.to_thread(_read_text_files, settings, settings.revision))
             starting = group.create_task(engine.ready())
-        info, files = starting.result(), reading.result()
-        if info.revision not in (None, files.revision):
+        info, (revision, prompts, defaults) = starting.result(), reading.result()
+        if info.revision not in (None, revision):
             # A branch on the hub moved between our download and the engine's: read the files of the engine's commit.
-            files.prompts.close()
-            files = await _read_text_files(settings, info.revision)
+            prompts.close()
+            _, prompts, defaults = await asyncio.to_thread(_read_text_files, settings, info.revision)
     except Exception as raised:
         errors = list(_flat(raised))
         bug = next((error for error in errors if not isinstance(error, EngineError)), None)
@@ -63,29 +53,20 @@ async def load(settings: Settings, engine: Engine, version: str) -> LoadedModel:
         # Any other error is final too: report it, instead of staying in the state "loading" forever.
         unknown = ModelError(f"the model could not be loaded: {type(bug).__name__}")
         raise next((error for error in errors if isinstance(error, EngineError)), unknown) from None
-    files.prompts.max_len = info.max_len
-    return LoadedModel(
-        info,
-        files.tokenizer,
-        files.prompts,
-        formats_of(settings, files.prompts.template_source),
-        files.defaults,
-        fingerprint(info, version),
-    )
+    prompts.max_len = info.max_len
+    formats = formats_of(settings, prompts.template_source)
+    return LoadedModel(info, prompts.tokenizer, prompts, formats, defaults, fingerprint(info, version))
 
 
-async def _read_text_files(settings: Settings, revision: str | None) -> TextFiles:
-    def read() -> TextFiles:
-        from engine import fetch  # imports the hub's client only if the model is not a folder
+def _read_text_files(settings: Settings, revision: str | None) -> tuple[str | None, Prompts, dict[str, float | int]]:
+    """Read the tokenizer, the chat template and the sampling defaults; also returns the commit of these files."""
+    from engine import fetch  # imports the hub's client only if the model is not a folder
 
-        folder = fetch(settings.model, revision, weights=False)
-        defaults = read_defaults(settings.generation_config, folder.path)
-        tokenizer = Tokenizer(folder.path)
-        prompts = Prompts.load(tokenizer, settings.chat_template)
-        prompts.start()
-        return TextFiles(folder.revision, tokenizer, prompts, defaults)
-
-    return await asyncio.to_thread(read)
+    folder = fetch(settings.model, revision, weights=False)
+    defaults = read_defaults(settings.generation_config, folder.path)
+    prompts = Prompts.load(Tokenizer(folder.path), settings.chat_template)
+    prompts.start()
+    return folder.revision, prompts, defaults
 
 
 def formats_of(settings: Settings, template: str) -> Formats:
