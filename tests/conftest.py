@@ -2,9 +2,12 @@
 
 import os
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests.live import Server
 
 # The same examples at every run: what is found is found before it lands, and not by whoever runs the tests next.
 settings.register_profile("same", derandomize=True, deadline=None)
@@ -49,3 +52,10 @@ def data() -> pathlib.Path:
     if not place:
         pytest.skip("needs outside data: PEQUOD_TEST_DATA is not set")
     return pathlib.Path(place)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """`pequod serve` with the built-in model, in a process of its own."""
+    with Server() as running:
+        yield running

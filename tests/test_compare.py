@@ -54,14 +54,10 @@ def read(tmp_path: Path, text: str, only: tuple[str, ...] = ()) -> list[Peer]:
     return read_peers(path, {"model": "/models/a b", "root": "/r"}, only)
 
 
-def entered(peer: Peer, then):
+async def entered(peer: Peer, then):
     """What `then` gives for a peer that has been started."""
-
-    async def main():
-        async with contextlib.AsyncExitStack() as stack:
-            return await then(await enter(stack, peer, (), seed=1))
-
-    return asyncio.run(main())
+    async with contextlib.AsyncExitStack() as stack:
+        return await then(await enter(stack, peer, (), seed=1))
 
 
 def test_a_peer_is_read_and_its_places_are_filled(tmp_path, monkeypatch):
@@ -109,7 +105,7 @@ def test_servers_are_chosen_by_name(tmp_path):
         read(tmp_path, text, ("a", "c"))
 
 
-def test_a_server_without_its_variables_is_not_started_and_says_which(tmp_path, monkeypatch):
+async def test_a_server_without_its_variables_is_not_started_and_says_which(tmp_path, monkeypatch):
     monkeypatch.setenv("SET", "/x")
     for name in ("NOT_SET", "NOR_THIS"):
         monkeypatch.delenv(name, raising=False)
@@ -120,7 +116,7 @@ def test_a_server_without_its_variables_is_not_started_and_says_which(tmp_path, 
     async def then(found: Contestant):
         return found.failure
 
-    assert entered(peer, then) == "not started: $NOT_SET, $NOR_THIS not set"
+    assert await entered(peer, then) == "not started: $NOT_SET, $NOR_THIS not set"
 
 
 def test_the_committed_peers_are_read(monkeypatch):
@@ -145,13 +141,13 @@ def test_a_peer_takes_part_in_its_cases_and_rounds():
     assert taken == [(case, number) for case in "AC" for number in (-1, 0, 1)]
 
 
-def test_a_driver_runs_whole_workloads_and_its_times_are_taken():
+async def test_a_driver_runs_whole_workloads_and_its_times_are_taken():
     async def then(driver: Contestant):
         asks = driver.asks(3, 8, 5, "p", 6, sampling={"top_k": 20})
         return driver, asks, await driver.run(asks, 2)
 
     command = (sys.executable, "-c", DRIVER, "{port}", "works")
-    driver, asks, done = entered(Peer("d", command, api="in-process"), then)
+    driver, asks, done = await entered(Peer("d", command, api="in-process"), then)
     assert driver.failure is None
     assert driver.version == "7.8"
     assert len({tuple(ask.prompt[:6]) for ask in asks}) == 1
@@ -162,14 +158,14 @@ def test_a_driver_runs_whole_workloads_and_its_times_are_taken():
     assert done.wall == 1.0
 
 
-def test_a_driver_that_fails_says_why():
+async def test_a_driver_that_fails_says_why():
     async def then(driver: Contestant):
         with pytest.raises(Failure) as error:
             await driver.run(driver.asks(1, 8, 5, "p", 0, sampling={}), 1)
         return str(error.value)
 
     command = (sys.executable, "-c", DRIVER, "{port}", "fails")
-    assert entered(Peer("d", command, api="in-process"), then) == "the driver failed: no memory"
+    assert await entered(Peer("d", command, api="in-process"), then) == "the driver failed: no memory"
 
 
 @pytest.mark.parametrize(
@@ -179,23 +175,23 @@ def test_a_driver_that_fails_says_why():
         ((sys.executable, "-c", "print('no AMX here'); raise SystemExit(3)"), "the server ended with code 3; "),
     ],
 )
-def test_a_peer_that_cannot_be_started_is_told_as_such(command, said):
+async def test_a_peer_that_cannot_be_started_is_told_as_such(command, said):
     async def then(peer: Contestant):
         return peer
 
-    peer = entered(Peer("a", command), then)
+    peer = await entered(Peer("a", command), then)
     assert said in peer.failure
     assert (peer.target, peer.child) == (None, None)
 
 
-def test_a_peer_that_takes_text_alone_needs_words_of_one_token():
+async def test_a_peer_that_takes_text_alone_needs_words_of_one_token():
     async def then(peer: Contestant):
         return peer.failure
 
     with Other(takes_ids=False).listening() as url:
-        assert "no words that are one token" in entered(Peer("a", url=url), then)
+        assert "no words that are one token" in await entered(Peer("a", url=url), then)
     with Other(takes_ids=True).listening() as url:
-        assert entered(Peer("a", url=url), then) is None
+        assert await entered(Peer("a", url=url), then) is None
 
 
 def test_the_work_of_a_measured_server_is_not_elsewhere(monkeypatch):
@@ -208,7 +204,7 @@ def test_the_work_of_a_measured_server_is_not_elsewhere(monkeypatch):
     assert Elsewhere(server).cores() == 0
 
 
-def test_no_round_begins_that_would_end_too_late(monkeypatch):
+async def test_no_round_begins_that_would_end_too_late(monkeypatch):
     now, turns = [0.0], []
 
     async def turn(each, name, case, number, limits):
@@ -221,7 +217,7 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch):
     everyone = [Contestant(Peer("a")), Contestant(Peer("b", cases="A")), Contestant(Peer("c"), failure="broken")]
     arguments = SimpleNamespace(rounds=9, minutes=10, cases="AS")
     kept = []
-    asyncio.run(compare.measure(everyone, arguments, None, lambda: kept.append(len(turns))))
+    await compare.measure(everyone, arguments, None, lambda: kept.append(len(turns)))
     # 100 s of warm-up, 300 s of the first round with S, and of 100 s each as many as fit into 600.
     assert kept == [2, 4, 5, 7, 9]
     assert turns[:5] == [
@@ -249,7 +245,7 @@ class Limits:
         return self.seen[-1]
 
 
-def turned(monkeypatch, each: Contestant, case: str, answers: dict, limits: Limits | None = None) -> None:
+async def turned(monkeypatch, each: Contestant, case: str, answers: dict, limits: Limits | None = None) -> None:
     """Turns in rounds of a case as long as it takes part, by number: each answer is shots, or what is raised."""
     left = iter(answers.values())
 
@@ -266,16 +262,12 @@ def turned(monkeypatch, each: Contestant, case: str, answers: dict, limits: Limi
     monkeypatch.setattr(Contestant, "asks", lambda *_, **__: [])
     monkeypatch.setattr(Contestant, "run", run)
     each.target = SimpleNamespace(answers=answers_still)
-
-    async def main():
-        for number in answers:
-            if each.failure is None:
-                await compare.turn(each, case, compare.CASES[case], number, limits or Limits(1.0))
-
-    asyncio.run(main())
+    for number in answers:
+        if each.failure is None:
+            await compare.turn(each, case, compare.CASES[case], number, limits or Limits(1.0))
 
 
-def test_requests_are_greedy_in_every_case_but_p():
+async def test_requests_are_greedy_in_every_case_but_p():
     """The sampling fields reach the server, and no other case sends them."""
     other = Other()
 
@@ -289,7 +281,7 @@ def test_requests_are_greedy_in_every_case_but_p():
         return sent
 
     with other.listening() as url:
-        sent = entered(Peer("a", url=url), then)
+        sent = await entered(Peer("a", url=url), then)
     assert sent.pop("P") == {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
     assert set(sent) == set("ABCDS") and all(fields == {"temperature": 0} for fields in sent.values())
 
@@ -300,34 +292,34 @@ def shot(tokens: int = 128, error: str | None = None) -> Shot:
     return Shot(0.0, 32, tokens, sent=0.0, done=9.0, times=times, error=error)
 
 
-def test_the_share_of_bandwidth_is_of_the_probes_around_the_turn(monkeypatch):
+async def test_the_share_of_bandwidth_is_of_the_probes_around_the_turn(monkeypatch):
     each = Contestant(Peer("a"))
-    turned(monkeypatch, each, "A", {0: [shot()]}, Limits(100e3, 60e3))
+    await turned(monkeypatch, each, "A", {0: [shot()]}, Limits(100e3, 60e3))
     figures = each.rounds["A"][0]
     assert figures["bytes_per_s"] == 80e3
     # 20 steps a second, of which each reads all weights and on average 32 + 64 cached tokens.
     assert figures["bandwidth_share"] == pytest.approx(20 * (1000 + 96 * 10) / 80e3)
     other = Contestant(Peer("b", weights="int8"))
-    turned(monkeypatch, other, "A", {0: [shot()]})
+    await turned(monkeypatch, other, "A", {0: [shot()]})
     assert "bandwidth_share" not in other.rounds["A"][0]
 
 
-def test_a_turn_with_lost_requests_has_no_figures_and_a_second_one_ends_it(monkeypatch):
+async def test_a_turn_with_lost_requests_has_no_figures_and_a_second_one_ends_it(monkeypatch):
     each = Contestant(Peer("a"))
     good, bad = [shot(), shot()], [shot(), shot(error="too busy")]
-    turned(monkeypatch, each, "C", {0: good, 1: bad, 2: good})
+    await turned(monkeypatch, each, "C", {0: good, 1: bad, 2: good})
     assert list(each.rounds["C"]) == [0, 2]
     assert each.lost == ["failed in case C, round 2: 1 of 16 requests were not answered: too busy"]
     assert each.failure is None
-    turned(monkeypatch, each, "C", {3: Failure("no request was answered: too busy"), 4: good})
+    await turned(monkeypatch, each, "C", {3: Failure("no request was answered: too busy"), 4: good})
     assert list(each.rounds["C"]) == [0, 2]
     assert each.failure == "failed in case C, round 4: no request was answered: too busy"
 
 
-def test_a_server_that_fails_in_the_warm_up_is_stopped(monkeypatch):
+async def test_a_server_that_fails_in_the_warm_up_is_stopped(monkeypatch):
     each, stopped = Contestant(Peer("a")), []
     each.stack.callback(stopped.append, True)
-    turned(monkeypatch, each, "C", {compare.WARM_UP: [shot(error="no")], 0: [shot()]})
+    await turned(monkeypatch, each, "C", {compare.WARM_UP: [shot(error="no")], 0: [shot()]})
     assert each.failure == "failed in case C, warm-up: 1 of 16 requests were not answered: no"
     assert stopped
 

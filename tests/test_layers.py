@@ -178,17 +178,14 @@ def test_no_module_keeps_state_that_changes(package):
                 assert not empty, f"{path}: {target.id} starts empty, so something fills it"
 
 
-def test_two_engines_in_one_process_do_not_disturb_each_other():
+async def test_two_engines_in_one_process_do_not_disturb_each_other():
     async def tokens(engine: LocalEngine, prompt: tuple[int, ...]) -> list[int]:
         params = SamplingParams(max_tokens=12, temperature=0.0)
         request = EngineRequest(id=1, prompt_ids=prompt, params=params)
         return [token async for delta in engine.generate(request) for token in delta.token_ids]
 
-    async def main() -> None:
-        config = EngineConfig(model="builtin", num_blocks=32, debug=True)
-        async with LocalEngine(config) as one, LocalEngine(config) as two:
-            alone = [await tokens(one, (5, 6, 7)), await tokens(two, (8, 9))]
-            both = await asyncio.gather(tokens(one, (5, 6, 7)), tokens(two, (8, 9)))
-            assert both == alone
-
-    asyncio.run(main())
+    config = EngineConfig(model="builtin", num_blocks=32, debug=True)
+    async with LocalEngine(config) as one, LocalEngine(config) as two:
+        alone = [await tokens(one, (5, 6, 7)), await tokens(two, (8, 9))]
+        both = await asyncio.gather(tokens(one, (5, 6, 7)), tokens(two, (8, 9)))
+        assert both == alone

@@ -5,22 +5,12 @@ import re
 import subprocess
 import sys
 
-import pytest
-
-from tests.live import Server
-
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server() as running:
-        yield running
 
 
 def run(command: list[str], text: str | None = None) -> str:

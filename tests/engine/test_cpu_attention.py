@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +38,12 @@ SHAPES = [
     (16, 2, 4, 1),
 ]
 
-pytestmark = pytest.mark.skipif(
-    build.supported() is not None or build.compiler() is None, reason="needs Linux on x86-64 and a C++ compiler"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        build.supported() is not None or build.compiler() is None, reason="needs Linux on x86-64 and a C++ compiler"
+    ),
+    pytest.mark.usefixtures("same_threads_after"),
+]
 
 
 def backend(isa: str) -> Paged:
@@ -88,14 +90,6 @@ def dtype(request) -> torch.dtype:
 def best_kind(request, best) -> Kind:
     dtype, held, _ = request.param
     return best, dtype, held
-
-
-@pytest.fixture(autouse=True)
-def same_threads_after() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def pool(

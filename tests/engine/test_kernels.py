@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,13 +19,14 @@ from engine.kernels.library import ISAS, Kernels, choose
 from engine.kernels.matmul import Packed
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.bfloat16]
 # Columns and rows of the weight; panels are 32 or 16 wide, steps along k one or two numbers.
 SHAPES = [(1, 1), (2, 3), (31, 2), (33, 65), (64, 128), (130, 77), (300, 192), (1000, 257)]
 
 needs_library = pytest.mark.skipif(
     build.supported() is not None or build.compiler() is None, reason="needs Linux on x86-64 and a C++ compiler"
 )
+
+pytestmark = pytest.mark.usefixtures("same_threads_after")
 
 
 def kernels(isa: str) -> Kernels:
@@ -46,19 +46,6 @@ def kernels(isa: str) -> Kernels:
 @pytest.fixture(params=list(ISAS))
 def variant(request) -> Kernels:
     return kernels(request.param)
-
-
-@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
-def dtype(request) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def same_threads_after() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.matmul import Packed, Packing, Quantized, Stored
-from tests.engine.test_kernels import DTYPES, drawn, needs_library, variant  # noqa: F401 (a fixture)
+from tests.engine.test_kernels import drawn, needs_library, variant  # noqa: F401 (a fixture)
 
 # Rows and columns: less than a panel; several pieces with a last one that is cut; odd columns; rows of one piece each.
 SHAPES = [(2, 3), (700, 1024), (1502, 333), (70, 9001)]
@@ -41,7 +41,6 @@ def stored(weight: Tensor, files: list[int], cuts: list[int]) -> list[Stored]:
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("bits", "gated"), list(product([None, 8, 4], [False, True])))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_packed_from_files_equal_those_from_memory(variant, dtype, bits, gated, shape, files):  # noqa: F811, PLR0917

@@ -12,9 +12,11 @@ from engine import ConfigError
 from engine.kernels import build, library
 from engine.kernels.library import ISAS, Kernels, choose
 from engine.kernels.matmul import GROUP, Quantized, quantized_bytes
-from tests.engine.test_kernels import CPU, DTYPES, drawn, error, kernels, needs_library, processor, same_threads_after
+from tests.engine.test_kernels import CPU, drawn, error, kernels, needs_library, processor
 
-__all__ = ["processor", "same_threads_after"]
+__all__ = ["processor"]
+
+pytestmark = pytest.mark.usefixtures("same_threads_after")
 
 BITS = [8, 4]
 SHAPES = [(1, 1), (31, 2), (33, 65), (64, 128), (130, 77), (500, 257)]
@@ -27,11 +29,6 @@ def variant(request) -> Kernels:
     if not library._quantizes(request.param, features):
         pytest.skip("this processor has no VNNI")
     return kernels(request.param)
-
-
-@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
-def dtype(request) -> torch.dtype:
-    return request.param
 
 
 @pytest.fixture(params=BITS, ids=["int8", "int4"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ from tests.engine.test_cpu_attention import backend
 from tests.engine.test_kernels import kernels, needs_library
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.bfloat16]
 # Of the relative error: at most this, or this times what torch's own bfloat16 has.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 TORCHS = 1.5
@@ -64,25 +62,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.usefixtures("same_threads_after")]
 
 
 @pytest.fixture(params=list(library.ISAS))
 def variant(request) -> Kernels:
     return kernels(request.param)
-
-
-@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
-def dtype(request) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def same_threads_after() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 # -- RMSNorm ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from tests.engine.test_kernels import kernels, needs_library
 CPU = torch.device("cpu")
 SIZES = [1, 2, 5, 16, 100, 255, 256, 257, 300, 1000, 8193, 40000]
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.usefixtures("same_threads_after")]
 
 
 @pytest.fixture(params=list(library.ISAS))
@@ -35,14 +34,6 @@ def variant(request) -> Kernels:
 @pytest.fixture
 def native(variant) -> NativeLogits:
     return NativeLogits(variant)
-
-
-@pytest.fixture(autouse=True)
-def same_threads_after() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 # -- the best of a vocabulary -----------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from tests.engine.test_kernels_small import Lines, decoder
 
 ROOT = Path(__file__).parents[2]
 AS_THEY_CAN, NONE, ALL = 0, 1, 2  # pequod_joining
-DTYPES = [torch.float32, torch.bfloat16]
 
 pytestmark = needs_library
 
@@ -45,11 +44,6 @@ def variant(request) -> Iterator[Kernels]:
     yield variant
     torch.set_num_threads(threads)
     joining(variant).value = AS_THEY_CAN
-
-
-@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
-def dtype(request) -> torch.dtype:
-    return request.param
 
 
 def results(variant: Kernels, dtype: torch.dtype) -> dict[str, list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from server.settings import PREFIX
 from server.tokenization.tokenizer import Tokenizer
 from tests.toys import MADE
 
@@ -54,3 +56,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]
         return Tokenizer(place)
 
     return make
+
+
+@pytest.fixture
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings come from the test alone, not from variables of whoever runs it."""
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)

@@ -24,136 +24,111 @@ from tests.fakes import INFO, FakeEngine, listening, model_folder, serving, unti
 # Models, version, docs
 
 
-def test_models_by_their_served_names(tmp_path):
-    async def run():
-        names = ["org/model-1", "short"]
-        async with serving(model_folder(tmp_path / "m"), served_model_name=names) as (client, app):
-            listed = (await client.get("/v1/models")).json()
-            assert listed["object"] == "list"
-            assert [card["id"] for card in listed["data"]] == names
-            for name in names:
-                card = (await client.get(f"/v1/models/{name}")).json()
-                created = app.state.pequod.created
-                assert card == {"id": name, "object": "model", "created": created, "owned_by": "pequod",
-                                "max_model_len": INFO.max_len}  # fmt: skip
-            missing = await client.get("/v1/models/org/other")
-            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
-            assert missing.json()["error"]["param"] == "model"
-            long = await client.get("/v1/models/" + "x" * 500)
-            assert "x" * 65 not in long.text
-            assert app.state.pequod.check_model(None) == "org/model-1"
-
-    asyncio.run(run())
+async def test_models_by_their_served_names(tmp_path):
+    names = ["org/model-1", "short"]
+    async with serving(model_folder(tmp_path / "m"), served_model_name=names) as (client, app):
+        listed = (await client.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        assert [card["id"] for card in listed["data"]] == names
+        for name in names:
+            card = (await client.get(f"/v1/models/{name}")).json()
+            created = app.state.pequod.created
+            assert card == {"id": name, "object": "model", "created": created, "owned_by": "pequod",
+                            "max_model_len": INFO.max_len}  # fmt: skip
+        missing = await client.get("/v1/models/org/other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        assert missing.json()["error"]["param"] == "model"
+        long = await client.get("/v1/models/" + "x" * 500)
+        assert "x" * 65 not in long.text
+        assert app.state.pequod.check_model(None) == "org/model-1"
 
 
-def test_the_version_tells_what_serves(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, app):
-            told = (await client.get("/version")).json()
-            assert told["model"] == "fake"
-            assert told["dtype"] == told["kv_cache_dtype"] == "float32"
-            assert told["device"] == "cpu"
-            assert (told["exact"], told["quantization"]) == (True, "none")
-            assert told["weights_hash"] == INFO.weights_hash
-            assert told["torch"] == INFO.torch
-            assert told["system_fingerprint"] == app.state.pequod.model.fingerprint
-            assert re.fullmatch(r"fp_[0-9a-f]{12}", app.state.pequod.model.fingerprint)
-
-    asyncio.run(run())
+async def test_the_version_tells_what_serves(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, app):
+        told = (await client.get("/version")).json()
+        assert told["model"] == "fake"
+        assert told["dtype"] == told["kv_cache_dtype"] == "float32"
+        assert told["device"] == "cpu"
+        assert (told["exact"], told["quantization"]) == (True, "none")
+        assert told["weights_hash"] == INFO.weights_hash
+        assert told["torch"] == INFO.torch
+        assert told["system_fingerprint"] == app.state.pequod.model.fingerprint
+        assert re.fullmatch(r"fp_[0-9a-f]{12}", app.state.pequod.model.fingerprint)
 
 
-def test_the_docs_load_nothing_from_elsewhere(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            page = await client.get("/docs")
-            assert page.headers["content-type"].startswith("text/html")
-            assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", page.text)
-            policy = page.headers["content-security-policy"]
-            assert "default-src 'none'" in policy
-            assert "unsafe" not in policy
-            for tag in ("script", "style"):
-                inside = re.search(f"<{tag}>(.*)</{tag}>", page.text, re.DOTALL)[1]
-                assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
-            index = await client.get("/")
-            assert (index.status_code, index.headers["location"]) == (307, "/docs")
-
-    asyncio.run(run())
+async def test_the_docs_load_nothing_from_elsewhere(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, _):
+        page = await client.get("/docs")
+        assert page.headers["content-type"].startswith("text/html")
+        assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", page.text)
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        for tag in ("script", "style"):
+            inside = re.search(f"<{tag}>(.*)</{tag}>", page.text, re.DOTALL)[1]
+            assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
+        index = await client.get("/")
+        assert (index.status_code, index.headers["location"]) == (307, "/docs")
 
 
-def test_the_description_of_the_api_is_whole(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, app):
-            schema = (await client.get("/openapi.json")).json()
-            assert "/v1/models" in schema["paths"]
-            text = json.dumps(schema)
-            assert "$defs" not in text
-            for name in set(re.findall(r'"#/components/schemas/([^"]+)"', text)):
-                assert name in schema["components"]["schemas"], name
-            documented = {route.path for route in app.routes if route.include_in_schema}
-            assert {path.replace("{model_id}", "{model_id:path}") for path in schema["paths"]} == documented
-
-    asyncio.run(run())
+async def test_the_description_of_the_api_is_whole(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, app):
+        schema = (await client.get("/openapi.json")).json()
+        assert "/v1/models" in schema["paths"]
+        text = json.dumps(schema)
+        assert "$defs" not in text
+        for name in set(re.findall(r'"#/components/schemas/([^"]+)"', text)):
+            assert name in schema["components"]["schemas"], name
+        documented = {route.path for route in app.routes if route.include_in_schema}
+        assert {path.replace("{model_id}", "{model_id:path}") for path in schema["paths"]} == documented
 
 
-def test_the_description_tells_keys_refusals_and_examples(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), api_key=["k"]) as (client, _):
-            paths = (await client.get("/openapi.json")).json()["paths"]
-            asking = {path for path, operations in paths.items() for op in operations.values() if "security" in op}
-            assert asking == {path for path in paths if path.startswith("/v1/")} | {
-                "/tokenize", "/detokenize", "/apply-template", "/metrics"}  # fmt: skip
-            for path, operations in paths.items():
-                for operation in operations.values():
-                    assert "422" not in operation["responses"], path
-                    if "requestBody" in operation:
-                        assert operation["requestBody"]["content"]["application/json"]["schema"]["examples"], path
-            assert set(paths["/ready"]["get"]["responses"]) == {"200", "503"}
-        async with serving(tmp_path / "m", metrics_key="m") as (client, _):
-            paths = (await client.get("/openapi.json")).json()["paths"]
-            assert [path for path in paths for op in paths[path].values() if "security" in op] == ["/metrics"]
-
-    asyncio.run(run())
+async def test_the_description_tells_keys_refusals_and_examples(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), api_key=["k"]) as (client, _):
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        asking = {path for path, operations in paths.items() for op in operations.values() if "security" in op}
+        assert asking == {path for path in paths if path.startswith("/v1/")} | {
+            "/tokenize", "/detokenize", "/apply-template", "/metrics"}  # fmt: skip
+        for path, operations in paths.items():
+            for operation in operations.values():
+                assert "422" not in operation["responses"], path
+                if "requestBody" in operation:
+                    assert operation["requestBody"]["content"]["application/json"]["schema"]["examples"], path
+        assert set(paths["/ready"]["get"]["responses"]) == {"200", "503"}
+    async with serving(tmp_path / "m", metrics_key="m") as (client, _):
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        assert [path for path in paths for op in paths[path].values() if "security" in op] == ["/metrics"]
 
 
-def test_behind_a_proxy_paths_begin_with_its_prefix(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), root_path="/llm") as (_, app):
-            transport = httpx.ASGITransport(app, root_path="/llm")
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                assert (await client.get("/llm/live")).status_code == 200
-                assert (await client.get("/llm/")).headers["location"] == "/llm/docs"
-                assert (await client.get("/llm/openapi.json")).json()["servers"] == [{"url": "/llm"}]
-                # uvicorn adds the prefix to every path, also to those that have it already.
-                assert (await client.get("/llm/llm/live")).status_code == 200
-                assert (await client.get("/llm/llm/llm/live")).status_code == 404
-
-    asyncio.run(run())
+async def test_behind_a_proxy_paths_begin_with_its_prefix(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), root_path="/llm") as (_, app):
+        transport = httpx.ASGITransport(app, root_path="/llm")
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert (await client.get("/llm/live")).status_code == 200
+            assert (await client.get("/llm/")).headers["location"] == "/llm/docs"
+            assert (await client.get("/llm/openapi.json")).json()["servers"] == [{"url": "/llm"}]
+            # uvicorn adds the prefix to every path, also to those that have it already.
+            assert (await client.get("/llm/llm/live")).status_code == 200
+            assert (await client.get("/llm/llm/llm/live")).status_code == 404
 
 
-def test_head_is_get_without_the_body(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            for path in ("/live", "/ready", "/v1/models", "/metrics", "/docs"):
-                answer = await client.head(path)
-                assert (answer.status_code, answer.content) == (200, b"")
-
-    asyncio.run(run())
+async def test_head_is_get_without_the_body(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, _):
+        for path in ("/live", "/ready", "/v1/models", "/metrics", "/docs"):
+            answer = await client.head(path)
+            assert (answer.status_code, answer.content) == (200, b"")
 
 
 # The app itself
 
 
-def test_every_step_is_a_line_of_the_step_log(tmp_path):
+async def test_every_step_is_a_line_of_the_step_log(tmp_path):
     path = tmp_path / "steps.jsonl"
-
-    async def run():
-        engine = FakeEngine()
-        async with serving(model_folder(tmp_path / "m"), engine, step_log=path):
-            request = EngineRequest(id=5, prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=4))
-            async for _ in engine.generate(request):
-                pass
-
-    asyncio.run(run())
+    engine = FakeEngine()
+    async with serving(model_folder(tmp_path / "m"), engine, step_log=path):
+        request = EngineRequest(id=5, prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=4))
+        async for _ in engine.generate(request):
+            pass
     steps = [json.loads(line) for line in path.read_text().splitlines()]
     assert [step["rows"] for step in steps] == [[[5, 3]], [[5, 1]], [[5, 1]], [[5, 1]]]
     assert steps[0]["budget"] == INFO.max_batched_tokens
@@ -166,71 +141,60 @@ def test_a_step_log_that_cannot_be_written_is_a_wrong_setting(tmp_path):
         build_app(settings, FakeEngine())
 
 
-def test_the_engine_is_closed_with_the_app(tmp_path):
-    async def run():
-        engine = FakeEngine()
-        async with serving(model_folder(tmp_path / "m"), engine):
-            pass
-        assert engine.status.phase == "closed"
-        assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
-
-    asyncio.run(run())
+async def test_the_engine_is_closed_with_the_app(tmp_path):
+    before = asyncio.all_tasks()
+    engine = FakeEngine()
+    async with serving(model_folder(tmp_path / "m"), engine):
+        pass
+    assert engine.status.phase == "closed"
+    assert asyncio.all_tasks() == before
 
 
-def test_two_apps_live_side_by_side(tmp_path):
-    async def run():
-        folder = model_folder(tmp_path / "m")
-        async with serving(folder, served_model_name=["a"]) as (first, _):
-            async with serving(folder, served_model_name=["b"]) as (second, app):
-                app.state.pequod.begin_drain()
-                assert (await first.get("/v1/models")).json()["data"][0]["id"] == "a"
-                assert (await second.get("/v1/models")).json()["data"][0]["id"] == "b"
-                assert (await first.get("/ready")).status_code == 200
-                assert (await second.get("/ready")).status_code == 503
-                await until(lambda: True)
-
-    asyncio.run(run())
+async def test_two_apps_live_side_by_side(tmp_path):
+    folder = model_folder(tmp_path / "m")
+    async with serving(folder, served_model_name=["a"]) as (first, _):
+        async with serving(folder, served_model_name=["b"]) as (second, app):
+            app.state.pequod.begin_drain()
+            assert (await first.get("/v1/models")).json()["data"][0]["id"] == "a"
+            assert (await second.get("/v1/models")).json()["data"][0]["id"] == "b"
+            assert (await first.get("/ready")).status_code == 200
+            assert (await second.get("/ready")).status_code == 503
+            await until(lambda: True)
 
 
-def test_a_failure_in_mid_stream_is_logged_without_its_text(tmp_path, caplog):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (_, app):
+async def test_a_failure_in_mid_stream_is_logged_without_its_text(tmp_path, caplog):
+    async with serving(model_folder(tmp_path / "m")) as (_, app):
 
-            @app.post("/breaks", dependencies=[Depends(user)])
-            async def breaks():
-                async def body():
-                    yield b"begun"
-                    raise ValueError("call me ishmael")
+        @app.post("/breaks", dependencies=[Depends(user)])
+        async def breaks():
+            async def body():
+                yield b"begun"
+                raise ValueError("call me ishmael")
 
-                return StreamingResponse(body())
+            return StreamingResponse(body())
 
-            async with listening(app) as url, httpx.AsyncClient() as client:
-                with pytest.raises(httpx.RemoteProtocolError):
-                    await client.post(f"{url}/breaks")
-
-    asyncio.run(run())
+        async with listening(app) as url, httpx.AsyncClient() as client:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post(f"{url}/breaks")
     assert "ValueError at" in caplog.text
     assert "ishmael" not in caplog.text
 
 
-def test_an_exception_that_nobody_catches_is_logged_without_its_text(tmp_path, caplog):
+async def test_an_exception_that_nobody_catches_is_logged_without_its_text(tmp_path, caplog):
     async def fail():
         raise ValueError("canary-1")
 
     def break_off(text):
         raise ValueError(text)
 
-    async def run():
-        async with serving(model_folder(tmp_path / "m")):
-            loop = asyncio.get_running_loop()
-            task = loop.create_task(fail())
-            loop.call_soon(break_off, "canary-2")
-            await asyncio.wait([task])
-            del task  # and with it the last who could ask what became of it
-            gc.collect()
-            loop.call_exception_handler({"message": "a socket <canary-3> is lost"})
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m")):
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(fail())
+        loop.call_soon(break_off, "canary-2")
+        await asyncio.wait([task])
+        del task  # and with it the last who could ask what became of it
+        gc.collect()
+        loop.call_exception_handler({"message": "a socket <canary-3> is lost"})
     assert sum("ValueError at " in line and " fail" in line for line in caplog.messages) == 1
     assert sum("ValueError at " in line and " break_off" in line for line in caplog.messages) == 1
     assert "the event loop reports: a socket" in caplog.messages

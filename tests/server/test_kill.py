@@ -106,6 +106,7 @@ def test_a_killed_server_leaves_no_engine(moment):
         else:
             server.process.kill()
         eventually(lambda: not alive(engine))
+        assert not alive(engine)
 
 
 def _engine(server: Server) -> int | None:

@@ -21,12 +21,7 @@ from tests.live import Server, eventually
 
 ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(settings.PREFIX):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_environment")
 
 
 @pytest.fixture
@@ -187,8 +182,12 @@ def test_a_port_in_use_is_one_sentence(pequod):
 
 
 def test_clients_that_come_before_the_app_are_held():
-    with listen(Settings(port=0)) as listener, socket.create_connection(listener.getsockname(), timeout=5):
-        pass
+    with listen(Settings(port=0)) as listener, socket.create_connection(listener.getsockname(), timeout=5) as client:
+        client.sendall(b"early")
+        accepted, address = listener.accept()
+        with accepted:
+            assert address == client.getsockname()
+            assert accepted.recv(5, socket.MSG_WAITALL) == b"early"
 
 
 def test_a_socket_file_left_behind_is_replaced_and_a_used_one_is_not(tmp_path):

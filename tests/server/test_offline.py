@@ -89,6 +89,7 @@ def test_who_stops_reading_ends_the_request(llm: LLM) -> None:
                 await asyncio.sleep(0.01)
 
     llm._session.call(idle())
+    assert state.limits.open_choices == 0
 
 
 @pytest.mark.parametrize(
@@ -139,19 +140,16 @@ def test_a_program_that_closes_nothing_ends_and_leaves_no_process() -> None:
 # The transport
 
 
-def ask(app, work):
-    async def run():
-        async with httpx.AsyncClient(transport=InProcess(app), base_url="http://localhost") as client:
-            return await work(client)
-
-    return asyncio.run(run())
+async def ask(app, work):
+    async with httpx.AsyncClient(transport=InProcess(app), base_url="http://localhost") as client:
+        return await work(client)
 
 
 async def start(send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
 
 
-def test_a_piece_is_read_before_the_next_one_is_sent():
+async def test_a_piece_is_read_before_the_next_one_is_sent():
     is_read = asyncio.Event()
 
     async def app(scope, receive, send):
@@ -169,10 +167,10 @@ def test_a_piece_is_read_before_the_next_one_is_sent():
             is_read.set()
             return [piece async for piece in pieces]
 
-    assert ask(app, work) == [b"two"]
+    assert await ask(app, work) == [b"two"]
 
 
-def test_an_app_learns_that_its_client_has_gone():
+async def test_an_app_learns_that_its_client_has_gone():
     seen = []
 
     async def app(scope, receive, send):
@@ -186,24 +184,24 @@ def test_an_app_learns_that_its_client_has_gone():
         async with client.stream("GET", "/") as response:
             await anext(response.aiter_raw())
 
-    ask(app, work)
+    await ask(app, work)
     assert seen == ["http.disconnect"]
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_an_exception_of_the_app_reaches_the_caller(begins):
+async def test_an_exception_of_the_app_reaches_the_caller(begins):
     async def app(scope, receive, send):
         if begins:
             await start(send)
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug"):
-        ask(app, lambda client: client.get("/"))
+        await ask(app, lambda client: client.get("/"))
 
 
-def test_an_app_without_a_response_is_an_error():
+async def test_an_app_without_a_response_is_an_error():
     async def app(scope, receive, send):
         pass
 
     with pytest.raises(httpx.RemoteProtocolError, match="no response"):
-        ask(app, lambda client: client.get("/"))
+        await ask(app, lambda client: client.get("/"))

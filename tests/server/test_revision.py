@@ -1,6 +1,5 @@
 """Text files and weights come from one commit, also when a branch of the hub moves while the server starts."""
 
-import asyncio
 import shutil
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from server.state import AppState
 from tests.fakes import FakeEngine
 
 
-def test_the_text_files_follow_the_commit_of_the_weights(tmp_path, monkeypatch):
+async def test_the_text_files_follow_the_commit_of_the_weights(tmp_path, monkeypatch):
     looked: list[str | None] = []
     built_in = fetch("builtin", weights=False).path
     commits = {None: "aaaa", "bbbb": "bbbb"}
@@ -25,21 +24,17 @@ def test_the_text_files_follow_the_commit_of_the_weights(tmp_path, monkeypatch):
         return SimpleNamespace(path=folder, revision=commits[revision])
 
     monkeypatch.setattr(engine, "fetch", fake)
+    fakes = FakeEngine()
+    app = AppState(Settings(model="org/model"), fakes, "test")
+    await fakes.start()
+    info = await fakes.ready()
+    moved = replace(info, revision="bbbb")
 
-    async def main() -> None:
-        fakes = FakeEngine()
-        app = AppState(Settings(model="org/model"), fakes, "test")
-        await fakes.start()
-        info = await fakes.ready()
-        moved = replace(info, revision="bbbb")
+    async def ready() -> engine.EngineInfo:
+        return moved
 
-        async def ready() -> engine.EngineInfo:
-            return moved
-
-        fakes.ready = ready
-        await app.load()
-        assert looked == [None, "bbbb"]
-        assert app.model is not None and app.model.tokenizer.folder.name == "bbbb"
-        await fakes.close()
-
-    asyncio.run(main())
+    fakes.ready = ready
+    await app.load()
+    assert looked == [None, "bbbb"]
+    assert app.model is not None and app.model.tokenizer.folder.name == "bbbb"
+    await fakes.close()

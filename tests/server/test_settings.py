@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,7 @@ from server.settings_values import SettingsError, num_bytes
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
-
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(settings.PREFIX):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_environment")
 
 
 @pytest.fixture

@@ -38,69 +38,59 @@ def add_generation(app) -> None:
 # Loading
 
 
-def test_while_loading_everything_answers_but_generation(tmp_path):
-    async def run():
-        engine = FakeEngine(is_loaded=False)
-        async with serving(model_folder(tmp_path / "m"), engine, wait=False) as (client, app):
-            add_generation(app)
-            engine.status.share = 0.25
-            assert (await client.get("/live")).status_code == 200
-            for path in ("/ready", "/health"):
-                answer = await client.get(path)
-                assert answer.status_code == 503
-                assert answer.headers["retry-after"].isdigit()
-                assert answer.json() == {
-                    "state": "loading", "phase": "loading", "share": 0.25, "last_step_age_s": None,
-                    "running": 0, "waiting": 0,
-                }  # fmt: skip
-            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "fake"
-            assert (await client.get("/version")).json()["model"] == "fake"
-            assert (await client.get("/metrics")).status_code == 200
-            refused = await client.post("/generate")
-            assert refused.status_code == 503
-            assert int(refused.headers["retry-after"]) >= 1
-            assert refused.json()["error"]["code"] == "loading"
-            assert "25%" in refused.json()["error"]["message"]
-            assert app.state.pequod.model is None
-            engine.finish_loading()
-            model = await app.state.pequod.ready()
-            assert model.info.max_len == model.prompts.max_len
-            ready = await client.get("/ready")
-            assert (ready.status_code, ready.json()["state"], ready.json()["share"]) == (200, "ready", 1.0)
-
-    asyncio.run(run())
+async def test_while_loading_everything_answers_but_generation(tmp_path):
+    engine = FakeEngine(is_loaded=False)
+    async with serving(model_folder(tmp_path / "m"), engine, wait=False) as (client, app):
+        add_generation(app)
+        engine.status.share = 0.25
+        assert (await client.get("/live")).status_code == 200
+        for path in ("/ready", "/health"):
+            answer = await client.get(path)
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"].isdigit()
+            assert answer.json() == {
+                "state": "loading", "phase": "loading", "share": 0.25, "last_step_age_s": None,
+                "running": 0, "waiting": 0,
+            }  # fmt: skip
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "fake"
+        assert (await client.get("/version")).json()["model"] == "fake"
+        assert (await client.get("/metrics")).status_code == 200
+        refused = await client.post("/generate")
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "loading"
+        assert "25%" in refused.json()["error"]["message"]
+        assert app.state.pequod.model is None
+        engine.finish_loading()
+        model = await app.state.pequod.ready()
+        assert model.info.max_len == model.prompts.max_len
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()["state"], ready.json()["share"]) == (200, "ready", 1.0)
 
 
-def test_the_port_answers_before_anything_slow_has_happened(tmp_path, monkeypatch):
+async def test_the_port_answers_before_anything_slow_has_happened(tmp_path, monkeypatch):
     """The tokenizer takes until the test lets it go on, and the lifespan does not wait for it."""
     gate = threading.Event()
     monkeypatch.setattr("server.loading.Tokenizer", lambda folder: gate.wait(30))
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), wait=False) as (client, app):
-            assert (await client.get("/live")).status_code == 200
-            assert (await client.get("/ready")).json()["state"] == "loading"
-            assert app.state.pequod.model is None
-            gate.set()
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m"), wait=False) as (client, app):
+        assert (await client.get("/live")).status_code == 200
+        assert (await client.get("/ready")).json()["state"] == "loading"
+        assert app.state.pequod.model is None
+        gate.set()
 
 
-def test_a_model_that_cannot_be_loaded_is_told_once_and_for_all(tmp_path):
-    async def run():
-        engine = FakeEngine(is_loaded=False)
-        async with serving(model_folder(tmp_path / "m"), engine, wait=False) as (client, app):
-            add_generation(app)
-            engine.fail(ModelError("the folder has no weights"))
-            with pytest.raises(ModelError, match="no weights"):
-                await app.state.pequod.ready()
-            await asyncio.wait_for(app.state.pequod.failure.wait(), WAIT_S)
-            assert str(app.state.pequod.failed) == "the folder has no weights"
-            assert (await client.get("/ready")).json()["state"] == "failed"
-            assert (await client.get("/live")).status_code == 503
-            assert (await client.post("/generate")).json()["error"]["code"] == "failed"
-
-    asyncio.run(run())
+async def test_a_model_that_cannot_be_loaded_is_told_once_and_for_all(tmp_path):
+    engine = FakeEngine(is_loaded=False)
+    async with serving(model_folder(tmp_path / "m"), engine, wait=False) as (client, app):
+        add_generation(app)
+        engine.fail(ModelError("the folder has no weights"))
+        with pytest.raises(ModelError, match="no weights"):
+            await app.state.pequod.ready()
+        await asyncio.wait_for(app.state.pequod.failure.wait(), WAIT_S)
+        assert str(app.state.pequod.failed) == "the folder has no weights"
+        assert (await client.get("/ready")).json()["state"] == "failed"
+        assert (await client.get("/live")).status_code == 503
+        assert (await client.post("/generate")).json()["error"]["code"] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -111,164 +101,137 @@ def test_a_model_that_cannot_be_loaded_is_told_once_and_for_all(tmp_path):
         (lambda folder: (folder / "generation_config.json").write_text("[]"), ModelError),
     ],
 )
-def test_broken_small_files_end_the_start_while_the_engine_still_loads(tmp_path, spoil, error):
-    async def run():
-        spoil(folder)
-        async with serving(folder, FakeEngine(is_loaded=False), wait=False) as (_, app):
-            with pytest.raises(error):
-                await asyncio.wait_for(app.state.pequod.ready(), WAIT_S)
-            assert app.state.pequod.failure.is_set()
-
+async def test_broken_small_files_end_the_start_while_the_engine_still_loads(tmp_path, spoil, error):
     folder = model_folder(tmp_path / "m")
-    asyncio.run(run())
+    spoil(folder)
+    async with serving(folder, FakeEngine(is_loaded=False), wait=False) as (_, app):
+        with pytest.raises(error):
+            await asyncio.wait_for(app.state.pequod.ready(), WAIT_S)
+        assert app.state.pequod.failure.is_set()
 
 
-def test_a_chat_template_that_cannot_be_compiled_is_a_wrong_setting(tmp_path):
+async def test_a_chat_template_that_cannot_be_compiled_is_a_wrong_setting(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for %}")
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), wait=False, chat_template=template) as (_, app):
-            with pytest.raises(ConfigError, match="--chat-template"):
-                await app.state.pequod.ready()
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m"), wait=False, chat_template=template) as (_, app):
+        with pytest.raises(ConfigError, match="--chat-template"):
+            await app.state.pequod.ready()
 
 
-def test_a_bug_while_loading_ends_the_start_too(tmp_path, monkeypatch, caplog):
+async def test_a_bug_while_loading_ends_the_start_too(tmp_path, monkeypatch, caplog):
     def broken(folder):
         raise RuntimeError("call me ishmael")
 
     monkeypatch.setattr("server.loading.Tokenizer", broken)
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), wait=False) as (_, app):
-            with pytest.raises(ModelError, match="RuntimeError"):
-                await app.state.pequod.ready()
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m"), wait=False) as (_, app):
+        with pytest.raises(ModelError, match="RuntimeError"):
+            await app.state.pequod.ready()
     assert "RuntimeError at" in caplog.text
 
 
-def test_an_engine_that_dies_for_good_later_is_noticed(tmp_path):
-    async def run():
-        engine = FakeEngine()
-        async with serving(model_folder(tmp_path / "m"), engine) as (client, app):
-            assert not app.state.pequod.failure.is_set()
-            engine.fail(EngineDied("it died 4 times in a row"))
-            await asyncio.wait_for(app.state.pequod.failure.wait(), WAIT_S)
-            assert (await client.get("/ready")).json()["state"] == "failed"
-
-    asyncio.run(run())
+async def test_an_engine_that_dies_for_good_later_is_noticed(tmp_path):
+    engine = FakeEngine()
+    async with serving(model_folder(tmp_path / "m"), engine) as (client, app):
+        assert not app.state.pequod.failure.is_set()
+        engine.fail(EngineDied("it died 4 times in a row"))
+        await asyncio.wait_for(app.state.pequod.failure.wait(), WAIT_S)
+        assert (await client.get("/ready")).json()["state"] == "failed"
 
 
 # Health
 
 
-def test_health_tells_silence_stalls_and_restarts(tmp_path):
-    async def run():
-        engine = FakeEngine()
-        async with serving(model_folder(tmp_path / "m"), engine, stall_seconds=20) as (client, app):
-            limits = app.state.pequod.limits
+async def test_health_tells_silence_stalls_and_restarts(tmp_path):
+    engine = FakeEngine()
+    async with serving(model_folder(tmp_path / "m"), engine, stall_seconds=20) as (client, app):
+        limits = app.state.pequod.limits
 
-            async def state():
-                answer = await client.get("/ready")
-                assert (answer.status_code == 200) == (answer.json()["state"] == "ready")
-                return answer.json()["state"]
+        async def state():
+            answer = await client.get("/ready")
+            assert (answer.status_code == 200) == (answer.json()["state"] == "ready")
+            return answer.json()["state"]
 
-            now = time.monotonic()
-            # An engine in this process needs no heartbeat: it lives as long as we answer.
-            engine.status.heartbeat = now - 1000
-            assert await state() == "ready"
-            engine.pid = 1
-            assert await state() == "silent"
-            assert (await client.get("/live")).status_code == 200, "the engine alone is replaced"
-            engine.status.heartbeat = now + 1000
+        now = time.monotonic()
+        # An engine in this process needs no heartbeat: it lives as long as we answer.
+        engine.status.heartbeat = now - 1000
+        assert await state() == "ready"
+        engine.pid = 1
+        assert await state() == "silent"
+        assert (await client.get("/live")).status_code == 200, "the engine alone is replaced"
+        engine.status.heartbeat = now + 1000
 
-            # Idle for an hour is well; work and no step for a minute is not.
-            engine.status.last_step = now - 3600
-            assert await state() == "ready"
-            assert (await client.get("/ready")).json()["last_step_age_s"] >= 3600
-            ticket = limits.admit(Caller(), 1)
-            assert await state() == "ready"
-            limits.busy_since = now - 30
-            assert await state() == "stalled"
-            engine.status.last_step = now - 25  # it has stepped since, and said that it has nothing left to do
-            assert await state() == "ready"
-            engine.status.running = 1
-            assert await state() == "stalled"
-            engine.status.last_step = now
-            assert await state() == "ready"
-            ticket.release()
+        # Idle for an hour is well; work and no step for a minute is not.
+        engine.status.last_step = now - 3600
+        assert await state() == "ready"
+        assert (await client.get("/ready")).json()["last_step_age_s"] >= 3600
+        ticket = limits.admit(Caller(), 1)
+        assert await state() == "ready"
+        limits.busy_since = now - 30
+        assert await state() == "stalled"
+        engine.status.last_step = now - 25  # it has stepped since, and said that it has nothing left to do
+        assert await state() == "ready"
+        engine.status.running = 1
+        assert await state() == "stalled"
+        engine.status.last_step = now
+        assert await state() == "ready"
+        ticket.release()
 
-            engine.status.phase = "restarting"
-            assert await state() == "restarting"
-            assert (await client.get("/live")).status_code == 200
-            app.state.pequod.require_ready()  # new work waits with the old for the new engine
-
-    asyncio.run(run())
+        engine.status.phase = "restarting"
+        assert await state() == "restarting"
+        assert (await client.get("/live")).status_code == 200
+        app.state.pequod.require_ready()  # new work waits with the old for the new engine
 
 
 # Drain
 
 
-def test_a_drain_lets_running_answers_end(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, app):
-            add_generation(app)
-            state = app.state.pequod
-            ticket = state.limits.admit(Caller(), 1)
-            state.begin_drain()
-            state.begin_drain()
-            assert (await client.get("/ready")).json()["state"] == "draining"
-            assert (await client.get("/live")).status_code == 200
-            refused = await client.post("/generate")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-            assert int(refused.headers["retry-after"]) >= 1
-            drained = asyncio.create_task(state.drained(30))
-            await asyncio.sleep(0.05)
-            assert not drained.done()
-            ticket.release()
-            assert await asyncio.wait_for(drained, WAIT_S) is True
-            assert not state.deadline_passed.is_set()
-            assert await state.drained(0) is True
-
-    asyncio.run(run())
+async def test_a_drain_lets_running_answers_end(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, app):
+        add_generation(app)
+        state = app.state.pequod
+        ticket = state.limits.admit(Caller(), 1)
+        state.begin_drain()
+        state.begin_drain()
+        assert (await client.get("/ready")).json()["state"] == "draining"
+        assert (await client.get("/live")).status_code == 200
+        refused = await client.post("/generate")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert int(refused.headers["retry-after"]) >= 1
+        drained = asyncio.create_task(state.drained(30))
+        await asyncio.sleep(0.05)
+        assert not drained.done()
+        ticket.release()
+        assert await asyncio.wait_for(drained, WAIT_S) is True
+        assert not state.deadline_passed.is_set()
+        assert await state.drained(0) is True
 
 
-def test_at_the_deadline_every_stream_is_told_to_end(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (_, app):
-            add_generation(app)
-            state = app.state.pequod
-            async with listening(app) as url, httpx.AsyncClient() as client:
-                async with client.stream("POST", f"{url}/generate") as stream:
-                    parts = stream.aiter_raw()
-                    assert await anext(parts) == b"begun "
-                    state.begin_drain()
-                    drained = asyncio.create_task(state.drained(0.05))
-                    assert [part async for part in parts] == [b"error"]
-                    assert await drained is False
-                assert state.limits.open_choices == 0
-
-    asyncio.run(run())
+async def test_at_the_deadline_every_stream_is_told_to_end(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (_, app):
+        add_generation(app)
+        state = app.state.pequod
+        async with listening(app) as url, httpx.AsyncClient() as client:
+            async with client.stream("POST", f"{url}/generate") as stream:
+                parts = stream.aiter_raw()
+                assert await anext(parts) == b"begun "
+                state.begin_drain()
+                drained = asyncio.create_task(state.drained(0.05))
+                assert [part async for part in parts] == [b"error"]
+                assert await drained is False
+            assert state.limits.open_choices == 0
 
 
-def test_a_stream_that_does_not_end_holds_the_drain_only_so_long(tmp_path, monkeypatch):
+async def test_a_stream_that_does_not_end_holds_the_drain_only_so_long(tmp_path, monkeypatch):
     monkeypatch.setattr("server.state.CUT_S", 0.05)
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (_, app):
-            app.state.pequod.limits.admit(Caller(), 1)
-            assert await asyncio.wait_for(app.state.pequod.drained(0.05), WAIT_S) is False
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m")) as (_, app):
+        app.state.pequod.limits.admit(Caller(), 1)
+        assert await asyncio.wait_for(app.state.pequod.drained(0.05), WAIT_S) is False
 
 
 # Defaults and ids
 
 
-def test_sampling_defaults_come_from_the_model_and_stay_in_range(tmp_path):
+async def test_sampling_defaults_come_from_the_model_and_stay_in_range(tmp_path):
     written = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 7, "repetition_penalty": "1"}
     folder = model_folder(tmp_path / "m", generation_config=written)
     assert read_defaults("auto", folder) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
@@ -278,15 +241,11 @@ def test_sampling_defaults_come_from_the_model_and_stay_in_range(tmp_path):
     assert read_defaults("auto", tmp_path) == {}
     with pytest.raises(ConfigError):
         read_defaults(str(tmp_path), folder)
-
-    async def run():
-        async with serving(folder) as (_, app):
-            assert app.state.pequod.model.default_sampling["temperature"] == 0.6
-
-    asyncio.run(run())
+    async with serving(folder) as (_, app):
+        assert app.state.pequod.model.default_sampling["temperature"] == 0.6
 
 
-def test_ids_are_new_and_seeds_repeat_only_with_a_seed(tmp_path):
+async def test_ids_are_new_and_seeds_repeat_only_with_a_seed(tmp_path):
     async def run(**settings):
         async with serving(tmp_path / "m", **settings) as (_, app):
             state = app.state.pequod
@@ -298,6 +257,6 @@ def test_ids_are_new_and_seeds_repeat_only_with_a_seed(tmp_path):
             return seeds
 
     model_folder(tmp_path / "m")
-    assert asyncio.run(run(seed=7)) == asyncio.run(run(seed=7))
-    assert asyncio.run(run(seed=7)) != asyncio.run(run(seed=8))
-    assert asyncio.run(run()) != asyncio.run(run())
+    assert await run(seed=7) == await run(seed=7)
+    assert await run(seed=7) != await run(seed=8)
+    assert await run() != await run()

@@ -11,7 +11,7 @@ import os
 import pathlib
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import httpx
 import openai
@@ -55,20 +55,16 @@ def forced(text: str, stream: bool) -> dict:
     return {"messages": messages, "structured_outputs": {"choice": [text]}, "stream": stream}
 
 
-def post_all(server: Server, path: str, bodies: list[dict]) -> list[httpx.Response]:
+async def post_all(server: Server, path: str, bodies: list[dict]) -> list[httpx.Response]:
     """Send all of them, eight at a time."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        turn = asyncio.Semaphore(8)
 
-    async def main() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-            turn = asyncio.Semaphore(8)
+        async def post(body: dict) -> httpx.Response:
+            async with turn:
+                return await client.post(path, json=body)
 
-            async def post(body: dict) -> httpx.Response:
-                async with turn:
-                    return await client.post(path, json=body)
-
-            return await asyncio.gather(*map(post, bodies))
-
-    return asyncio.run(main())
+        return await asyncio.gather(*map(post, bodies))
 
 
 def streamed_text(raw: bytes) -> str:
@@ -78,35 +74,32 @@ def streamed_text(raw: bytes) -> str:
     return joined(chunks(text))[0]["text"]
 
 
-def by_httpx(server: Server, texts: list[str], stream: bool) -> list[str]:
-    answers = post_all(server, CHAT, [forced(text, stream) for text in texts])
+async def by_httpx(server: Server, texts: list[str], stream: bool) -> list[str]:
+    answers = await post_all(server, CHAT, [forced(text, stream) for text in texts])
     assert {answer.status_code for answer in answers} == {200}
     if stream:
         return [streamed_text(answer.content) for answer in answers]
     return [answer.json()["choices"][0]["message"]["content"] for answer in answers]
 
 
-def by_openai(server: Server, texts: list[str], stream: bool) -> list[str]:
-    async def main() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            turn = asyncio.Semaphore(8)
+async def by_openai(server: Server, texts: list[str], stream: bool) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        turn = asyncio.Semaphore(8)
 
-            async def ask(text: str) -> str:
-                asked = {"model": "builtin", "messages": [{"role": "user", "content": text}]}
-                extra = {"structured_outputs": {"choice": [text]}}
-                async with turn:
-                    if not stream:
-                        answer = await client.chat.completions.create(**asked, extra_body=extra)
-                        return answer.choices[0].message.content
-                    parts = await client.chat.completions.create(**asked, extra_body=extra, stream=True)
-                    return "".join([choice.delta.content or "" async for part in parts for choice in part.choices])
+        async def ask(text: str) -> str:
+            asked = {"model": "builtin", "messages": [{"role": "user", "content": text}]}
+            extra = {"structured_outputs": {"choice": [text]}}
+            async with turn:
+                if not stream:
+                    answer = await client.chat.completions.create(**asked, extra_body=extra)
+                    return answer.choices[0].message.content
+                parts = await client.chat.completions.create(**asked, extra_body=extra, stream=True)
+                return "".join([choice.delta.content or "" async for part in parts for choice in part.choices])
 
-            return await asyncio.gather(*map(ask, texts))
-
-    return asyncio.run(main())
+        return await asyncio.gather(*map(ask, texts))
 
 
-def by_curl(server: Server, texts: list[str], stream: bool) -> list[str]:
+async def by_curl(server: Server, texts: list[str], stream: bool) -> list[str]:
     """All requests by one curl, whose command file names each one's body and where its answer goes."""
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
@@ -127,41 +120,41 @@ def by_curl(server: Server, texts: list[str], stream: bool) -> list[str]:
     return [json.loads(each)["choices"][0]["message"]["content"] for each in raw]
 
 
-Client = Callable[[Server, list[str], bool], list[str]]
+Client = Callable[[Server, list[str], bool], Awaitable[list[str]]]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("client", [by_httpx, by_openai, by_curl], ids=["httpx", "openai", "curl"])
-def test_every_text_comes_through_a_chat(server, tmp_path, client: Client, stream):
+async def test_every_text_comes_through_a_chat(server, tmp_path, client: Client, stream):
     server.scratch = tmp_path
     texts = TEXTS
-    assert client(server, texts, stream) == texts
+    assert await client(server, texts, stream) == texts
 
 
-def test_text_and_tokens_are_the_same_thing(server):
-    tokens = [answer.json()["tokens"] for answer in post_all(server, "/tokenize", [{"prompt": t} for t in TEXTS])]
-    back = post_all(server, "/detokenize", [{"tokens": each} for each in tokens])
+async def test_text_and_tokens_are_the_same_thing(server):
+    tokens = [answer.json()["tokens"] for answer in await post_all(server, "/tokenize", [{"prompt": t} for t in TEXTS])]
+    back = await post_all(server, "/detokenize", [{"tokens": each} for each in tokens])
     assert [answer.json()["prompt"] for answer in back] == TEXTS
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_an_echo_is_the_prompt(server, stream):
+async def test_an_echo_is_the_prompt(server, stream):
     asked = [{"prompt": text, "echo": True, "max_tokens": 0, "stream": stream} for text in TEXTS]
-    answers = post_all(server, COMPLETIONS, asked)
+    answers = await post_all(server, COMPLETIONS, asked)
     told = [
         joined(chunks(answer.text))[0]["text"] if stream else answer.json()["choices"][0]["text"] for answer in answers
     ]
     assert told == TEXTS
 
 
-def test_the_template_keeps_the_text(server):
+async def test_the_template_keeps_the_text(server):
     asked = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
-    for text, answer in zip(TEXTS, post_all(server, "/apply-template", asked), strict=True):
+    for text, answer in zip(TEXTS, await post_all(server, "/apply-template", asked), strict=True):
         assert text.strip() in answer.json()["prompt"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS], ids=["chat", "completions"])
-def test_a_stop_string_cuts_at_its_first_occurrence(tmp_path, path):
+async def test_a_stop_string_cuts_at_its_first_occurrence(tmp_path, path):
     """Pieces of each text stop it; the engine says the text twice, so that something always follows."""
     texts = [text + "·" + text for text in TEXTS]
     asked = [(text, stop) for text in texts for stop in {text[:1], text[len(text) // 3 :][:3], text[-1:]}]
@@ -181,7 +174,7 @@ def test_a_stop_string_cuts_at_its_first_occurrence(tmp_path, path):
     folder = model_folder(tmp_path / "fake")
     info = FakeEngine().info
     engine = FakeEngine(lambda request: spoken[request.params.seed], info=replace(info, max_len=1 << 16))
-    for (text, stop), (whole, streamed, reason) in zip(asked, run(folder, use, engine), strict=True):
+    for (text, stop), (whole, streamed, reason) in zip(asked, await run(folder, use, engine), strict=True):
         assert whole == streamed == text[: text.index(stop)], (text, stop)
         assert reason == "stop"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import struct
 from collections.abc import Callable, Sequence
@@ -66,22 +65,18 @@ def odds(place: int, token: int) -> float:
     return float32(-10 - 1 / (1 + token + 7 * place))  # between 10 and 16 a float32 needs nine digits
 
 
-def run(
+async def run(
     folder: Path, use: Callable[[httpx.AsyncClient], Any], engine: FakeEngine | None = None, **settings: Any
 ) -> Any:
     """Let `use(client)` talk to an app over a fake engine."""
-
-    async def main() -> Any:
-        async with serving(folder, engine, **settings) as (client, _):
-            return await use(client)
-
-    return asyncio.run(main())
+    async with serving(folder, engine, **settings) as (client, _):
+        return await use(client)
 
 
-def ask(folder: Path, path: str, body: Any, engine: FakeEngine | None = None, **settings: Any) -> httpx.Response:
+async def ask(folder: Path, path: str, body: Any, engine: FakeEngine | None = None, **settings: Any) -> httpx.Response:
     """One POST; `headers` among the settings are the request's."""
     headers = settings.pop("headers", None)
-    return run(folder, lambda client: client.post(path, json=body, headers=headers), engine, **settings)
+    return await run(folder, lambda client: client.post(path, json=body, headers=headers), engine, **settings)
 
 
 def events(text: str) -> list[Any]:

@@ -284,10 +284,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("path", "body"), [*cases()])
-def test_a_request_of_a_client_is_answered(folder, path, body):
+async def test_a_request_of_a_client_is_answered(folder, path, body):
     # JSON, for the request that names a schema.
     engine = FakeEngine(saying('{"title": "A whale"}'), info=replace(INFO, max_len=CONTEXT))
-    response = ask(folder, path, {"model": "fake", **body}, engine)
+    response = await ask(folder, path, {"model": "fake", **body}, engine)
     assert response.status_code == 200, response.text
     assert engine.requests, "nothing was asked of the model"
     if body.get("stream"):

@@ -7,7 +7,6 @@ import pytest
 from server.app import build_app
 from server.settings import Settings
 from tests.fakes import FakeEngine
-from tests.live import Server
 
 PAGE = build_app(Settings(model="builtin"), FakeEngine()).openapi()
 BODIES = {
@@ -16,12 +15,6 @@ BODIES = {
     if "requestBody" in operations.get("post", {})
 }
 EXAMPLES = [(path, example) for path, schema in BODIES.items() for example in schema.get("examples", ())]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server() as running:
-        yield running
 
 
 def test_every_body_has_an_example():

@@ -5,14 +5,6 @@ import asyncio
 import openai
 import pytest
 
-from tests.live import Server
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server() as running:
-        yield running
-
 
 @pytest.fixture
 def client(server):
@@ -102,18 +94,15 @@ def test_errors_become_the_exceptions_of_the_sdk(client):
     assert long.value.code == "context_length_exceeded"
 
 
-def test_many_async_streams_at_once(server):
-    async def main() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+async def test_many_async_streams_at_once(server):
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
 
-            async def one(i: int) -> str:
-                question = [{"role": "user", "content": f"What is {i} + {i}?"}]
-                stream = await client.chat.completions.create(
-                    model="builtin", messages=question, temperature=0, stream=True
-                )
-                return "".join([c.delta.content or "" async for part in stream for c in part.choices])
+        async def one(i: int) -> str:
+            question = [{"role": "user", "content": f"What is {i} + {i}?"}]
+            stream = await client.chat.completions.create(
+                model="builtin", messages=question, temperature=0, stream=True
+            )
+            return "".join([c.delta.content or "" async for part in stream for c in part.choices])
 
-            return await asyncio.gather(*(one(i) for i in range(20)))
-
-    answers = asyncio.run(main())
+        answers = await asyncio.gather(*(one(i) for i in range(20)))
     assert sum(str(2 * i) in answer for i, answer in enumerate(answers)) >= 19

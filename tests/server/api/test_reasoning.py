@@ -1,14 +1,12 @@
 """Reasoning: separated from the answer, counted, shown or not, and told to the template."""
 
-import asyncio
-
 import openai
 import pytest
 import tokenizers
 from msgspec.structs import replace
 
 from tests.fakes import INFO, TEMPLATE, FakeEngine, listening, model_folder, serving
-from tests.server.wire import CHAT, QUESTION, RESPONSES, ask, chunks, ids, run, saying
+from tests.server.wire import CHAT, QUESTION, RESPONSES, ask, chunks, ids, saying
 
 THOUGHT = "<think>\nWhales are large.\n</think>\n\nYes."
 # Of a mark that is several tokens only the last one is known to begin a block.
@@ -22,132 +20,127 @@ def folder(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("model") / "fake", tokenizer_config=config)
 
 
-def choice(folder, says, **body):
-    response = ask(folder, CHAT, {"messages": QUESTION, **body}, FakeEngine(saying(says)))
+async def choice(folder, says, **body):
+    response = await ask(folder, CHAT, {"messages": QUESTION, **body}, FakeEngine(saying(says)))
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]
 
 
-def deltas(folder, says, **body):
-    response = ask(folder, CHAT, {"messages": QUESTION, "stream": True, **body}, FakeEngine(saying(says)))
+async def deltas(folder, says, **body):
+    response = await ask(folder, CHAT, {"messages": QUESTION, "stream": True, **body}, FakeEngine(saying(says)))
     return [piece["delta"] for chunk in chunks(response.text) for piece in chunk["choices"]]
 
 
-def test_reasoning_stands_beside_the_answer(folder):
-    message = choice(folder, THOUGHT)["message"]
+async def test_reasoning_stands_beside_the_answer(folder):
+    message = (await choice(folder, THOUGHT))["message"]
     assert (message["reasoning_content"], message["content"]) == ("Whales are large.", "Yes.")
 
 
-def test_a_stream_tells_reasoning_and_answer_in_deltas_of_their_own(folder):
-    seen = deltas(folder, THOUGHT)
+async def test_a_stream_tells_reasoning_and_answer_in_deltas_of_their_own(folder):
+    seen = await deltas(folder, THOUGHT)
     assert "".join(delta.get("reasoning_content", "") for delta in seen) == "Whales are large."
     assert "".join(delta.get("content", "") for delta in seen) == "Yes."
     assert not any(delta.get("reasoning_content") and delta.get("content") for delta in seen)
     assert len([delta for delta in seen if "reasoning_content" in delta]) > 3, "it comes as it is thought"
 
 
-def test_reasoning_tokens_are_counted_with_their_marks(folder):
-    response = ask(folder, CHAT, {"messages": QUESTION}, FakeEngine(saying(THOUGHT)))
+async def test_reasoning_tokens_are_counted_with_their_marks(folder):
+    response = await ask(folder, CHAT, {"messages": QUESTION}, FakeEngine(saying(THOUGHT)))
     usage = response.json()["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": NUM_THOUGHT}
     assert usage["completion_tokens"] == len(ids(THOUGHT)) + 1
 
 
 @pytest.mark.parametrize("per_delta", [1, 2, 3, 100])
-def test_the_count_does_not_depend_on_how_tokens_came(folder, per_delta):
+async def test_the_count_does_not_depend_on_how_tokens_came(folder, per_delta):
     engine = FakeEngine(saying(THOUGHT), per_delta=per_delta)
-    usage = ask(folder, CHAT, {"messages": QUESTION}, engine).json()["usage"]
+    usage = (await ask(folder, CHAT, {"messages": QUESTION}, engine)).json()["usage"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] == NUM_THOUGHT
 
 
-def test_reasoning_can_be_left_out(folder):
-    message = choice(folder, THOUGHT, include_reasoning=False)["message"]
+async def test_reasoning_can_be_left_out(folder):
+    message = (await choice(folder, THOUGHT, include_reasoning=False))["message"]
     assert "reasoning_content" not in message
     assert message["content"] == "Yes."
-    assert not any("reasoning_content" in delta for delta in deltas(folder, THOUGHT, include_reasoning=False))
+    assert not any("reasoning_content" in delta for delta in await deltas(folder, THOUGHT, include_reasoning=False))
 
 
-def test_an_answer_cut_while_it_thinks_has_no_content(folder):
-    cut = choice(folder, THOUGHT, max_tokens=12)
+async def test_an_answer_cut_while_it_thinks_has_no_content(folder):
+    cut = await choice(folder, THOUGHT, max_tokens=12)
     assert cut["finish_reason"] == "length"
     assert cut["message"]["content"] == ""
     assert "Whales".startswith(cut["message"]["reasoning_content"][:6])
 
 
-def test_a_model_without_reasoning_answers_as_it_stands(folder, tmp_path):
+async def test_a_model_without_reasoning_answers_as_it_stands(folder, tmp_path):
     plain = model_folder(tmp_path / "plain")
-    message = ask(plain, CHAT, {"messages": QUESTION}, FakeEngine(saying(THOUGHT))).json()["choices"][0]["message"]
+    message = (await ask(plain, CHAT, {"messages": QUESTION}, FakeEngine(saying(THOUGHT)))).json()["choices"][0][
+        "message"
+    ]
     assert message == {"role": "assistant", "content": THOUGHT, "refusal": None}
 
 
-def test_the_flag_decides_where_the_template_does_not(folder, tmp_path):
+async def test_the_flag_decides_where_the_template_does_not(folder, tmp_path):
     engine = FakeEngine(saying(THOUGHT))
-    off = ask(folder, CHAT, {"messages": QUESTION}, engine, reasoning_parser="none")
+    off = await ask(folder, CHAT, {"messages": QUESTION}, engine, reasoning_parser="none")
     assert off.json()["choices"][0]["message"]["content"] == THOUGHT
     plain = model_folder(tmp_path / "plain")
-    on = ask(plain, CHAT, {"messages": QUESTION}, FakeEngine(saying(THOUGHT)), reasoning_parser="think")
+    on = await ask(plain, CHAT, {"messages": QUESTION}, FakeEngine(saying(THOUGHT)), reasoning_parser="think")
     assert on.json()["choices"][0]["message"]["content"] == "Yes."
 
 
-def prompt(folder, more):
+async def prompt(folder, more):
     engine = FakeEngine(saying("Yes."))
-    response = ask(folder, CHAT, {"messages": QUESTION, **more}, engine)
+    response = await ask(folder, CHAT, {"messages": QUESTION, **more}, engine)
     assert response.status_code == 200, response.text
     return engine.requests[0].prompt_ids
 
 
-def test_effort_none_is_told_to_the_template(folder):
+async def test_effort_none_is_told_to_the_template(folder):
     engine = FakeEngine(saying("Yes."))
-    assert ask(folder, CHAT, {"messages": QUESTION, "reasoning_effort": "none"}, engine).status_code == 200
+    assert (await ask(folder, CHAT, {"messages": QUESTION, "reasoning_effort": "none"}, engine)).status_code == 200
     assert engine.requests[0].prompt_ids[-len(ids("<think>\n\n</think>\n\n")) :] == tuple(
         ids("<think>\n\n</think>\n\n")
     )
 
 
 @pytest.mark.parametrize("effort", ["minimal", "low", "medium", "high", "xhigh"])
-def test_an_effort_only_turns_thinking_on_where_the_template_has_no_levels(folder, effort):
-    by_effort, switched, plain = (
-        prompt(folder, more) for more in ({"reasoning_effort": effort}, {"enable_thinking": True}, {})
-    )
-    assert by_effort == switched == plain
-    assert prompt(folder, {"reasoning_effort": "none"}) != plain
+async def test_an_effort_only_turns_thinking_on_where_the_template_has_no_levels(folder, effort):
+    plain = await prompt(folder, {})
+    assert await prompt(folder, {"reasoning_effort": effort}) == plain
+    assert await prompt(folder, {"enable_thinking": True}) == plain
+    assert await prompt(folder, {"reasoning_effort": "none"}) != plain
 
 
 @pytest.mark.parametrize(("template", "kind"), [(THINKING, "effect"), (TEMPLATE, "label")], ids=["switch", "none"])
-def test_capabilities_tell_whether_an_effort_changes_anything(tmp_path, template, kind):
+async def test_capabilities_tell_whether_an_effort_changes_anything(tmp_path, template, kind):
     config = {"eos_token": "<|end|>", "chat_template": template}
     path = model_folder(tmp_path / "model", tokenizer_config=config)
-
-    async def use(client):
+    async with serving(path) as (client, _):
         rows = (await client.get("/v1/capabilities")).json()
-        return {row["field"]: row["kind"] for row in rows if row["field"].endswith("effort")}
-
-    seen = run(path, use)
+        seen = {row["field"]: row["kind"] for row in rows if row["field"].endswith("effort")}
     assert seen == dict.fromkeys(("reasoning_effort", "reasoning.effort", "output_config.effort"), kind)
 
 
-def test_an_effort_that_there_is_not_is_refused(folder):
-    error = ask(folder, CHAT, {"messages": QUESTION, "reasoning_effort": "loud"}).json()["error"]
+async def test_an_effort_that_there_is_not_is_refused(folder):
+    error = (await ask(folder, CHAT, {"messages": QUESTION, "reasoning_effort": "loud"})).json()["error"]
     assert error["param"] == "reasoning_effort"
 
 
-def test_a_block_that_the_prompt_opens_is_reasoning_from_the_first_token(folder, tmp_path):
+async def test_a_block_that_the_prompt_opens_is_reasoning_from_the_first_token(folder, tmp_path):
     config = {"eos_token": "<|end|>", "chat_template": TEMPLATE + "<think>\n{# </think> #}"}
     opening = model_folder(tmp_path / "opening", tokenizer_config=config)
     engine = FakeEngine(saying("Large.\n</think>\n\nYes."))
-    message = ask(opening, CHAT, {"messages": QUESTION}, engine).json()["choices"][0]["message"]
+    message = (await ask(opening, CHAT, {"messages": QUESTION}, engine)).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Large.", "Yes.")
 
 
-def test_the_openai_sdk_reads_reasoning(folder):
-    async def main():
-        async with serving(folder, FakeEngine(saying(THOUGHT))) as (_, app), listening(app) as url:
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-                answer = await client.chat.completions.create(model="fake", messages=QUESTION)
-                assert answer.choices[0].message.reasoning_content == "Whales are large."
-                assert answer.usage.completion_tokens_details.reasoning_tokens > 3
-
-    asyncio.run(main())
+async def test_the_openai_sdk_reads_reasoning(folder):
+    async with serving(folder, FakeEngine(saying(THOUGHT))) as (_, app), listening(app) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            answer = await client.chat.completions.create(model="fake", messages=QUESTION)
+            assert answer.choices[0].message.reasoning_content == "Whales are large."
+            assert answer.usage.completion_tokens_details.reasoning_tokens > 3
 
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -176,38 +169,38 @@ def marked(tmp_path_factory):
     return path
 
 
-def grammar(folder, path=CHAT, **body):
+async def grammar(folder, path=CHAT, **body):
     """What the engine is told that the output must follow."""
     engine = FakeEngine(saying("a"), info=replace(INFO, vocab_size=INFO.vocab_size + 2))
-    response = ask(folder, path, body, engine)
+    response = await ask(folder, path, body, engine)
     assert engine.requests, response.text
     return engine.requests[0].params.grammar[1]
 
 
 @pytest.mark.parametrize("formed", FORMED, ids=["call", "schema"])
 @pytest.mark.parametrize("off", OFF, ids=str)
-def test_what_is_forced_does_not_think_where_thinking_is_off(marked, formed, off):
-    assert "thought" not in grammar(marked, messages=QUESTION, **formed, **off)
-    assert "thought" in grammar(marked, messages=QUESTION, **formed)
+async def test_what_is_forced_does_not_think_where_thinking_is_off(marked, formed, off):
+    assert "thought" not in await grammar(marked, messages=QUESTION, **formed, **off)
+    assert "thought" in await grammar(marked, messages=QUESTION, **formed)
 
 
 @pytest.mark.parametrize("formed", FORMED, ids=["call", "schema"])
 @pytest.mark.parametrize(("limit", "most"), [({"max_tokens": 40}, 40), ({}, None), ({"max_tokens": -1}, None)], ids=str)
-def test_what_is_forced_leaves_half_of_the_tokens_for_itself(marked, formed, limit, most):
+async def test_what_is_forced_leaves_half_of_the_tokens_for_itself(marked, formed, limit, most):
     free = {name: value for name, value in formed.items() if name == "tools"}  # the prompt is the same
-    left = INFO.max_len - len(prompt(marked, free))
-    assert f"thought[max_tokens={(most or left) // 2}]" in grammar(marked, messages=QUESTION, **formed, **limit)
+    left = INFO.max_len - len(await prompt(marked, free))
+    assert f"thought[max_tokens={(most or left) // 2}]" in await grammar(marked, messages=QUESTION, **formed, **limit)
 
 
-def test_the_other_apis_turn_thinking_off_too(marked):
+async def test_the_other_apis_turn_thinking_off_too(marked):
     schema = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
     responses = {"input": "the sea", "text": {"format": schema}}
-    assert "thought" in grammar(marked, RESPONSES, **responses)
-    assert "thought" not in grammar(marked, RESPONSES, **responses, reasoning={"effort": "none"})
+    assert "thought" in await grammar(marked, RESPONSES, **responses)
+    assert "thought" not in await grammar(marked, RESPONSES, **responses, reasoning={"effort": "none"})
     messages = {"messages": QUESTION, "max_tokens": 40, "output_config": {"format": {**schema}}}
     del messages["output_config"]["format"]["name"]
-    assert "thought" in grammar(marked, "/v1/messages", **messages, thinking={"type": "adaptive"})
-    assert "thought" not in grammar(marked, "/v1/messages", **messages, thinking={"type": "disabled"})
-    assert "thought" not in grammar(marked, "/v1/messages", **messages), (
+    assert "thought" in await grammar(marked, "/v1/messages", **messages, thinking={"type": "adaptive"})
+    assert "thought" not in await grammar(marked, "/v1/messages", **messages, thinking={"type": "disabled"})
+    assert "thought" not in await grammar(marked, "/v1/messages", **messages), (
         "as Anthropic's models, unless they are asked to"
     )

@@ -18,7 +18,6 @@ from server.app import build_app
 from server.grammar.schemas import MAX_DEPTH, wrong
 from server.settings import Settings
 from tests.fakes import FakeEngine, model_folder
-from tests.live import Server
 from tests.server.wire import CHAT, COMPLETIONS, QUESTION, ask, chunks, joined, run, saying
 
 BASE = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "the sea"}}
@@ -26,17 +25,12 @@ BOTH = pytest.mark.parametrize("path", [CHAT, COMPLETIONS], ids=["chat", "comple
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
 def schema(inner, **more):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": inner, **more}}}
 
 
-def refusal(folder, path, body):
-    answer = ask(folder, path, {**BASE[path], **body}, FakeEngine(saying("a")))
+async def refusal(folder, path, body):
+    answer = await ask(folder, path, {**BASE[path], **body}, FakeEngine(saying("a")))
     error = answer.json()["error"]
     return answer.status_code, error["param"], error["message"]
 
@@ -56,19 +50,19 @@ def refusal(folder, path, body):
         ({"structured_outputs": {"grammar": 'start: "a"'}, "response_format": {"type": "text"}}, "lark", 'start: "a"'),
     ],
 )
-def test_each_way_to_ask_reaches_the_engine(folder, path, body, kind, text):
+async def test_each_way_to_ask_reaches_the_engine(folder, path, body, kind, text):
     engine = FakeEngine(saying('{"x": 1}'))
-    assert ask(folder, path, {**BASE[path], **body, "n": 2, "temperature": 1}, engine).status_code == 200
+    assert (await ask(folder, path, {**BASE[path], **body, "n": 2, "temperature": 1}, engine)).status_code == 200
     for request in engine.requests:
         said_kind, said = request.params.grammar
         assert (said_kind, json.loads(said) if kind in ("json_schema", "choice") else said) == (kind, text)
 
 
 @BOTH
-def test_text_is_the_default(folder, path):
+async def test_text_is_the_default(folder, path):
     for body in ({}, {"response_format": {"type": "text"}}, {"response_format": None, "structured_outputs": None}):
         engine = FakeEngine(saying("a"))
-        assert ask(folder, path, {**BASE[path], **body}, engine).status_code == 200
+        assert (await ask(folder, path, {**BASE[path], **body}, engine)).status_code == 200
         assert engine.requests[0].params.grammar is None
 
 
@@ -93,8 +87,8 @@ SCHEMA_FIELD = "response_format.json_schema.schema"
     ],
     ids=str,
 )  # fmt: skip
-def test_a_keyword_that_cannot_be_kept_is_named_with_its_place(folder, bad, place):
-    status, param, message = refusal(folder, CHAT, schema(bad))
+async def test_a_keyword_that_cannot_be_kept_is_named_with_its_place(folder, bad, place):
+    status, param, message = await refusal(folder, CHAT, schema(bad))
     assert (status, param) == (400, SCHEMA_FIELD)
     assert f"'{place}'" in message, message
     assert len(message) < 300
@@ -115,12 +109,12 @@ def test_a_keyword_that_cannot_be_kept_is_named_with_its_place(folder, bad, plac
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("where", ["response_format", "structured_outputs", "text"])
-def test_keywords_that_say_nothing_are_left_out(folder, given, followed, where):
+async def test_keywords_that_say_nothing_are_left_out(folder, given, followed, where):
     body = schema(given) if where == "response_format" else {
         "structured_outputs": {"json": json.dumps(given) if where == "text" else given}
     }  # fmt: skip
     engine = FakeEngine(saying("{}"))
-    assert ask(folder, CHAT, {**BASE[CHAT], **body}, engine).status_code == 200
+    assert (await ask(folder, CHAT, {**BASE[CHAT], **body}, engine)).status_code == 200
     assert json.loads(engine.requests[0].params.grammar[1]) == followed
 
 
@@ -148,16 +142,16 @@ def test_keywords_that_say_nothing_are_left_out(folder, given, followed, where):
     ],
     ids=lambda case: str(case)[:60],
 )  # fmt: skip
-def test_a_bad_grammar_is_refused_quickly_with_its_field(folder, path, body, field):
+async def test_a_bad_grammar_is_refused_quickly_with_its_field(folder, path, body, field):
     began = time.process_time()
-    status, param, message = refusal(folder, path, body)
+    status, param, message = await refusal(folder, path, body)
     assert (status, param) == (400, field), message
     assert len(message) < 300
     assert "a" * 65 not in message
     assert time.process_time() - began < 5  # the app starts and ends in it; others' work does not count
 
 
-def test_schemas_may_be_nested_so_deep_and_no_deeper(folder):
+async def test_schemas_may_be_nested_so_deep_and_no_deeper(folder):
     def nested(depth):
         inner = {}
         for _ in range(depth):
@@ -165,7 +159,7 @@ def test_schemas_may_be_nested_so_deep_and_no_deeper(folder):
         return inner
 
     assert wrong("json_schema", json.dumps(nested(MAX_DEPTH))) is None
-    status, _, message = refusal(folder, CHAT, schema(nested(MAX_DEPTH + 1)))
+    status, _, message = await refusal(folder, CHAT, schema(nested(MAX_DEPTH + 1)))
     assert status == 400 and "deep" in message
 
 
@@ -180,51 +174,48 @@ def test_every_refusal_of_a_collection_is_quick_and_short(data):
     assert slowest < 0.5
 
 
-def test_a_grammar_that_fails_in_the_engine_is_the_clients_error(folder):
+async def test_a_grammar_that_fails_in_the_engine_is_the_clients_error(folder):
     class Refusing(FakeEngine):
         async def generate(self, request):
             yield TokenDelta(id=request.id, finish_reason="error", error="the grammar is bad", field="grammar")
 
     asked = {**BASE[CHAT], "structured_outputs": {"regex": "a"}}
-    answer = ask(folder, CHAT, asked, Refusing())
+    answer = await ask(folder, CHAT, asked, Refusing())
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs.regex")
-    assert ask(folder, CHAT, {**asked, "stream": True}, Refusing()).status_code == 400
+    assert (await ask(folder, CHAT, {**asked, "stream": True}, Refusing())).status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_an_answer_that_is_not_json_after_all_is_no_success(folder, path, stream):
+async def test_an_answer_that_is_not_json_after_all_is_no_success(folder, path, stream):
     body = {**BASE[path], "structured_outputs": {"json_object": True}, "stream": stream}
-    assert ask(folder, path, body, FakeEngine(saying('{"a": 1}'))).status_code == 200
-    broken = ask(folder, path, body, FakeEngine(saying('{"a": ')))
+    assert (await ask(folder, path, body, FakeEngine(saying('{"a": 1}')))).status_code == 200
+    broken = await ask(folder, path, body, FakeEngine(saying('{"a": ')))
     assert broken.status_code == (200 if stream else 500)
     assert '"code":"invalid_answer"' in broken.text
-    cut = ask(folder, path, {**body, "max_tokens": 2}, FakeEngine(saying('{"a": 1}')))
+    cut = await ask(folder, path, {**body, "max_tokens": 2}, FakeEngine(saying('{"a": 1}')))
     assert "invalid_answer" not in cut.text and '"length"' in cut.text
 
 
-def test_a_model_whose_tokens_are_not_bytes_refuses(tmp_path):
+async def test_a_model_whose_tokens_are_not_bytes_refuses(tmp_path):
     from tests.toys import word_pieces
 
     folder = model_folder(tmp_path / "fake")
     word_pieces().save(str(folder / "tokenizer.json"))
-    status, param, _ = refusal(folder, COMPLETIONS, {"structured_outputs": {"regex": "a"}})
+    status, param, _ = await refusal(folder, COMPLETIONS, {"structured_outputs": {"regex": "a"}})
     assert (status, param) == (400, "structured_outputs.regex")
 
 
 # --- with a model
 
 
-def serve(use):
-    async def main():
-        app = build_app(Settings(model="builtin"), LocalEngine(EngineConfig(model="builtin", num_blocks=512)))
-        async with app.router.lifespan_context(app):
-            await app.state.pequod.ready()
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-                return await use(client)
-
-    return asyncio.run(main())
+async def serve(use):
+    app = build_app(Settings(model="builtin"), LocalEngine(EngineConfig(model="builtin", num_blocks=512)))
+    async with app.router.lifespan_context(app):
+        await app.state.pequod.ready()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            return await use(client)
 
 
 CASES = [
@@ -237,7 +228,7 @@ CASES = [
 
 
 @BOTH
-def test_answers_follow_their_grammar_streamed_and_whole(path):
+async def test_answers_follow_their_grammar_streamed_and_whole(path):
     async def use(client):
         jobs = []
         for i, (body, check) in enumerate(CASES):
@@ -256,7 +247,7 @@ def test_answers_follow_their_grammar_streamed_and_whole(path):
         metrics = (await client.get("/metrics")).text
         return jobs, metrics
 
-    jobs, metrics = serve(use)
+    jobs, metrics = await serve(use)
     stopped = 0
     for check, text, reason in jobs:
         if reason == "stop":
@@ -267,12 +258,12 @@ def test_answers_follow_their_grammar_streamed_and_whole(path):
     assert float(re.search(r"\npequod:grammar_forced_tokens_total (\S+)", metrics)[1]) > 5
 
 
-def test_logprobs_of_a_grammar_row_are_told_for_every_token():
+async def test_logprobs_of_a_grammar_row_are_told_for_every_token():
     async def use(client):
         asked = {**BASE[CHAT], **schema(POINT), "logprobs": True, "top_logprobs": 1, "seed": 1, "max_tokens": 60}
         return (await client.post(CHAT, json=asked)).json()
 
-    answer = serve(use)
+    answer = await serve(use)
     entries = answer["choices"][0]["logprobs"]["content"]
     assert len(entries) == answer["usage"]["completion_tokens"]
     text = "".join(entry["token"] for entry in entries)
@@ -282,12 +273,6 @@ def test_logprobs_of_a_grammar_row_are_told_for_every_token():
 class Crew(pydantic.BaseModel):
     captain: str = pydantic.Field(max_length=8)
     size: int = pydantic.Field(ge=0, le=99)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server() as running:
-        yield running
 
 
 @pytest.mark.parametrize(
@@ -331,11 +316,11 @@ def test_the_openai_sdk_parses_what_it_asks_for(server):
         )
 
 
-def test_many_bodies_at_once_and_the_server_goes_on(folder):
+async def test_many_bodies_at_once_and_the_server_goes_on(folder):
     async def use(client):
         bad = {**BASE[CHAT], **schema({"properties": {f"p{i}": {"not": {}} for i in range(500)}})}
         good = {**BASE[CHAT], **schema(POINT)}
         answers = await asyncio.gather(*(client.post(CHAT, json=body) for body in [bad, good] * 10))
         return [answer.status_code for answer in answers]
 
-    assert run(folder, use, FakeEngine(saying('{"x": 1}')), max_num_queued_reqs=256) == [400, 200] * 10
+    assert await run(folder, use, FakeEngine(saying('{"x": 1}')), max_num_queued_reqs=256) == [400, 200] * 10

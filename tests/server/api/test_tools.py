@@ -1,6 +1,5 @@
 """Tools: what the prompt tells of them, what the answer makes of calls, and what is refused."""
 
-import asyncio
 import json
 
 import openai
@@ -29,27 +28,27 @@ def folder(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("model") / "fake", tokenizer_config=config)
 
 
-def choice(folder, says, **body):
+async def choice(folder, says, **body):
     body = {"messages": QUESTION, "tools": [WEATHER, CLOCK], **body}
-    response = ask(folder, CHAT, body, FakeEngine(saying(says)))
+    response = await ask(folder, CHAT, body, FakeEngine(saying(says)))
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]
 
 
-def refusal(folder, **body):
-    response = ask(folder, CHAT, {"messages": QUESTION, **body})
+async def refusal(folder, **body):
+    response = await ask(folder, CHAT, {"messages": QUESTION, **body})
     assert response.status_code == 400, response.text
     return response.json()["error"]
 
 
-def prompt(folder, **body):
+async def prompt(folder, **body):
     engine = FakeEngine(saying("a"))
-    assert ask(folder, CHAT, {"messages": QUESTION, **body}, engine).status_code == 200
+    assert (await ask(folder, CHAT, {"messages": QUESTION, **body}, engine)).status_code == 200
     return LIBRARY.decode(engine.requests[0].prompt_ids)
 
 
-def test_a_call_is_no_text(folder):
-    answered = choice(folder, CALL)
+async def test_a_call_is_no_text(folder):
+    answered = await choice(folder, CALL)
     assert answered["finish_reason"] == "tool_calls"
     message = answered["message"]
     assert message["content"] is None
@@ -59,16 +58,16 @@ def test_a_call_is_no_text(folder):
     assert call["function"] == {"name": "weather", "arguments": '{"place": "Nantucket"}'}
 
 
-def test_text_comes_before_calls_and_ids_differ(folder):
-    message = choice(folder, f"Let me look.\n{CALL}\n{SECOND}")["message"]
+async def test_text_comes_before_calls_and_ids_differ(folder):
+    message = (await choice(folder, f"Let me look.\n{CALL}\n{SECOND}"))["message"]
     assert message["content"] == "Let me look."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "clock"]
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
-def test_streamed_arguments_come_piece_by_piece(folder):
+async def test_streamed_arguments_come_piece_by_piece(folder):
     body = {"messages": QUESTION, "tools": [WEATHER], "stream": True}
-    seen = chunks(ask(folder, CHAT, body, FakeEngine(saying(CALL))).text)
+    seen = chunks((await ask(folder, CHAT, body, FakeEngine(saying(CALL)))).text)
     pieces = [call for chunk in seen for c in chunk["choices"] for call in c["delta"].get("tool_calls", ())]
     assert [piece["index"] for piece in pieces] == [0] * len(pieces)
     assert pieces[0]["function"] == {"name": "weather", "arguments": ""}
@@ -78,37 +77,37 @@ def test_streamed_arguments_come_piece_by_piece(folder):
     assert seen[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_a_call_that_was_cut_off_ends_by_length(folder):
-    cut = choice(folder, CALL, max_tokens=len(ids(CALL)) - 15)
+async def test_a_call_that_was_cut_off_ends_by_length(folder):
+    cut = await choice(folder, CALL, max_tokens=len(ids(CALL)) - 15)
     assert cut["finish_reason"] == "length"
     assert '{"place": "Nantucket"}'.startswith(cut["message"]["tool_calls"][0]["function"]["arguments"])
 
 
-def test_what_is_not_a_tool_is_text(folder):
+async def test_what_is_not_a_tool_is_text(folder):
     unknown = CALL.replace("weather", "sink_the_ship")
-    answered = choice(folder, unknown)
+    answered = await choice(folder, unknown)
     assert answered["message"]["content"] == unknown
     assert answered["finish_reason"] == "stop"
-    assert choice(folder, CALL, tools=None)["message"]["content"] == CALL
+    assert (await choice(folder, CALL, tools=None))["message"]["content"] == CALL
 
 
-def test_the_prompt_tells_of_the_tools(folder):
-    assert prompt(folder, tools=[WEATHER, CLOCK]).endswith("<tool_call>weather<tool_call>clock")
-    assert "<tool_call>" not in prompt(folder)
-    assert "<tool_call>" not in prompt(folder, tools=[])
+async def test_the_prompt_tells_of_the_tools(folder):
+    assert (await prompt(folder, tools=[WEATHER, CLOCK])).endswith("<tool_call>weather<tool_call>clock")
+    assert "<tool_call>" not in await prompt(folder)
+    assert "<tool_call>" not in await prompt(folder, tools=[])
 
 
-def test_with_choice_none_there_are_no_tools(folder):
-    assert "<tool_call>" not in prompt(folder, tools=[WEATHER], tool_choice="none")
-    assert choice(folder, CALL, tool_choice="none")["message"]["content"] == CALL
+async def test_with_choice_none_there_are_no_tools(folder):
+    assert "<tool_call>" not in await prompt(folder, tools=[WEATHER], tool_choice="none")
+    assert (await choice(folder, CALL, tool_choice="none"))["message"]["content"] == CALL
 
 
-def test_allowed_tools_are_told_of_but_not_called(folder):
+async def test_allowed_tools_are_told_of_but_not_called(folder):
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}
     some = {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
-    assert prompt(folder, **some).endswith("<tool_call>weather<tool_call>clock")
-    assert choice(folder, CALL, **some)["message"]["content"] == CALL
-    assert choice(folder, SECOND, **some)["finish_reason"] == "tool_calls"
+    assert (await prompt(folder, **some)).endswith("<tool_call>weather<tool_call>clock")
+    assert (await choice(folder, CALL, **some))["message"]["content"] == CALL
+    assert (await choice(folder, SECOND, **some))["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -126,14 +125,16 @@ def test_allowed_tools_are_told_of_but_not_called(folder):
         ({"tools": [WEATHER], "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
     ],
 )
-def test_bad_tools_are_refused_by_name(folder, body, param):
-    assert refusal(folder, **body)["param"] == param
+async def test_bad_tools_are_refused_by_name(folder, body, param):
+    assert (await refusal(folder, **body))["param"] == param
 
 
-def forced(folder, parameters, **body):
+async def forced(folder, parameters, **body):
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     engine = FakeEngine(saying("a"))
-    response = ask(folder, CHAT, {"messages": QUESTION, "tools": [tool], "tool_choice": "required", **body}, engine)
+    response = await ask(
+        folder, CHAT, {"messages": QUESTION, "tools": [tool], "tool_choice": "required", **body}, engine
+    )
     return response, engine
 
 
@@ -146,69 +147,66 @@ def forced(folder, parameters, **body):
         ({"const": 5}, ""),
     ],
 )
-def test_a_schema_that_calls_cannot_follow_is_refused_with_its_place(folder, parameters, place):
-    response, _ = forced(folder, parameters)
+async def test_a_schema_that_calls_cannot_follow_is_refused_with_its_place(folder, parameters, place):
+    response, _ = await forced(folder, parameters)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "tools[0].function.parameters")
     assert place in error["message"]
 
 
-def test_what_cannot_stand_beside_a_call_that_must_be_made(folder):
+async def test_what_cannot_stand_beside_a_call_that_must_be_made(folder):
     for more, param in (
         ({"stop": ["a"]}, "stop"),
         ({"min_tokens": 5}, "min_tokens"),
         ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
     ):
-        response, _ = forced(folder, {}, **more)
+        response, _ = await forced(folder, {}, **more)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_a_required_call_is_a_grammar_of_the_whole_answer(folder):
-    response, engine = forced(folder, {"type": ["object", "null"], "required": ["a"], "properties": {"a": {}}})
+async def test_a_required_call_is_a_grammar_of_the_whole_answer(folder):
+    response, engine = await forced(folder, {"type": ["object", "null"], "required": ["a"], "properties": {"a": {}}})
     assert response.status_code == 200
     kind, text = engine.requests[0].params.grammar
     assert kind == "lark" and '"<tool_call>"' in text and '"type": "object"' in text and "null" not in text
 
 
-def grammar_beside(folder, tool):
+async def grammar_beside(folder, tool):
     engine = FakeEngine(saying("a"))
-    assert ask(folder, CHAT, {"messages": QUESTION, "tools": [tool]}, engine).status_code == 200
+    assert (await ask(folder, CHAT, {"messages": QUESTION, "tools": [tool]}, engine)).status_code == 200
     return engine.requests[0].params.grammar
 
 
-def test_where_the_model_is_free_to_call_only_strict_functions_are_a_grammar(folder):
-    assert grammar_beside(folder, WEATHER) is None
+async def test_where_the_model_is_free_to_call_only_strict_functions_are_a_grammar(folder):
+    assert await grammar_beside(folder, WEATHER) is None
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    kind, text = grammar_beside(folder, strict)
+    kind, text = await grammar_beside(folder, strict)
     assert kind == "lark" and '"place"' in text
 
 
-def test_too_many_functions_for_one_grammar(tmp_path):
+async def test_too_many_functions_for_one_grammar(tmp_path):
     config = {"eos_token": "<|end|>", "chat_template": "{# tools <tool_call> #}{{ messages[0].content }}"}
     plain = model_folder(tmp_path / "plain", tokenizer_config=config)  # its prompt does not tell of them
     parameters = {"type": "object", "properties": {f"place{i}": {"type": "integer"} for i in range(6)}}
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(256)]
     body = {"messages": QUESTION, "tools": tools, "tool_choice": "required"}
-    response = ask(plain, CHAT, body)
+    response = await ask(plain, CHAT, body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
     assert "together" in response.json()["error"]["message"]
 
 
-def test_the_openai_sdk_calls_tools_until_the_answer(folder):
-    async def main():
-        async with serving(folder, FakeEngine(saying(CALL, "Fog."))) as (_, app), listening(app) as url:
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-                messages = list(QUESTION)
-                async with client.chat.completions.stream(model="fake", messages=messages, tools=[WEATHER]) as stream:
-                    first = (await stream.get_final_completion()).choices[0]
-                assert first.finish_reason == "tool_calls"
-                [call] = first.message.tool_calls
-                assert json.loads(call.function.arguments) == {"place": "Nantucket"}
-                messages += [
-                    first.message.model_dump(exclude_none=True),
-                    {"role": "tool", "tool_call_id": call.id, "content": "fog"},
-                ]
-                last = await client.chat.completions.create(model="fake", messages=messages, tools=[WEATHER])
-                assert last.choices[0].message.content == "Fog."
-
-    asyncio.run(main())
+async def test_the_openai_sdk_calls_tools_until_the_answer(folder):
+    async with serving(folder, FakeEngine(saying(CALL, "Fog."))) as (_, app), listening(app) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            messages = list(QUESTION)
+            async with client.chat.completions.stream(model="fake", messages=messages, tools=[WEATHER]) as stream:
+                first = (await stream.get_final_completion()).choices[0]
+            assert first.finish_reason == "tool_calls"
+            [call] = first.message.tool_calls
+            assert json.loads(call.function.arguments) == {"place": "Nantucket"}
+            messages += [
+                first.message.model_dump(exclude_none=True),
+                {"role": "tool", "tool_call_id": call.id, "content": "fog"},
+            ]
+            last = await client.chat.completions.create(model="fake", messages=messages, tools=[WEATHER])
+            assert last.choices[0].message.content == "Fog."

@@ -1,6 +1,5 @@
 """A stream's deltas, joined, are the answer in one piece, byte for byte: any format, any text, any cut."""
 
-import asyncio
 import random
 from dataclasses import replace
 
@@ -83,41 +82,35 @@ def whole(answer):
 
 
 @pytest.mark.parametrize("formats", CASES, ids=lambda f: f"{f.tools}-{f.reasoning}")
-def test_a_stream_joined_is_the_whole_answer(tmp_path, formats):
+async def test_a_stream_joined_is_the_whole_answer(tmp_path, formats):
     rng = random.Random(f"{formats}")
     config = {"eos_token": "<|end|>", "chat_template": "{# tools #}" + TEMPLATE}
     folder = model_folder(tmp_path / "fake", tokenizer_config=config)
     kinds = set()
-
-    async def main():
-        engine = Odds()
-        async with serving(folder, engine) as (client, app):
-            app.state.pequod.model = replace(app.state.pequod.model, formats=formats)
-            for _ in range(EXAMPLES):
-                text = text_of(rng, formats)
-                spoken = [*spelt(text), END]
-                engine.say = lambda request, spoken=spoken: spoken
-                body = {"messages": QUESTION, "logprobs": True, "return_token_ids": True, "seed": 1}
-                if formats.tools and rng.random() < 0.8:
-                    body["tools"] = [WEATHER, CLOCK]
-                if rng.random() < 0.3:
-                    at = rng.randrange(len(text))
-                    body["stop"] = [text[at : at + rng.randrange(1, 5)], "whale"]
-                    body["include_stop_str_in_output"] = rng.random() < 0.5
-                if rng.random() < 0.2:
-                    body["max_tokens"] = rng.randrange(1, len(spoken) + 1)
-                engine.per_delta = rng.choice([1, 1, 2, 5, 100])
-                at_once = await client.post(CHAT, json=body)
-                assert at_once.status_code == 200, at_once.text
-                engine.per_delta = rng.choice([1, 1, 2, 5, 100])
-                streamed = await client.post(
-                    CHAT, json={**body, "stream": True, "stream_options": {"include_usage": True}}
-                )
-                expected = whole(at_once.json())
-                assert merged(chunks(streamed.text)) == expected, (text, body)
-                kinds.update(expected[0], [expected[3]])
-
-    asyncio.run(main())
+    engine = Odds()
+    async with serving(folder, engine) as (client, app):
+        app.state.pequod.model = replace(app.state.pequod.model, formats=formats)
+        for _ in range(EXAMPLES):
+            text = text_of(rng, formats)
+            spoken = [*spelt(text), END]
+            engine.say = lambda request, spoken=spoken: spoken
+            body = {"messages": QUESTION, "logprobs": True, "return_token_ids": True, "seed": 1}
+            if formats.tools and rng.random() < 0.8:
+                body["tools"] = [WEATHER, CLOCK]
+            if rng.random() < 0.3:
+                at = rng.randrange(len(text))
+                body["stop"] = [text[at : at + rng.randrange(1, 5)], "whale"]
+                body["include_stop_str_in_output"] = rng.random() < 0.5
+            if rng.random() < 0.2:
+                body["max_tokens"] = rng.randrange(1, len(spoken) + 1)
+            engine.per_delta = rng.choice([1, 1, 2, 5, 100])
+            at_once = await client.post(CHAT, json=body)
+            assert at_once.status_code == 200, at_once.text
+            engine.per_delta = rng.choice([1, 1, 2, 5, 100])
+            streamed = await client.post(CHAT, json={**body, "stream": True, "stream_options": {"include_usage": True}})
+            expected = whole(at_once.json())
+            assert merged(chunks(streamed.text)) == expected, (text, body)
+            kinds.update(expected[0], [expected[3]])
     assert "content" in kinds and "stop" in kinds
     if formats.tools and formats.reasoning:
         assert {"reasoning_content", "tool_calls"} <= kinds

@@ -177,141 +177,117 @@ def add_probes(app) -> None:
         raise ValueError("call me ishmael")
 
 
-def test_a_body_over_the_limit_is_refused_by_its_length_and_by_counting(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), max_body_bytes=2000) as (client, app):
-            add_probes(app)
-            assert (await client.post("/probe", content=b"x" * 2000)).json() == {"bytes": 2000}
-            told = await client.post("/probe", content=b"x" * 2001)
+async def test_a_body_over_the_limit_is_refused_by_its_length_and_by_counting(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), max_body_bytes=2000) as (client, app):
+        add_probes(app)
+        assert (await client.post("/probe", content=b"x" * 2000)).json() == {"bytes": 2000}
+        told = await client.post("/probe", content=b"x" * 2001)
 
-            async def chunks():
-                for _ in range(30):
-                    yield b"x" * 100
+        async def chunks():
+            for _ in range(30):
+                yield b"x" * 100
 
-            counted = await client.post("/probe", content=chunks())
-            for answer in (told, counted):
-                assert answer.status_code == 413
-                assert answer.json()["error"]["code"] == "body_too_large"
-                assert answer.headers["connection"] == "close"
-            assert app.state.pequod.limits.bytes.open == 0
-
-    asyncio.run(run())
+        counted = await client.post("/probe", content=chunks())
+        for answer in (told, counted):
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "body_too_large"
+            assert answer.headers["connection"] == "close"
+        assert app.state.pequod.limits.bytes.open == 0
 
 
-def test_bodies_of_all_requests_are_bounded_together(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), max_body_bytes=2000) as (client, app):
-            add_probes(app)
-            limits = app.state.pequod.limits
-            limits.bytes.acquire("others", limits.bytes.total - 1000)
-            answer = await client.post("/probe", content=b"x" * 1500)
-            assert answer.status_code == 503
-            assert int(answer.headers["retry-after"]) >= 1
-            assert limits.bytes.open == limits.bytes.total - 1000
-
-    asyncio.run(run())
+async def test_bodies_of_all_requests_are_bounded_together(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), max_body_bytes=2000) as (client, app):
+        add_probes(app)
+        limits = app.state.pequod.limits
+        limits.bytes.acquire("others", limits.bytes.total - 1000)
+        answer = await client.post("/probe", content=b"x" * 1500)
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert limits.bytes.open == limits.bytes.total - 1000
 
 
-def test_a_body_that_trickles_is_cut_off(tmp_path, monkeypatch):
+async def test_a_body_that_trickles_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr("server.http.middleware.PROGRESS_S", 0.05)
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (_, app):
-            add_probes(app)
-            async with listening(app) as url:
-                host, port = url.removeprefix("http://").split(":")
-                reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nx")
-                answer = await asyncio.wait_for(reader.read(), WAIT_S)
-                writer.close()
-                assert b" 408 " in answer.split(b"\r\n")[0]
-                assert b"body_timeout" in answer
-            assert app.state.pequod.limits.bytes.open == 0
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m")) as (_, app):
+        add_probes(app)
+        async with listening(app) as url:
+            host, port = url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nx")
+            answer = await asyncio.wait_for(reader.read(), WAIT_S)
+            writer.close()
+            assert b" 408 " in answer.split(b"\r\n")[0]
+            assert b"body_timeout" in answer
+        assert app.state.pequod.limits.bytes.open == 0
 
 
-def test_a_body_that_keeps_coming_may_take_its_time(tmp_path, monkeypatch):
+async def test_a_body_that_keeps_coming_may_take_its_time(tmp_path, monkeypatch):
     monkeypatch.setattr("server.http.middleware.PROGRESS_S", 0.2)
     monkeypatch.setattr("server.http.middleware.PROGRESS_BYTES", 10)
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (_, app):
-            add_probes(app)
-            async with listening(app) as url:
-                host, port = url.removeprefix("http://").split(":")
-                reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300\r\n\r\n")
-                for _ in range(10):  # a second in all, five times the stretch
-                    writer.write(b"x" * 30)
-                    await asyncio.sleep(0.1)
-                answer = await asyncio.wait_for(reader.readuntil(b"}"), WAIT_S)
-                assert b"200 OK" in answer and b'{"bytes":300}' in answer
-                writer.close()
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m")) as (_, app):
+        add_probes(app)
+        async with listening(app) as url:
+            host, port = url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300\r\n\r\n")
+            for _ in range(10):  # a second in all, five times the stretch
+                writer.write(b"x" * 30)
+                await asyncio.sleep(0.1)
+            answer = await asyncio.wait_for(reader.readuntil(b"}"), WAIT_S)
+            assert b"200 OK" in answer and b'{"bytes":300}' in answer
+            writer.close()
 
 
-def test_idle_uploads_of_one_client_keep_nobody_else_out(tmp_path, monkeypatch):
+async def test_idle_uploads_of_one_client_keep_nobody_else_out(tmp_path, monkeypatch):
     """As many as would hold all bytes that bodies may have, each without its last byte."""
     monkeypatch.setattr("server.http.middleware.PROGRESS_S", 1.0)
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), max_body_bytes=100_000) as (_, app):
-            add_probes(app)
-            limits = app.state.pequod.limits
-            async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
-                host, port = url.removeprefix("http://").split(":")
-                idle = []
-                for _ in range(32):
-                    _, writer = await asyncio.open_connection(host, int(port))
-                    head = b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
-                    writer.write(head + b"x" * 99_999)
-                    idle.append(writer)
-                await until(lambda: limits.rejections["share"] >= 6)
-                assert 24 * 100_000 < limits.bytes.open < 26 * 100_000
-                monkeypatch.setattr("server.http.auth.address_of", lambda scope: "elsewhere")
-                assert (await client.post("/probe", content=b"x" * 50_000)).json() == {"bytes": 50_000}
-                await until(lambda: limits.bytes.open == 0, 30)  # they made no progress
-                for writer in idle:
-                    writer.close()
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m"), max_body_bytes=100_000) as (_, app):
+        add_probes(app)
+        limits = app.state.pequod.limits
+        async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+            host, port = url.removeprefix("http://").split(":")
+            idle = []
+            for _ in range(32):
+                _, writer = await asyncio.open_connection(host, int(port))
+                head = b"POST /probe HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+                writer.write(head + b"x" * 99_999)
+                idle.append(writer)
+            await until(lambda: limits.rejections["share"] >= 6)
+            assert 24 * 100_000 < limits.bytes.open < 26 * 100_000
+            monkeypatch.setattr("server.http.auth.address_of", lambda scope: "elsewhere")
+            assert (await client.post("/probe", content=b"x" * 50_000)).json() == {"bytes": 50_000}
+            await until(lambda: limits.bytes.open == 0, 30)  # they made no progress
+            for writer in idle:
+                writer.close()
 
 
-def test_tickets_come_back_after_a_bug_and_after_a_hang_up(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, app):
-            add_probes(app)
-            limits = app.state.pequod.limits
-            answer = await client.post("/broken")
-            assert answer.status_code == 500
-            assert "ishmael" not in answer.text
-            assert limits.open_choices == 0
-            async with listening(app) as url, httpx.AsyncClient() as outside:
-                async with outside.stream("POST", f"{url}/never") as stream:
-                    await anext(stream.aiter_raw())
-                    assert limits.open_choices == 1
-                await until(lambda: limits.open_choices == 0)
-
-    asyncio.run(run())
+async def test_tickets_come_back_after_a_bug_and_after_a_hang_up(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, app):
+        add_probes(app)
+        limits = app.state.pequod.limits
+        answer = await client.post("/broken")
+        assert answer.status_code == 500
+        assert "ishmael" not in answer.text
+        assert limits.open_choices == 0
+        async with listening(app) as url, httpx.AsyncClient() as outside:
+            async with outside.stream("POST", f"{url}/never") as stream:
+                await anext(stream.aiter_raw())
+                assert limits.open_choices == 1
+            await until(lambda: limits.open_choices == 0)
 
 
-def test_a_full_queue_answers_503_before_the_first_header(tmp_path):
-    async def run():
-        engine = FakeEngine()
-        async with serving(model_folder(tmp_path / "m"), engine, max_num_queued_reqs=1) as (client, app):
-            add_probes(app)
-            state = app.state.pequod
-            assert state.limits.max_seqs == engine.info.max_seqs
-            tickets = [state.limits.admit(Caller(), 1) for _ in range(state.limits.max_choices)]
-            answer = await client.post("/never")
-            assert answer.status_code == 503
-            assert answer.headers["retry-after"].isdigit()
-            assert json.loads(answer.content)["error"]["code"] == "queue_full"
-            assert (await client.get("/ready")).json()["state"] == "full"
-            for ticket in tickets:
-                ticket.release()
-            assert (await client.get("/ready")).status_code == 200
-
-    asyncio.run(run())
+async def test_a_full_queue_answers_503_before_the_first_header(tmp_path):
+    engine = FakeEngine()
+    async with serving(model_folder(tmp_path / "m"), engine, max_num_queued_reqs=1) as (client, app):
+        add_probes(app)
+        state = app.state.pequod
+        assert state.limits.max_seqs == engine.info.max_seqs
+        tickets = [state.limits.admit(Caller(), 1) for _ in range(state.limits.max_choices)]
+        answer = await client.post("/never")
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"].isdigit()
+        assert json.loads(answer.content)["error"]["code"] == "queue_full"
+        assert (await client.get("/ready")).json()["state"] == "full"
+        for ticket in tickets:
+            ticket.release()
+        assert (await client.get("/ready")).status_code == 200

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
 import pytest
@@ -16,16 +15,13 @@ from tests.fakes import FakeEngine, model_folder, serving
 PUBLIC = {"/live", "/ready", "/health", "/version", "/docs", "/openapi.json", "/"}
 
 
-def test_every_route_states_its_role(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (_, app):
-            stated = {route.path: roles(route) for route in app.routes}
-            assert all(len(found) == 1 for found in stated.values()), stated
-            assert {path for path, found in stated.items() if found == {"public"}} == PUBLIC
-            assert {path for path, found in stated.items() if found == {"metrics_reader"}} == {"/metrics"}
-            assert "/v1/models" in {path for path, found in stated.items() if found == {"user"}}
-
-    asyncio.run(run())
+async def test_every_route_states_its_role(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (_, app):
+        stated = {route.path: roles(route) for route in app.routes}
+        assert all(len(found) == 1 for found in stated.values()), stated
+        assert {path for path, found in stated.items() if found == {"public"}} == PUBLIC
+        assert {path for path, found in stated.items() if found == {"metrics_reader"}} == {"/metrics"}
+        assert "/v1/models" in {path for path, found in stated.items() if found == {"user"}}
 
 
 def test_an_app_with_a_route_that_states_no_role_is_not_built(tmp_path, monkeypatch):
@@ -53,34 +49,30 @@ APP = app_module.build_app(app_module.Settings(model="builtin"), FakeEngine())
 
 
 @pytest.mark.parametrize("route", APP.routes, ids=lambda route: f"{'-'.join(sorted(route.methods))}-{route.path}")
-def test_a_route_answers_who_has_the_key_of_its_role_and_nobody_else(tmp_path, route):
+async def test_a_route_answers_who_has_the_key_of_its_role_and_nobody_else(tmp_path, route):
     (role,) = roles(route)
     path = re.sub(r"\{.*?\}", "fake", route.path)
     # /v1/responses/compact could be the path of a response too: what is taken there has its own row.
     taken = {method for other in APP.routes if other.path_regex.match(path) for method in other.methods}
     taken |= {"HEAD"} if "GET" in taken else set()
     own = route.methods | ({"HEAD"} if "GET" in route.methods else set())
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), api_key=[API_KEY], metrics_key=METRICS_KEY) as (client, _):
-            for name, headers in SENT.items():
-                for method in sorted(own):
-                    # No JSON, and ids of nothing: who has no key is not told.
-                    body = {"content": b"{"} if method in ("POST", "DELETE") else {}
-                    answer = await client.request(method, path, headers=headers, **body)
-                    if name.startswith(OPENS[role]):
-                        assert answer.status_code not in (401, 403, 405), (method, name)
-                        continue
-                    assert answer.status_code == 401, (method, name)
-                    assert answer.headers["www-authenticate"] == "Bearer"
-                    if method != "HEAD":
-                        assert answer.json()["error"]["code"] in ("invalid_api_key", "authentication_error")
-                for method in set(OTHERS) - taken:
-                    answer = await client.request(method, path, headers=headers)
-                    assert answer.status_code == 405, (method, name)
-                    assert set(answer.headers["allow"].split(", ")) <= taken
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m"), api_key=[API_KEY], metrics_key=METRICS_KEY) as (client, _):
+        for name, headers in SENT.items():
+            for method in sorted(own):
+                # No JSON, and ids of nothing: who has no key is not told.
+                body = {"content": b"{"} if method in ("POST", "DELETE") else {}
+                answer = await client.request(method, path, headers=headers, **body)
+                if name.startswith(OPENS[role]):
+                    assert answer.status_code not in (401, 403, 405), (method, name)
+                    continue
+                assert answer.status_code == 401, (method, name)
+                assert answer.headers["www-authenticate"] == "Bearer"
+                if method != "HEAD":
+                    assert answer.json()["error"]["code"] in ("invalid_api_key", "authentication_error")
+            for method in set(OTHERS) - taken:
+                answer = await client.request(method, path, headers=headers)
+                assert answer.status_code == 405, (method, name)
+                assert set(answer.headers["allow"].split(", ")) <= taken
 
 
 def test_no_route_is_reached_but_by_http():
@@ -106,70 +98,54 @@ def test_no_route_is_reached_but_by_http():
         ({"X-Api-Key": "schl\u00fcssel"}, 401),
     ],
 )
-def test_a_key_fits_whole_or_not_at_all(tmp_path, headers, status):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), api_key=["first-key", "second-key"]) as (client, _):
-            sent = {name: value.encode() for name, value in headers.items()}
-            answer = await client.get("/v1/models", headers=sent)
-            assert answer.status_code == status
-            assert "first-key" not in answer.text
-
-    asyncio.run(run())
+async def test_a_key_fits_whole_or_not_at_all(tmp_path, headers, status):
+    async with serving(model_folder(tmp_path / "m"), api_key=["first-key", "second-key"]) as (client, _):
+        sent = {name: value.encode() for name, value in headers.items()}
+        answer = await client.get("/v1/models", headers=sent)
+        assert answer.status_code == status
+        assert "first-key" not in answer.text
 
 
-def test_a_path_that_looks_public_opens_nothing(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), api_key=["k"]) as (client, _):
-            for path in (
-                "/v1/models/../../live",
-                "/live/../v1/models",
-                "//v1/models",
-                "/v1/models/",
-                "/v1/models?x=/live",
-            ):
-                answer = await client.get(path)
-                assert answer.status_code in (401, 404) or answer.json().get("state") == "ready", path
-
-    asyncio.run(run())
+async def test_a_path_that_looks_public_opens_nothing(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), api_key=["k"]) as (client, _):
+        for path in (
+            "/v1/models/../../live",
+            "/live/../v1/models",
+            "//v1/models",
+            "/v1/models/",
+            "/v1/models?x=/live",
+        ):
+            answer = await client.get(path)
+            assert answer.status_code in (401, 404) or answer.json().get("state") == "ready", path
 
 
-def test_without_keys_nobody_is_asked(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            assert (await client.get("/v1/models")).status_code == 200
-            assert (await client.get("/v1/models", headers={"Authorization": "Bearer any"})).status_code == 200
-
-    asyncio.run(run())
+async def test_without_keys_nobody_is_asked(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, _):
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.get("/v1/models", headers={"Authorization": "Bearer any"})).status_code == 200
 
 
-def test_the_metrics_have_a_key_of_their_own(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), api_key=["k"], metrics_key="m") as (client, _):
-            assert (await client.get("/metrics")).status_code == 401
-            assert (await client.get("/metrics", headers={"Authorization": "Bearer k"})).status_code == 401
-            assert (await client.get("/metrics", headers={"Authorization": "Bearer m"})).status_code == 200
-            assert (await client.get("/v1/models", headers={"Authorization": "Bearer m"})).status_code == 401
-        async with serving(tmp_path / "m", api_key=["k"]) as (client, _):
-            assert (await client.get("/metrics")).status_code == 401, "without a key of their own an API key opens them"
-            assert (await client.get("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200
-        async with serving(tmp_path / "m", api_key=["k"], public_metrics=True) as (client, _):
-            assert (await client.get("/metrics")).status_code == 200
-        async with serving(tmp_path / "m") as (client, _):
-            assert (await client.get("/metrics")).status_code == 200
-
-    asyncio.run(run())
+async def test_the_metrics_have_a_key_of_their_own(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), api_key=["k"], metrics_key="m") as (client, _):
+        assert (await client.get("/metrics")).status_code == 401
+        assert (await client.get("/metrics", headers={"Authorization": "Bearer k"})).status_code == 401
+        assert (await client.get("/metrics", headers={"Authorization": "Bearer m"})).status_code == 200
+        assert (await client.get("/v1/models", headers={"Authorization": "Bearer m"})).status_code == 401
+    async with serving(tmp_path / "m", api_key=["k"]) as (client, _):
+        assert (await client.get("/metrics")).status_code == 401, "without a key of their own an API key opens them"
+        assert (await client.get("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200
+    async with serving(tmp_path / "m", api_key=["k"], public_metrics=True) as (client, _):
+        assert (await client.get("/metrics")).status_code == 200
+    async with serving(tmp_path / "m") as (client, _):
+        assert (await client.get("/metrics")).status_code == 200
 
 
-def test_keys_are_in_no_log_no_metric_and_no_answer(tmp_path, caplog):
+async def test_keys_are_in_no_log_no_metric_and_no_answer(tmp_path, caplog):
     caplog.set_level("DEBUG")
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), api_key=["canary-1"], metrics_key="canary-2") as (client, _):
-            texts = []
-            for key in ("canary-1", "canary-2", "canary-3"):
-                for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/docs", "/nowhere"):
-                    texts.append((await client.get(path, headers={"Authorization": f"Bearer {key}"})).text)
-            assert "canary" not in "".join(texts)
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m"), api_key=["canary-1"], metrics_key="canary-2") as (client, _):
+        texts = []
+        for key in ("canary-1", "canary-2", "canary-3"):
+            for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/docs", "/nowhere"):
+                texts.append((await client.get(path, headers={"Authorization": f"Bearer {key}"})).text)
+        assert "canary" not in "".join(texts)
     assert "canary" not in "\n".join(record.getMessage() for record in caplog.records if record.name != "httpx")

@@ -26,56 +26,49 @@ def request(hangs_up: asyncio.Event) -> SimpleNamespace:
     return SimpleNamespace(receive=receive)
 
 
-def test_work_that_ends_gives_its_result_and_its_error():
-    async def main():
-        gone = asyncio.Event()
+async def test_work_that_ends_gives_its_result_and_its_error():
+    gone = asyncio.Event()
 
-        async def works(seconds: float) -> str:
-            await asyncio.sleep(seconds)
-            return "done"
+    async def works(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "done"
 
-        async def fails() -> None:
-            await asyncio.sleep(2 * SOON_S)
-            raise ValueError("as it is")
-
-        assert await while_connected(request(gone), works(0)) == "done"
-        assert await while_connected(request(gone), works(2 * SOON_S)) == "done"
-        with pytest.raises(ValueError, match="as it is"):
-            await while_connected(request(gone), fails())
-        assert len(asyncio.all_tasks()) == 1, "a watch goes on"
-
-    asyncio.run(main())
-
-
-def test_work_for_a_client_that_hangs_up_is_cancelled():
-    async def main():
-        gone, cancelled = asyncio.Event(), []
-
-        async def works() -> None:
-            try:
-                await asyncio.sleep(WAIT_S)
-            except asyncio.CancelledError:
-                cancelled.append(True)
-                raise
-
-        asyncio.get_running_loop().call_later(3 * SOON_S, gone.set)
-        with pytest.raises(ClientDisconnect):
-            await while_connected(request(gone), works())
-        assert cancelled
-
-    asyncio.run(main())
-
-
-def test_a_waiter_that_is_cancelled_leaves_no_work_behind():
-    async def main():
-        waiting = asyncio.create_task(while_connected(request(asyncio.Event()), asyncio.sleep(WAIT_S)))
+    async def fails() -> None:
         await asyncio.sleep(2 * SOON_S)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert len(asyncio.all_tasks()) == 1
+        raise ValueError("as it is")
 
-    asyncio.run(main())
+    before = asyncio.all_tasks()
+    assert await while_connected(request(gone), works(0)) == "done"
+    assert await while_connected(request(gone), works(2 * SOON_S)) == "done"
+    with pytest.raises(ValueError, match="as it is"):
+        await while_connected(request(gone), fails())
+    assert asyncio.all_tasks() == before, "a watch goes on"
+
+
+async def test_work_for_a_client_that_hangs_up_is_cancelled():
+    gone, cancelled = asyncio.Event(), []
+
+    async def works() -> None:
+        try:
+            await asyncio.sleep(WAIT_S)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    asyncio.get_running_loop().call_later(3 * SOON_S, gone.set)
+    with pytest.raises(ClientDisconnect):
+        await while_connected(request(gone), works())
+    assert cancelled
+
+
+async def test_a_waiter_that_is_cancelled_leaves_no_work_behind():
+    before = asyncio.all_tasks()
+    waiting = asyncio.create_task(while_connected(request(asyncio.Event()), asyncio.sleep(WAIT_S)))
+    await asyncio.sleep(2 * SOON_S)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert asyncio.all_tasks() == before
 
 
 class Gate:
@@ -98,96 +91,80 @@ class Gate:
 LARGE = "the sea " * (ORDINARY // 4)
 
 
-def test_a_large_text_holds_up_no_ordinary_one(made, monkeypatch):
+async def test_a_large_text_holds_up_no_ordinary_one(made, monkeypatch):
     gate = Gate(monkeypatch)
-
-    async def main():
-        prompts = Prompts(made("byte level"))
-        large = asyncio.create_task(prompts.encode(LARGE))
-        await asyncio.to_thread(gate.begun.wait, WAIT_S)
-        assert await asyncio.wait_for(prompts.encode("the sea"), WAIT_S)
-        assert not large.done()
-        gate.go.set()
-        assert await large == prompts.tokenizer.encode(LARGE)
-        prompts.close()
-
-    asyncio.run(main())
+    prompts = Prompts(made("byte level"))
+    large = asyncio.create_task(prompts.encode(LARGE))
+    await asyncio.to_thread(gate.begun.wait, WAIT_S)
+    assert await asyncio.wait_for(prompts.encode("the sea"), WAIT_S)
+    assert not large.done()
+    gate.go.set()
+    assert await large == prompts.tokenizer.encode(LARGE)
+    prompts.close()
 
 
-def test_a_large_text_is_encoded_no_further_than_the_context_goes(made, monkeypatch):
+async def test_a_large_text_is_encoded_no_further_than_the_context_goes(made, monkeypatch):
     monkeypatch.setattr(prompts_module, "ORDINARY", 1000)
     gate = Gate(monkeypatch)
     gate.go.set()
-
-    async def main():
-        prompts = Prompts(made("byte level"), max_len=2000)
-        text = "the sea " * 60_000
-        monkeypatch.setattr(Prompts, "max_characters", 10**9)
-        with pytest.raises(TextTooLong, match="more than the 2000 tokens"):
-            await prompts.encode(text)
-        assert gate.pieces < 5
-        assert len(await prompts.encode(text, fits=False)) > 100_000
-        with pytest.raises(TextTooLong):
-            await prompts.encode_with_offsets(text)
-        prompts.close()
-
-    asyncio.run(main())
+    prompts = Prompts(made("byte level"), max_len=2000)
+    text = "the sea " * 60_000
+    monkeypatch.setattr(Prompts, "max_characters", 10**9)
+    with pytest.raises(TextTooLong, match="more than the 2000 tokens"):
+        await prompts.encode(text)
+    assert gate.pieces < 5
+    assert len(await prompts.encode(text, fits=False)) > 100_000
+    with pytest.raises(TextTooLong):
+        await prompts.encode_with_offsets(text)
+    prompts.close()
 
 
-def test_the_encoding_of_a_text_ends_with_its_client(tmp_path, monkeypatch):
+async def test_the_encoding_of_a_text_ends_with_its_client(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
-
-    async def main():
-        engine = FakeEngine()
-        async with serving(model_folder(tmp_path / "m"), engine) as (client, app), listening(app) as url:
-            app.state.pequod.model.prompts.max_len = 10**9
-            host, port = url.removeprefix("http://").split(":")
-            body = b'{"prompt": "%s", "max_tokens": 1}' % (LARGE * 20).encode()
-            _, writer = await asyncio.open_connection(host, int(port))
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            await until(gate.begun.is_set)
-            limits = app.state.pequod.limits
-            assert limits.open_choices == 1, "it is admitted before its prompt is encoded"
-            writer.close()
-            await until(lambda: limits.open_choices == 0)
-            gate.go.set()
-            answer = await client.post(COMPLETIONS, json={"prompt": LARGE, "max_tokens": 1})
-            assert answer.status_code == 400  # longer than the fake engine's context, and answered
-            assert gate.pieces < 20, "the rest of the abandoned text is not encoded"
-            assert not engine.requests
-
-    asyncio.run(main())
+    engine = FakeEngine()
+    async with serving(model_folder(tmp_path / "m"), engine) as (client, app), listening(app) as url:
+        app.state.pequod.model.prompts.max_len = 10**9
+        host, port = url.removeprefix("http://").split(":")
+        body = b'{"prompt": "%s", "max_tokens": 1}' % (LARGE * 20).encode()
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await until(gate.begun.is_set)
+        limits = app.state.pequod.limits
+        assert limits.open_choices == 1, "it is admitted before its prompt is encoded"
+        writer.close()
+        await until(lambda: limits.open_choices == 0)
+        gate.go.set()
+        answer = await client.post(COMPLETIONS, json={"prompt": LARGE, "max_tokens": 1})
+        assert answer.status_code == 400  # longer than the fake engine's context, and answered
+        assert gate.pieces < 20, "the rest of the abandoned text is not encoded"
+        assert not engine.requests
 
 
-def test_callers_with_large_texts_take_turns(made, monkeypatch):
+async def test_callers_with_large_texts_take_turns(made, monkeypatch):
     monkeypatch.setattr(prompts_module, "ORDINARY", 100)
     gate = Gate(monkeypatch)
+    prompts, order = Prompts(made("byte level")), []
 
-    async def main():
-        prompts, order = Prompts(made("byte level")), []
+    async def encode(caller: str, name: str) -> None:
+        await prompts.encode("the sea " * 50, caller=caller)
+        order.append(name)
 
-        async def encode(caller: str, name: str) -> None:
-            await prompts.encode("the sea " * 50, caller=caller)
-            order.append(name)
-
-        tasks = [asyncio.create_task(encode("many", f"many {i}")) for i in range(4)]
-        await asyncio.to_thread(gate.begun.wait, WAIT_S)
-        tasks.append(asyncio.create_task(encode("one", "one")))
-        await asyncio.sleep(0)
-        gate.go.set()
-        await asyncio.gather(*tasks)
-        assert order.index("one") <= 2
-        prompts.close()
-
-    asyncio.run(main())
+    tasks = [asyncio.create_task(encode("many", f"many {i}")) for i in range(4)]
+    await asyncio.to_thread(gate.begun.wait, WAIT_S)
+    tasks.append(asyncio.create_task(encode("one", "one")))
+    await asyncio.sleep(0)
+    gate.go.set()
+    await asyncio.gather(*tasks)
+    assert order.index("one") <= 2
+    prompts.close()
 
 
 class PanicException(BaseException):
     """As pyo3 raises it: no Exception."""
 
 
-def test_a_panic_of_the_tokenizer_is_a_500_and_the_server_goes_on(tmp_path, monkeypatch):
+async def test_a_panic_of_the_tokenizer_is_a_500_and_the_server_goes_on(tmp_path, monkeypatch):
     encode = Tokenizer.encode
 
     def panics(tokenizer, text, add_special=True):
@@ -196,30 +173,23 @@ def test_a_panic_of_the_tokenizer_is_a_500_and_the_server_goes_on(tmp_path, monk
         return encode(tokenizer, text, add_special)
 
     monkeypatch.setattr(Tokenizer, "encode", panics)
-
-    async def main():
-        async with serving(model_folder(tmp_path / "m")) as (client, app):
-            for path, body in ((COMPLETIONS, {"prompt": "panic"}), ("/tokenize", {"prompt": "panic"})):
-                answer = await client.post(path, json=body)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
-                assert "bounds" not in answer.text
-            assert (await client.post(COMPLETIONS, json={"prompt": "the sea"})).status_code == 200
-            assert app.state.pequod.limits.open_choices == 0
-
-    asyncio.run(main())
+    async with serving(model_folder(tmp_path / "m")) as (client, app):
+        for path, body in ((COMPLETIONS, {"prompt": "panic"}), ("/tokenize", {"prompt": "panic"})):
+            answer = await client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+            assert "bounds" not in answer.text
+        assert (await client.post(COMPLETIONS, json={"prompt": "the sea"})).status_code == 200
+        assert app.state.pequod.limits.open_choices == 0
 
 
-def test_a_panic_leaves_the_lane_to_the_next(made, monkeypatch):
-    async def main():
-        prompts = Prompts(made("byte level"))
+async def test_a_panic_leaves_the_lane_to_the_next(made, monkeypatch):
+    prompts = Prompts(made("byte level"))
 
-        def panic(*_):
-            raise PanicException
+    def panic(*_):
+        raise PanicException
 
-        monkeypatch.setattr(prompts.tokenizer, "decode", panic)
-        with pytest.raises(NativePanic):
-            await prompts.decode([1])
-        assert await prompts.encode("the sea")
-        prompts.close()
-
-    asyncio.run(main())
+    monkeypatch.setattr(prompts.tokenizer, "decode", panic)
+    with pytest.raises(NativePanic):
+        await prompts.decode([1])
+    assert await prompts.encode("the sea")
+    prompts.close()

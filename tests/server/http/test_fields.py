@@ -8,8 +8,8 @@ from server.app import build_app
 from server.http.body import models
 from server.http.fields import kinds
 from server.settings import Settings
-from tests.fakes import FakeEngine, model_folder
-from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, QUESTION, RESPONSES, ask, ids, run, saying
+from tests.fakes import FakeEngine, model_folder, serving
+from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, QUESTION, RESPONSES, ask, ids, saying
 
 BASE = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "the sea"}}
 MODELS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
@@ -25,10 +25,9 @@ def refused_fields(path):
     return MODELS[path].unsupported.items()
 
 
-def answers(folder, path, bodies, **settings):
+async def answers(folder, path, bodies, **settings):
     """Status, param and message for each of these additions to a good request."""
-
-    async def use(client):
+    async with serving(folder, FakeEngine(saying("a")), **settings) as (client, _):
         seen = []
         for body in bodies:
             content = {"content": body} if isinstance(body, bytes) else {"json": {**BASE[path], **body}}
@@ -36,8 +35,6 @@ def answers(folder, path, bodies, **settings):
             error = response.json().get("error", {})
             seen.append((response.status_code, error.get("param"), error.get("message")))
         return seen
-
-    return run(folder, use, FakeEngine(saying("a")), **settings)
 
 
 def test_the_table_tells_the_kind_of_each_field():
@@ -52,10 +49,10 @@ def test_the_table_tells_the_kind_of_each_field():
 
 
 @BOTH
-def test_what_is_not_supported_is_refused_by_name(folder, path):
+async def test_what_is_not_supported_is_refused_by_name(folder, path):
     fields = [name for name, _ in refused_fields(path)]
     values = [{"a": 1}, [1], "no such default", 7, 1.5]
-    seen = answers(folder, path, [{name: value} for name in fields for value in values])
+    seen = await answers(folder, path, [{name: value} for name in fields for value in values])
     for (name, value), (status, param, message) in zip(
         ((name, value) for name in fields for value in values), seen, strict=True
     ):
@@ -63,17 +60,17 @@ def test_what_is_not_supported_is_refused_by_name(folder, path):
         assert "not support" in message
 
 
-def test_a_refused_field_is_named_before_anything_else_that_is_wrong(folder):
-    [(status, param, _)] = answers(folder, CHAT, [{"temperature": "hot", "n": 0, "colour": 1, "mirostat": 2}])
+async def test_a_refused_field_is_named_before_anything_else_that_is_wrong(folder):
+    [(status, param, _)] = await answers(folder, CHAT, [{"temperature": "hot", "n": 0, "colour": 1, "mirostat": 2}])
     assert (status, param) == (400, "mirostat")
 
 
 @BOTH
-def test_null_and_documented_defaults_count_as_absent(folder, path):
+async def test_null_and_documented_defaults_count_as_absent(folder, path):
     names = [*MODELS[path].model_fields, *MODELS[path].unsupported]
     everything = {name: None for name in names if name not in BASE[path]}
     one_by_one = [{name: value} for name, mark in refused_fields(path) for value in mark.defaults]
-    seen = answers(folder, path, [everything, *one_by_one])
+    seen = await answers(folder, path, [everything, *one_by_one])
     assert [status for status, _, _ in seen] == [200] * len(seen), seen
 
 
@@ -96,8 +93,8 @@ def test_null_and_documented_defaults_count_as_absent(folder, path):
     ],
     ids=str,
 )  # fmt: skip
-def test_good_values_of_chat(folder, value):
-    assert answers(folder, CHAT, [value]) == [(200, None, None)]
+async def test_good_values_of_chat(folder, value):
+    assert await answers(folder, CHAT, [value]) == [(200, None, None)]
 
 
 SHARED = [
@@ -181,11 +178,11 @@ COMPLETIONS_ONLY = [
     [(path, *case) for path, own in ((CHAT, CHAT_ONLY), (COMPLETIONS, COMPLETIONS_ONLY)) for case in SHARED + own],
     ids=lambda case: case.rpartition("/")[2] if isinstance(case, str) else "",
 )
-def test_bad_values_are_refused_by_name(folder, path, field, values):
+async def test_bad_values_are_refused_by_name(folder, path, field, values):
     body = {"max_tokens": 16} if field == "min_tokens" else {}
     if (path, field) == (CHAT, "min_tokens"):
         body = {"max_completion_tokens": 16}
-    seen = answers(folder, path, [body | {field: value} for value in values])
+    seen = await answers(folder, path, [body | {field: value} for value in values])
     for value, (status, param, message) in zip(values, seen, strict=True):
         assert status == 400, value
         assert param is not None, value
@@ -213,8 +210,8 @@ def test_bad_values_are_refused_by_name(folder, path, field, values):
         (COMPLETIONS, {"n": 16, "prompt": ["a"] * 17}, "n"),
     ],
 )
-def test_fields_that_do_not_go_together_are_refused(folder, path, body, param):
-    [(status, seen, _)] = answers(folder, path, [body], max_num_queued_reqs=256)
+async def test_fields_that_do_not_go_together_are_refused(folder, path, body, param):
+    [(status, seen, _)] = await answers(folder, path, [body], max_num_queued_reqs=256)
     assert (status, seen) == (400, param)
 
 
@@ -227,45 +224,47 @@ def test_fields_that_do_not_go_together_are_refused(folder, path, body, param):
     ],
     ids=lambda text: text[:30],
 )  # fmt: skip
-def test_numbers_and_letters_that_json_does_not_have_are_refused(folder, path, text):
+async def test_numbers_and_letters_that_json_does_not_have_are_refused(folder, path, text):
     base = '"messages": [{"role": "user", "content": "a"}]' if path == CHAT else '"prompt": "a"'
-    [(status, _, message)] = answers(folder, path, [f"{{{base}, {text}}}".encode()])
+    [(status, _, message)] = await answers(folder, path, [f"{{{base}, {text}}}".encode()])
     assert status == 400
     assert len(message) < 300
 
 
-def test_no_value_of_a_client_comes_back_in_an_error(folder):
+async def test_no_value_of_a_client_comes_back_in_an_error(folder):
     secret = "s3cr3t" * 40
     bodies = [
         {"user": secret * 10}, {"stop": [secret * 10]}, {"temperature": secret}, {"messages": [{"role": secret}]},
         {"service_tier": secret}, {"tools": [{"name": secret}]}, {secret: 1}, {"model": secret},
     ]  # fmt: skip
-    for status, param, message in answers(folder, CHAT, bodies):
+    for status, param, message in await answers(folder, CHAT, bodies):
         assert status in (400, 404)
         assert secret not in message
         assert secret not in (param or "")
 
 
-def test_priority_needs_the_policy(folder):
-    assert answers(folder, CHAT, [{"priority": 0}])[0][0] == 200
-    assert answers(folder, CHAT, [{"priority": 1}])[0][:2] == (400, "priority")
-    assert answers(folder, CHAT, [{"priority": 1}], scheduling_policy="priority")[0][0] == 200
+async def test_priority_needs_the_policy(folder):
+    assert (await answers(folder, CHAT, [{"priority": 0}]))[0][0] == 200
+    assert (await answers(folder, CHAT, [{"priority": 1}]))[0][:2] == (400, "priority")
+    assert (await answers(folder, CHAT, [{"priority": 1}], scheduling_policy="priority"))[0][0] == 200
 
 
-def test_ignored_fields_are_dropped(folder):
+async def test_ignored_fields_are_dropped(folder):
     settings = {"ignore_fields": ["tools", "colour"]}
-    assert answers(folder, CHAT, [{"tools": [{}], "colour": 1}], **settings) == [(200, None, None)]
-    assert answers(folder, CHAT, [{"functions": [{}]}], **settings)[0][:2] == (400, "functions")
+    assert await answers(folder, CHAT, [{"tools": [{}], "colour": 1}], **settings) == [(200, None, None)]
+    assert (await answers(folder, CHAT, [{"functions": [{}]}], **settings))[0][:2] == (400, "functions")
 
 
-def test_a_bad_field_reaches_no_engine(folder):
+async def test_a_bad_field_reaches_no_engine(folder):
     engine = FakeEngine()
-    assert ask(folder, CHAT, {"messages": QUESTION, "temperature": 3, "stream": True}, engine).status_code == 400
+    assert (
+        await ask(folder, CHAT, {"messages": QUESTION, "temperature": 3, "stream": True}, engine)
+    ).status_code == 400
     assert engine.requests == []
 
 
-def test_what_no_branch_of_a_template_value_takes_is_one_error(folder):
-    [(status, param, message)] = answers(folder, CHAT, [{"chat_template_kwargs": {"a": {}}}])
+async def test_what_no_branch_of_a_template_value_takes_is_one_error(folder):
+    [(status, param, message)] = await answers(folder, CHAT, [{"chat_template_kwargs": {"a": {}}}])
     assert (status, param) == (400, "chat_template_kwargs.a")
     assert message.endswith("must be a string, a number, true, false or null.")
 
@@ -285,9 +284,9 @@ LEAST = {
 
 
 @pytest.mark.parametrize("path", ALL)
-def test_every_optional_field_may_be_null(folder, path):
+async def test_every_optional_field_may_be_null(folder, path):
     optional = [name for name, field in ALL[path].model_fields.items() if not field.is_required()]
     nulls = {ALL[path].model_fields[name].alias or name: None for name in optional if name not in LEAST[path]}
     nulls |= dict.fromkeys(ALL[path].unsupported)
-    response = ask(folder, path, {**LEAST[path], **nulls}, FakeEngine(saying("a")))
+    response = await ask(folder, path, {**LEAST[path], **nulls}, FakeEngine(saying("a")))
     assert response.status_code == 200, response.text

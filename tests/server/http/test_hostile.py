@@ -6,7 +6,6 @@ answered, and at its end it has said what it says on an idle server.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -17,7 +16,7 @@ import httpx
 import pytest
 
 from tests.fakes import model_folder, serving
-from tests.live import WAIT_S, Server, eventually
+from tests.live import WAIT_S, eventually
 from tests.server.http.hostile import BODIES, MB, ODD, RAW
 from tests.server.wire import COMPLETIONS
 
@@ -56,12 +55,6 @@ class Bystander:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +124,11 @@ def test_what_is_no_request_is_refused_or_hung_up_on(server, undisturbed, row):
         assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
 
 
-def test_a_body_that_is_too_large_is_answered_while_the_client_still_sends(server, undisturbed):
-    async def main():
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-            for num_bytes in (8 * MB + 1, 20 * MB):
-                answer = await client.post(COMPLETIONS, content=b" " * num_bytes)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-
-    asyncio.run(main())
+async def test_a_body_that_is_too_large_is_answered_while_the_client_still_sends(server, undisturbed):
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        for num_bytes in (8 * MB + 1, 20 * MB):
+            answer = await client.post(COMPLETIONS, content=b" " * num_bytes)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
 def test_the_server_has_kept_nothing(server, bystander):
@@ -149,14 +139,10 @@ def test_the_server_has_kept_nothing(server, bystander):
     assert "ERROR" not in server.log and "Traceback" not in server.log
 
 
-def test_a_page_can_read_what_the_door_refuses(tmp_path):
+async def test_a_page_can_read_what_the_door_refuses(tmp_path):
     origin = "https://a.example"
-
-    async def main():
-        async with serving(model_folder(tmp_path / "m"), allowed_origins=[origin]) as (client, _):
-            for headers in ({"Content-Type": "text/plain"}, {"Content-Length": "99999999999"}, {"Host": "b.example"}):
-                answer = await client.post(COMPLETIONS, content=b"{}", headers={"Origin": origin, **headers})
-                assert answer.status_code in (400, 413, 415)
-                assert answer.headers["access-control-allow-origin"] == origin
-
-    asyncio.run(main())
+    async with serving(model_folder(tmp_path / "m"), allowed_origins=[origin]) as (client, _):
+        for headers in ({"Content-Type": "text/plain"}, {"Content-Length": "99999999999"}, {"Host": "b.example"}):
+            answer = await client.post(COMPLETIONS, content=b"{}", headers={"Origin": origin, **headers})
+            assert answer.status_code in (400, 413, 415)
+            assert answer.headers["access-control-allow-origin"] == origin

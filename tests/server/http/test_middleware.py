@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
 import pytest
@@ -40,104 +39,80 @@ from tests.fakes import model_folder, serving
         ({"allowed_hosts": ["*"]}, "evil.example", 200),
     ],
 )
-def test_the_host_header_must_be_one_of_ours(tmp_path, settings, host, status):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), **settings) as (client, _):
-            answer = await client.get("/live", headers={"Host": host})
-            assert answer.status_code == status
-            if status == 400:
-                assert answer.json()["error"]["code"] == "invalid_host"
-                assert "evil" not in answer.text
-
-    asyncio.run(run())
+async def test_the_host_header_must_be_one_of_ours(tmp_path, settings, host, status):
+    async with serving(model_folder(tmp_path / "m"), **settings) as (client, _):
+        answer = await client.get("/live", headers={"Host": host})
+        assert answer.status_code == status
+        if status == 400:
+            assert answer.json()["error"]["code"] == "invalid_host"
+            assert "evil" not in answer.text
 
 
-def test_two_hosts_and_endless_headers_are_refused(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), allowed_hosts=["*"]) as (client, _):
-            twice = await client.get("/live", headers=[("Host", "localhost"), ("Host", "evil.example")])
-            assert (twice.status_code, twice.json()["error"]["code"]) == (400, "invalid_host")
-            assert (await client.get("/live", headers={"X": "x" * 60_000})).status_code == 200
-            assert (await client.get("/live", headers={"X": "x" * 70_000})).status_code == 431
-
-    asyncio.run(run())
+async def test_two_hosts_and_endless_headers_are_refused(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), allowed_hosts=["*"]) as (client, _):
+        twice = await client.get("/live", headers=[("Host", "localhost"), ("Host", "evil.example")])
+        assert (twice.status_code, twice.json()["error"]["code"]) == (400, "invalid_host")
+        assert (await client.get("/live", headers={"X": "x" * 60_000})).status_code == 200
+        assert (await client.get("/live", headers={"X": "x" * 70_000})).status_code == 431
 
 
-def test_a_request_keeps_its_id_or_gets_one(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            assert (await client.get("/live", headers={"X-Request-Id": "abc-1.2:3"})).headers[
-                "x-request-id"
-            ] == "abc-1.2:3"
-            for bad in ("", "two words", "x" * 129, "<script>", "\u00fc"):
-                made = (await client.get("/nowhere", headers={"X-Request-Id": bad.encode()})).headers["x-request-id"]
-                assert re.fullmatch(r"req-[0-9a-f]{16}", made)
-
-    asyncio.run(run())
+async def test_a_request_keeps_its_id_or_gets_one(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, _):
+        assert (await client.get("/live", headers={"X-Request-Id": "abc-1.2:3"})).headers["x-request-id"] == "abc-1.2:3"
+        for bad in ("", "two words", "x" * 129, "<script>", "\u00fc"):
+            made = (await client.get("/nowhere", headers={"X-Request-Id": bad.encode()})).headers["x-request-id"]
+            assert re.fullmatch(r"req-[0-9a-f]{16}", made)
 
 
-def test_a_wrong_method_is_told_all_that_the_path_takes(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            answer = await client.put("/v1/responses/resp_1")
-            assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
-            assert (await client.put("/v1/embeddings")).headers["allow"] == "POST"
-
-    asyncio.run(run())
+async def test_a_wrong_method_is_told_all_that_the_path_takes(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, _):
+        answer = await client.put("/v1/responses/resp_1")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
+        assert (await client.put("/v1/embeddings")).headers["allow"] == "POST"
 
 
-def test_cors_is_off_unless_it_is_set(tmp_path):
+async def test_cors_is_off_unless_it_is_set(tmp_path):
     preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
                  "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}  # fmt: skip
-
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            answer = await client.options("/v1/models", headers=preflight)
-            assert answer.status_code == 405
-            assert "access-control-allow-origin" not in answer.headers
-            plain = await client.get("/v1/models", headers={"Origin": "https://a.example"})
-            assert "access-control-allow-origin" not in plain.headers
-        async with serving(tmp_path / "m", allowed_origins=["https://a.example"], api_key=["k"]) as (client, _):
-            answer = await client.options("/v1/models", headers=preflight)
-            assert answer.headers["access-control-allow-origin"] == "https://a.example"
-            assert answer.status_code == 200  # OpenAI's JavaScript client sends x-stainless-*
-            assert "authorization" in answer.headers["access-control-allow-headers"].lower()
-            refused = await client.get("/v1/models", headers={"Origin": "https://a.example"})
-            assert refused.status_code == 401
-            assert refused.headers["access-control-allow-origin"] == "https://a.example"  # so that the page can read it
-            other = await client.get("/v1/models", headers={"Origin": "https://b.example"})
-            assert "access-control-allow-origin" not in other.headers
-
-    asyncio.run(run())
+    async with serving(model_folder(tmp_path / "m")) as (client, _):
+        answer = await client.options("/v1/models", headers=preflight)
+        assert answer.status_code == 405
+        assert "access-control-allow-origin" not in answer.headers
+        plain = await client.get("/v1/models", headers={"Origin": "https://a.example"})
+        assert "access-control-allow-origin" not in plain.headers
+    async with serving(tmp_path / "m", allowed_origins=["https://a.example"], api_key=["k"]) as (client, _):
+        answer = await client.options("/v1/models", headers=preflight)
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert answer.status_code == 200  # OpenAI's JavaScript client sends x-stainless-*
+        assert "authorization" in answer.headers["access-control-allow-headers"].lower()
+        refused = await client.get("/v1/models", headers={"Origin": "https://a.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"  # so that the page can read it
+        other = await client.get("/v1/models", headers={"Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
 
 
-def test_a_page_of_another_origin_cannot_post_without_a_preflight(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, app):
-            app.post("/probe", dependencies=[Depends(user)])(lambda: {})
-            for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None):
-                headers = {"Origin": "https://a.example"} | ({"Content-Type": kind} if kind else {})
-                assert (await client.post("/probe", content=b"{}", headers=headers)).status_code == 415
-            json_type = {"Origin": "https://a.example", "Content-Type": "application/json; charset=utf-8"}
-            assert (await client.post("/probe", content=b"{}", headers=json_type)).status_code == 200
-            assert (await client.post("/probe", content=b"{}")).status_code == 200  # curl -d names no JSON
-
-    asyncio.run(run())
+async def test_a_page_of_another_origin_cannot_post_without_a_preflight(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, app):
+        app.post("/probe", dependencies=[Depends(user)])(lambda: {})
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None):
+            headers = {"Origin": "https://a.example"} | ({"Content-Type": kind} if kind else {})
+            assert (await client.post("/probe", content=b"{}", headers=headers)).status_code == 415
+        json_type = {"Origin": "https://a.example", "Content-Type": "application/json; charset=utf-8"}
+        assert (await client.post("/probe", content=b"{}", headers=json_type)).status_code == 200
+        assert (await client.post("/probe", content=b"{}")).status_code == 200  # curl -d names no JSON
 
 
-def test_unknown_routes_and_methods_are_told_in_the_envelope(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            for method, path, status in [
-                ("GET", "/nowhere", 404),
-                ("GET", "/v1/models/", 404),
-                ("GET", "/live/", 404),
-                ("POST", "/live", 405),
-                ("DELETE", "/v1/models", 405),
-                ("PUT", "/metrics", 405),
-            ]:
-                answer = await client.request(method, path)
-                assert answer.status_code == status, path
-                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-
-    asyncio.run(run())
+async def test_unknown_routes_and_methods_are_told_in_the_envelope(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, _):
+        for method, path, status in [
+            ("GET", "/nowhere", 404),
+            ("GET", "/v1/models/", 404),
+            ("GET", "/live/", 404),
+            ("POST", "/live", 405),
+            ("DELETE", "/v1/models", 405),
+            ("PUT", "/metrics", 405),
+        ]:
+            answer = await client.request(method, path)
+            assert answer.status_code == status, path
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

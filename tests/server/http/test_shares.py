@@ -147,6 +147,7 @@ def test_a_single_body_of_the_largest_size_always_fits_a_share():
     for i in range(20):
         limits.count_bytes(Caller(str(i), str(i)), MB, 0)
     limits.count_bytes(Caller("x", "x"), 8 * MB, 0)
+    assert limits.bytes.of("x") == 8 * MB
 
 
 @pytest.mark.parametrize(

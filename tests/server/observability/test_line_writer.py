@@ -91,20 +91,17 @@ def test_a_file_that_cannot_be_written_stops_nobody(tmp_path):
         full.close()
 
 
-def test_a_step_log_on_a_full_disk_ends_and_says_so(caplog):
-    async def run():
-        engine = FakeEngine()
-        log = StepLog(Path("/dev/full"))
-        engine.on_step.append(log.write)
-        async for _ in engine.generate(_request()):
-            await asyncio.sleep(0.01)
-        eventually(lambda: log._writer.error is not None)
-        async for _ in engine.generate(_request()):
-            pass
-        assert log._is_broken
-        log.close()
-
-    asyncio.run(run())
+async def test_a_step_log_on_a_full_disk_ends_and_says_so(caplog):
+    engine = FakeEngine()
+    log = StepLog(Path("/dev/full"))
+    engine.on_step.append(log.write)
+    async for _ in engine.generate(_request()):
+        await asyncio.sleep(0.01)
+    eventually(lambda: log._writer.error is not None)
+    async for _ in engine.generate(_request()):
+        pass
+    assert log._is_broken
+    log.close()
     assert [r.getMessage() for r in caplog.records if "step log" in r.getMessage()] == [
         "the step log ends here: No space left on device"
     ]
@@ -130,15 +127,12 @@ def test_a_handler_that_fails_to_format_costs_one_line(capsys):
         logging.basicConfig(handlers=before[0], level=before[1], force=True)
 
 
-def test_dropped_lines_are_a_metric(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m"), step_log=tmp_path / "steps") as (client, app):
-            app.state.pequod.metrics.step_log._writer.dropped = 7
-            text = (await client.get("/metrics")).text
-            assert re.search(r'^pequod:log_lines_dropped_total\{log="steps"\} 7\.0$', text, re.MULTILINE)
-            assert re.search(r'^pequod:log_lines_dropped_total\{log="server"\} \d', text, re.MULTILINE)
-
-    asyncio.run(run())
+async def test_dropped_lines_are_a_metric(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), step_log=tmp_path / "steps") as (client, app):
+        app.state.pequod.metrics.step_log._writer.dropped = 7
+        text = (await client.get("/metrics")).text
+        assert re.search(r'^pequod:log_lines_dropped_total\{log="steps"\} 7\.0$', text, re.MULTILINE)
+        assert re.search(r'^pequod:log_lines_dropped_total\{log="server"\} \d', text, re.MULTILINE)
 
 
 @pytest.mark.slow

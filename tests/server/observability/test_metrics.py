@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import shutil
@@ -174,18 +173,14 @@ def test_an_abort_counts_its_cause_once_and_each_open_choice():
     assert page("vllm:prompt_tokens_total") == 3  # no token of b and c has come
 
 
-def test_steps_are_told_as_the_engine_tells_them():
+async def test_steps_are_told_as_the_engine_tells_them():
     bench = Bench()
-
-    async def run() -> None:
-        request = EngineRequest(id=1, prompt_ids=tuple(range(40)), params=SamplingParams(max_tokens=5))
-        async for _ in bench.engine.generate(request):
-            pass
-        bench.engine.die_and_come_back()
-
     stepped = Bench()
     stepped.engine = bench.engine
-    asyncio.run(run())
+    request = EngineRequest(id=1, prompt_ids=tuple(range(40)), params=SamplingParams(max_tokens=5))
+    async for _ in bench.engine.generate(request):
+        pass
+    bench.engine.die_and_come_back()
     page = bench.page()
     assert page("vllm:iteration_tokens_total_sum") == 45, "40 of the prompt and 5 of the output"
     assert page("vllm:iteration_tokens_total_count") == 5
@@ -195,23 +190,19 @@ def test_steps_are_told_as_the_engine_tells_them():
     assert page("pequod:streams_resumed_total") == 0
 
 
-def test_blocks_of_a_dead_engine_are_not_held_by_the_next():
+async def test_blocks_of_a_dead_engine_are_not_held_by_the_next():
     bench = Bench()
-
-    async def run() -> None:
-        request = EngineRequest(id=1, prompt_ids=tuple(range(40)), params=SamplingParams(max_tokens=5))
-        generated = bench.engine.generate(request)
-        await anext(generated)
-        page = bench.page()
-        assert page("pequod:kv_blocks", state="held") == 3
-        assert page("pequod:kv_blocks", state="free") == 997
-        assert page("pequod:kv_blocks_unaccounted") == 0
-        assert page("vllm:kv_cache_usage_perc") == pytest.approx(0.003)
-        bench.engine.die_and_come_back()
-        assert bench.page()("pequod:kv_blocks", state="free") == 1000
-        await generated.aclose()
-
-    asyncio.run(run())
+    request = EngineRequest(id=1, prompt_ids=tuple(range(40)), params=SamplingParams(max_tokens=5))
+    generated = bench.engine.generate(request)
+    await anext(generated)
+    page = bench.page()
+    assert page("pequod:kv_blocks", state="held") == 3
+    assert page("pequod:kv_blocks", state="free") == 997
+    assert page("pequod:kv_blocks_unaccounted") == 0
+    assert page("vllm:kv_cache_usage_perc") == pytest.approx(0.003)
+    bench.engine.die_and_come_back()
+    assert bench.page()("pequod:kv_blocks", state="free") == 1000
+    await generated.aclose()
 
 
 def test_gauges_are_back_at_zero_when_nothing_is_open():
@@ -289,15 +280,12 @@ def test_without_the_other_names_only_ours_are_there():
     assert page("pequod:inter_token_latency_seconds_count") == 2
 
 
-def test_a_scraper_that_prefers_openmetrics_finds_the_same_names(tmp_path):
-    async def run():
-        accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            answer = await client.get("/metrics", headers={"Accept": accept})
-            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-            assert Page(answer.text)("vllm:num_requests_running") == 0
-
-    asyncio.run(run())
+async def test_a_scraper_that_prefers_openmetrics_finds_the_same_names(tmp_path):
+    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+    async with serving(model_folder(tmp_path / "m")) as (client, _):
+        answer = await client.get("/metrics", headers={"Accept": accept})
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert Page(answer.text)("vllm:num_requests_running") == 0
 
 
 def test_two_apps_in_one_process_count_for_themselves():
@@ -337,33 +325,27 @@ def test_one_line_per_request_with_figures_and_no_content(caplog):
     assert second["cause"] == "disconnect"
 
 
-def test_handlers_are_templates_and_methods_are_few(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, _):
-            for i in range(3):
-                await client.get(f"/v1/models/made-up-{i}")
-                await client.get(f"/made-up-{i}")
-                await client.request(f"MADE{i}", "/live")
-            await client.head("/ready")
-            page = Page((await client.get("/metrics")).text)
-            assert page("http_requests_total", handler="/v1/models/{model_id:path}", status="404") == 3
-            assert page("http_requests_total", handler="unmatched", status="404") == 3
-            assert page("http_requests_total", handler="/live", method="OTHER", status="405") == 3
-            assert page("http_requests_total", handler="/ready", method="HEAD", status="200") == 1
-            assert page("http_request_duration_seconds_count", handler="unmatched") == 3
-            assert not any("made-up" in value for sample in page.samples for value in sample.labels.values())
-
-    asyncio.run(run())
+async def test_handlers_are_templates_and_methods_are_few(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, _):
+        for i in range(3):
+            await client.get(f"/v1/models/made-up-{i}")
+            await client.get(f"/made-up-{i}")
+            await client.request(f"MADE{i}", "/live")
+        await client.head("/ready")
+        page = Page((await client.get("/metrics")).text)
+        assert page("http_requests_total", handler="/v1/models/{model_id:path}", status="404") == 3
+        assert page("http_requests_total", handler="unmatched", status="404") == 3
+        assert page("http_requests_total", handler="/live", method="OTHER", status="405") == 3
+        assert page("http_requests_total", handler="/ready", method="HEAD", status="200") == 1
+        assert page("http_request_duration_seconds_count", handler="unmatched") == 3
+        assert not any("made-up" in value for sample in page.samples for value in sample.labels.values())
 
 
-def test_the_event_loops_lag_is_measured(tmp_path):
-    async def run():
-        async with serving(model_folder(tmp_path / "m")) as (client, app):
-            lag = app.state.pequod.metrics.loop_lag
-            await until(lambda: lag._sum.get() > 0)
-            assert Page((await client.get("/metrics")).text)("pequod:event_loop_lag_seconds_count") >= 1
-
-    asyncio.run(run())
+async def test_the_event_loops_lag_is_measured(tmp_path):
+    async with serving(model_folder(tmp_path / "m")) as (client, app):
+        lag = app.state.pequod.metrics.loop_lag
+        await until(lambda: lag._sum.get() > 0)
+        assert Page((await client.get("/metrics")).text)("pequod:event_loop_lag_seconds_count") >= 1
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
@@ -413,13 +395,9 @@ def test_the_share_of_the_limit_is_told_by_phase():
     assert bench.page()("pequod:roofline_fraction", phase="prefill") == pytest.approx(0.1)
 
 
-def test_without_a_known_limit_there_is_no_share():
+async def test_without_a_known_limit_there_is_no_share():
     bench = Bench()
     assert INFO.roofline is None
-
-    async def main() -> None:
-        async for _ in bench.engine.generate(EngineRequest(id=1, prompt_ids=(1,), params=SamplingParams(max_tokens=2))):
-            pass
-
-    asyncio.run(main())
+    async for _ in bench.engine.generate(EngineRequest(id=1, prompt_ids=(1,), params=SamplingParams(max_tokens=2))):
+        pass
     assert "pequod:roofline_fraction" not in bench.page().families

@@ -23,25 +23,21 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 HELLO = [{"role": "user", "content": "the sea"}]
 
 
-def test_encode_decode_tokens(made: Make) -> None:
+async def test_encode_decode_tokens(made: Make) -> None:
     tokenizer = made("byte fallback")
     prompts = Prompts(tokenizer)
-
-    async def main() -> None:
-        ids = await prompts.encode("the sea")
-        assert ids == tokenizer.encode("the sea")
-        assert await prompts.encode("the sea", add_special=False) == ids[1:]
-        assert await prompts.decode(ids) == "the sea"
-        assert await prompts.decode(ids, skip_special=False) == "<s> the sea"
-        assert await prompts.tokens(ids) == ["<s>", "▁the", "▁sea"]
-
-    asyncio.run(main())
+    ids = await prompts.encode("the sea")
+    assert ids == tokenizer.encode("the sea")
+    assert await prompts.encode("the sea", add_special=False) == ids[1:]
+    assert await prompts.decode(ids) == "the sea"
+    assert await prompts.decode(ids, skip_special=False) == "<s> the sea"
+    assert await prompts.tokens(ids) == ["<s>", "▁the", "▁sea"]
     prompts.close()
 
 
 @pytest.mark.parametrize("text", ["", "the sea", " the  sea; the whale", "the 🐳🐋 sea", "日本語 the sea\n"])
-def test_a_text_is_echoed_with_the_place_of_each_token(tokenizer: Tokenizer, text: str) -> None:
-    ids, offsets = asyncio.run(Prompts(tokenizer).encode_with_offsets(text))
+async def test_a_text_is_echoed_with_the_place_of_each_token(tokenizer: Tokenizer, text: str) -> None:
+    ids, offsets = await Prompts(tokenizer).encode_with_offsets(text)
     assert ids == tokenizer.encode(text)
     assert len(offsets) == len(ids)
     assert offsets == sorted(offsets)
@@ -56,45 +52,45 @@ def test_a_text_is_echoed_with_the_place_of_each_token(tokenizer: Tokenizer, tex
             assert offsets[start + place] == len(known)
 
 
-def test_ids_are_spelt_with_the_place_of_each_token(made: Make) -> None:
+async def test_ids_are_spelt_with_the_place_of_each_token(made: Make) -> None:
     tokenizer = made("byte level")
     ids = tokenizer.encode("the sea<|end|> whale")
-    assert asyncio.run(Prompts(tokenizer).decode_with_offsets(ids)) == ("the sea whale", [0, 3, 7, 7])
-    assert asyncio.run(Prompts(tokenizer).decode_with_offsets(ids, False)) == ("the sea<|end|> whale", [0, 3, 7, 14])
+    assert await Prompts(tokenizer).decode_with_offsets(ids) == ("the sea whale", [0, 3, 7, 7])
+    assert await Prompts(tokenizer).decode_with_offsets(ids, False) == ("the sea<|end|> whale", [0, 3, 7, 14])
 
 
-def test_words_are_spelt_at_the_start_of_a_text_and_behind_a_space(made: Make) -> None:
+async def test_words_are_spelt_at_the_start_of_a_text_and_behind_a_space(made: Make) -> None:
     tokenizer = made("byte level")
     prompts = Prompts(tokenizer)
     both = [tuple(tokenizer.encode(text)) for text in ("whale", " whale")]
-    assert asyncio.run(prompts.encode_words(["whale", " whale"])) == both
+    assert await prompts.encode_words(["whale", " whale"]) == both
     marked = made("byte fallback")
-    assert asyncio.run(Prompts(marked).encode_words(["sea"])) == [tuple(marked.encode("sea", False))]
+    assert await Prompts(marked).encode_words(["sea"]) == [tuple(marked.encode("sea", False))]
 
 
-def test_a_chat_begins_with_bos_once(folder: Callable[..., Path]) -> None:
+async def test_a_chat_begins_with_bos_once(folder: Callable[..., Path]) -> None:
     config = {"bos_token": "<s>", "chat_template": TEMPLATE}
     tokenizer = Tokenizer(folder(byte_fallback(), tokenizer_config=config))
     prompts = Prompts(tokenizer)
-    ids = asyncio.run(prompts.chat(HELLO))
+    ids = await prompts.chat(HELLO)
     assert tokenizer.encode("")[:1] == [1]  # plain prompts get their bos from the tokenizer
     assert ids.count(1) == 1
     assert ids[0] == 1
-    assert asyncio.run(prompts.render(HELLO)) == "<s>the sea"
+    assert await prompts.render(HELLO) == "<s>the sea"
 
 
-def test_a_given_template_replaces_the_models(made: Make) -> None:
+async def test_a_given_template_replaces_the_models(made: Make) -> None:
     prompts = Prompts(made("byte level"), chat_template="{% for m in messages %}<{{ m.content }}>{% endfor %}")
     assert prompts.has_template
-    assert asyncio.run(prompts.render(HELLO)) == "<the sea>"
+    assert await prompts.render(HELLO) == "<the sea>"
 
 
-def test_a_model_without_a_template_says_so(made: Make) -> None:
+async def test_a_model_without_a_template_says_so(made: Make) -> None:
     prompts = Prompts(made("byte level"))
     assert not prompts.has_template
     prompts.check_template()
     with pytest.raises(TemplateError, match="--chat-template"):
-        asyncio.run(prompts.chat(HELLO))
+        await prompts.chat(HELLO)
 
 
 def test_a_broken_template_is_found_at_start(made: Make) -> None:
@@ -102,16 +98,16 @@ def test_a_broken_template_is_found_at_start(made: Make) -> None:
         Prompts(made("byte level"), chat_template="{{ bos_token }}\n{% for").check_template()
 
 
-def test_a_panic_of_the_library_is_an_error_and_not_the_end(folder: Callable[..., Path]) -> None:
+async def test_a_panic_of_the_library_is_an_error_and_not_the_end(folder: Callable[..., Path]) -> None:
     made = json.loads(byte_fallback().to_str())
     made["post_processor"]["special_tokens"] = {}  # its template names one
     prompts = Prompts(Tokenizer(folder(**{"tokenizer.json": made})))
     with pytest.raises(NativePanic):
-        asyncio.run(prompts.encode("the sea"))
-    assert asyncio.run(prompts.decode([10])) is not None
+        await prompts.encode("the sea")
+    assert await prompts.decode([10]) is not None
 
 
-def test_a_chat_template_from_a_file(made: Make, tmp_path: Path) -> None:
+async def test_a_chat_template_from_a_file(made: Make, tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     with pytest.raises(ConfigError, match="there is no such file"):
         Prompts.load(made("byte level"), path)
@@ -120,11 +116,11 @@ def test_a_chat_template_from_a_file(made: Make, tmp_path: Path) -> None:
         Prompts.load(made("byte level"), path)
     path.write_text("<{{ messages[0].content }}>")
     prompts = Prompts.load(made("byte level"), path)
-    assert asyncio.run(prompts.render(HELLO)) == "<the sea>"
+    assert await prompts.render(HELLO) == "<the sea>"
     prompts.close()
 
 
-def test_everything_runs_on_one_other_thread(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_everything_runs_on_one_other_thread(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = made("byte level")
     prompts = Prompts(tokenizer, chat_template=TEMPLATE)
     threads: set[str] = set()
@@ -138,37 +134,33 @@ def test_everything_runs_on_one_other_thread(made: Make, monkeypatch: pytest.Mon
 
     for name in ("encode", "decode"):
         monkeypatch.setattr(tokenizer, name, noting(getattr(tokenizer, name)))
-
-    async def main() -> None:
-        work = [prompts.encode("the whale") for _ in range(20)]
-        await asyncio.gather(*work, prompts.chat(HELLO), prompts.decode([1, 2]))
-
-    asyncio.run(main())
+    work = [prompts.encode("the whale") for _ in range(20)]
+    await asyncio.gather(*work, prompts.chat(HELLO), prompts.decode([1, 2]))
     assert len(threads) == 1
     assert threading.current_thread().name not in threads
 
 
-def test_what_can_never_fit_is_not_tokenized(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_can_never_fit_is_not_tokenized(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = made("byte level")
     prompts = Prompts(tokenizer, max_len=20_000, chat_template="{{ messages[0].content }}")
     limit = 20_000 * tokenizer.longest
     assert prompts.max_characters == limit
-    assert len(asyncio.run(prompts.encode("." * limit, fits=False))) >= 20_000
+    assert len(await prompts.encode("." * limit, fits=False)) >= 20_000
 
     monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: pytest.fail("tokenized"))
     with pytest.raises(TextTooLong, match=f"{limit + 1} characters.*at most {limit}"):
-        asyncio.run(prompts.encode("." * (limit + 1)))
+        await prompts.encode("." * (limit + 1))
     with pytest.raises(TextTooLong):
-        asyncio.run(prompts.chat([{"role": "user", "content": "." * (limit + 1)}]))
+        await prompts.chat([{"role": "user", "content": "." * (limit + 1)}])
 
 
-def test_short_texts_are_always_tokenized(made: Make) -> None:
+async def test_short_texts_are_always_tokenized(made: Make) -> None:
     """Four hundred unknown characters can be one token: only long texts are judged by their length."""
     prompts = Prompts(made("metaspace"), max_len=2)
-    assert len(asyncio.run(prompts.encode("語" * 400))) <= 2
+    assert len(await prompts.encode("語" * 400)) <= 2
 
 
-def test_cancelled_work_does_not_run(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_work_does_not_run(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = made("byte level")
     prompts = Prompts(tokenizer)
     seen: list[str] = []
@@ -181,20 +173,16 @@ def test_cancelled_work_does_not_run(made: Make, monkeypatch: pytest.MonkeyPatch
         return []
 
     monkeypatch.setattr(tokenizer, "encode", encode)
-
-    async def main() -> None:
-        first = asyncio.create_task(prompts.encode("first"))
-        await asyncio.to_thread(busy.wait, 10)
-        second = asyncio.create_task(prompts.encode("second"))
-        await asyncio.sleep(0)
-        second.cancel()
-        await asyncio.sleep(0)
-        go.set()
-        await first
-        with pytest.raises(asyncio.CancelledError):
-            await second
-
-    asyncio.run(main())
+    first = asyncio.create_task(prompts.encode("first"))
+    await asyncio.to_thread(busy.wait, 10)
+    second = asyncio.create_task(prompts.encode("second"))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
     prompts.close()
     assert seen == ["first"]
 
@@ -203,7 +191,7 @@ def test_names_count_as_characters_too() -> None:
     assert characters([{"ab": ["cde", 1]}, None]) == 7
 
 
-def test_a_template_whose_process_cannot_be_started_is_no_error_of_the_server(
+async def test_a_template_whose_process_cannot_be_started_is_no_error_of_the_server(
     made: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -212,7 +200,7 @@ def test_a_template_whose_process_cannot_be_started_is_no_error_of_the_server(
     monkeypatch.setattr("server.tokenization.renderer.spawn", refuse)
     prompts = Prompts(made("byte level"), chat_template=TEMPLATE)
     with pytest.raises(ApiError) as refused:
-        asyncio.run(prompts.chat(HELLO))
+        await prompts.chat(HELLO)
     assert (refused.value.status, refused.value.code) == (503, "templates_unavailable")
     assert refused.value.retry_after
     prompts.close()

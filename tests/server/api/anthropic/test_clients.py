@@ -16,25 +16,18 @@ from tests.server.api.anthropic.wire import (
     QUESTION,
     THOUGHT,
     events,
-    make_folder,
     put_together,
 )
-from tests.server.wire import LIBRARY, run, saying
+from tests.server.wire import LIBRARY, saying
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
-def test_what_a_coding_agent_sends_is_answered(folder):
+async def test_what_a_coding_agent_sends_is_answered(folder):
     engine = FakeEngine(
         saying(f'{THOUGHT}<tool_call>\n{{"name": "Bash", "arguments": {{"command": "ls"}}}}\n</tool_call>')
     )
     engine._info = LARGE
     engine.finish_loading()
-
-    async def use(client):
+    async with serving(folder, engine) as (client, _):
         first = await client.post(coding_agent.PATH, json=coding_agent.REQUEST, headers=coding_agent.HEADERS)
         assert first.status_code == 200, first.text
         message = put_together(events(first.text))
@@ -49,26 +42,20 @@ def test_what_a_coding_agent_sends_is_answered(folder):
         counted = {key: body[key] for key in ("model", "messages", "system", "tools", "thinking")}
         count = await client.post(f"{COUNT}?beta=true", json=counted, headers=coding_agent.HEADERS)
         assert count.status_code == 200, count.text
-
-    run(folder, use, engine)
     first, second = (LIBRARY.decode(list(request.prompt_ids)) for request in engine.requests)
     assert second.startswith(first.removesuffix("assistant: ")), "the prefix is found again"
     assert "x-anthropic" not in first
     assert "tool Bash: 41" in second
 
 
-def sdk(folder, use, engine, **settings):
+async def sdk(folder, use, engine, **settings):
     """Let `use(client)` talk to the server through the SDK."""
-
-    async def main():
-        async with serving(folder, engine, **settings) as (_, app), listening(app) as url:
-            async with anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client:
-                return await use(client)
-
-    return asyncio.run(main())
+    async with serving(folder, engine, **settings) as (_, app), listening(app) as url:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client:
+            return await use(client)
 
 
-def test_the_sdk_reads_whole_answers_streams_and_counts(folder):
+async def test_the_sdk_reads_whole_answers_streams_and_counts(folder):
     async def use(client):
         whole = await client.messages.create(**ASKED)
         assert whole.content[0].text == "the whale"
@@ -86,25 +73,22 @@ def test_the_sdk_reads_whole_answers_streams_and_counts(folder):
         beta = await client.beta.messages.create(**ASKED, betas=["interleaved-thinking-2025-05-14"])
         assert beta.content[0].text == "the whale"
 
-    sdk(folder, use, FakeEngine(saying("the whale")))
+    await sdk(folder, use, FakeEngine(saying("the whale")))
 
 
-def test_the_sdk_without_asyncio_does_too(folder):
+async def test_the_sdk_without_asyncio_does_too(folder):
     def work(url):
         with anthropic.Anthropic(base_url=url, auth_token="k", api_key=None, max_retries=0) as client:
             assert client.messages.create(**ASKED).content[0].text == "the whale"
             with client.messages.stream(**ASKED) as stream:
                 assert stream.get_final_text() == "the whale"
 
-    async def main():
-        async with serving(folder, FakeEngine(saying("the whale")), api_key=["k"]) as (_, app), listening(app) as url:
-            await asyncio.to_thread(work, url)
-
-    asyncio.run(main())
+    async with serving(folder, FakeEngine(saying("the whale")), api_key=["k"]) as (_, app), listening(app) as url:
+        await asyncio.to_thread(work, url)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_the_sdk_runs_tools_until_the_final_answer(folder, is_streamed):
+async def test_the_sdk_runs_tools_until_the_final_answer(folder, is_streamed):
     engine = FakeEngine(saying(f"{THOUGHT}Let me look.\n{CALL}", "a whale"))
 
     async def use(client):
@@ -125,11 +109,11 @@ def test_the_sdk_runs_tools_until_the_final_answer(folder, is_streamed):
             results = [{"type": "tool_result", "tool_use_id": call.id, "content": "a ship"} for call in calls]
             messages.append({"role": "user", "content": results})
 
-    assert sdk(folder, use, engine) == (1, "a whale")
+    assert await sdk(folder, use, engine) == (1, "a whale")
     assert "tool look: a ship" in LIBRARY.decode(list(engine.requests[1].prompt_ids))
 
 
-def test_errors_become_the_exceptions_of_the_sdk(folder):
+async def test_errors_become_the_exceptions_of_the_sdk(folder):
     engine = FakeEngine(saying("the whale"))
 
     async def use(client):
@@ -153,10 +137,10 @@ def test_errors_become_the_exceptions_of_the_sdk(folder):
                 await stream.get_final_message()
         assert cut.value.type == "api_error"
 
-    sdk(folder, use, engine, api_key=["k"])
+    await sdk(folder, use, engine, api_key=["k"])
 
 
-def test_a_stream_that_is_left_ends_its_work(folder):
+async def test_a_stream_that_is_left_ends_its_work(folder):
     engine = FakeEngine(saying("the sea " * 50), delay=0.01)
 
     async def use(client):
@@ -165,5 +149,5 @@ def test_a_stream_that_is_left_ends_its_work(folder):
                 break
         await until(lambda: not engine.open)
 
-    sdk(folder, use, engine)
+    await sdk(folder, use, engine)
     assert engine.aborted

@@ -4,16 +4,11 @@ import pytest
 
 from server.api.anthropic.request import MessagesRequest
 from tests.fakes import INFO
-from tests.server.api.anthropic.wire import ASKED, COUNT, LOOK, QUESTION, answer, make_folder, prompt
+from tests.server.api.anthropic.wire import ASKED, COUNT, LOOK, QUESTION, answer, prompt
 from tests.server.wire import ask
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
-def test_the_conversation_reaches_the_template_as_turns(folder):
+async def test_the_conversation_reaches_the_template_as_turns(folder):
     conversation = [
         {"role": "user", "content": [{"type": "text", "text": "look"}]},
         {
@@ -37,7 +32,7 @@ def test_the_conversation_reaches_the_template_as_turns(folder):
         },
         {"role": "user", "content": "well"},
     ]
-    assert prompt(folder, system="brief", messages=conversation) == (
+    assert await prompt(folder, system="brief", messages=conversation) == (
         'system: brief; user: look; assistant: (far?)I dolook{"far": true}toolu_1look{}toolu_2; tool look: a ship; '
         "tool look: Error: fog; user: and?; tool: ; user: well; assistant: "
     )
@@ -54,47 +49,47 @@ def test_the_conversation_reaches_the_template_as_turns(folder):
         ({"content": [{"type": "text", "text": "fog"}, {"type": "text", "text": "ice"}]}, "Error: fog\nice"),
     ],
 )
-def test_an_error_is_told_also_where_it_has_no_content(folder, content, told):
+async def test_an_error_is_told_also_where_it_has_no_content(folder, content, told):
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True, **content}
-    assert prompt(folder, messages=[{"role": "user", "content": [result]}]) == f"tool: {told}; assistant: "
+    assert await prompt(folder, messages=[{"role": "user", "content": [result]}]) == f"tool: {told}; assistant: "
 
 
-def test_neighbouring_messages_of_one_role_are_one_turn(folder):
+async def test_neighbouring_messages_of_one_role_are_one_turn(folder):
     two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert prompt(folder, messages=two) == "user: a\nb; assistant: "
+    assert await prompt(folder, messages=two) == "user: a\nb; assistant: "
 
 
-def test_a_late_system_message_stays_where_it_is(folder):
+async def test_a_late_system_message_stays_where_it_is(folder):
     late = [*QUESTION, {"role": "system", "content": "9 left"}]
-    told = prompt(folder, messages=late)
+    told = await prompt(folder, messages=late)
     assert told == "user: the sea\n<system-reminder>\n9 left\n</system-reminder>; assistant: "
-    assert told.startswith(prompt(folder).removesuffix("; assistant: "))
+    assert told.startswith((await prompt(folder)).removesuffix("; assistant: "))
 
 
-def test_the_answer_goes_on_with_a_last_message_of_the_assistant(folder):
+async def test_the_answer_goes_on_with_a_last_message_of_the_assistant(folder):
     begun = [*QUESTION, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
-    assert prompt(folder, messages=begun) == "user: the sea; assistant: It is"
+    assert await prompt(folder, messages=begun) == "user: the sea; assistant: It is"
 
 
-def test_an_accounting_header_is_no_part_of_the_prompt(folder):
-    def told(cch):
+async def test_an_accounting_header_is_no_part_of_the_prompt(folder):
+    async def told(cch):
         header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={cch};"}
-        return prompt(folder, system=[header, {"type": "text", "text": "brief"}])
+        return await prompt(folder, system=[header, {"type": "text", "text": "brief"}])
 
-    assert told("aa") == told("bb") == prompt(folder, system="brief")
+    assert await told("aa") == await told("bb") == await prompt(folder, system="brief")
 
 
-def test_thinking_and_effort_are_told_to_the_template(folder):
-    assert prompt(folder).startswith("user"), "without a word about thinking there is none, as Anthropic has it"
-    assert prompt(folder, thinking={"type": "disabled"}).startswith("user")
-    assert prompt(folder, thinking={"type": "adaptive"}).startswith("pensive user")
+async def test_thinking_and_effort_are_told_to_the_template(folder):
+    assert (await prompt(folder)).startswith("user"), "without a word about thinking there is none, as Anthropic has it"
+    assert (await prompt(folder, thinking={"type": "disabled"})).startswith("user")
+    assert (await prompt(folder, thinking={"type": "adaptive"})).startswith("pensive user")
     enabled = MessagesRequest.model_validate({**ASKED, "thinking": {"type": "enabled", "budget_tokens": 2000}})
     assert enabled.render_options["template_kwargs"] == {"enable_thinking": True, "thinking": True}
     assert enabled.thinking_budget == ("thinking.budget_tokens", 2000)
-    assert prompt(folder, output_config={"effort": "max"}).startswith("maxuser")
+    assert (await prompt(folder, output_config={"effort": "max"})).startswith("maxuser")
 
 
-def test_tools_and_the_choice_among_them(folder):
+async def test_tools_and_the_choice_among_them(folder):
     other = {**LOOK, "name": "listen"}
     asked = MessagesRequest.model_validate({**ASKED, "tools": [LOOK, other]})
     assert [tool.name for tool in asked.calling.tools] == ["look", "listen"]
@@ -110,8 +105,8 @@ def test_tools_and_the_choice_among_them(folder):
     assert [tool.name for tool in named.in_prompt] == ["look", "listen"]
     assert named.is_required
     assert calling(type="none") is None
-    assert prompt(folder, tools=[LOOK, other]).startswith("<tool_call>look <tool_call>listen user")
-    assert prompt(folder, tools=[LOOK], tool_choice={"type": "none"}) == prompt(folder)
+    assert (await prompt(folder, tools=[LOOK, other])).startswith("<tool_call>look <tool_call>listen user")
+    assert await prompt(folder, tools=[LOOK], tool_choice={"type": "none"}) == await prompt(folder)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +118,12 @@ def test_tools_and_the_choice_among_them(folder):
         {"messages": [*QUESTION, {"role": "assistant", "content": "It"}]},
     ],
 )
-def test_counted_tokens_are_those_of_the_answers_usage(folder, more):
+async def test_counted_tokens_are_those_of_the_answers_usage(folder, more):
     body = {key: value for key, value in {**ASKED, **more}.items() if key != "max_tokens"}
-    counted = ask(folder, COUNT, body).json()
-    assert counted == {"input_tokens": answer(folder, "a", **more)["usage"]["input_tokens"]}
+    counted = (await ask(folder, COUNT, body)).json()
+    assert counted == {"input_tokens": (await answer(folder, "a", **more))["usage"]["input_tokens"]}
 
 
-def test_what_does_not_fit_can_be_counted(folder):
+async def test_what_does_not_fit_can_be_counted(folder):
     long = [{"role": "user", "content": "sea " * 600}]
-    assert ask(folder, COUNT, {"messages": long}).json()["input_tokens"] > INFO.max_len
+    assert (await ask(folder, COUNT, {"messages": long})).json()["input_tokens"] > INFO.max_len

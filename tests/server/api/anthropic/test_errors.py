@@ -1,6 +1,5 @@
 """Messages in Anthropic's form: what is refused, in their envelope, and errors after the first byte."""
 
-import asyncio
 import json
 
 import msgspec
@@ -9,13 +8,8 @@ import pytest
 from server.api.anthropic.errors import MessagesError, envelope
 from server.http.errors import ApiError
 from tests.fakes import INFO, FakeEngine, serving
-from tests.server.api.anthropic.wire import ASKED, COUNT, LOOK, MESSAGES, QUESTION, events, make_folder, refusal
+from tests.server.api.anthropic.wire import ASKED, COUNT, LOOK, MESSAGES, QUESTION, events, refusal
 from tests.server.wire import ask, saying
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "fake")
 
 
 @pytest.mark.parametrize(
@@ -75,63 +69,59 @@ def folder(tmp_path_factory):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_wrong_is_named(folder, change, param):
-    status, error = refusal(folder, **change)
+async def test_what_is_wrong_is_named(folder, change, param):
+    status, error = await refusal(folder, **change)
     assert status == 400
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert param in error["message"]
 
 
-def test_a_thread_is_refused_in_the_words_by_which_the_sdks_tool_runner_goes_on_without(folder):
-    status, error = refusal(folder, thread={"type": "create"})
+async def test_a_thread_is_refused_in_the_words_by_which_the_sdks_tool_runner_goes_on_without(folder):
+    status, error = await refusal(folder, thread={"type": "create"})
     assert (status, error["param"]) == (400, "thread")
     assert error["details"]["error_code"] == "thread_unsupported_request"
 
 
-def test_a_format_and_a_stop_sequence_exclude_each_other(folder):
+async def test_a_format_and_a_stop_sequence_exclude_each_other(folder):
     output = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    _, error = refusal(folder, output_config=output, stop_sequences=["a"])
+    _, error = await refusal(folder, output_config=output, stop_sequences=["a"])
     assert error["param"] == "stop_sequences"
 
 
-def test_a_prompt_that_does_not_fit_is_told_in_the_words_that_agents_look_for(folder):
-    status, error = refusal(folder, messages=[{"role": "user", "content": "sea " * 600}])
+async def test_a_prompt_that_does_not_fit_is_told_in_the_words_that_agents_look_for(folder):
+    status, error = await refusal(folder, messages=[{"role": "user", "content": "sea " * 600}])
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "messages")
     assert error["message"].startswith("prompt is too long")
     assert str(INFO.max_len) in error["message"]
 
 
-def test_every_error_on_these_paths_has_anthropics_envelope(folder):
+async def test_every_error_on_these_paths_has_anthropics_envelope(folder):
     seen = []
+    engine = FakeEngine(is_loaded=False)
+    async with serving(folder, engine, wait=False, api_key=["k"], max_body_bytes=2000) as (client, app):
 
-    async def main():
-        engine = FakeEngine(is_loaded=False)
-        async with serving(folder, engine, wait=False, api_key=["k"], max_body_bytes=2000) as (client, app):
+        async def post(path=MESSAGES, key="k", **more):
+            headers = {"x-api-key": key, **more.pop("headers", {})}
+            response = await client.post(path, **{"json": ASKED, **more}, headers=headers)
+            seen.append((response.status_code, response))
 
-            async def post(path=MESSAGES, key="k", **more):
-                headers = {"x-api-key": key, **more.pop("headers", {})}
-                response = await client.post(path, **{"json": ASKED, **more}, headers=headers)
-                seen.append((response.status_code, response))
-
-            await post()  # loading
-            engine.finish_loading()
-            await app.state.pequod.ready()
-            await post(key="other")
-            await post(COUNT, key="other")
-            await post(json={**ASKED, "model": "gpt"})
-            await post(COUNT, json={"messages": QUESTION, "model": "gpt"})
-            await post("/v1/messages/batches")
-            await post(content=b"{", headers={"content-type": "application/json"}, json=None)
-            await post(content=b"a" * 3000, json=None)
-            await post(headers={"host": "evil.example"})
-            await post(headers={"x-deadline-ms": "never"})
-            seen.append((405, await client.get(MESSAGES, headers={"x-api-key": "k"})))
-            engine.hold()
-            await post(headers={"x-deadline-ms": "50"})
-            app.state.pequod.begin_drain()
-            await post()
-
-    asyncio.run(main())
+        await post()  # loading
+        engine.finish_loading()
+        await app.state.pequod.ready()
+        await post(key="other")
+        await post(COUNT, key="other")
+        await post(json={**ASKED, "model": "gpt"})
+        await post(COUNT, json={"messages": QUESTION, "model": "gpt"})
+        await post("/v1/messages/batches")
+        await post(content=b"{", headers={"content-type": "application/json"}, json=None)
+        await post(content=b"a" * 3000, json=None)
+        await post(headers={"host": "evil.example"})
+        await post(headers={"x-deadline-ms": "never"})
+        seen.append((405, await client.get(MESSAGES, headers={"x-api-key": "k"})))
+        engine.hold()
+        await post(headers={"x-deadline-ms": "50"})
+        app.state.pequod.begin_drain()
+        await post()
     kinds = []
     for status, response in seen:
         assert response.status_code == status
@@ -146,9 +136,9 @@ def test_every_error_on_these_paths_has_anthropics_envelope(folder):
     ]  # fmt: skip
 
 
-def test_other_paths_keep_openais_envelope(folder):
+async def test_other_paths_keep_openais_envelope(folder):
     for path in ("/v1/messagesX", "/v1/chat/completions"):
-        body = ask(folder, path, {"messages": QUESTION, "model": "gpt"}).json()
+        body = (await ask(folder, path, {"messages": QUESTION, "model": "gpt"})).json()
         assert set(body) == {"error"}
 
 
@@ -159,10 +149,10 @@ def test_statuses_have_their_types(status, kind):
     assert json.loads(envelope(ApiError(status, "No."), "req-1"))["error"]["type"] == kind
 
 
-def test_an_error_after_the_first_byte_is_an_event_of_its_own(folder):
+async def test_an_error_after_the_first_byte_is_an_event_of_its_own(folder):
     engine = FakeEngine(saying("the whale"))
     engine.error_at = (2, "out of memory")
-    response = ask(folder, MESSAGES, {**ASKED, "stream": True}, engine)
+    response = await ask(folder, MESSAGES, {**ASKED, "stream": True}, engine)
     assert response.status_code == 200
     *_, last = events(response.text)
     assert last["type"] == "error"

@@ -21,22 +21,15 @@ from tests.server.api.anthropic.wire import (
     answer,
     as_text,
     events,
-    make_folder,
     put_together,
 )
 from tests.server.wire import ask, ids, run, saying
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
 # Answers
 
 
-def test_an_answer_has_what_anthropic_has(folder):
-    told = answer(folder, "the whale")
+async def test_an_answer_has_what_anthropic_has(folder):
+    told = await answer(folder, "the whale")
     assert told.pop("id").startswith("msg_")
     assert told == {
         "type": "message",
@@ -56,8 +49,8 @@ def test_an_answer_has_what_anthropic_has(folder):
     }
 
 
-def test_a_stream_is_typed_events_without_a_last_line_of_openai(folder):
-    response = ask(folder, MESSAGES, {**ASKED, "stream": True}, FakeEngine(saying("the whale")))
+async def test_a_stream_is_typed_events_without_a_last_line_of_openai(folder):
+    response = await ask(folder, MESSAGES, {**ASKED, "stream": True}, FakeEngine(saying("the whale")))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     seen = events(response.text)
     assert [event["type"] for event in seen] == [
@@ -90,10 +83,10 @@ def test_a_stream_is_typed_events_without_a_last_line_of_openai(folder):
     ],
     ids=["text", "thinking", "thinking omitted", "calls", "a call cut", "stop sequence", "nothing", "cache only"],
 )
-def test_a_stream_put_together_is_the_whole_answer(folder, says, more, per_delta):
-    whole = answer(folder, says, **more)
+async def test_a_stream_put_together_is_the_whole_answer(folder, says, more, per_delta):
+    whole = await answer(folder, says, **more)
     body = {**ASKED, **more, "stream": True}
-    streamed = ask(folder, MESSAGES, body, FakeEngine(saying(says), per_delta=per_delta)).text
+    streamed = (await ask(folder, MESSAGES, body, FakeEngine(saying(says), per_delta=per_delta))).text
     assert "\u2028" not in streamed
     message = put_together(events(streamed))
     for told in (message, whole):
@@ -101,8 +94,8 @@ def test_a_stream_put_together_is_the_whole_answer(folder, says, more, per_delta
     assert {**message, "id": ""} == {**whole, "id": ""}
 
 
-def test_thinking_text_and_calls_are_blocks_in_their_order(folder):
-    told = answer(folder, f"{THOUGHT}Let me look.\n{CALL}\n{CALL}", tools=[LOOK])
+async def test_thinking_text_and_calls_are_blocks_in_their_order(folder):
+    told = await answer(folder, f"{THOUGHT}Let me look.\n{CALL}\n{CALL}", tools=[LOOK])
     thinking, text, first, second = told["content"]
     assert thinking == {"type": "thinking", "thinking": "Whales are large.", "signature": ""}
     assert text["text"].strip() == "Let me look."
@@ -113,16 +106,16 @@ def test_thinking_text_and_calls_are_blocks_in_their_order(folder):
     assert 0 < told["usage"]["output_tokens_details"]["thinking_tokens"] < told["usage"]["output_tokens"]
 
 
-def test_thinking_can_be_left_out(folder):
-    told = answer(folder, f"{THOUGHT}Yes.", thinking={"type": "adaptive", "display": "omitted"})
+async def test_thinking_can_be_left_out(folder):
+    told = await answer(folder, f"{THOUGHT}Yes.", thinking={"type": "adaptive", "display": "omitted"})
     assert told["content"] == [
         {"type": "thinking", "thinking": "", "signature": ""},
         {"type": "text", "text": "Yes."},
     ]
 
 
-def test_a_call_that_was_cut_has_no_input_and_the_reason_tells_why(folder):
-    told = answer(folder, CALL, tools=[LOOK], max_tokens=len(ids(CALL)) - len(ids("true}}\n</tool_call>")))
+async def test_a_call_that_was_cut_has_no_input_and_the_reason_tells_why(folder):
+    told = await answer(folder, CALL, tools=[LOOK], max_tokens=len(ids(CALL)) - len(ids("true}}\n</tool_call>")))
     assert told["stop_reason"] == "max_tokens"
     assert [(call["name"], call["input"]) for call in told["content"]] == [("look", {})]
 
@@ -163,7 +156,7 @@ def test_events_do_not_depend_on_how_parts_came(seed):
     assert put_together(msgspec.to_builtins(seen)) == whole
 
 
-def test_what_the_cache_found_is_counted_beside_the_input(folder):
+async def test_what_the_cache_found_is_counted_beside_the_input(folder):
     class Cached(FakeEngine):
         def _delta(self, *args):
             delta = super()._delta(*args)
@@ -171,7 +164,7 @@ def test_what_the_cache_found_is_counted_beside_the_input(folder):
 
     size = len(ids("user: the sea; assistant: "))
     for stream in (False, True):
-        response = ask(folder, MESSAGES, {**ASKED, "stream": stream}, Cached(saying("the")))
+        response = await ask(folder, MESSAGES, {**ASKED, "stream": stream}, Cached(saying("the")))
         told = (put_together(events(response.text)) if stream else response.json())["usage"]
         assert (told["input_tokens"], told["cache_read_input_tokens"]) == (size - 5, 5)
 
@@ -187,14 +180,14 @@ def test_what_the_cache_found_is_counted_beside_the_input(folder):
         ("the sea " * 300, {"max_tokens": 32000}, "model_context_window_exceeded", None),
     ],
 )
-def test_why_an_answer_ended(folder, says, more, reason, stop):
-    told = answer(folder, says, **more)
+async def test_why_an_answer_ended(folder, says, more, reason, stop):
+    told = await answer(folder, says, **more)
     assert (told["stop_reason"], told["stop_sequence"]) == (reason, stop)
 
 
-def test_more_tokens_than_fit_mean_as_many_as_fit(folder):
+async def test_more_tokens_than_fit_mean_as_many_as_fit(folder):
     engine = FakeEngine(saying("a"))
-    ask(folder, MESSAGES, {**ASKED, "max_tokens": 32000}, engine)
+    await ask(folder, MESSAGES, {**ASKED, "max_tokens": 32000}, engine)
     request = engine.requests[0]
     assert request.params.max_tokens == INFO.max_len - len(request.prompt_ids)
 
@@ -222,13 +215,13 @@ def test_arguments_that_are_no_object_are_text_and_no_reason_to_run_a_tool(argum
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("end_turn", None)
 
 
-def test_a_malformed_call_reads_alike_in_the_stream_and_the_whole_answer(folder):
+async def test_a_malformed_call_reads_alike_in_the_stream_and_the_whole_answer(folder):
     says = '<tool_call>{"name": "look", "arguments": {far: 1}}</tool_call>'
-    whole = answer(folder, says, tools=[LOOK])
+    whole = await answer(folder, says, tools=[LOOK])
     assert whole["content"] == [as_text(LOOK, "{far: 1}")]
     assert whole["stop_reason"] == "end_turn"
     body = {**ASKED, "tools": [LOOK], "stream": True}
-    seen = events(ask(folder, MESSAGES, body, FakeEngine(saying(says))).text)
+    seen = events((await ask(folder, MESSAGES, body, FakeEngine(saying(says)))).text)
     deltas = [event["delta"] for event in seen if event["type"] == "content_block_delta"]
     assert "".join(delta["partial_json"] for delta in deltas) == "{far: 1}"
     message = put_together(seen)
@@ -272,15 +265,15 @@ def test_an_input_holds_no_halves_of_letters(arguments, value):
 # The page
 
 
-def test_the_examples_of_the_api_page_work(folder):
+async def test_the_examples_of_the_api_page_work(folder):
     for path, model in ((MESSAGES, MessagesRequest), (COUNT, CountTokensRequest)):
         for example in model.model_config["json_schema_extra"]["examples"]:
-            response = ask(folder, path, {**example, "model": "fake"}, FakeEngine(saying("a")))
+            response = await ask(folder, path, {**example, "model": "fake"}, FakeEngine(saying("a")))
             assert response.status_code == 200, response.text
 
 
-def test_the_page_describes_answers_and_errors(folder):
-    page = run(folder, lambda client: client.get("/openapi.json")).json()
+async def test_the_page_describes_answers_and_errors(folder):
+    page = (await run(folder, lambda client: client.get("/openapi.json"))).json()
     operation = page["paths"][MESSAGES]["post"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert {"400", "401", "404", "413", "503", "504"} <= operation["responses"].keys()

@@ -35,23 +35,23 @@ def make_folder(folder):
     return model_folder(folder, tokenizer_config={"eos_token": "<|end|>", "chat_template": TEMPLATE})
 
 
-def answer(folder, says, **body):
-    response = ask(folder, MESSAGES, {**ASKED, **body}, FakeEngine(saying(says)))
+async def answer(folder, says, **body):
+    response = await ask(folder, MESSAGES, {**ASKED, **body}, FakeEngine(saying(says)))
     assert response.status_code == 200, response.text
     msgspec.convert(response.json(), Message)
     return response.json()
 
 
-def prompt(folder, **body):
+async def prompt(folder, **body):
     """The prompt that a request becomes."""
     engine = FakeEngine(saying("a"), info=LARGE)
-    response = ask(folder, MESSAGES, {**ASKED, **body}, engine)
+    response = await ask(folder, MESSAGES, {**ASKED, **body}, engine)
     assert response.status_code == 200, response.text
     return LIBRARY.decode(list(engine.requests[0].prompt_ids), skip_special_tokens=False)
 
 
-def refusal(folder, path=MESSAGES, *, engine=None, settings=None, **body):
-    response = ask(folder, path, {**ASKED, **body}, engine, **(settings or {}))
+async def refusal(folder, path=MESSAGES, *, engine=None, settings=None, **body):
+    response = await ask(folder, path, {**ASKED, **body}, engine, **(settings or {}))
     return response.status_code, response.json()["error"]
 
 

@@ -1,7 +1,5 @@
 """Chat completions over a fake engine: the answer, whole and streamed, and what the engine is asked for."""
 
-import asyncio
-
 import msgspec
 import openai
 import pytest
@@ -31,13 +29,8 @@ WHALE = "the whale; the ship\u2028€5 äöü 🐳🐋 日本語 sailing"
 HALF = len(ids(WHALE[: WHALE.index("🐋")])) + 2  # tokens
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
-def test_an_answer_has_what_openai_has(folder):
-    answer = ask(folder, CHAT, {"model": "fake", "messages": QUESTION}, FakeEngine(saying("the whale"))).json()
+async def test_an_answer_has_what_openai_has(folder):
+    answer = (await ask(folder, CHAT, {"model": "fake", "messages": QUESTION}, FakeEngine(saying("the whale")))).json()
     msgspec.convert(answer, ChatCompletion)
     assert answer["id"].startswith("chatcmpl-")
     assert answer["object"] == "chat.completion"
@@ -62,9 +55,9 @@ def test_an_answer_has_what_openai_has(folder):
     }
 
 
-def test_a_stream_has_the_role_first_one_end_and_usage_when_asked(folder):
+async def test_a_stream_has_the_role_first_one_end_and_usage_when_asked(folder):
     body = {"messages": QUESTION, "stream": True, "stream_options": {"include_usage": True}}
-    response = ask(folder, CHAT, body, FakeEngine(saying("the whale")))
+    response = await ask(folder, CHAT, body, FakeEngine(saying("the whale")))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     seen = chunks(response.text)
     for chunk in seen:
@@ -80,21 +73,23 @@ def test_a_stream_has_the_role_first_one_end_and_usage_when_asked(folder):
     assert seen[-1]["usage"]["completion_tokens"] == 3
 
 
-def test_without_the_option_a_stream_tells_no_usage(folder):
-    seen = chunks(ask(folder, CHAT, {"messages": QUESTION, "stream": True}, FakeEngine(saying("the"))).text)
+async def test_without_the_option_a_stream_tells_no_usage(folder):
+    seen = chunks((await ask(folder, CHAT, {"messages": QUESTION, "stream": True}, FakeEngine(saying("the")))).text)
     assert all("usage" not in chunk for chunk in seen)
 
 
-def test_continuous_usage_counts_up_with_the_chunks(folder):
+async def test_continuous_usage_counts_up_with_the_chunks(folder):
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": QUESTION, "stream": True, "stream_options": options}
-    seen = chunks(ask(folder, CHAT, body, FakeEngine(saying("the whale"))).text)
+    seen = chunks((await ask(folder, CHAT, body, FakeEngine(saying("the whale")))).text)
     assert [chunk["usage"]["completion_tokens"] for chunk in seen] == [0, 1, 2, 3, 3]
 
 
-def test_without_include_usage_no_chunk_has_usage(folder):
+async def test_without_include_usage_no_chunk_has_usage(folder):
     body = {"messages": QUESTION, "stream": True, "stream_options": {"continuous_usage_stats": True}}
-    assert not any("usage" in chunk for chunk in chunks(ask(folder, CHAT, body, FakeEngine(saying("the whale"))).text))
+    assert not any(
+        "usage" in chunk for chunk in chunks((await ask(folder, CHAT, body, FakeEngine(saying("the whale")))).text)
+    )
 
 
 @pytest.mark.parametrize("per_delta", [1, 3, 100])
@@ -112,15 +107,17 @@ def test_without_include_usage_no_chunk_has_usage(folder):
     ],
     ids=lambda more: ",".join(more) or "plain",
 )
-def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, per_delta):
+async def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, per_delta):
     texts = (WHALE, "the sea", WHALE * 2)
 
     def engine(size):
         return Odds(saying(*texts), per_delta=size)
 
     body = {"messages": QUESTION, "seed": 1, **more}
-    answer = ask(folder, CHAT, body, engine(1)).json()
-    streamed = ask(folder, CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}}, engine(per_delta))
+    answer = (await ask(folder, CHAT, body, engine(1))).json()
+    streamed = await ask(
+        folder, CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}}, engine(per_delta)
+    )
     assert "\u2028" not in streamed.text
     seen = chunks(streamed.text)
     assert joined(seen) == whole(answer)
@@ -135,9 +132,9 @@ def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, per_del
     msgspec.convert(answer, ChatCompletion)
 
 
-def test_logprobs_tell_each_token_its_bytes_and_all_bits(folder):
+async def test_logprobs_tell_each_token_its_bytes_and_all_bits(folder):
     body = {"messages": QUESTION, "logprobs": True, "top_logprobs": 2}
-    answer = ask(folder, CHAT, body, Odds(saying("🐳"))).json()
+    answer = (await ask(folder, CHAT, body, Odds(saying("🐳")))).json()
     entries = answer["choices"][0]["logprobs"]["content"]
     said = [*ids("🐳"), END]
     assert len(said) > 2
@@ -152,10 +149,10 @@ def test_logprobs_tell_each_token_its_bytes_and_all_bits(folder):
         assert top == [odds(place, token), odds(place, token + 1)]
 
 
-def test_a_stop_string_across_tokens_ends_the_text_and_drops_the_rest(folder):
+async def test_a_stop_string_across_tokens_ends_the_text_and_drops_the_rest(folder):
     engine = FakeEngine(saying("the sea; the whale; sailing"), per_delta=100)
     body = {"messages": QUESTION, "stop": ["a; th"], "return_token_ids": True}
-    answer = ask(folder, CHAT, body, engine).json()
+    answer = (await ask(folder, CHAT, body, engine)).json()
     choice = answer["choices"][0]
     assert choice["message"]["content"] == "the se"
     assert choice["finish_reason"] == "stop"
@@ -168,39 +165,39 @@ def test_a_stop_string_across_tokens_ends_the_text_and_drops_the_rest(folder):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_token_counts_and_has_no_text(folder, stream):
+async def test_a_stop_token_counts_and_has_no_text(folder, stream):
     the, whale = ids("the whale")
     body = {"messages": QUESTION, "stop_token_ids": [whale], "return_token_ids": True, "stream": stream}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
-    response = ask(folder, CHAT, body, FakeEngine(saying("the whale, sailing")))
+    response = await ask(folder, CHAT, body, FakeEngine(saying("the whale, sailing")))
     choice = (joined(chunks(response.text)) if stream else whole(response.json()))[0]
     assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("the", "stop", [the, whale])
     usage = (chunks(response.text)[-1] if stream else response.json())["usage"]
     assert usage["completion_tokens"] == 2
 
 
-def test_a_stop_string_that_never_completes_is_part_of_the_text(folder):
+async def test_a_stop_string_that_never_completes_is_part_of_the_text(folder):
     body = {"messages": QUESTION, "stop": ["whale!"]}
-    answer = ask(folder, CHAT, body, FakeEngine(saying("the whale"))).json()
+    answer = (await ask(folder, CHAT, body, FakeEngine(saying("the whale")))).json()
     assert answer["choices"][0]["message"]["content"] == "the whale"
 
 
-def test_choices_draw_with_seeds_of_their_own_and_the_same_ones_again(folder):
-    def seeds(n, seed):
+async def test_choices_draw_with_seeds_of_their_own_and_the_same_ones_again(folder):
+    async def seeds(n, seed):
         engine = FakeEngine(saying("a"))
-        ask(folder, CHAT, {"messages": QUESTION, "n": n, "seed": seed}, engine)
+        await ask(folder, CHAT, {"messages": QUESTION, "n": n, "seed": seed}, engine)
         return [request.params.seed for request in engine.requests]
 
-    assert seeds(1, 7) == [7]
-    assert seeds(1, -1) == [2**64 - 1]
-    three = seeds(3, 7)
+    assert await seeds(1, 7) == [7]
+    assert await seeds(1, -1) == [2**64 - 1]
+    three = await seeds(3, 7)
     assert len(set(three)) == 3
-    assert seeds(4, 7)[:3] == three
+    assert (await seeds(4, 7))[:3] == three
     assert all(0 <= seed < 2**64 for seed in three)
-    assert seeds(1, None) != seeds(1, None)
+    assert await seeds(1, None) != await seeds(1, None)
 
 
-def test_a_request_reaches_the_engine_as_it_was_asked(folder):
+async def test_a_request_reaches_the_engine_as_it_was_asked(folder):
     engine = FakeEngine(saying("a"))
     body = {
         "messages": QUESTION, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "presence_penalty": 1,
@@ -208,7 +205,7 @@ def test_a_request_reaches_the_engine_as_it_was_asked(folder):
         "max_tokens": 9, "min_tokens": 2, "stop_token_ids": [8, 9], "logprobs": True, "top_logprobs": 4, "priority": -3,
         "cache_salt": "mine",
     }  # fmt: skip
-    assert ask(folder, CHAT, body, engine, scheduling_policy="priority").status_code == 200
+    assert (await ask(folder, CHAT, body, engine, scheduling_policy="priority")).status_code == 200
     request = engine.requests[0]
     params = request.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 0, 0.1)
@@ -219,9 +216,9 @@ def test_a_request_reaches_the_engine_as_it_was_asked(folder):
     assert (request.priority, request.cache_salt) == (-3, "mine")
 
 
-def test_defaults_are_the_models_then_openais_and_the_rest_of_the_context(folder, tmp_path):
+async def test_defaults_are_the_models_then_openais_and_the_rest_of_the_context(folder, tmp_path):
     engine = FakeEngine(saying("a"))
-    ask(folder, CHAT, {"messages": QUESTION}, engine)
+    await ask(folder, CHAT, {"messages": QUESTION}, engine)
     request = engine.requests[0]
     assert (request.params.temperature, request.params.top_p, request.params.top_k) == (1, 1, 0)
     assert request.params.max_tokens == 512 - len(request.prompt_ids)
@@ -229,41 +226,41 @@ def test_defaults_are_the_models_then_openais_and_the_rest_of_the_context(folder
 
     own = model_folder(tmp_path / "own", generation_config={"temperature": 0.6, "top_k": 20, "eos_token_id": [5, 6]})
     engine = FakeEngine(saying("a"))
-    ask(own, CHAT, {"messages": QUESTION, "top_k": 3, "ignore_eos": True, "stop_token_ids": [9]}, engine)
-    ask(own, CHAT, {"messages": QUESTION}, other := FakeEngine(saying("a")))
+    await ask(own, CHAT, {"messages": QUESTION, "top_k": 3, "ignore_eos": True, "stop_token_ids": [9]}, engine)
+    await ask(own, CHAT, {"messages": QUESTION}, other := FakeEngine(saying("a")))
     assert (engine.requests[0].params.temperature, engine.requests[0].params.top_k) == (0.6, 3)
     assert engine.requests[0].params.stop_ids == (9,)
     assert other.requests[0].params.stop_ids == (5, 6, END)
 
 
-def test_ignored_ends_and_special_tokens_can_be_seen(folder):
+async def test_ignored_ends_and_special_tokens_can_be_seen(folder):
     engine = FakeEngine(lambda _: [*ids("the"), END, *ids("sea")])
     body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 1 + len(ids("the")) + len(ids("sea"))}
-    assert ask(folder, CHAT, body, engine).json()["choices"][0]["message"]["content"] == "thesea"
-    shown = ask(folder, CHAT, {**body, "skip_special_tokens": False}, FakeEngine(engine.say)).json()
+    assert (await ask(folder, CHAT, body, engine)).json()["choices"][0]["message"]["content"] == "thesea"
+    shown = (await ask(folder, CHAT, {**body, "skip_special_tokens": False}, FakeEngine(engine.say))).json()
     assert shown["choices"][0]["message"]["content"] == "the<|end|>sea"
     assert shown["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_template_gets_the_messages_and_their_options(folder, tmp_path):
+async def test_the_template_gets_the_messages_and_their_options(folder, tmp_path):
     template = "{# tools #}{{ mood }}|{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}" + (
         "{% if add_generation_prompt %}go{% endif %}"
     )
     own = model_folder(tmp_path / "own", tokenizer_config={"eos_token": "<|end|>", "chat_template": template})
 
-    def prompt(**body):
+    async def prompt(**body):
         engine = FakeEngine(saying("a"))
-        response = ask(own, CHAT, {"messages": QUESTION, **body}, engine)
+        response = await ask(own, CHAT, {"messages": QUESTION, **body}, engine)
         assert response.status_code == 200, response.text
         return LIBRARY.decode(list(engine.requests[0].prompt_ids), skip_special_tokens=False)
 
-    assert prompt() == "|user:the sea;go"
-    assert prompt(chat_template_kwargs={"mood": "calm"}) == "calm|user:the sea;go"
-    assert prompt(add_generation_prompt=False) == "|user:the sea;"
+    assert await prompt() == "|user:the sea;go"
+    assert await prompt(chat_template_kwargs={"mood": "calm"}) == "calm|user:the sea;go"
+    assert await prompt(add_generation_prompt=False) == "|user:the sea;"
     continued = [*QUESTION, {"role": "assistant", "content": "a wh"}]
-    assert prompt(messages=continued, continue_final_message=True) == "|user:the sea;assistant:a wh"
+    assert await prompt(messages=continued, continue_final_message=True) == "|user:the sea;assistant:a wh"
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert prompt(messages=parts) == "|user:a\nb;go"
+    assert await prompt(messages=parts) == "|user:a\nb;go"
     conversation = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": "2+2?", "name": "Ann"},
@@ -273,55 +270,55 @@ def test_the_template_gets_the_messages_and_their_options(folder, tmp_path):
         },
         {"role": "tool", "tool_call_id": "c", "content": "4"},
     ]  # fmt: skip
-    assert prompt(messages=conversation) == "|system:be brief;user:2+2?;assistant:;tool:4;go"
+    assert await prompt(messages=conversation) == "|system:be brief;user:2+2?;assistant:;tool:4;go"
 
 
-def test_labels_are_echoed_where_openai_echoes_them_and_change_nothing(folder):
+async def test_labels_are_echoed_where_openai_echoes_them_and_change_nothing(folder):
     labels = {
         "user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "service_tier": "auto", "prompt_cache_key": "k",
         "store": False,
     }  # fmt: skip
     plain, labelled = FakeEngine(saying("a")), FakeEngine(saying("a"))
-    ask(folder, CHAT, {"messages": QUESTION, "seed": 1}, plain)
-    answer = ask(folder, CHAT, {"messages": QUESTION, "seed": 1, **labels}, labelled).json()
+    await ask(folder, CHAT, {"messages": QUESTION, "seed": 1}, plain)
+    answer = (await ask(folder, CHAT, {"messages": QUESTION, "seed": 1, **labels}, labelled)).json()
     assert answer["metadata"] == {"a": "b"}
     assert answer["service_tier"] == "default"
     assert labelled.requests == plain.requests
 
 
-def test_names_of_the_model(folder):
+async def test_names_of_the_model(folder):
     names = {"served_model_name": ["fake", "alias"]}
-    named = ask(folder, CHAT, {"messages": QUESTION, "model": "alias", "max_tokens": 1}, **names)
+    named = await ask(folder, CHAT, {"messages": QUESTION, "model": "alias", "max_tokens": 1}, **names)
     assert named.json()["model"] == "alias"
-    assert ask(folder, CHAT, {"messages": QUESTION, "max_tokens": 1}, **names).json()["model"] == "fake"
-    missing = ask(folder, CHAT, {"messages": QUESTION, "model": "gpt-4"}, **names)
+    assert (await ask(folder, CHAT, {"messages": QUESTION, "max_tokens": 1}, **names)).json()["model"] == "fake"
+    missing = await ask(folder, CHAT, {"messages": QUESTION, "model": "gpt-4"}, **names)
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
-def test_what_cannot_fit_is_told_with_the_number_and_the_flag(folder):
-    long = ask(folder, CHAT, {"messages": [{"role": "user", "content": "sea " * 600}]})
+async def test_what_cannot_fit_is_told_with_the_number_and_the_flag(folder):
+    long = await ask(folder, CHAT, {"messages": [{"role": "user", "content": "sea " * 600}]})
     error = long.json()["error"]
     assert long.status_code == 400
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
     assert "--max-model-len" in error["message"] and "512" in error["message"]
 
 
-def test_a_model_without_a_template_says_what_to_do(tmp_path):
+async def test_a_model_without_a_template_says_what_to_do(tmp_path):
     bare = model_folder(tmp_path / "bare", tokenizer_config={"eos_token": "<|end|>"})
-    error = ask(bare, CHAT, {"messages": QUESTION}).json()["error"]
+    error = (await ask(bare, CHAT, {"messages": QUESTION})).json()["error"]
     assert error["param"] == "messages"
     assert "--chat-template" in error["message"]
 
 
-def test_the_examples_of_the_api_page_work(folder):
+async def test_the_examples_of_the_api_page_work(folder):
     for example in ChatRequest.model_config["json_schema_extra"]["examples"]:
-        response = ask(folder, CHAT, {**example, "model": "fake"}, FakeEngine(saying("a")))
+        response = await ask(folder, CHAT, {**example, "model": "fake"}, FakeEngine(saying("a")))
         assert response.status_code == 200, response.text
 
 
-def test_the_page_describes_request_answer_and_stream(folder):
-    page = run(folder, lambda client: client.get("/openapi.json")).json()
+async def test_the_page_describes_request_answer_and_stream(folder):
+    page = (await run(folder, lambda client: client.get("/openapi.json"))).json()
     operation = page["paths"][CHAT]["post"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     fields = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
@@ -329,34 +326,31 @@ def test_the_page_describes_request_answer_and_stream(folder):
     assert {"400", "401", "404", "413", "503", "504"} <= operation["responses"].keys()
 
 
-def test_the_openai_sdk_reads_whole_answers_and_streams(folder):
-    async def main():
-        async with serving(folder, Odds(saying(WHALE))) as (_, app), listening(app) as url:
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-                answer = await client.chat.completions.create(model="fake", messages=QUESTION, logprobs=True)
-                assert answer.choices[0].message.content == WHALE
-                assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
-                pieces = await client.chat.completions.create(
-                    model="fake", messages=QUESTION, stream=True, stream_options={"include_usage": True}
-                )
-                text, last = "", None
-                async for piece in pieces:
-                    text += "".join(choice.delta.content or "" for choice in piece.choices)
-                    last = piece
-                assert text == WHALE
-                assert last.usage.completion_tokens == answer.usage.completion_tokens
-                async with client.chat.completions.stream(model="fake", messages=QUESTION) as stream:
-                    final = await stream.get_final_completion()
-                assert final.choices[0].message.content == WHALE
-                with pytest.raises(openai.BadRequestError) as bad:
-                    await client.chat.completions.create(model="fake", messages=QUESTION, tools=[{"type": "function"}])
-                assert bad.value.param == "tools.0.function"
-
-    asyncio.run(main())
+async def test_the_openai_sdk_reads_whole_answers_and_streams(folder):
+    async with serving(folder, Odds(saying(WHALE))) as (_, app), listening(app) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            answer = await client.chat.completions.create(model="fake", messages=QUESTION, logprobs=True)
+            assert answer.choices[0].message.content == WHALE
+            assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
+            pieces = await client.chat.completions.create(
+                model="fake", messages=QUESTION, stream=True, stream_options={"include_usage": True}
+            )
+            text, last = "", None
+            async for piece in pieces:
+                text += "".join(choice.delta.content or "" for choice in piece.choices)
+                last = piece
+            assert text == WHALE
+            assert last.usage.completion_tokens == answer.usage.completion_tokens
+            async with client.chat.completions.stream(model="fake", messages=QUESTION) as stream:
+                final = await stream.get_final_completion()
+            assert final.choices[0].message.content == WHALE
+            with pytest.raises(openai.BadRequestError) as bad:
+                await client.chat.completions.create(model="fake", messages=QUESTION, tools=[{"type": "function"}])
+            assert bad.value.param == "tools.0.function"
 
 
-def test_events_are_frames_of_one_line(folder):
-    raw = ask(folder, CHAT, {"messages": QUESTION, "stream": True}, FakeEngine(saying(WHALE))).text
+async def test_events_are_frames_of_one_line(folder):
+    raw = (await ask(folder, CHAT, {"messages": QUESTION, "stream": True}, FakeEngine(saying(WHALE)))).text
     assert all(isinstance(event, dict) or event == "[DONE]" for event in events(raw))
     assert len(raw.splitlines()) == 2 * len(events(raw))
 

@@ -10,13 +10,10 @@ from tests.server.wire import COMPLETIONS, END, LIBRARY, Odds, ask, chunks, floa
 from tests.toys import byte_fallback
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
-def test_an_answer_has_what_openai_has(folder):
-    answer = ask(folder, COMPLETIONS, {"model": "fake", "prompt": "the sea"}, FakeEngine(saying(" the whale"))).json()
+async def test_an_answer_has_what_openai_has(folder):
+    answer = (
+        await ask(folder, COMPLETIONS, {"model": "fake", "prompt": "the sea"}, FakeEngine(saying(" the whale")))
+    ).json()
     msgspec.convert(answer, Completion)
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
@@ -36,9 +33,11 @@ def test_an_answer_has_what_openai_has(folder):
     ids=["text", "texts", "ids", "lists of ids"],
 )
 @pytest.mark.parametrize("n", [1, 3])
-def test_every_form_of_prompt_is_answered_n_times_prompt_by_prompt(folder, prompt, expected, n):
+async def test_every_form_of_prompt_is_answered_n_times_prompt_by_prompt(folder, prompt, expected, n):
     engine = FakeEngine(saying("a", "b", "c", "d", "e", "f"))
-    answer = ask(folder, COMPLETIONS, {"prompt": prompt, "n": n, "return_token_ids": True, "seed": 1}, engine).json()
+    answer = (
+        await ask(folder, COMPLETIONS, {"prompt": prompt, "n": n, "return_token_ids": True, "seed": 1}, engine)
+    ).json()
     prompts = [each for each in expected for _ in range(n)]
     assert [list(request.prompt_ids) for request in engine.requests] == prompts
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(prompts)))
@@ -49,19 +48,21 @@ def test_every_form_of_prompt_is_answered_n_times_prompt_by_prompt(folder, promp
     assert answer["usage"]["completion_tokens"] == 2 * len(prompts)
 
 
-def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(folder):
-    assert ask(folder, COMPLETIONS, {"prompt": "the sea"}).json()["usage"]["completion_tokens"] == 16
-    assert ask(folder, COMPLETIONS, {"prompt": "the sea", "max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
-    nearly_full = ask(folder, COMPLETIONS, {"prompt": [11] * 509})
+async def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(folder):
+    assert (await ask(folder, COMPLETIONS, {"prompt": "the sea"})).json()["usage"]["completion_tokens"] == 16
+    assert (await ask(folder, COMPLETIONS, {"prompt": "the sea", "max_tokens": 3})).json()["usage"][
+        "completion_tokens"
+    ] == 3
+    nearly_full = await ask(folder, COMPLETIONS, {"prompt": [11] * 509})
     assert nearly_full.json()["usage"]["completion_tokens"] == 3
     assert nearly_full.json()["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["the sea", ids("the sea")], ids=["text", "ids"])
-def test_echo_begins_with_the_prompt(folder, prompt, stream):
+async def test_echo_begins_with_the_prompt(folder, prompt, stream):
     body = {"prompt": prompt, "echo": True, "n": 2, "stream": stream}
-    response = ask(folder, COMPLETIONS, body, FakeEngine(saying(" calls", "!")))
+    response = await ask(folder, COMPLETIONS, body, FakeEngine(saying(" calls", "!")))
     choices = joined(chunks(response.text)) if stream else whole(response.json())
     assert [choice["text"] for choice in choices.values()] == ["the sea calls", "the sea!"]
 
@@ -83,12 +84,12 @@ def test_echo_begins_with_the_prompt(folder, prompt, stream):
     ],
     ids=lambda more: ",".join(more) or "plain",
 )
-def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, per_delta):
+async def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, per_delta):
     texts = (" the whale; ship 🐳", " sailing", " é", " whale; ships")
     body = {"prompt": "the sea", "max_tokens": 100, "seed": 1, **more}
-    answer = ask(folder, COMPLETIONS, body, Odds(saying(*texts))).json()
+    answer = (await ask(folder, COMPLETIONS, body, Odds(saying(*texts)))).json()
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    seen = chunks(ask(folder, COMPLETIONS, body, Odds(saying(*texts), per_delta=per_delta)).text)
+    seen = chunks((await ask(folder, COMPLETIONS, body, Odds(saying(*texts), per_delta=per_delta))).text)
     for chunk in seen:
         msgspec.convert(chunk, Completion)
     assert joined(seen) == whole(answer)
@@ -96,8 +97,8 @@ def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, per_del
     assert seen[-1]["choices"] == []
 
 
-def test_logprobs_are_columns_and_offsets_count_characters(folder):
-    answer = ask(folder, COMPLETIONS, {"prompt": "the sea", "logprobs": 2}, Odds(saying("a 🐳."))).json()
+async def test_logprobs_are_columns_and_offsets_count_characters(folder):
+    answer = (await ask(folder, COMPLETIONS, {"prompt": "the sea", "logprobs": 2}, Odds(saying("a 🐳.")))).json()
     said = [*ids("a 🐳."), END]
     columns = answer["choices"][0]["logprobs"]
     assert [float32(number) for number in columns["token_logprobs"]] == [odds(i, t) for i, t in enumerate(said)]
@@ -110,10 +111,10 @@ def test_logprobs_are_columns_and_offsets_count_characters(folder):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["the 🐳;<|user|> sea", ids("the 🐳;<|user|> sea")], ids=["text", "ids"])
-def test_echo_with_logprobs_tells_those_of_prompt_and_output_in_one_line(folder, prompt, stream):
+async def test_echo_with_logprobs_tells_those_of_prompt_and_output_in_one_line(folder, prompt, stream):
     engine = Odds(saying(" whale"))
     body = {"prompt": prompt, "echo": True, "logprobs": 2, "stream": stream, "skip_special_tokens": False}
-    response = ask(folder, COMPLETIONS, body, engine)
+    response = await ask(folder, COMPLETIONS, body, engine)
     choice = (joined(chunks(response.text)) if stream else whole(response.json()))[0]
     asked, said = ids("the 🐳;<|user|> sea"), [*ids(" whale"), END]
     assert choice["text"] == "the 🐳;<|user|> sea whale"
@@ -130,13 +131,13 @@ def test_echo_with_logprobs_tells_those_of_prompt_and_output_in_one_line(folder,
     assert (engine.requests[0].params.logprobs, engine.requests[0].params.prompt_logprobs) == (2, 2)
 
 
-def test_offsets_are_those_of_the_prompt_as_it_was_sent(tmp_path):
+async def test_offsets_are_those_of_the_prompt_as_it_was_sent(tmp_path):
     library = byte_fallback()  # puts a token before every text, and a space that it takes away again
     own = model_folder(tmp_path / "own", tokenizer_config={"eos_token": "</s>"})
     library.save(str(own / "tokenizer.json"))
     said = library.token_to_id("▁sea")
     body = {"prompt": "the </s> a", "echo": True, "logprobs": 0, "max_tokens": 1}
-    choice = ask(own, COMPLETIONS, body, FakeEngine(lambda _: [said])).json()["choices"][0]
+    choice = (await ask(own, COMPLETIONS, body, FakeEngine(lambda _: [said]))).json()["choices"][0]
     columns = choice["logprobs"]
     assert choice["text"] == "the </s> a sea"
     spelt = dict(zip(columns["tokens"], columns["text_offset"], strict=True))
@@ -145,24 +146,24 @@ def test_offsets_are_those_of_the_prompt_as_it_was_sent(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_can_be_scored_without_an_answer(folder, stream):
+async def test_a_prompt_can_be_scored_without_an_answer(folder, stream):
     body = {"prompt": "the sea", "echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
     engine = Odds(saying(" whale"))
-    response = ask(folder, COMPLETIONS, body, engine)
+    response = await ask(folder, COMPLETIONS, body, engine)
     choice = (joined(chunks(response.text)) if stream else whole(response.json()))[0]
     assert (choice["text"], choice["finish_reason"]) == ("the sea", "length")
     assert len(choice["logprobs"]["tokens"]) == len(ids("the sea"))
     usage = (chunks(response.text)[-1] if stream else response.json())["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids("the sea")), 0)
     assert engine.requests[0].params.max_tokens == 1
-    assert ask(folder, COMPLETIONS, {"prompt": [11] * 511, "echo": True, "max_tokens": 0}).status_code == 200
+    assert (await ask(folder, COMPLETIONS, {"prompt": [11] * 511, "echo": True, "max_tokens": 0})).status_code == 200
 
 
-def test_prompt_logprobs_have_the_form_of_vllm_for_each_choice_and_cost_one_scoring(folder):
+async def test_prompt_logprobs_have_the_form_of_vllm_for_each_choice_and_cost_one_scoring(folder):
     engine = Odds(saying("a", "b", "c", "d"))
     body = {"prompt": [[11, 12, 13], [14]], "n": 2, "prompt_logprobs": 2}
-    answer = ask(folder, COMPLETIONS, body, engine).json()
+    answer = (await ask(folder, COMPLETIONS, body, engine)).json()
     msgspec.convert(answer, Completion)
     assert [request.params.prompt_logprobs for request in engine.requests] == [2, None, 2, None]
     first, second, third, fourth = (choice["prompt_logprobs"] for choice in answer["choices"])
@@ -177,17 +178,17 @@ def test_prompt_logprobs_have_the_form_of_vllm_for_each_choice_and_cost_one_scor
 @pytest.mark.parametrize(
     ("prompt", "k", "ranks"), [([11, 1], 2, {"1": 2, "0": 1}), ([11, 12], 1, {"12": None, "0": 1})]
 )
-def test_the_rank_of_a_prompt_token_is_told_where_it_is_known(folder, prompt, k, ranks):
+async def test_the_rank_of_a_prompt_token_is_told_where_it_is_known(folder, prompt, k, ranks):
     engine = FakeEngine(saying("a"))  # says that 0, 1, ... are the most likely ones
-    answer = ask(folder, COMPLETIONS, {"prompt": prompt, "prompt_logprobs": k}, engine).json()
+    answer = (await ask(folder, COMPLETIONS, {"prompt": prompt, "prompt_logprobs": k}, engine)).json()
     [_, entry] = answer["choices"][0]["prompt_logprobs"]
     assert {token: told["rank"] for token, told in entry.items()} == ranks
 
 
-def test_words_are_forbidden_as_they_are_spelt_with_and_without_a_space(folder):
+async def test_words_are_forbidden_as_they_are_spelt_with_and_without_a_space(folder):
     engine = FakeEngine(saying("a"))
     body = {"prompt": "a", "bad_words": ["whale", "  sea", "qq"], "allowed_token_ids": [7, 8]}
-    ask(folder, COMPLETIONS, body, engine)
+    await ask(folder, COMPLETIONS, body, engine)
     params = engine.requests[0].params
     spelt = [ids("whale"), ids(" whale"), ids("sea"), ids(" sea"), ids("qq")]
     assert ids(" qq")[-2:] == ids("qq"), "forbidden with the first spelling"
@@ -196,42 +197,42 @@ def test_words_are_forbidden_as_they_are_spelt_with_and_without_a_space(folder):
     assert params.uses_history
 
 
-def test_the_drawn_token_is_among_the_likely_ones_even_when_none_was_asked_for(folder):
-    columns = ask(folder, COMPLETIONS, {"prompt": "the sea", "logprobs": 0}, Odds(saying("a"))).json()["choices"][0][
-        "logprobs"
-    ]
+async def test_the_drawn_token_is_among_the_likely_ones_even_when_none_was_asked_for(folder):
+    columns = (await ask(folder, COMPLETIONS, {"prompt": "the sea", "logprobs": 0}, Odds(saying("a")))).json()[
+        "choices"
+    ][0]["logprobs"]
     assert [list(top) for top in columns["top_logprobs"]] == [["a"], ["<|end|>"]]
 
 
-def test_special_tokens_around_a_text_can_be_left_out(tmp_path):
+async def test_special_tokens_around_a_text_can_be_left_out(tmp_path):
     own = model_folder(
         tmp_path / "own",
         tokenizer_config={"eos_token": "<|end|>", "bos_token": "<|user|>", "add_bos_token": True},
     )
     for more, expected in (({}, [1, *ids("the")]), ({"add_special_tokens": False}, ids("the"))):
         engine = FakeEngine(saying("a"))
-        ask(own, COMPLETIONS, {"prompt": "the", **more}, engine)
+        await ask(own, COMPLETIONS, {"prompt": "the", **more}, engine)
         assert list(engine.requests[0].prompt_ids) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_goes_on_where_its_prompt_ends(tmp_path, stream):
+async def test_a_text_goes_on_where_its_prompt_ends(tmp_path, stream):
     library = byte_fallback()  # at the start of a text it drops the space of the first word
     own = model_folder(tmp_path / "own", tokenizer_config={"eos_token": "</s>"})
     library.save(str(own / "tokenizer.json"))
     sea, end = library.token_to_id("▁sea"), library.token_to_id("</s>")
     body = {"prompt": "the", "echo": True, "stream": stream, "logprobs": None}
-    response = ask(own, COMPLETIONS, body, FakeEngine(lambda _: [sea, end]))
+    response = await ask(own, COMPLETIONS, body, FakeEngine(lambda _: [sea, end]))
     assert (joined(chunks(response.text)) if stream else whole(response.json()))[0]["text"] == "the sea"
 
 
-def test_too_long_is_told_with_both_numbers_and_the_flag(folder):
+async def test_too_long_is_told_with_both_numbers_and_the_flag(folder):
     for body, param in (
         ({"prompt": [11] * 512}, "prompt"),
         ({"prompt": "sea " * 100_000}, "prompt"),
         ({"prompt": ["a", "sea " * 600]}, "prompt"),
     ):
-        response = ask(folder, COMPLETIONS, body)
+        response = await ask(folder, COMPLETIONS, body)
         error = response.json()["error"]
         assert response.status_code == 400
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
@@ -239,12 +240,12 @@ def test_too_long_is_told_with_both_numbers_and_the_flag(folder):
 
 
 @pytest.mark.parametrize("most", [12, 13, 100_000, -1])
-def test_a_limit_beyond_the_context_means_as_many_as_fit(folder, most):
-    answer = ask(folder, COMPLETIONS, {"prompt": [11] * 500, "max_tokens": most}).json()
+async def test_a_limit_beyond_the_context_means_as_many_as_fit(folder, most):
+    answer = (await ask(folder, COMPLETIONS, {"prompt": [11] * 500, "max_tokens": most})).json()
     assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (12, "length")
 
 
-def test_the_examples_of_the_api_page_work(folder):
+async def test_the_examples_of_the_api_page_work(folder):
     for example in CompletionRequest.model_config["json_schema_extra"]["examples"]:
-        response = ask(folder, COMPLETIONS, {**example, "model": "fake"}, FakeEngine(saying("a")))
+        response = await ask(folder, COMPLETIONS, {**example, "model": "fake"}, FakeEngine(saying("a")))
         assert response.status_code == 200, response.text

@@ -22,18 +22,6 @@ def record(name, size=10, owner="a", is_open=False):
     return Record(name, owner, is_open, b"x" * size, b"[]")
 
 
-def use(store, work):
-    """Let `work()` do something with the store, which is closed after it."""
-
-    async def main():
-        try:
-            return await work()
-        finally:
-            store.close()
-
-    return asyncio.run(main())
-
-
 async def names(store, *wanted, owner="a"):
     """Which of these are there."""
     return [name for name in wanted if await store.get(name, owner) is not None]
@@ -99,10 +87,10 @@ def fill(path):
                     pass
 
 
-def reopened(path, count=60):
+async def reopened(path, count=60):
     """Which of "old" and the numbered records a store still has after a restart."""
-    store = Store(path, 1000, 1 << 26)
-    return use(store, lambda: names(store, "old", *map(str, range(count))))
+    with contextlib.closing(Store(path, 1000, 1 << 26)) as store:
+        return await names(store, "old", *map(str, range(count)))
 
 
 async def on_full_disk(folder, *, is_retried):
@@ -128,16 +116,16 @@ async def on_full_disk(folder, *, is_retried):
     store.close()
 
 
-def main(folder):
+async def main(folder):
     for is_retried in (True, False):
         module.FIRST_DELAY_S = 0.05 if is_retried else 1000.0
         module.MAX_DELAY_S = module.FIRST_DELAY_S
         own = folder / str(is_retried)
         own.mkdir()
-        asyncio.run(on_full_disk(own, is_retried=is_retried))
-        assert reopened(own / "store.db") == [str(name) for name in range(60)]
+        await on_full_disk(own, is_retried=is_retried)
+        assert await reopened(own / "store.db") == [str(name) for name in range(60)]
     print("all written")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    asyncio.run(main(Path(sys.argv[1])))

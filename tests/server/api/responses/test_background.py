@@ -3,18 +3,11 @@
 import asyncio
 
 import msgspec
-import pytest
 
 from server.api.responses.schema import ResponseObject
 from server.http.admission import Limits
 from tests.fakes import FakeEngine, serving, until
-from tests.server.api.responses.wire import make_folder
 from tests.server.wire import RESPONSES, run, saying
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "fake")
 
 
 async def poll(client, id, *statuses):
@@ -26,52 +19,46 @@ async def poll(client, id, *statuses):
         await asyncio.sleep(0.005)
 
 
-def test_background_work_goes_on_without_the_connection(folder):
-    async def main():
-        engine = FakeEngine(saying("the whale"))
-        async with serving(folder, engine) as (client, app):
-            limits: Limits = app.state.pequod.limits
-            engine.hold()
-            made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
-            msgspec.convert(made, ResponseObject)
-            assert (made["status"], made["background"], made["output"], made["usage"]) == ("queued", True, [], None)
-            assert limits.open_choices == 1, "it counts as long as it runs"
-            assert (await client.get(f"{RESPONSES}/{made['id']}")).json() == made
-            body = {"input": "a", "previous_response_id": made["id"]}
-            assert (await client.post(RESPONSES, json=body)).json()["error"]["param"] == "previous_response_id"
-            engine.let_go()
-            done = await poll(client, made["id"], "completed")
-            assert done["output"][0]["content"][0]["text"] == "the whale"
-            assert done["usage"]["output_tokens"] == 3
-            await until(lambda: (limits.open_choices, limits.tokens.open) == (0, 0))
-            assert engine.aborted == []
-
-    asyncio.run(main())
+async def test_background_work_goes_on_without_the_connection(folder):
+    engine = FakeEngine(saying("the whale"))
+    async with serving(folder, engine) as (client, app):
+        limits: Limits = app.state.pequod.limits
+        engine.hold()
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
+        msgspec.convert(made, ResponseObject)
+        assert (made["status"], made["background"], made["output"], made["usage"]) == ("queued", True, [], None)
+        assert limits.open_choices == 1, "it counts as long as it runs"
+        assert (await client.get(f"{RESPONSES}/{made['id']}")).json() == made
+        body = {"input": "a", "previous_response_id": made["id"]}
+        assert (await client.post(RESPONSES, json=body)).json()["error"]["param"] == "previous_response_id"
+        engine.let_go()
+        done = await poll(client, made["id"], "completed")
+        assert done["output"][0]["content"][0]["text"] == "the whale"
+        assert done["usage"]["output_tokens"] == 3
+        await until(lambda: (limits.open_choices, limits.tokens.open) == (0, 0))
+        assert engine.aborted == []
 
 
-def test_cancel_stops_the_work(folder):
-    async def main():
-        engine = FakeEngine(saying("the whale " * 100), delay=0.005)
-        async with serving(folder, engine) as (client, app):
-            made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
-            await poll(client, made["id"], "in_progress")
-            path = f"{RESPONSES}/{made['id']}"
-            cancelled = (await client.post(f"{path}/cancel")).json()
-            assert engine.aborted == [engine.requests[0].id]
-            assert engine.open == []
-            msgspec.convert(cancelled, ResponseObject)
-            assert cancelled["status"] == "cancelled"
-            assert cancelled["output"][0]["status"] == "incomplete"
-            assert (await client.post(f"{path}/cancel")).json() == cancelled, "once more changes nothing"
-            assert (await client.get(path)).json() == cancelled
-            await until(lambda: app.state.pequod.limits.open_choices == 0)
-            assert 'pequod:request_aborts_total{cause="cancelled"} 1.0' in (await client.get("/metrics")).text
-
-    asyncio.run(main())
+async def test_cancel_stops_the_work(folder):
+    engine = FakeEngine(saying("the whale " * 100), delay=0.005)
+    async with serving(folder, engine) as (client, app):
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
+        await poll(client, made["id"], "in_progress")
+        path = f"{RESPONSES}/{made['id']}"
+        cancelled = (await client.post(f"{path}/cancel")).json()
+        assert engine.aborted == [engine.requests[0].id]
+        assert engine.open == []
+        msgspec.convert(cancelled, ResponseObject)
+        assert cancelled["status"] == "cancelled"
+        assert cancelled["output"][0]["status"] == "incomplete"
+        assert (await client.post(f"{path}/cancel")).json() == cancelled, "once more changes nothing"
+        assert (await client.get(path)).json() == cancelled
+        await until(lambda: app.state.pequod.limits.open_choices == 0)
+        assert 'pequod:request_aborts_total{cause="cancelled"} 1.0' in (await client.get("/metrics")).text
 
 
-def test_what_is_complete_or_not_in_the_background_is_not_cancelled(folder):
-    async def use(client):
+async def test_what_is_complete_or_not_in_the_background_is_not_cancelled(folder):
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
         made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
         done = await poll(client, made["id"], "completed")
         assert (await client.post(f"{RESPONSES}/{made['id']}/cancel")).json() == done
@@ -79,65 +66,50 @@ def test_what_is_complete_or_not_in_the_background_is_not_cancelled(folder):
         refused = await client.post(f"{RESPONSES}/{made['id']}/cancel")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_id")
 
-    run(folder, use, FakeEngine(saying("the whale")))
+
+async def test_delete_stops_the_work_too(folder):
+    engine = FakeEngine(saying("the whale " * 100), delay=0.005)
+    async with serving(folder, engine) as (client, _):
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
+        await until(lambda: engine.requests)
+        assert (await client.delete(f"{RESPONSES}/{made['id']}")).status_code == 200
+        assert engine.aborted == [engine.requests[0].id]
+        assert (await client.get(f"{RESPONSES}/{made['id']}")).status_code == 404
 
 
-def test_delete_stops_the_work_too(folder):
-    async def main():
-        engine = FakeEngine(saying("the whale " * 100), delay=0.005)
-        async with serving(folder, engine) as (client, _):
-            made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
-            await until(lambda: engine.requests)
-            assert (await client.delete(f"{RESPONSES}/{made['id']}")).status_code == 200
-            assert engine.aborted == [engine.requests[0].id]
-            assert (await client.get(f"{RESPONSES}/{made['id']}")).status_code == 404
-
-    asyncio.run(main())
+async def test_background_work_that_fails_tells_why(folder):
+    engine = FakeEngine(saying("the whale and the sea"))
+    engine.error_at = (2, "no more")
+    async with serving(folder, engine) as (client, _):
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
+        failed = await poll(client, made["id"], "failed")
+        msgspec.convert(failed, ResponseObject)
+        assert failed["error"]["code"] == "server_error"
 
 
-def test_background_work_that_fails_tells_why(folder):
-    async def main():
-        engine = FakeEngine(saying("the whale and the sea"))
-        engine.error_at = (2, "no more")
-        async with serving(folder, engine) as (client, _):
-            made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
-            failed = await poll(client, made["id"], "failed")
-            msgspec.convert(failed, ResponseObject)
-            assert failed["error"]["code"] == "server_error"
-
-    asyncio.run(main())
-
-
-def test_background_work_is_refused_as_other_work_is(folder):
+async def test_background_work_is_refused_as_other_work_is(folder):
     engine = FakeEngine(saying("the whale"))
-
-    async def main():
-        async with serving(folder, engine, max_num_queued_reqs=1) as (client, app):
-            engine.hold()
-            body = {"input": "the sea", "background": True}
-            answers = [await client.post(RESPONSES, json=body) for _ in range(6)]
-            assert [answer.status_code for answer in answers] == [200] * 5 + [503]
-            app.state.pequod.begin_drain()
-            assert (await client.post(RESPONSES, json=body)).json()["error"]["code"] == "draining"
-            engine.let_go()
-            assert await app.state.pequod.drained(10)
-            for answer in answers[:5]:
-                assert (await client.get(f"{RESPONSES}/{answer.json()['id']}")).json()["status"] == "completed"
-
-    asyncio.run(main())
+    async with serving(folder, engine, max_num_queued_reqs=1) as (client, app):
+        engine.hold()
+        body = {"input": "the sea", "background": True}
+        answers = [await client.post(RESPONSES, json=body) for _ in range(6)]
+        assert [answer.status_code for answer in answers] == [200] * 5 + [503]
+        app.state.pequod.begin_drain()
+        assert (await client.post(RESPONSES, json=body)).json()["error"]["code"] == "draining"
+        engine.let_go()
+        assert await app.state.pequod.drained(10)
+        for answer in answers[:5]:
+            assert (await client.get(f"{RESPONSES}/{answer.json()['id']}")).json()["status"] == "completed"
 
 
-def test_a_server_that_ends_leaves_no_response_in_progress(folder, tmp_path):
+async def test_a_server_that_ends_leaves_no_response_in_progress(folder, tmp_path):
     path = tmp_path / "responses.db"
     engine = FakeEngine(saying("the whale"))
-
-    async def begin(client):
+    async with serving(folder, engine, response_store=path) as (client, _):
         engine.hold()
         made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
         await until(lambda: engine.requests)
-        return made["id"]
-
-    id = run(folder, begin, engine, response_store=path)
+        id = made["id"]
     assert engine.aborted
-    failed = run(folder, lambda client: client.get(f"{RESPONSES}/{id}"), response_store=path).json()
+    failed = (await run(folder, lambda client: client.get(f"{RESPONSES}/{id}"), response_store=path)).json()
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")

@@ -5,29 +5,24 @@ import json
 import pytest
 
 from server.api.responses.items import as_turns
-from tests.fakes import FakeEngine
-from tests.server.api.responses.wire import WEATHER, make_folder, prompts, respond
-from tests.server.wire import RESPONSES, ask, run, saying
+from tests.fakes import FakeEngine, serving
+from tests.server.api.responses.wire import WEATHER, prompts, respond
+from tests.server.wire import RESPONSES, ask, saying
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
-def refusal(folder, **body):
-    response = ask(folder, RESPONSES, {"input": "the sea", **body})
+async def refusal(folder, **body):
+    response = await ask(folder, RESPONSES, {"input": "the sea", **body})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     return error["param"], error["code"]
 
 
-def test_a_text_is_the_users_message(folder):
-    assert prompts(folder, {"input": "the sea"}) == "user: the sea\nassistant: "
-    assert prompts(folder, {"input": "the sea", "instructions": "Sing."}).startswith("system: Sing.\n")
+async def test_a_text_is_the_users_message(folder):
+    assert await prompts(folder, {"input": "the sea"}) == "user: the sea\nassistant: "
+    assert (await prompts(folder, {"input": "the sea", "instructions": "Sing."})).startswith("system: Sing.\n")
 
 
-def test_items_become_messages_in_their_order(folder):
+async def test_items_become_messages_in_their_order(folder):
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Sing"}, {"type": "input_text", "text": "!"}]},
         {"type": "message", "role": "user", "content": "the sea"},
@@ -40,7 +35,7 @@ def test_items_become_messages_in_their_order(folder):
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
     ]  # fmt: skip
-    assert prompts(folder, {"input": items}) == (
+    assert await prompts(folder, {"input": items}) == (
         "system: Sing\n!\nuser: the sea\nassistant: the ship\ntool: wind\n"
         "tool: rain\nassistant: no\nassistant: <think>hm</think>[weather Nantucket][weather Hull]"
     )
@@ -114,8 +109,8 @@ def test_a_thought_that_was_cut_off_does_not_move_to_a_later_answer(between):
     ],
     ids=lambda case: str(case)[:50],
 )  # fmt: skip
-def test_what_is_wrong_is_named(folder, body, param):
-    assert refusal(folder, **body)[0] == param
+async def test_what_is_wrong_is_named(folder, body, param):
+    assert (await refusal(folder, **body))[0] == param
 
 
 @pytest.mark.parametrize(
@@ -134,50 +129,44 @@ def test_what_is_wrong_is_named(folder, body, param):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_asks_for_nothing_passes(folder, body):
-    respond(folder, **body)
+async def test_what_asks_for_nothing_passes(folder, body):
+    assert (await respond(folder, **body))["status"] == "completed"
 
 
-def test_the_length_of_a_prompt_is_told_without_an_answer(folder):
+async def test_the_length_of_a_prompt_is_told_without_an_answer(folder):
     body = {"model": "fake", "input": "the sea", "instructions": "Sing."}
     engine = FakeEngine(saying("a"))
-
-    async def use(client):
+    async with serving(folder, engine) as (client, _):
         first = (await client.post(RESPONSES, json=body)).json()
         asked = {**body, "input": "and?", "previous_response_id": first["id"]}
         made = (await client.post(RESPONSES, json=asked)).json()
         counted = await client.post(f"{RESPONSES}/input_tokens", json=asked)
         wrong = await client.post(f"{RESPONSES}/input_tokens", json={**asked, "input": []})
-        return made, counted, wrong
-
-    made, counted, wrong = run(folder, use, engine)
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input")
     assert len(engine.requests) == 2
 
 
-def test_conversations_are_not_compacted(folder):
-    async def use(client):
-        return await client.post(f"{RESPONSES}/compact", json={"model": "fake", "input": "the sea"})
-
-    response = run(folder, use)
+async def test_conversations_are_not_compacted(folder):
+    async with serving(folder) as (client, _):
+        response = await client.post(f"{RESPONSES}/compact", json={"model": "fake", "input": "the sea"})
     assert response.status_code == 404
     assert "compact" in response.json()["error"]["message"]
 
 
-def test_functions_of_a_group_have_its_name_before_theirs(folder):
+async def test_functions_of_a_group_have_its_name_before_theirs(folder):
     group = {"type": "namespace", "name": "sea", "tools": [WEATHER, {"type": "custom", "name": "patch"}]}
     body = {"input": "How is it?", "tools": [group, {"type": "web_search"}]}
     call = '<tool_call>\n{"name": "sea__weather", "arguments": {"place": "Hull"}}\n</tool_call>'
     engine = FakeEngine(saying(call))
-    answer = ask(folder, RESPONSES, body, engine).json()
+    answer = (await ask(folder, RESPONSES, body, engine)).json()
     [item] = answer["output"]
     assert (item["namespace"], item["name"], json.loads(item["arguments"])) == ("sea", "weather", {"place": "Hull"})
     assert [tool["type"] for tool in answer["tools"]] == ["namespace", "web_search"], "as they came"
     again = [item, {"type": "function_call_output", "call_id": item["call_id"], "output": "fog"}]
-    assert "[sea__weather Hull]" in prompts(folder, {**body, "input": again})
+    assert "[sea__weather Hull]" in await prompts(folder, {**body, "input": again})
 
 
-def test_the_response_tells_its_penalties(folder):
-    answer = ask(folder, RESPONSES, {"input": "a", "presence_penalty": 0.5}, FakeEngine(saying("a"))).json()
+async def test_the_response_tells_its_penalties(folder):
+    answer = (await ask(folder, RESPONSES, {"input": "a", "presence_penalty": 0.5}, FakeEngine(saying("a")))).json()
     assert (answer["presence_penalty"], answer["frequency_penalty"]) == (0.5, 0.0)

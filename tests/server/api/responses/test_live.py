@@ -31,12 +31,6 @@ def client_of(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with Server() as running:
-        yield running
-
-
 @pytest.fixture
 def client(server):
     return client_of(server)

@@ -1,6 +1,5 @@
 """Responses over a fake engine: whole, as typed events, and through the SDK."""
 
-import asyncio
 import json
 import random
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 
 from server.api.responses.schema import ResponseEvent
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
-from tests.server.api.responses.wire import CALL, CLOCK, LOGPROBS, SECOND, WEATHER, make_folder, respond
+from tests.server.api.responses.wire import CALL, CLOCK, LOGPROBS, SECOND, WEATHER, respond
 from tests.server.generation.test_http_response import CASES, spelt, text_of
 from tests.server.wire import CHAT, END, RESPONSES, Odds, ask, ids, run, saying, typed
 
@@ -27,13 +26,10 @@ CALL_EVENTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
-def streamed(folder, says, **body):
-    return typed(ask(folder, RESPONSES, {"input": "the sea", **body, "stream": True}, FakeEngine(saying(says))).text)
+async def streamed(folder, says, **body):
+    return typed(
+        (await ask(folder, RESPONSES, {"input": "the sea", **body, "stream": True}, FakeEngine(saying(says)))).text
+    )
 
 
 def kinds(events):
@@ -44,8 +40,8 @@ def kinds(events):
 # The response
 
 
-def test_a_response_has_what_openai_has(folder):
-    answer = respond(folder, metadata={"a": "b"}, instructions="Be brief.", temperature=0.5, user="Ann")
+async def test_a_response_has_what_openai_has(folder):
+    answer = await respond(folder, metadata={"a": "b"}, instructions="Be brief.", temperature=0.5, user="Ann")
     assert answer["id"].startswith("resp_")
     assert (answer["object"], answer["status"], answer["model"]) == ("response", "completed", "fake")
     openai.types.responses.Response.model_validate(answer)
@@ -64,23 +60,23 @@ def test_a_response_has_what_openai_has(folder):
     assert {name: answer[name] for name in told} == told
 
 
-def test_an_answer_that_reaches_its_limit_is_incomplete(folder):
-    answer = respond(folder, "the whale and the sea", max_output_tokens=2)
+async def test_an_answer_that_reaches_its_limit_is_incomplete(folder):
+    answer = await respond(folder, "the whale and the sea", max_output_tokens=2)
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["output"][0]["status"] == "incomplete"
     assert answer["completed_at"] is None
-    assert streamed(folder, "the whale and the sea", max_output_tokens=2)[-1]["type"] == "response.incomplete"
+    assert (await streamed(folder, "the whale and the sea", max_output_tokens=2))[-1]["type"] == "response.incomplete"
 
 
-def test_an_answer_without_a_word_is_an_empty_message(folder):
-    [message] = respond(folder, "")["output"]
+async def test_an_answer_without_a_word_is_an_empty_message(folder):
+    [message] = (await respond(folder, ""))["output"]
     assert message["content"][0]["text"] == ""
-    assert kinds(streamed(folder, ""))[2:-1] == [name for name in MESSAGE_EVENTS if not name.endswith("delta")]
+    assert kinds(await streamed(folder, ""))[2:-1] == [name for name in MESSAGE_EVENTS if not name.endswith("delta")]
 
 
-def test_reasoning_text_and_calls_are_items_in_their_order(folder):
+async def test_reasoning_text_and_calls_are_items_in_their_order(folder):
     says = f"<think>hm, hm</think>Let me look.\n{CALL}\n{SECOND}"
-    answer = respond(folder, says, tools=[WEATHER, CLOCK])
+    answer = await respond(folder, says, tools=[WEATHER, CLOCK])
     thought, message, weather, clock = answer["output"]
     assert (thought["type"], thought["summary"]) == ("reasoning", [])
     assert thought["content"] == [{"type": "reasoning_text", "text": "hm, hm"}]
@@ -93,14 +89,14 @@ def test_reasoning_text_and_calls_are_items_in_their_order(folder):
     assert answer["status"] == "completed"
 
 
-def test_logprobs_are_those_of_the_texts_tokens(folder):
+async def test_logprobs_are_those_of_the_texts_tokens(folder):
     engine = Odds(saying(f"<think>hm</think>the whale{CALL}"))
     body = {"input": "the sea", "tools": [WEATHER], **LOGPROBS}
-    answer = ask(folder, RESPONSES, body, engine).json()
+    answer = (await ask(folder, RESPONSES, body, engine)).json()
     entries = next(item for item in answer["output"] if item["type"] == "message")["content"][0]["logprobs"]
     assert [entry["token"] for entry in entries] == ["the", " whale"]
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
-    assert [entry["token"] for entry in respond(folder, **LOGPROBS)["output"][0]["content"][0]["logprobs"]] == [
+    assert [entry["token"] for entry in (await respond(folder, **LOGPROBS))["output"][0]["content"][0]["logprobs"]] == [
         "the", " whale"]  # fmt: skip
 
 
@@ -115,25 +111,27 @@ def test_logprobs_are_those_of_the_texts_tokens(folder):
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"stop": "whale of"}], ids=["", "held back"])
-def test_logprobs_are_none_of_marks(folder, says, text, more):
+async def test_logprobs_are_none_of_marks(folder, says, text, more):
     body = {"input": "the sea", "tools": [WEATHER], **LOGPROBS, **more}
-    answer = ask(folder, RESPONSES, body, Odds(saying(says))).json()
+    answer = (await ask(folder, RESPONSES, body, Odds(saying(says)))).json()
     [part] = [item["content"][0] for item in answer["output"] if item["type"] == "message"]
     assert part["text"].strip() == text
     assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode().strip() == text
 
 
-def test_token_ids_are_told_when_asked_for(folder):
-    answer = respond(folder, return_token_ids=True)
+async def test_token_ids_are_told_when_asked_for(folder):
+    answer = await respond(folder, return_token_ids=True)
     assert answer["token_ids"] == [*ids("the whale"), END]
     assert len(answer["prompt_token_ids"]) == answer["usage"]["input_tokens"]
 
 
-def test_a_format_is_a_grammar_and_told_as_it_came(tmp_path):
+async def test_a_format_is_a_grammar_and_told_as_it_came(tmp_path):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
     engine = FakeEngine(saying("{}"))
-    answer = ask(model_folder(tmp_path / "plain"), RESPONSES, {"input": "a", "text": {"format": form}}, engine).json()
+    answer = (
+        await ask(model_folder(tmp_path / "plain"), RESPONSES, {"input": "a", "text": {"format": form}}, engine)
+    ).json()
     assert answer["text"]["format"] == form
     kind, text = engine.requests[0].params.grammar
     assert (kind, json.loads(text)) == ("json_schema", schema)
@@ -142,20 +140,20 @@ def test_a_format_is_a_grammar_and_told_as_it_came(tmp_path):
 # Events
 
 
-def test_the_page_says_how_a_stream_ends(folder):
-    paths = run(folder, lambda client: client.get("/openapi.json")).json()["paths"]
+async def test_the_page_says_how_a_stream_ends(folder):
+    paths = (await run(folder, lambda client: client.get("/openapi.json"))).json()["paths"]
     told = {
         path: json.dumps(paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"])
         for path in (RESPONSES, CHAT)
     }
     assert ["[DONE]" in schema for schema in told.values()] == [False, True]
     assert "ResponseEvent" in told[RESPONSES]
-    assert "[DONE]" not in ask(folder, RESPONSES, {"input": "a", "stream": True}, FakeEngine(saying("a"))).text
+    assert "[DONE]" not in (await ask(folder, RESPONSES, {"input": "a", "stream": True}, FakeEngine(saying("a")))).text
 
 
-def test_events_come_in_the_documented_order(folder):
+async def test_events_come_in_the_documented_order(folder):
     says = f"<think>hm, hm</think>Let me look.\n{CALL}\n{SECOND}"
-    events = streamed(folder, says, tools=[WEATHER, CLOCK])
+    events = await streamed(folder, says, tools=[WEATHER, CLOCK])
     assert kinds(events) == [
         "response.created", "response.in_progress", *REASONING_EVENTS, *MESSAGE_EVENTS, *CALL_EVENTS, *CALL_EVENTS,
         "response.completed",
@@ -201,53 +199,45 @@ def bare(items):
 
 
 @pytest.mark.parametrize("more", [{}, LOGPROBS, {"stop": "whale"}, {"max_output_tokens": 40}], ids=str)
-def test_deltas_joined_are_the_items_and_equal_the_whole(folder, more):
+async def test_deltas_joined_are_the_items_and_equal_the_whole(folder, more):
     rng = random.Random(str(more))
-
-    async def main():
-        engine = Odds()
-        async with serving(folder, engine) as (client, app):
-            for formats in CASES * 4:
-                app.state.pequod.model = replace(app.state.pequod.model, formats=formats)
-                spoken = [*spelt(text_of(rng, formats)), END]
-                engine.say = lambda request, spoken=spoken: spoken
-                body = {"input": "the sea", "tools": [WEATHER, CLOCK] if formats.tools else [], **more}
-                engine.per_delta = rng.choice([1, 2, 5, 100])
-                whole = (await client.post(RESPONSES, json=body)).json()
-                engine.per_delta = rng.choice([1, 2, 5, 100])
-                events = typed((await client.post(RESPONSES, json={**body, "stream": True})).text)
-                final = events[-1]["response"]
-                assert rebuilt(events) == final["output"]
-                assert bare(final["output"]) == bare(whole["output"])
-                assert [final[name] for name in ("usage", "status")] == [whole[name] for name in ("usage", "status")]
-                stored = (await client.get(f"{RESPONSES}/{final['id']}")).json()
-                assert stored == final
-
-    asyncio.run(main())
+    engine = Odds()
+    async with serving(folder, engine) as (client, app):
+        for formats in CASES * 4:
+            app.state.pequod.model = replace(app.state.pequod.model, formats=formats)
+            spoken = [*spelt(text_of(rng, formats)), END]
+            engine.say = lambda request, spoken=spoken: spoken
+            body = {"input": "the sea", "tools": [WEATHER, CLOCK] if formats.tools else [], **more}
+            engine.per_delta = rng.choice([1, 2, 5, 100])
+            whole = (await client.post(RESPONSES, json=body)).json()
+            engine.per_delta = rng.choice([1, 2, 5, 100])
+            events = typed((await client.post(RESPONSES, json={**body, "stream": True})).text)
+            final = events[-1]["response"]
+            assert rebuilt(events) == final["output"]
+            assert bare(final["output"]) == bare(whole["output"])
+            assert [final[name] for name in ("usage", "status")] == [whole[name] for name in ("usage", "status")]
+            stored = (await client.get(f"{RESPONSES}/{final['id']}")).json()
+            assert stored == final
 
 
-def test_what_goes_wrong_in_a_stream_is_its_last_event(folder):
-    async def main():
-        engine = FakeEngine(saying("the whale and the sea"))
-        engine.error_at = (3, "no more")
-        async with serving(folder, engine) as (client, _):
-            response = await client.post(RESPONSES, json={"input": "the sea", "stream": True})
-            *_, error, failed = typed(response.text)
-            assert (error["type"], error["code"]) == ("error", "engine_error")
-            assert failed["type"] == "response.failed"
-            assert failed["response"]["error"] == {"code": "server_error", "message": error["message"]}
-            assert failed["response"]["output"][0]["status"] == "incomplete"
-            assert "[DONE]" not in response.text
-            assert (await client.get(f"{RESPONSES}/{failed['response']['id']}")).json() == failed["response"]
-
-    asyncio.run(main())
+async def test_what_goes_wrong_in_a_stream_is_its_last_event(folder):
+    engine = FakeEngine(saying("the whale and the sea"))
+    engine.error_at = (3, "no more")
+    async with serving(folder, engine) as (client, _):
+        response = await client.post(RESPONSES, json={"input": "the sea", "stream": True})
+        *_, error, failed = typed(response.text)
+        assert (error["type"], error["code"]) == ("error", "engine_error")
+        assert failed["type"] == "response.failed"
+        assert failed["response"]["error"] == {"code": "server_error", "message": error["message"]}
+        assert failed["response"]["output"][0]["status"] == "incomplete"
+        assert "[DONE]" not in response.text
+        assert (await client.get(f"{RESPONSES}/{failed['response']['id']}")).json() == failed["response"]
 
 
-def test_a_client_that_hangs_up_stops_the_work(folder):
-    async def main():
-        engine = FakeEngine(saying("the whale " * 50), delay=0.01)
-        async with serving(folder, engine) as (_, app), listening(app) as url:
-            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+async def test_a_client_that_hangs_up_stops_the_work(folder):
+    engine = FakeEngine(saying("the whale " * 50), delay=0.01)
+    async with serving(folder, engine) as (_, app), listening(app) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
             stream = await client.responses.create(model="fake", input="the sea", stream=True)
             async for event in stream:
                 if event.type == "response.output_text.delta":
@@ -255,8 +245,6 @@ def test_a_client_that_hangs_up_stops_the_work(folder):
             await stream.close()
             await until(lambda: engine.aborted)
             await until(lambda: app.state.pequod.limits.open_choices == 0)
-
-    asyncio.run(main())
 
 
 # The SDK
@@ -267,11 +255,10 @@ class Captain(pydantic.BaseModel):
     legs: int
 
 
-def test_the_helpers_of_the_sdk_work(folder):
-    async def main():
-        engine = FakeEngine(saying("the whale"))
-        async with serving(folder, engine) as (_, app), listening(app) as url:
-            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+async def test_the_helpers_of_the_sdk_work(folder):
+    engine = FakeEngine(saying("the whale"))
+    async with serving(folder, engine) as (_, app), listening(app) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             async with client.responses.stream(model="fake", input="the sea") as stream:
                 seen = [event async for event in stream]
                 final = await stream.get_final_response()
@@ -299,5 +286,3 @@ def test_the_helpers_of_the_sdk_work(folder):
             with pytest.raises(openai.BadRequestError) as bad:
                 await client.responses.create(model="fake", input="the sea", conversation="conv_1")
             assert bad.value.param == "conversation"
-
-    asyncio.run(main())

@@ -1,6 +1,7 @@
 """The store of responses: owners, bounds and fair shares, and what happens when its disk is slow, full or broken."""
 
 import asyncio
+import contextlib
 import random
 import shutil
 import subprocess
@@ -13,9 +14,9 @@ import pytest
 from server.api.responses.records import ROW_BYTES
 from server.api.responses.store import MAX_FAILURES, Shares, Store
 from server.http.errors import ApiError
-from tests.fakes import FakeEngine, model_folder, until
-from tests.server.api.responses.stores import FULL, Faulty, blocked, names, record, reopened, use, written
-from tests.server.wire import RESPONSES, ask, run, saying
+from tests.fakes import FakeEngine, model_folder, serving, until
+from tests.server.api.responses.stores import FULL, Faulty, blocked, names, record, reopened, written
+from tests.server.wire import RESPONSES, ask, saying
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -37,10 +38,9 @@ def check_shares(store):
     assert totals(store) == tuple(map(sum, zip((0, 0), *shares.values(), strict=True)))
 
 
-def test_what_is_put_is_found_at_once_and_by_its_owner_alone(make):
+async def test_what_is_put_is_found_at_once_and_by_its_owner_alone(make):
     store = make()
-
-    async def work():
+    with contextlib.closing(store):
         for each in (record("one"), record("two", owner="b")):
             store.put(each)
             assert await store.get(each.id, each.owner) == each
@@ -53,13 +53,10 @@ def test_what_is_put_is_found_at_once_and_by_its_owner_alone(make):
         assert await store.get("two", "a") is None
         assert await store.get("three", "a") is None
 
-    use(store, work)
 
-
-def test_a_later_record_takes_the_place_of_an_earlier_one(make):
+async def test_a_later_record_takes_the_place_of_an_earlier_one(make):
     store = make()
-
-    async def work():
+    with contextlib.closing(store):
         store.put(record("one", is_open=True))
         await written(store)
         store.put(record("one", 20))
@@ -71,13 +68,10 @@ def test_a_later_record_takes_the_place_of_an_earlier_one(make):
         assert await store.delete("one", "a") is False
         assert totals(store) == (0, 0)
 
-    use(store, work)
 
-
-def test_a_deleted_record_is_not_written_later(make):
+async def test_a_deleted_record_is_not_written_later(make):
     store = make()
-
-    async def work():
+    with contextlib.closing(store):
         is_free = threading.Event()
         task = await blocked(store, is_free)
         store.put(record("one"))
@@ -90,13 +84,10 @@ def test_a_deleted_record_is_not_written_later(make):
         assert totals(store) == (0, 0)
         await task
 
-    use(store, work)
 
-
-def test_a_client_that_hangs_up_does_not_stop_a_deletion(make):
+async def test_a_client_that_hangs_up_does_not_stop_a_deletion(make):
     store = make()
-
-    async def work():
+    with contextlib.closing(store):
         store.put(record("one", is_open=True))
         await written(store)
         is_free = threading.Event()
@@ -112,16 +103,13 @@ def test_a_client_that_hangs_up_does_not_stop_a_deletion(make):
         await asyncio.gather(deleting, reading, return_exceptions=True)
         assert await names(store, "one") == []
 
-    use(store, work)
-
 
 # Bounds and shares
 
 
-def test_what_was_used_longest_ago_goes_first(make):
+async def test_what_was_used_longest_ago_goes_first(make):
     store = make(count=3)
-
-    async def work():
+    with contextlib.closing(store):
         for name in ("one", "two", "three"):
             store.put(record(name))
         await written(store)
@@ -130,13 +118,10 @@ def test_what_was_used_longest_ago_goes_first(make):
         await written(store)
         assert await names(store, "one", "two", "three", "four") == ["one", "three", "four"]
 
-    use(store, work)
 
-
-def test_what_waits_to_be_written_is_used_too(make):
+async def test_what_waits_to_be_written_is_used_too(make):
     store = make(count=3)
-
-    async def work():
+    with contextlib.closing(store):
         is_free = threading.Event()
         task = await blocked(store, is_free)
         for name in ("one", "two", "three"):
@@ -151,14 +136,11 @@ def test_what_waits_to_be_written_is_used_too(make):
         await written(store)
         assert await names(store, "one", "two", "three", "four", "five") == ["one", "four", "five"]
 
-    use(store, work)
 
-
-def test_bytes_are_bounded_too(make):
+async def test_bytes_are_bounded_too(make):
     size = 1000 + len(b"[]") + ROW_BYTES
     store = make(size=3 * size)
-
-    async def work():
+    with contextlib.closing(store):
         for name in ("one", "two", "three", "four"):
             store.put(record(name, 1000))
         await written(store)
@@ -168,13 +150,10 @@ def test_bytes_are_bounded_too(make):
         await written(store)
         assert await names(store, "huge", "four") == ["four"], "what never fits drives nothing out"
 
-    use(store, work)
 
-
-def test_what_is_too_large_is_refused_before_it_drives_out_what_waits_to_be_written(make, caplog):
+async def test_what_is_too_large_is_refused_before_it_drives_out_what_waits_to_be_written(make, caplog):
     store = make(size=10_000)
-
-    async def work():
+    with contextlib.closing(store):
         store.put(record("old", is_open=True))
         await written(store)
         is_free = threading.Event()
@@ -189,18 +168,15 @@ def test_what_is_too_large_is_refused_before_it_drives_out_what_waits_to_be_writ
         await written(store)
         assert await names(store, "one", "two", "old", "huge") == ["one"]
         assert totals(store) == (1, record("one").num_bytes)
-
-    use(store, work)
     assert caplog.text.count("is larger than --max-stored-bytes and is not kept") == 3
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["written", "unwritten"])
 @pytest.mark.parametrize("bound", ["records", "bytes"])
-def test_a_large_owner_drives_out_its_own_records_alone(make, bound, is_slow):
+async def test_a_large_owner_drives_out_its_own_records_alone(make, bound, is_slow):
     one = record("", 1000).num_bytes
     store = make(count=6) if bound == "records" else make(size=6 * one)
-
-    async def work():
+    with contextlib.closing(store):
         is_free = threading.Event()
         task = await blocked(store, is_free) if is_slow else None
         store.put(record("small", 1000, owner="b"))
@@ -222,13 +198,10 @@ def test_a_large_owner_drives_out_its_own_records_alone(make, bound, is_slow):
             assert await names(store, "small", owner="b") == ["small"]
             check_shares(store)
 
-    use(store, work)
 
-
-def test_the_owner_of_most_is_that_of_what_there_is_too_much_of(make):
+async def test_the_owner_of_most_is_that_of_what_there_is_too_much_of(make):
     store = make(count=5, size=10_000)
-
-    async def work():
+    with contextlib.closing(store):
         for i in range(3):
             store.put(record(f"many{i}", 10, owner="b"))
         store.put(record("big", 6000))
@@ -243,13 +216,10 @@ def test_the_owner_of_most_is_that_of_what_there_is_too_much_of(make):
         assert await names(store, "many0", "many1", "many2", owner="b") == ["many1", "many2"]
         assert await names(store, "c", owner="c") == ["c"]
 
-    use(store, work)
 
-
-def test_a_record_that_is_larger_than_all_others_of_its_size_goes_itself(make):
+async def test_a_record_that_is_larger_than_all_others_of_its_size_goes_itself(make):
     store = make(size=10_000)
-
-    async def work():
+    with contextlib.closing(store):
         for owner in ("b", "c", "d"):
             store.put(record(owner, 2000, owner=owner))
         store.put(record("a", 8000))
@@ -258,34 +228,25 @@ def test_a_record_that_is_larger_than_all_others_of_its_size_goes_itself(make):
         for owner in ("b", "c", "d"):
             assert await names(store, owner, owner=owner) == [owner]
 
-    use(store, work)
 
-
-def test_more_owners_than_records_take_turns(make):
+async def test_more_owners_than_records_take_turns(make):
     store = make(count=2)
-
-    async def work():
+    with contextlib.closing(store):
         for owner in ("a", "b", "c", "b", "a"):
             store.put(record(owner, owner=owner))
             await written(store)
             assert await names(store, owner, owner=owner) == [owner]
         assert await names(store, "c", owner="c") == [], "it has not changed for longest"
 
-    use(store, work)
 
-
-def test_shares_hold_after_a_restart(tmp_path):
+async def test_shares_hold_after_a_restart(tmp_path):
     first = Store(tmp_path / "store.db", 6, 1 << 20)
-
-    async def fill():
+    with contextlib.closing(first):
         first.put(record("small", owner="b"))
         for i in range(5):
             first.put(record(f"a{i}"))
-
-    use(first, fill)
     second = Store(tmp_path / "store.db", 4, 1 << 20)
-
-    async def go_on():
+    with contextlib.closing(second):
         check_shares(second)
         second.put(record("c", owner="c"))
         second.put(record("a5"))
@@ -293,8 +254,6 @@ def test_shares_hold_after_a_restart(tmp_path):
         check_shares(second)
         assert await names(second, *(f"a{i}" for i in range(6))) == ["a4", "a5"]
         assert await names(second, "small", owner="b") == ["small"]
-
-    use(second, go_on)
 
 
 def slow_victim(owners, max_count, max_bytes):
@@ -305,19 +264,16 @@ def slow_victim(owners, max_count, max_bytes):
     return None
 
 
-def test_without_keys_shares_are_those_of_the_addresses_that_pay(make):
+async def test_without_keys_shares_are_those_of_the_addresses_that_pay(make):
     """Everybody may see all of the records then, and nobody can drive out those of others."""
     store = make(3)
-
-    async def work():
+    with contextlib.closing(store):
         store.put(record("mine")._replace(payer="x"))
         for i in range(5):
             store.put(record(f"many{i}")._replace(payer="y"))
             await written(store)
         assert await names(store, "mine", *(f"many{i}" for i in range(5))) == ["mine", "many3", "many4"]
         assert await store.get("mine", "a") == record("mine")._replace(payer="x")
-
-    use(store, work)
 
 
 def test_the_victim_is_the_first_owner_of_the_largest_share():
@@ -340,11 +296,10 @@ def test_the_victim_is_the_first_owner_of_the_largest_share():
     assert victims == {None, *"abcdefgh"}
 
 
-def test_who_has_at_most_an_equal_part_of_the_bounds_never_loses_a_record(make):
+async def test_who_has_at_most_an_equal_part_of_the_bounds_never_loses_a_record(make):
     rng = random.Random(1)
     store = make(count=12, size=12 * 1000)
-
-    async def work():
+    with contextlib.closing(store):
         small = [record(f"s{i}", 1000 - ROW_BYTES - 2, owner="small") for i in range(4)]
         for each in small:
             store.put(each)
@@ -356,19 +311,16 @@ def test_who_has_at_most_an_equal_part_of_the_bounds_never_loses_a_record(make):
         await written(store)
         assert [await store.get(each.id, "small") for each in small] == small
 
-    use(store, work)
 
-
-def test_a_write_takes_no_more_steps_with_many_records_and_owners():
-    def steps(count):
-        store = Store(None, count, 1 << 30)
+async def test_a_write_takes_no_more_steps_with_many_records_and_owners():
+    async def steps(count):
         done = 0
 
         def step():
             nonlocal done
             done += 1
 
-        async def work():
+        with contextlib.closing(Store(None, count, 1 << 30)) as store:
             for i in range(count):
                 store.put(record(str(i), owner=str(i % (count // 4))), False)
             await written(store)
@@ -378,11 +330,9 @@ def test_a_write_takes_no_more_steps_with_many_records_and_owners():
                 store.put(record(f"new {i}", owner="new"), False)
                 await written(store)
             assert store._stored.count == count
-
-        use(store, work)
         return done
 
-    assert steps(5000) < 2 * steps(100)
+    assert await steps(5000) < 2 * await steps(100)
 
 
 # Disks that are full
@@ -410,12 +360,11 @@ def test_nothing_is_lost_on_a_disk_that_was_full(tmp_path):
     assert FULL in done.stderr
 
 
-def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(tmp_path, impatient, caplog):
+async def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(tmp_path, impatient, caplog):
     caplog.set_level("INFO")
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         disk.is_full = True
         for i in range(30):
             store.put(record(str(i)))
@@ -431,21 +380,18 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(tmp_path,
         disk.is_full = True
         await written(store)
         assert disk.refused == refused, "nothing is left to try"
-
-    use(store, work)
     assert f"cannot be written: {FULL}" in caplog.text
     assert "written to --response-store again" in caplog.text
     assert "Lost" not in caplog.text
-    assert reopened(tmp_path / "store.db", 30) == [str(i) for i in range(30)]
+    assert await reopened(tmp_path / "store.db", 30) == [str(i) for i in range(30)]
 
 
-def test_attempts_become_rare_and_try_a_few_records_each(tmp_path, monkeypatch, caplog):
+async def test_attempts_become_rare_and_try_a_few_records_each(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 0.01)
     monkeypatch.setattr("server.api.responses.store.MAX_DELAY_S", 0.04)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         disk.is_full = True
         for i in range(50):
             store.put(record(str(i)))
@@ -455,34 +401,28 @@ def test_attempts_become_rare_and_try_a_few_records_each(tmp_path, monkeypatch, 
         assert disk.refused <= (len(caplog.messages) + 1) * MAX_FAILURES
         disk.is_full = False
 
-    use(store, work)
 
-
-def test_new_records_make_no_attempts_of_their_own_on_a_full_disk(tmp_path, monkeypatch):
+async def test_new_records_make_no_attempts_of_their_own_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         disk.is_full = True
         for i in range(50):
             store.put(record(str(i)))
             await written(store)
         assert disk.refused <= MAX_FAILURES
         disk.is_full = False
-
-    use(store, work)
-    assert len(reopened(tmp_path / "store.db")) == 50, "written at the end"
+    assert len(await reopened(tmp_path / "store.db")) == 50, "written at the end"
 
 
-def test_a_new_record_brings_the_next_attempt_forward(tmp_path, monkeypatch):
+async def test_a_new_record_brings_the_next_attempt_forward(tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 0.01)
     monkeypatch.setattr("server.api.responses.store.MAX_DELAY_S", 1000)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
     store._delay_s = 1000
-
-    async def work():
+    with contextlib.closing(store):
         disk.is_full = True
         store.put(record("one"))
         await written(store)
@@ -491,14 +431,11 @@ def test_a_new_record_brings_the_next_attempt_forward(tmp_path, monkeypatch):
         store.put(record("two"))
         await until(lambda: store._num_pending() == (0, 0))
 
-    use(store, work)
 
-
-def test_what_cannot_be_written_stays_in_memory_within_the_bounds(tmp_path, impatient, caplog):
+async def test_what_cannot_be_written_stays_in_memory_within_the_bounds(tmp_path, impatient, caplog):
     store = Store(tmp_path / "store.db", 2, 1 << 20)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         store.put(record("two", is_open=True))
         store.put(record("zero"))
         await written(store)
@@ -514,16 +451,13 @@ def test_what_cannot_be_written_stays_in_memory_within_the_bounds(tmp_path, impa
         await until(lambda: store._num_pending() == (0, 0))
         assert await names(store, "zero", "one", "two", "three", "four") == ["three", "four"]
 
-    use(store, work)
 
-
-def test_unwritten_records_have_a_bound_of_their_own_in_memory(tmp_path, monkeypatch):
+async def test_unwritten_records_have_a_bound_of_their_own_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     monkeypatch.setattr("server.api.responses.store.MAX_UNWRITTEN_BYTES", 3 * record("").num_bytes)
     store = Store(tmp_path / "store.db", 100, 1 << 30)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         store.put(record("large", 10_000))
         await written(store)
         assert await names(store, "large") == ["large"]
@@ -536,30 +470,24 @@ def test_unwritten_records_have_a_bound_of_their_own_in_memory(tmp_path, monkeyp
         assert [*store._unwritten["a"]] == ["larger"]
         disk.is_full = False
 
-    use(store, work)
 
-
-def test_records_that_were_evicted_unwritten_leave_nothing_behind(tmp_path, monkeypatch):
+async def test_records_that_were_evicted_unwritten_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     store = Store(tmp_path / "store.db", 10, 1 << 20)
     disk = Faulty(store)
     disk.damaged = [str(i) for i in range(1000)]
-
-    async def work():
+    with contextlib.closing(store):
         for i in range(1000):
             store.put(record(str(i)), is_replacement=False)
         await written(store)
         assert len(store._changes) == 10
 
-    use(store, work)
 
-
-def test_a_damaged_part_of_the_file_does_not_keep_the_rest_from_being_written(tmp_path, impatient):
+async def test_a_damaged_part_of_the_file_does_not_keep_the_rest_from_being_written(tmp_path, impatient):
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
     disk.damaged = [str(i) for i in range(2 * MAX_FAILURES)]
-
-    async def work():
+    with contextlib.closing(store):
         for i in range(40):
             store.put(record(str(i)))
         await until(lambda: store._num_pending() == (2 * MAX_FAILURES, 0))
@@ -567,16 +495,13 @@ def test_a_damaged_part_of_the_file_does_not_keep_the_rest_from_being_written(tm
         await until(lambda: store._num_pending() == (2 * MAX_FAILURES, 0))
         check_shares(store)
 
-    use(store, work)
 
-
-def test_small_records_are_written_where_large_ones_do_not_fit(tmp_path, monkeypatch):
+async def test_small_records_are_written_where_large_ones_do_not_fit(tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
     disk.damaged = [f"large {i}" for i in range(2 * MAX_FAILURES)]
-
-    async def work():
+    with contextlib.closing(store):
         is_free = threading.Event()
         task = await blocked(store, is_free)
         for name in disk.damaged:
@@ -587,15 +512,12 @@ def test_small_records_are_written_where_large_ones_do_not_fit(tmp_path, monkeyp
         await written(store)
         assert "small" not in store._changes
 
-    use(store, work)
 
-
-def test_a_deleted_record_never_comes_back(tmp_path, impatient):
+async def test_a_deleted_record_never_comes_back(tmp_path, impatient):
     path = tmp_path / "store.db"
     store = Store(path, 100, 1 << 20)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         for name in ("old", "1", "2", "3"):
             store.put(record(name))
         await written(store)
@@ -616,16 +538,13 @@ def test_a_deleted_record_never_comes_back(tmp_path, impatient):
         with pytest.raises(ApiError):
             await store.delete("3", "a")
         disk.is_full = False  # and the server ends before the next attempt
-
-    use(store, work)
-    assert reopened(path) == ["1"]
+    assert await reopened(path) == ["1"]
 
 
-def test_two_deletions_of_a_record_wait_for_the_file_both(tmp_path):
+async def test_two_deletions_of_a_record_wait_for_the_file_both(tmp_path):
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         store.put(record("one"))
         await written(store)
         disk.is_full = True
@@ -633,14 +552,11 @@ def test_two_deletions_of_a_record_wait_for_the_file_both(tmp_path):
         assert [error.status for error in failed] == [503, 503]
         disk.is_full = False
 
-    use(store, work)
 
-
-def test_what_was_rolled_back_is_not_counted(tmp_path, impatient):
+async def test_what_was_rolled_back_is_not_counted(tmp_path, impatient):
     store = Store(tmp_path / "store.db", 3, 1 << 20)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         for name in ("one", "two", "three"):
             store.put(record(name, owner=name))
         await written(store)
@@ -654,14 +570,11 @@ def test_what_was_rolled_back_is_not_counted(tmp_path, impatient):
         check_shares(store)
         assert store._stored.count == 3
 
-    use(store, work)
 
-
-def test_what_is_lost_is_counted_in_the_log(tmp_path, caplog):
+async def test_what_is_lost_is_counted_in_the_log(tmp_path, caplog):
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         for name in ("one", "two"):
             store.put(record(name))
         await written(store)
@@ -670,18 +583,15 @@ def test_what_is_lost_is_counted_in_the_log(tmp_path, caplog):
             await store.delete("one", "a")
         for i in range(3):
             store.put(record(str(i)))
-
-    use(store, work)
     assert "Lost responses: 3, deleted responses that are still in the file: 1" in caplog.text
 
 
-def test_an_end_while_the_disk_hangs_comes_soon(tmp_path, monkeypatch, caplog):
+async def test_an_end_while_the_disk_hangs_comes_soon(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("server.api.responses.store.CLOSE_S", 0.05)
     monkeypatch.setattr("server.api.responses.store.INTERRUPT_S", 0.05)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     is_free = threading.Event()
-
-    async def work():
+    with contextlib.closing(store):
         task = await blocked(store, is_free)
         store.put(record("one"))
         store.close()
@@ -692,15 +602,12 @@ def test_an_end_while_the_disk_hangs_comes_soon(tmp_path, monkeypatch, caplog):
         await task
         store._thread.join()
 
-    use(store, work)
 
-
-def test_an_end_interrupts_a_statement_that_takes_too_long(tmp_path, monkeypatch):
+async def test_an_end_interrupts_a_statement_that_takes_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.CLOSE_S", 0.05)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
-
-    async def work():
+    with contextlib.closing(store):
         begun = threading.Event()
         store._db.set_progress_handler(begun.set, 1000)
         task = asyncio.create_task(store._run(lambda: store._db.execute(endless).fetchone()))
@@ -710,62 +617,48 @@ def test_an_end_interrupts_a_statement_that_takes_too_long(tmp_path, monkeypatch
         with pytest.raises(ApiError):
             await task
 
-    use(store, work)
-
 
 # Files that break
 
 
-def test_a_file_that_fails_is_a_503_and_no_crash(tmp_path):
+async def test_a_file_that_fails_is_a_503_and_no_crash(tmp_path):
     store = Store(tmp_path / "store.db", 2, 1 << 20)
-
-    async def work():
+    with contextlib.closing(store):
         await store._run(lambda: store._db.execute("DROP TABLE responses"))
         for failing in (store.get("one", "a"), store.delete("one", "a")):
             with pytest.raises(ApiError) as caught:
                 await failing
             assert (caught.value.status, caught.value.code) == (503, "store_failed")
 
-    use(store, work)
 
-
-def test_a_full_disk_can_be_read(tmp_path):
+async def test_a_full_disk_can_be_read(tmp_path):
     store = Store(tmp_path / "store.db", 2, 1 << 20)
     disk = Faulty(store)
-
-    async def work():
+    with contextlib.closing(store):
         store.put(record("one"))
         await written(store)
         disk.is_full = True
         assert await names(store, "one", "two") == ["one"]
 
-    use(store, work)
 
-
-def test_a_closed_store_keeps_nothing_more(make):
+async def test_a_closed_store_keeps_nothing_more(make):
     store = make()
     store.close()
     store.put(record("one"))
-
-    async def look():
+    with contextlib.closing(store):
         with pytest.raises(ApiError) as caught:
             await store.get("one", "a")
         assert (caught.value.status, caught.value.code) == (503, "draining")
 
-    use(store, look)
 
-
-def test_a_response_is_answered_though_the_file_fails(tmp_path):
+async def test_a_response_is_answered_though_the_file_fails(tmp_path):
     folder = model_folder(tmp_path / "fake")
     engine = FakeEngine(saying("the whale"))
     path = tmp_path / "store.db"
-    assert ask(folder, RESPONSES, {"input": "a"}, engine, response_store=path).status_code == 200
-
-    async def use_full(client):
+    assert (await ask(folder, RESPONSES, {"input": "a"}, engine, response_store=path)).status_code == 200
+    async with serving(folder, FakeEngine(saying("the whale")), response_store=path) as (client, _):
         disk = Faulty(client._transport.app.state.responses.store)
         disk.is_full = True
         made = await client.post(RESPONSES, json={"input": "a"})
         assert made.status_code == 200
         assert (await client.get(f"{RESPONSES}/{made.json()['id']}")).json() == made.json()
-
-    run(folder, use_full, FakeEngine(saying("the whale")), response_store=path)

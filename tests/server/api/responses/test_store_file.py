@@ -1,5 +1,6 @@
 """The store's file: it survives, belongs to one server and one user, and is refused where it is something else."""
 
+import contextlib
 import os
 import socket
 import sqlite3
@@ -16,7 +17,7 @@ from server.api.responses.store import Store
 from server.api.responses.store_file import APPLICATION_ID, VERSION
 from server.settings import Settings
 from tests.fakes import FakeEngine
-from tests.server.api.responses.stores import names, record, use, written
+from tests.server.api.responses.stores import names, record, written
 
 
 def mode(path):
@@ -32,19 +33,15 @@ def refused(path):
     return str(caught.value).removeprefix(beginning)
 
 
-def test_a_file_survives_and_its_bounds_hold_when_they_shrink(tmp_path):
+async def test_a_file_survives_and_its_bounds_hold_when_they_shrink(tmp_path):
     path = tmp_path / "store.db"
     first = Store(path, 100, 1 << 20)
-
-    async def fill():
+    with contextlib.closing(first):
         for name in ("one", "two", "three"):
             first.put(record(name))
         first.put(record("open", is_open=True))
-
-    use(first, fill)
     second = Store(path, 3, 1 << 20, interrupted=lambda answer: answer + b"!")
-
-    async def look():
+    with contextlib.closing(second):
         assert await names(second, "one", "two", "three", "open") == ["two", "three", "open"]
         assert await second.get("open", "a") == Record("open", "a", False, b"x" * 10 + b"!", b"[]")
         second.put(record("four"))
@@ -53,10 +50,8 @@ def test_a_file_survives_and_its_bounds_hold_when_they_shrink(tmp_path):
         sizes = second._db.execute("SELECT sum(size) FROM responses").fetchone()[0]
         assert second._stored.num_bytes == sizes == 3 * record("").num_bytes + len(b"!")
 
-    use(second, look)
 
-
-def test_a_killed_process_leaves_a_file_that_opens(tmp_path):
+async def test_a_killed_process_leaves_a_file_that_opens(tmp_path):
     path = tmp_path / "store.db"
     code = (
         "import asyncio, os, signal, sys, pathlib\n"
@@ -71,7 +66,8 @@ def test_a_killed_process_leaves_a_file_that_opens(tmp_path):
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
     store = Store(path, 100, 1 << 20)
-    assert use(store, lambda: names(store, "one")) == ["one"]
+    with contextlib.closing(store):
+        assert await names(store, "one") == ["one"]
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
@@ -150,7 +146,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     assert "malformed" in refused(path)
 
 
-def test_a_file_of_version_1_is_brought_to_this_version(tmp_path):
+async def test_a_file_of_version_1_is_brought_to_this_version(tmp_path):
     path = tmp_path / "store.db"
     with sqlite3.connect(path) as old:
         old.execute("PRAGMA journal_mode = WAL")
@@ -166,15 +162,12 @@ def test_a_file_of_version_1_is_brought_to_this_version(tmp_path):
             old.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", (*each[:5], each.num_bytes, used))
     old.close()
     store = Store(path, 6, 1 << 20, interrupted=lambda answer: answer + b"!")
-
-    async def work():
+    with contextlib.closing(store):
         assert await store.get("b2", "b") == record("b2", owner="b")._replace(answer=b"x" * 10 + b"!")
         store.put(record("a4"))
         await written(store)
         assert await names(store, *(f"a{i}" for i in range(5))) == ["a1", "a2", "a3", "a4"]
         assert await names(store, "b1", "b2", owner="b") == ["b1", "b2"], "the owner of most has lost one"
-
-    use(store, work)
     Store(path, 6, 1 << 20).close()
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (VERSION,)
@@ -186,45 +179,39 @@ def test_a_file_of_version_1_is_brought_to_this_version(tmp_path):
 
 
 @pytest.mark.parametrize("before", [None, 0o644, 0o666, 0o700])
-def test_only_its_user_may_read_it(tmp_path, caplog, before):
+async def test_only_its_user_may_read_it(tmp_path, caplog, before):
     path = tmp_path / "store.db"
     if before is not None:
         path.touch()
         path.chmod(before)
     mask = os.umask(0)
     try:
-        store = Store(path, 100, 1 << 20)
-
-        async def look():
+        with contextlib.closing(Store(path, 100, 1 << 20)) as store:
             store.put(record("one"))
             await written(store)
             assert {file.name: mode(file) for file in tmp_path.iterdir()} == {"store.db": 0o600, "store.db-wal": 0o600}
-
-        use(store, look)
     finally:
         os.umask(mask)
     assert ("changed the mode of" in caplog.text) is (before is not None)
 
 
-def test_what_a_killed_process_left_becomes_private_too(tmp_path, caplog):
+async def test_what_a_killed_process_left_becomes_private_too(tmp_path, caplog):
     path, copy = tmp_path / "store.db", tmp_path / "copy.db"
     store = Store(path, 100, 1 << 20)
-
-    async def kill():
+    with contextlib.closing(store):
         store.put(record("one"))
         await written(store)
         for suffix in ("", "-wal"):
             data = path.with_name(path.name + suffix).read_bytes()
             copy.with_name(copy.name + suffix).write_bytes(data)
-
-    use(store, kill)
     beside = [copy, copy.with_name("copy.db-wal"), copy.with_name("copy.db-shm")]
     for file in beside:
         file.touch()
         file.chmod(0o644)
     again = Store(copy, 100, 1 << 20)
     assert {mode(file) for file in beside if file.exists()} == {0o600}
-    assert use(again, lambda: names(again, "one")) == ["one"]
+    with contextlib.closing(again):
+        assert await names(again, "one") == ["one"]
     assert caplog.text.count("from 0644 to 0600") == 3
 
 

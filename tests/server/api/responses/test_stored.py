@@ -11,17 +11,12 @@ from server.api.responses import routes
 from server.api.responses.records import Record
 from tests.fakes import FakeEngine, listening, serving, until
 from tests.server.api.responses.stores import Faulty, written
-from tests.server.api.responses.wire import CALL, WEATHER, make_folder, prompts
+from tests.server.api.responses.wire import CALL, WEATHER, prompts
 from tests.server.wire import LIBRARY, RESPONSES, run, saying
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
-def test_a_conversation_goes_on_whole_but_without_its_instructions(folder):
-    told = prompts(
+async def test_a_conversation_goes_on_whole_but_without_its_instructions(folder):
+    told = await prompts(
         folder,
         {"input": "the sea", "instructions": "Sing."},
         {"input": "the ship"},
@@ -33,11 +28,10 @@ def test_a_conversation_goes_on_whole_but_without_its_instructions(folder):
     )
 
 
-def test_calls_go_on_with_their_outputs(folder):
-    async def main():
-        engine = FakeEngine(saying(f"<think>hm</think>{CALL}", "It is windy."))
-        async with serving(folder, engine) as (_, app), listening(app) as url:
-            sdk = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+async def test_calls_go_on_with_their_outputs(folder):
+    engine = FakeEngine(saying(f"<think>hm</think>{CALL}", "It is windy."))
+    async with serving(folder, engine) as (_, app), listening(app) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as sdk:
             first = await sdk.responses.create(model="fake", input="the weather?", tools=[WEATHER])
             call = next(item for item in first.output if item.type == "function_call")
             output = {"type": "function_call_output", "call_id": call.call_id, "output": "wind"}
@@ -56,11 +50,9 @@ def test_calls_go_on_with_their_outputs(folder):
             await sdk.responses.create(model="fake", input=[again[0], *named, output], tools=[WEATHER])
             assert LIBRARY.decode(engine.requests[-1].prompt_ids) == told
 
-    asyncio.run(main())
 
-
-def test_a_conversation_has_a_bound_also_where_it_is_only_referred_to(folder):
-    async def use(client):
+async def test_a_conversation_has_a_bound_also_where_it_is_only_referred_to(folder):
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
         made = (await client.post(RESPONSES, json={"input": "the sea " * 100})).json()
         item = {"type": "item_reference", "id": routes.item_id("msg", made["id"], 0)}
         for body in (
@@ -72,22 +64,18 @@ def test_a_conversation_has_a_bound_also_where_it_is_only_referred_to(folder):
             assert answer.status_code == 400
             assert answer.json()["error"]["param"].startswith("input")
 
-    run(folder, use, FakeEngine(saying("the whale")))
 
-
-def test_a_call_that_was_cut_off_is_not_gone_on_with(folder):
-    async def use(client):
+async def test_a_call_that_was_cut_off_is_not_gone_on_with(folder):
+    async with serving(folder, FakeEngine(saying(CALL))) as (client, _):
         first = (await client.post(RESPONSES, json={"input": "a", "tools": [WEATHER], "max_output_tokens": 40})).json()
         assert first["output"][-1]["type"] == "function_call"
         assert first["output"][-1]["status"] == "incomplete"
         body = {"input": "b", "previous_response_id": first["id"]}
         assert (await client.post(RESPONSES, json=body)).status_code == 200
 
-    run(folder, use, FakeEngine(saying(CALL)))
 
-
-def test_a_stored_response_is_got_and_deleted(folder):
-    async def use(client):
+async def test_a_stored_response_is_got_and_deleted(folder):
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
         made = await client.post(RESPONSES, json={"input": "the sea"})
         path = f"{RESPONSES}/{made.json()['id']}"
         assert (await client.get(path)).json() == made.json()
@@ -101,22 +89,18 @@ def test_a_stored_response_is_got_and_deleted(folder):
         error = (await client.post(RESPONSES, json=body)).json()["error"]
         assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
 
-    run(folder, use, FakeEngine(saying("the whale")))
 
-
-def test_what_is_not_to_be_stored_is_not(folder):
-    async def use(client):
+async def test_what_is_not_to_be_stored_is_not(folder):
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
         made = (await client.post(RESPONSES, json={"input": "the sea", "store": False})).json()
         assert made["store"] is False
         assert (await client.get(f"{RESPONSES}/{made['id']}")).status_code == 404
         body = {"input": "a", "previous_response_id": made["id"]}
         assert (await client.post(RESPONSES, json=body)).json()["error"]["param"] == "previous_response_id"
 
-    run(folder, use, FakeEngine(saying("the whale")))
 
-
-def test_a_response_belongs_to_the_key_that_made_it(folder):
-    async def use(client):
+async def test_a_response_belongs_to_the_key_that_made_it(folder):
+    async with serving(folder, FakeEngine(saying("the whale")), api_key=["a", "b"]) as (client, _):
         mine, other = ({"Authorization": f"Bearer {key}"} for key in ("a", "b"))
         made = (await client.post(RESPONSES, json={"input": "the sea", "background": True}, headers=mine)).json()
         path = f"{RESPONSES}/{made['id']}"
@@ -134,11 +118,9 @@ def test_a_response_belongs_to_the_key_that_made_it(folder):
         assert (await client.get(path, headers=mine)).status_code == 200
         assert (await client.post(RESPONSES, json={"input": [item]}, headers=mine)).status_code == 200
 
-    run(folder, use, FakeEngine(saying("the whale")), api_key=["a", "b"])
 
-
-def test_input_items_come_in_pages(folder):
-    async def use(client):
+async def test_input_items_come_in_pages(folder):
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
         first = (await client.post(RESPONSES, json={"input": "the sea"})).json()
         body = {"input": [{"role": "user", "content": "b"}], "previous_response_id": first["id"]}
         path = f"{RESPONSES}/{(await client.post(RESPONSES, json=body)).json()['id']}/input_items"
@@ -158,8 +140,6 @@ def test_input_items_come_in_pages(folder):
         wrong = {"limit": 0, "order": "x", "after": "y"}
         assert [(await page(**{name: value}))["error"]["param"] for name, value in wrong.items()] == [*wrong]
 
-    run(folder, use, FakeEngine(saying("the whale")))
-
 
 def long_record(count=20):
     """A stored response whose conversation is 30 MB of JSON and few tokens."""
@@ -173,52 +153,48 @@ def long_record(count=20):
     return Record(f"resp_{'0' * 32}", "", False, msgspec.json.encode(answer), data), items
 
 
-def test_the_event_loop_turns_while_a_long_conversation_is_decoded(folder, monkeypatch):
+async def test_the_event_loop_turns_while_a_long_conversation_is_decoded(folder, monkeypatch):
     stored, items = long_record()
     seen = {}
     sizes = []
+    turns, loop_thread = 0, threading.get_ident()
 
-    async def main():
-        turns, loop_thread = 0, threading.get_ident()
+    async def count():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
 
-        async def count():
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+    def watch(name):
+        work = getattr(routes, name)
 
-        def watch(name):
-            work = getattr(routes, name)
+        def watched(*args):
+            before = turns
+            result = work(*args)
+            seen.setdefault(name, []).append((threading.get_ident() == loop_thread, turns - before))
+            return result
 
-            def watched(*args):
-                before = turns
-                result = work(*args)
-                seen.setdefault(name, []).append((threading.get_ident() == loop_thread, turns - before))
-                return result
+        monkeypatch.setattr(routes, name, watched)
 
-            monkeypatch.setattr(routes, name, watched)
+    def unpack(data):
+        sizes.append(len(bytes(data)))
+        return msgspec.json.decode(data)
 
-        def unpack(data):
-            sizes.append(len(bytes(data)))
-            return msgspec.json.decode(data)
-
-        monkeypatch.setattr(routes, "unpacked", unpack)
-        for name in ("page_of", "all_items", "is_background"):
-            watch(name)
-        async with serving(folder, FakeEngine(saying("the whale")), max_stored_bytes="1GiB") as (client, app):
-            app.state.responses.store.put(stored)
-            counter = asyncio.create_task(count())
-            path = f"{RESPONSES}/{stored.id}"
-            page = await client.get(f"{path}/input_items", params={"order": "asc"})
-            body = {"input": "b", "previous_response_id": stored.id}
-            assert (await client.post(RESPONSES, json=body)).status_code == 200
-            reference = {"type": "item_reference", "id": items[-1]["id"]}
-            assert (await client.post(RESPONSES, json={"input": [reference]})).status_code == 200
-            assert (await client.post(f"{path}/cancel")).status_code == 200
-            counter.cancel()
-        assert msgspec.json.decode(page.content)["data"] == items
-
-    asyncio.run(main())
+    monkeypatch.setattr(routes, "unpacked", unpack)
+    for name in ("page_of", "all_items", "is_background"):
+        watch(name)
+    async with serving(folder, FakeEngine(saying("the whale")), max_stored_bytes="1GiB") as (client, app):
+        app.state.responses.store.put(stored)
+        counter = asyncio.create_task(count())
+        path = f"{RESPONSES}/{stored.id}"
+        page = await client.get(f"{path}/input_items", params={"order": "asc"})
+        body = {"input": "b", "previous_response_id": stored.id}
+        assert (await client.post(RESPONSES, json=body)).status_code == 200
+        reference = {"type": "item_reference", "id": items[-1]["id"]}
+        assert (await client.post(RESPONSES, json={"input": [reference]})).status_code == 200
+        assert (await client.post(f"{path}/cancel")).status_code == 200
+        counter.cancel()
+    assert msgspec.json.decode(page.content)["data"] == items
     assert {name: len(calls) for name, calls in seen.items()} == {"page_of": 1, "all_items": 2, "is_background": 1}
     for calls in seen.values():
         assert not any(on_loop for on_loop, _ in calls)
@@ -247,7 +223,7 @@ def test_a_page_decodes_its_own_items_alone(monkeypatch):
     ("method", "path"),
     [("POST", ""), ("GET", "/ID"), ("POST", "/ID/cancel"), ("DELETE", "/ID"), ("GET", "/ID/input_items")],
 )
-def test_unknown_parameters_of_the_query_are_refused(folder, method, path):
+async def test_unknown_parameters_of_the_query_are_refused(folder, method, path):
     async def use(client):
         id = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
         url = RESPONSES + path.replace("ID", id)
@@ -260,24 +236,23 @@ def test_unknown_parameters_of_the_query_are_refused(folder, method, path):
         keyless = await client.request(method, url, params={"colour": "blue"}, json=body, headers={"authorization": ""})
         assert keyless.status_code == 401
 
-    async def with_key(client):
+    async with serving(folder, FakeEngine(saying("the whale")), api_key=["key-1"]) as (client, _):
         client.headers["authorization"] = "Bearer key-1"
         await use(client)
 
-    run(folder, with_key, FakeEngine(saying("the whale")), api_key=["key-1"])
 
-
-def test_the_store_is_bounded(folder):
-    async def use(client):
+async def test_the_store_is_bounded(folder):
+    async with serving(folder, FakeEngine(saying("the whale")), max_stored_responses=2) as (client, _):
         made = [(await client.post(RESPONSES, json={"input": "the sea"})).json()["id"] for _ in range(4)]
         found = [(await client.get(f"{RESPONSES}/{id}")).status_code for id in made]
         assert found == [404, 404, 200, 200]
 
-    run(folder, use, FakeEngine(saying("the whale")), max_stored_responses=2)
 
-
-def test_one_key_cannot_drive_out_the_responses_of_another(folder):
-    async def use(client):
+async def test_one_key_cannot_drive_out_the_responses_of_another(folder):
+    async with serving(folder, FakeEngine(saying("the whale")), api_key=["a", "b"], max_stored_responses=3) as (
+        client,
+        _,
+    ):
         mine, other = ({"Authorization": f"Bearer {key}"} for key in ("a", "b"))
 
         async def make(headers):
@@ -289,14 +264,11 @@ def test_one_key_cannot_drive_out_the_responses_of_another(folder):
         assert statuses == [404] * 4 + [200] * 2
         assert (await client.get(f"{RESPONSES}/{kept}", headers=mine)).status_code == 200
 
-    run(folder, use, FakeEngine(saying("the whale")), api_key=["a", "b"], max_stored_responses=3)
 
-
-def test_a_deletion_that_a_full_disk_refuses_is_a_503_until_it_is_done(folder, tmp_path, monkeypatch):
+async def test_a_deletion_that_a_full_disk_refuses_is_a_503_until_it_is_done(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 0.01)
     path = tmp_path / "responses.db"
-
-    async def use(client):
+    async with serving(folder, FakeEngine(saying("the whale")), response_store=path) as (client, _):
         store = client._transport.app.state.responses.store
         disk = Faulty(store)
         made = (await client.post(RESPONSES, json={"input": "the sea"})).json()["id"]
@@ -310,18 +282,14 @@ def test_a_deletion_that_a_full_disk_refuses_is_a_503_until_it_is_done(folder, t
         disk.is_full = False
         await until(lambda: store._num_pending() == (0, 0))
         assert (await client.delete(f"{RESPONSES}/{made}")).status_code == 404
-        return made
-
-    made = run(folder, use, FakeEngine(saying("the whale")), response_store=path)
-    assert run(folder, lambda client: client.get(f"{RESPONSES}/{made}"), response_store=path).status_code == 404
+    assert (await run(folder, lambda client: client.get(f"{RESPONSES}/{made}"), response_store=path)).status_code == 404
 
 
-def test_a_background_response_leaves_no_earlier_version(folder, tmp_path, monkeypatch):
+async def test_a_background_response_leaves_no_earlier_version(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     path = tmp_path / "responses.db"
     engine = FakeEngine(saying("the whale"))
-
-    async def use(client):
+    async with serving(folder, engine, response_store=path, max_stored_responses=2) as (client, _):
         store = client._transport.app.state.responses.store
         engine.hold()
         made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()["id"]
@@ -334,21 +302,14 @@ def test_a_background_response_leaves_no_earlier_version(folder, tmp_path, monke
         assert (await client.get(f"{RESPONSES}/{made}")).status_code == 404
         assert store._num_pending() == (2, 1)
 
-    run(folder, use, engine, response_store=path, max_stored_responses=2)
 
-
-def test_a_file_keeps_responses_over_a_restart(folder, tmp_path):
+async def test_a_file_keeps_responses_over_a_restart(folder, tmp_path):
     path = tmp_path / "responses.db"
     engine = FakeEngine(saying("the whale"))
-
-    async def make(client):
-        return (await client.post(RESPONSES, json={"input": "the sea"})).json()
-
-    async def go_on(client):
+    async with serving(folder, response_store=path) as (client, _):
+        made = (await client.post(RESPONSES, json={"input": "the sea"})).json()
+    async with serving(folder, engine, response_store=path) as (client, _):
         assert (await client.get(f"{RESPONSES}/{made['id']}")).json() == made
         body = {"input": "more", "previous_response_id": made["id"]}
         assert (await client.post(RESPONSES, json=body)).status_code == 200
-
-    made = run(folder, make, response_store=path)
-    run(folder, go_on, engine, response_store=path)
     assert "the sea" in LIBRARY.decode(engine.requests[-1].prompt_ids)

@@ -3,8 +3,8 @@
 import msgspec
 
 from server.api.responses.schema import ResponseObject
-from tests.fakes import TEMPLATE, FakeEngine, model_folder
-from tests.server.wire import LIBRARY, RESPONSES, ask, run, saying
+from tests.fakes import TEMPLATE, FakeEngine, model_folder, serving
+from tests.server.wire import LIBRARY, RESPONSES, ask, saying
 
 WEATHER = {
     "type": "function",
@@ -28,22 +28,19 @@ def make_folder(folder):
     return model_folder(folder, tokenizer_config={"eos_token": "<|end|>", "chat_template": TEMPLATE + TOOLS})
 
 
-def respond(folder, says="the whale", **body):
-    response = ask(folder, RESPONSES, {"input": "the sea", **body}, FakeEngine(saying(says)))
+async def respond(folder, says="the whale", **body):
+    response = await ask(folder, RESPONSES, {"input": "the sea", **body}, FakeEngine(saying(says)))
     assert response.status_code == 200, response.text
     msgspec.convert(response.json(), ResponseObject)
     return response.json()
 
 
-def prompts(folder, *bodies):
+async def prompts(folder, *bodies):
     """What the model is told by the last of these requests; each goes on from the one before."""
     engine = FakeEngine(saying("the whale"))
-
-    async def use(client):
+    async with serving(folder, engine) as (client, _):
         last = None
         for body in bodies:
             more = {"previous_response_id": last} if last else {}
             last = (await client.post(RESPONSES, json={**more, **body})).json()["id"]
-
-    run(folder, use, engine)
     return LIBRARY.decode(engine.requests[-1].prompt_ids)

@@ -8,40 +8,35 @@ from tests.server.wire import LIBRARY, QUESTION, ask, ids
 PROMPT = "<|user|>user: the sea\nassistant: "
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("model") / "fake")
-
-
-def test_a_text_becomes_ids_and_their_spelling_on_request(folder):
-    answer = ask(folder, "/tokenize", {"prompt": "the sea"}).json()
+async def test_a_text_becomes_ids_and_their_spelling_on_request(folder):
+    answer = (await ask(folder, "/tokenize", {"prompt": "the sea"})).json()
     assert answer == {"count": 2, "max_model_len": 512, "tokens": ids("the sea"), "token_strs": None}
-    spelt = ask(folder, "/tokenize", {"prompt": "the sea", "return_token_strs": True, "model": "fake"}).json()
+    spelt = (await ask(folder, "/tokenize", {"prompt": "the sea", "return_token_strs": True, "model": "fake"})).json()
     assert spelt["token_strs"] == ["the", "Ġsea"]
 
 
-def test_a_conversation_becomes_the_ids_that_chat_would_use(folder):
-    answer = ask(folder, "/tokenize", {"messages": QUESTION}).json()
+async def test_a_conversation_becomes_the_ids_that_chat_would_use(folder):
+    answer = (await ask(folder, "/tokenize", {"messages": QUESTION})).json()
     assert answer["tokens"] == ids(PROMPT)
     assert answer["count"] == len(ids(PROMPT))
-    bare = ask(folder, "/tokenize", {"messages": QUESTION, "add_generation_prompt": False}).json()
+    bare = (await ask(folder, "/tokenize", {"messages": QUESTION, "add_generation_prompt": False})).json()
     assert bare["tokens"] == ids("<|user|>user: the sea\n")
 
 
-def test_special_tokens_around_a_text_can_be_left_out(tmp_path):
+async def test_special_tokens_around_a_text_can_be_left_out(tmp_path):
     config = {"eos_token": "<|end|>", "bos_token": "<|user|>", "add_bos_token": True}
     own = model_folder(tmp_path / "own", tokenizer_config=config)
-    assert ask(own, "/tokenize", {"prompt": "the"}).json()["tokens"] == [1, *ids("the")]
-    assert ask(own, "/tokenize", {"prompt": "the", "add_special_tokens": False}).json()["tokens"] == ids("the")
+    assert (await ask(own, "/tokenize", {"prompt": "the"})).json()["tokens"] == [1, *ids("the")]
+    assert (await ask(own, "/tokenize", {"prompt": "the", "add_special_tokens": False})).json()["tokens"] == ids("the")
 
 
 @pytest.mark.parametrize("text", ["the sea", "🐳 äöü\n", "<|user|>a<|end|>", ""])
-def test_ids_become_the_text_that_they_came_from(folder, text):
-    assert ask(folder, "/detokenize", {"tokens": ids(text)}).json() == {"prompt": text}
+async def test_ids_become_the_text_that_they_came_from(folder, text):
+    assert (await ask(folder, "/detokenize", {"tokens": ids(text)})).json() == {"prompt": text}
 
 
-def test_the_template_can_be_seen(folder):
-    answer = ask(folder, "/apply-template", {"messages": QUESTION}).json()
+async def test_the_template_can_be_seen(folder):
+    answer = (await ask(folder, "/apply-template", {"messages": QUESTION})).json()
     assert answer == {"prompt": PROMPT, "count": len(LIBRARY.encode(PROMPT, add_special_tokens=False).ids)}
 
 
@@ -70,14 +65,14 @@ def test_the_template_can_be_seen(folder):
          "continue_final_message"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(folder, path, body, param):
-    response = ask(folder, path, body, max_body_bytes=32 << 20)
+async def test_bad_input_is_refused_by_name(folder, path, body, param):
+    response = await ask(folder, path, body, max_body_bytes=32 << 20)
     assert response.status_code == 400, response.text[:200]
     assert response.json()["error"]["param"] == param
 
 
-def test_an_unknown_model_is_404_and_a_loading_one_503(folder):
-    assert ask(folder, "/tokenize", {"prompt": "a", "model": "gpt-4"}).status_code == 404
-    loading = ask(folder, "/tokenize", {"prompt": "a"}, FakeEngine(is_loaded=False), wait=False)
+async def test_an_unknown_model_is_404_and_a_loading_one_503(folder):
+    assert (await ask(folder, "/tokenize", {"prompt": "a", "model": "gpt-4"})).status_code == 404
+    loading = await ask(folder, "/tokenize", {"prompt": "a"}, FakeEngine(is_loaded=False), wait=False)
     assert loading.status_code == 503
     assert int(loading.headers["retry-after"]) >= 1

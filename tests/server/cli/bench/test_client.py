@@ -110,31 +110,23 @@ class Other:
         return self.dies_after is not None and len(self.bodies) > self.dies_after
 
 
-def measured(other: Other, count: int = 3, **more: Any):
+async def measured(other: Other, count: int = 3, **more: Any):
     """Connect to another server and send requests of 8 tokens in and 6 out: (target, run)."""
-
-    async def main(url: str):
+    with other.listening() as url:
         target = await connect(url, None, None, **more)
         async with aclosing(target.http):
             asks = [Prompts(target, 1).ask(8, 6) for _ in range(count)]
             return target, await run(target, asks)
 
-    with other.listening() as url:
-        return asyncio.run(main(url))
 
-
-def test_a_pequod_is_measured_token_by_token(tmp_path):
+async def test_a_pequod_is_measured_token_by_token(tmp_path):
     end = byte_level().token_to_id("<|end|>")
     # The model wants to end at once, and is not let.
     engine = FakeEngine(lambda request: [end] * request.params.max_tokens, info=INFO)
-
-    async def main():
-        async with serving(model_folder(tmp_path / "m"), engine) as (_, app), listening(app) as url:
-            target = await connect(url + "/v1/", None, None)
-            async with aclosing(target.http):
-                return target, await run(target, [Prompts(target, 1).ask(20, 6) for _ in range(4)], 2)
-
-    target, done = asyncio.run(main())
+    async with serving(model_folder(tmp_path / "m"), engine) as (_, app), listening(app) as url:
+        target = await connect(url + "/v1/", None, None)
+        async with aclosing(target.http):
+            done = await run(target, [Prompts(target, 1).ask(20, 6) for _ in range(4)], 2)
     assert target.is_pequod
     assert target.max_len == INFO.max_len
     assert [shot.token_ids for shot in done.shots] == [[end] * 6] * 4
@@ -144,9 +136,9 @@ def test_a_pequod_is_measured_token_by_token(tmp_path):
     assert all(len(shot.gaps) == 5 and shot.ttft > 0 for shot in done.shots)
 
 
-def test_a_server_that_takes_everything_gets_every_wish():
+async def test_a_server_that_takes_everything_gets_every_wish():
     other = Other()
-    target, done = measured(other)
+    target, done = await measured(other)
     assert target.takes_ids
     last = other.bodies[-1]
     assert (last["ignore_eos"], last["min_tokens"], last["temperature"], last["max_tokens"]) == (True, 6, 0, 6)
@@ -156,9 +148,9 @@ def test_a_server_that_takes_everything_gets_every_wish():
     assert not target.is_pequod
 
 
-def test_fields_that_a_server_refuses_are_left_out_and_told():
+async def test_fields_that_a_server_refuses_are_left_out_and_told():
     other = Other(refuses=("ignore_eos", "min_tokens"), stops_at=4)
-    target, done = measured(other)
+    target, done = await measured(other)
     assert not {"ignore_eos", "min_tokens"} & set(other.bodies[-1])
     assert "stream_options" in other.bodies[-1]
     told = notes(target, done.shots)
@@ -166,29 +158,29 @@ def test_fields_that_a_server_refuses_are_left_out_and_told():
     assert any("3 of 3 answers ended before" in note for note in told)
 
 
-def test_a_server_that_takes_text_alone_gets_as_many_words_as_make_the_tokens():
+async def test_a_server_that_takes_text_alone_gets_as_many_words_as_make_the_tokens():
     other = Other(takes_ids=False, refuses=("return_token_ids",))
-    target, done = measured(other)
+    target, done = await measured(other)
     assert target.words_per_token == 0.5  # it counts two tokens a word, and five around each prompt
     assert len(other.bodies[-1]["prompt"].split()) == 4
     assert done.shots[0].prompt_tokens == 13
     assert any("text of about" in note for note in notes(target, done.shots))
 
 
-def test_without_usage_chunks_count_and_that_is_told():
-    target, done = measured(Other(usage=False, per_chunk=2))
+async def test_without_usage_chunks_count_and_that_is_told():
+    target, done = await measured(Other(usage=False, per_chunk=2))
     assert summarize(done)["output_tokens"] == 9
     assert any("no usage" in note for note in target.notes)
 
 
-def test_several_tokens_in_a_chunk_are_told():
-    target, done = measured(Other(per_chunk=3))
+async def test_several_tokens_in_a_chunk_are_told():
+    target, done = await measured(Other(per_chunk=3))
     assert summarize(done)["output_tokens"] == 18
     assert any("18 tokens came in 6 chunks" in note for note in notes(target, done.shots))
 
 
-def test_a_server_that_does_not_stream_has_whole_times_only():
-    target, done = measured(Other(streams=False))
+async def test_a_server_that_does_not_stream_has_whole_times_only():
+    target, done = await measured(Other(streams=False))
     told = summarize(done)
     assert told["output_tokens"] == 18
     assert told["ttft_p50_s"] is None
@@ -196,43 +188,40 @@ def test_a_server_that_does_not_stream_has_whole_times_only():
     assert any("does not stream" in note for note in target.notes)
 
 
-def test_the_chat_api_gets_messages():
+async def test_the_chat_api_gets_messages():
     other = Other()
-    _, done = measured(other, api="chat")
+    _, done = await measured(other, api="chat")
     assert "messages" in other.bodies[-1]
     assert summarize(done)["output_tokens"] == 18
 
 
-def test_a_stream_that_breaks_off_is_a_failed_request():
-    async def main(url: str, other: Other):
+async def test_a_stream_that_breaks_off_is_a_failed_request():
+    other = Other()
+    with other.listening() as url:
         target = await connect(url, None, None)
         async with aclosing(target.http):
             good = await run(target, [Ask([300], 1, 4)])
             other.breaks_off = True
             with pytest.raises(Failure, match="no request was answered: the stream ended without its end"):
                 await run(target, [Ask([300], 1, 4)])
-            return good
-
-    other = Other()
-    with other.listening() as url:
-        assert asyncio.run(main(url, other)).shots[0].ok
+        assert good.shots[0].ok
 
 
-def test_a_server_that_dies_ends_the_run():
+async def test_a_server_that_dies_ends_the_run():
     # One request finds out what it takes; two of the five that follow are answered.
     with pytest.raises(Failure, match=r"the server died after \d of 5 answers: it answers no longer"):
-        measured(Other(dies_after=3), count=5)
+        await measured(Other(dies_after=3), count=5)
 
 
 @pytest.mark.parametrize(("status", "said"), [(401, "cannot be measured.*401"), (500, "cannot be measured.*500")])
-def test_a_server_that_refuses_everything(status, said):
+async def test_a_server_that_refuses_everything(status, said):
     with pytest.raises(Failure, match=said):
-        measured(Other(status=status))
+        await measured(Other(status=status))
 
 
-def test_a_server_without_that_api_names_the_other():
+async def test_a_server_without_that_api_names_the_other():
     with pytest.raises(Failure, match=r"plain request: the server answered 404.*--api chat"):
-        measured(Other(status=404))
+        await measured(Other(status=404))
 
 
 @pytest.mark.parametrize(
@@ -242,12 +231,12 @@ def test_a_server_without_that_api_names_the_other():
         ("localhost:8000", UsageError, "is not an address"),
     ],
 )
-def test_an_address_without_a_server(url, error, said):
+async def test_an_address_without_a_server(url, error, said):
     with pytest.raises(error, match=said):
-        asyncio.run(connect(url, None, None))
+        await connect(url, None, None)
 
 
-def test_requests_keep_their_places_and_their_times():
+async def test_requests_keep_their_places_and_their_times():
     seen = []
 
     class Target:
@@ -264,7 +253,7 @@ def test_requests_keep_their_places_and_their_times():
     running: list[int] = []
     most: list[int] = []
     asks = [Ask([300], 1, 1, at=at) for at in (0.02, 0.0, 0.01)]
-    done = asyncio.run(run(Target(), asks, concurrency=1))  # type: ignore[arg-type]
+    done = await run(Target(), asks, concurrency=1)  # type: ignore[arg-type]
     assert seen == [0.0, 0.01, 0.02]
     assert [shot.at for shot in done.shots] == [0.02, 0.0, 0.01]
     assert max(most) == 1

@@ -18,7 +18,7 @@ from server.cli.bench.processes import tree
 from server.cli.bench.session import flags
 from server.cli.bench.steps import StepLog, decoding, phases, prefilling
 from server.cli.commands import Failure, Parser, bench
-from tests.live import WAIT_S, Server, eventually
+from tests.live import WAIT_S, eventually
 from tests.server.cli.bench.test_client import Other
 
 ROOT = Path(__file__).parents[4]
@@ -33,12 +33,6 @@ def pequod(capsys):
         return main(["bench", *argv]), *capsys.readouterr()
 
     return run
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server() as running:
-        yield running
 
 
 def test_without_a_part_the_parts_are_listed(pequod):
