@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from fastapi import Request
 
 from ..generation.output import Json
+from ..generation.prepare import encode_conversation, text_error
 from ..generation.request import Calling, ConversationPrompt, Tool
+from ..http.admission import Caller
+from ..http.disconnect import while_connected
 from ..http.fields import clash
-from ..tokenization.renderer import SWITCHES
-from .sampling import Drawing
-
-if TYPE_CHECKING:
-    from ..tokenization.encoder import RenderOptions
-
+from ..state import Pequod
+from ..tokenization.encoder import TextTooLong
+from ..tokenization.renderer import SWITCHES, TemplateError
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -43,37 +44,17 @@ def calling_of(
     return Calling(some, mode != "auto", is_parallel and mode is not None, told=tools)
 
 
-class Conversation(Drawing):
-    """A request whose prompt the chat template writes, and whose answer is a message."""
-
-    @property
-    def prompt_source(self) -> ConversationPrompt:
-        return ConversationPrompt(self.turns, self.render_options, self.calling, self.thinks, self.thinking_budget)
-
-    @property
-    @abstractmethod
-    def turns(self) -> list[Json]:
-        """The messages as chat templates read them, in the form of chat completions."""
-
-    @property
-    def render_options(self) -> RenderOptions:
-        """What else the template is told."""
-        return {}
-
-    @property
-    def calling(self) -> Calling | None:
-        """The tools that the answer may call; None: none."""
-        return None
-
-    @property
-    def thinks(self) -> bool | None:
-        """Whether the model is to think before it answers; None: as its template has it."""
-        return None
-
-    @property
-    def thinking_budget(self) -> tuple[str, int] | None:
-        """The field that bounds the reasoning, and its most tokens, -1: as many as the model wants; None: no word."""
-        return None
+async def count_tokens(
+    app: Pequod, caller: Caller, request: Request, model: str | None, source: ConversationPrompt, *, field: str
+) -> int:
+    """Return the number of tokens of a conversation's prompt; `field` is the one that an error names."""
+    app.check_model(model)
+    encoding = encode_conversation(app.require_ready(), caller, source, fits=False)
+    try:
+        [prompt] = await while_connected(request, encoding)
+    except (TemplateError, TextTooLong) as error:
+        raise text_error(error, field) from None
+    return len(prompt.ids)
 
 
 def thinking_variables(thinks: bool | None, effort: str | None, own: Json | None) -> Json | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from ..generation.request import GenerationRequest
 from ..grammar.schemas import MAX_SOURCE, Grammar, of_schema
 from ..http.fields import LABEL, Wire, clash
+from . import notes
 from .sampling import Sampling, Text
 
 MAX_CHOICES = 8192  # of which the source's size allows fewer
@@ -86,10 +89,8 @@ class StructuredOutputs(Wire):
 class Structured(Sampling):
     """Fields of requests whose answers can be made to follow a grammar."""
 
-    response_format: ResponseFormat | None = None
-    """text, json_object (any JSON object), or json_schema: the answer follows the schema, with strict or without."""
-    structured_outputs: StructuredOutputs | None = None
-    """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
+    response_format: Annotated[ResponseFormat | None, notes.FORMAT] = None
+    structured_outputs: Annotated[StructuredOutputs | None, notes.STRUCTURED] = None
 
     @field_validator("structured_outputs")
     @classmethod
@@ -98,9 +99,10 @@ class Structured(Sampling):
             raise clash("must be absent where response_format names a format")
         return value
 
-    @property
-    def answer_grammar(self) -> Grammar | None:
-        return of_format(self.response_format) or of_outputs(self.structured_outputs)
+    def resolve(self) -> GenerationRequest:
+        return replace(
+            super().resolve(), grammar=of_format(self.response_format) or of_outputs(self.structured_outputs)
+        )
 
 
 def of_format(value: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Grammar | None:

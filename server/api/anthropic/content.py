@@ -11,6 +11,7 @@ from pydantic import Field
 
 from ...generation.output import Json
 from ...http.fields import LABEL, Refused, RefusedKinds, Wire, refused
+from .. import notes
 from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
 from ..sampling import Text
 
@@ -35,27 +36,22 @@ OTHER_BLOCKS = """
 class Block(Wire):
     """A part of a message."""
 
-    cache_control: Annotated[CacheMark | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    cache_control: Annotated[CacheMark | None, LABEL, notes.CACHE] = None
 
 
 class TextBlock(Block):
     """Text."""
 
     type: Literal["text"]
-    text: Text
-    """Part of the prompt."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "citations": refused([]),
-    }
+    text: Annotated[Text, notes.PROMPT]
+    unsupported: ClassVar[dict[str, Refused]] = {"citations": refused([])}
 
 
 class ThinkingBlock(Block):
     """What the model thought, as an earlier answer had it; the signature is not looked at."""
 
     type: Literal["thinking"]
-    thinking: Text
-    """Told to the template, which may leave it out of the prompt."""
+    thinking: Annotated[Text, notes.THOUGHT]
     signature: Annotated[Text | None, LABEL] = None
     """Accepted, and not looked at."""
 
@@ -74,14 +70,9 @@ class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: Name
     """What its result names; told to the template, few of which write it."""
-    name: ToolName
-    """Part of the prompt."""
-    input: dict[str, Any]
-    """Part of the prompt."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "caller": refused({"type": "direct"}),
-        "toolset_name": refused(),
-    }
+    name: Annotated[ToolName, notes.PROMPT]
+    input: Annotated[dict[str, Any], notes.PROMPT]
+    unsupported: ClassVar[dict[str, Refused]] = {"caller": refused({"type": "direct"}), "toolset_name": refused()}
 
 
 ResultBlocks = Annotated[
@@ -100,13 +91,10 @@ class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: Name
     """Which call it answers; told to the template with the call's name."""
-    content: Text | ResultBlocks | None = None
-    """Part of the prompt."""
+    content: Annotated[Text | ResultBlocks | None, notes.PROMPT] = None
     is_error: bool | None = None
     """true: the model reads `Error: ` before the content, and `Error` where there is none."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "toolset_name": refused(),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"toolset_name": refused()}
 
 
 UserBlock = Annotated[
@@ -125,16 +113,16 @@ class UserTurn(Wire):
     """What the person says, and what the tools gave back."""
 
     role: Literal["user"]
-    content: Text | Annotated[list[UserBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
-    """Part of the prompt."""
+    content: Annotated[Text | Annotated[list[UserBlock], Field(max_length=MAX_PARTS, fail_fast=True)], notes.PROMPT]
 
 
 class AssistantTurn(Wire):
     """What the model said before; the content of an earlier answer can be sent back as it came."""
 
     role: Literal["assistant"]
-    content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
-    """Part of the prompt."""
+    content: Annotated[
+        Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)], notes.PROMPT
+    ]
 
 
 SystemBlock = Annotated[TextBlock, RefusedKinds("type", ("tool_addition", "tool_removal"))]

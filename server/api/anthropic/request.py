@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from ...generation.output import Json
-from ...generation.request import Calling, Tool
+from ...generation.request import Calling, ConversationPrompt, GenerationRequest, Tool
 from ...grammar.schemas import Grammar, of_schema
 from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, clash, refused
+from ...http.openapi import examples
+from .. import notes
 from ..chat.request import CacheMark
-from ..conversation import Conversation, thinking_variables
+from ..conversation import thinking_variables
 from ..response_format import Schema, StructuredOutputs, of_outputs
-from ..sampling import MAX_INT, MAX_STOPS, Count, StopText, Text
+from ..sampling import MAX_INT, Count, Drawing, ModelName, StopTexts, Text
 from ..tools import MAX_TOOLS
 from .content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns
 
@@ -40,16 +42,13 @@ class MessagesTool(Wire):
 
     type: Literal["custom"] | None = None
     """custom: the client runs it; the only kind."""
-    name: ToolName
-    """Part of the prompt, and what a call has."""
-    description: Text | None = None
-    """Part of the prompt."""
+    name: Annotated[ToolName, notes.PROMPT_AND_CALL]
+    description: Annotated[Text | None, notes.PROMPT] = None
     input_schema: Schema
     """The JSON schema of the input, an object."""
     strict: bool | None = None
     """true: the input follows the schema also where the model is free to call the tool or not."""
-    cache_control: Annotated[CacheMark | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    cache_control: Annotated[CacheMark | None, LABEL, notes.CACHE] = None
     eager_input_streaming: Annotated[bool | None, LABEL] = None
     """Accepted: the input of a call is streamed as it is written."""
     unsupported: ClassVar[dict[str, Refused]] = {
@@ -79,8 +78,7 @@ class OneToolChoice(Wire):
     """One call of this tool."""
 
     type: Literal["tool"]
-    name: ToolName
-    """One of the tools' names."""
+    name: Annotated[ToolName, notes.TOOL_NAME]
     disable_parallel_tool_use: Annotated[bool | None, LABEL] = None
     """Accepted: it is one call in any case."""
 
@@ -99,9 +97,7 @@ class ThinkingEnabled(Wire):
     """The thinking ends after this many tokens at the latest."""
     display: Literal["summarized", "omitted"] | None = None
     """omitted: the answer is without the text of its thinking."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "block_binding": refused({}),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"block_binding": refused({})}
 
 
 class ThinkingAdaptive(Wire):
@@ -110,9 +106,7 @@ class ThinkingAdaptive(Wire):
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] | None = None
     """omitted: the answer is without the text of its thinking."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "block_binding": refused({}),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"block_binding": refused({})}
 
 
 class ThinkingDisabled(Wire):
@@ -137,9 +131,7 @@ class OutputConfig(Wire):
     """How much the model is to think, where its template knows `reasoning_effort`; agents send it to every model."""
     format: MessagesFormat | None = None
     """The answer's text follows a JSON schema."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "task_budget": refused(),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"task_budget": refused()}
 
 
 class MessagesPrompt(Wire):
@@ -177,8 +169,7 @@ class MessagesPrompt(Wire):
     output_config: OutputConfig | None = None
     """How much effort goes into the answer, and what it looks like."""
 
-    cache_control: Annotated[CacheMark | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    cache_control: Annotated[CacheMark | None, LABEL, notes.CACHE] = None
     unsupported: ClassVar[dict[str, Refused]] = {
         "billing_policy": refused(),
         "compaction": refused(),
@@ -215,8 +206,9 @@ class MessagesPrompt(Wire):
         return value
 
     @property
-    def turns(self) -> list[Json]:
-        return turns(self.system, self.messages)
+    def prompt_source(self) -> ConversationPrompt:
+        own = turns(self.system, self.messages)
+        return ConversationPrompt(own, self.render_options, self.calling, self.thinks, self.thinking_budget)
 
     @property
     def render_options(self) -> RenderOptions:
@@ -232,6 +224,12 @@ class MessagesPrompt(Wire):
     def thinks(self) -> bool:
         # As Anthropic's models, which think only where the request says so.
         return self.thinking is not None and not isinstance(self.thinking, ThinkingDisabled)
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        if isinstance(self.thinking, ThinkingEnabled):
+            return "thinking.budget_tokens", self.thinking.budget_tokens
+        return None
 
     @property
     def calling(self) -> Calling | None:
@@ -251,37 +249,31 @@ def described(tool: MessagesTool, index: int) -> Tool:
     return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), f"tools[{index}].input_schema")
 
 
-class MessagesRequest(MessagesPrompt, Conversation):
+class MessagesRequest(MessagesPrompt, Drawing):
     """POST /v1/messages."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "model": "builtin",
-                    "max_tokens": 100,
-                    "messages": [{"role": "user", "content": "What is continuous batching?"}],
-                },
-                {
-                    "model": "builtin",
-                    "max_tokens": 32000,
-                    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-                    "messages": [{"role": "user", "content": [{"type": "text", "text": "What is 7 + 5?"}]}],
-                    "temperature": 0,
-                    "stream": True,
-                },
-            ]
-        }
+    model_config = examples(
+        {
+            "model": "builtin",
+            "max_tokens": 100,
+            "messages": [{"role": "user", "content": "What is continuous batching?"}],
+        },
+        {
+            "model": "builtin",
+            "max_tokens": 32000,
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "What is 7 + 5?"}]}],
+            "temperature": 0,
+            "stream": True,
+        },
     )
 
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)]
     """The most tokens of the answer; more than fit mean as many as fit. 0: the prompt is only read into the cache."""
-    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    """Texts that end the answer, and are not part of it."""
+    stop_sequences: Annotated[StopTexts | None, notes.STOP] = None
     output_format: MessagesFormat | None = None
     """output_config.format, where older clients have it."""
-    structured_outputs: StructuredOutputs | None = None
-    """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
+    structured_outputs: Annotated[StructuredOutputs | None, notes.STRUCTURED] = None
 
     metadata: Annotated[
         Annotated[
@@ -316,40 +308,24 @@ class MessagesRequest(MessagesPrompt, Conversation):
             raise clash("must be absent where another field says what the answer looks like")
         return value
 
-    @property
-    def prompt_field(self) -> str:
-        return "messages"
+    def resolve(self) -> GenerationRequest:
+        return replace(
+            super().resolve(),
+            prompt_field="messages",
+            limit=("max_tokens", self.max_tokens),
+            only_scores=self.max_tokens == 0,
+            stop_field="stop_sequences",
+            stops=self.stop_sequences or [],
+            grammar=self._grammar(),
+        )
 
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        return "max_tokens", self.max_tokens
-
-    @property
-    def only_scores(self) -> bool:
-        return self.max_tokens == 0
-
-    @property
-    def stop_field(self) -> str:
-        return "stop_sequences"
-
-    @property
-    def stops(self) -> list[str]:
-        return self.stop_sequences or []
-
-    @property
-    def answer_grammar(self) -> Grammar | None:
+    def _grammar(self) -> Grammar | None:
         config = self.output_config
         if config is not None and config.format is not None:
             return of_schema(config.format.schema_, "output_config.format.schema")
         if self.output_format is not None:
             return of_schema(self.output_format.schema_, "output_format.schema")
         return of_outputs(self.structured_outputs)
-
-    @property
-    def thinking_budget(self) -> tuple[str, int] | None:
-        if isinstance(self.thinking, ThinkingEnabled):
-            return "thinking.budget_tokens", self.thinking.budget_tokens
-        return None
 
     @property
     def tells_thinking(self) -> bool:
@@ -360,16 +336,6 @@ class MessagesRequest(MessagesPrompt, Conversation):
 class CountTokensRequest(MessagesPrompt):
     """POST /v1/messages/count_tokens."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"model": "builtin", "messages": [{"role": "user", "content": "What is 7 + 5?"}]}]
-        }
-    )
+    model_config = examples({"model": "builtin", "messages": [{"role": "user", "content": "What is 7 + 5?"}]})
 
-    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
-    """One of the served names; absent: the first of them. Another name is a 404."""
-
-    @property
-    def message(self) -> MessagesRequest:
-        """A request with this prompt."""
-        return MessagesRequest.model_construct(**dict(self), max_tokens=1)
+    model: ModelName = None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
+from ...generation.request import ConversationPrompt, GenerationRequest
 from ...http.fields import LABEL, MAX_LABEL, OneError, Refused, RefusedKinds, Wire, clash, refused
-from ..conversation import Conversation, Effort, by_effort, is_thinking, thinking_variables
+from ...http.openapi import examples
+from .. import notes
+from ..conversation import Effort, by_effort, is_thinking, thinking_variables
 from ..response_format import Structured
-from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Text
+from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Text, only_with, same_as
 from ..tools import ToolChoiceFields, ToolsField
 
 if TYPE_CHECKING:
@@ -41,10 +45,8 @@ class TextPart(Wire):
     type: Literal["text"]
     text: Text
     """Part of the prompt; the template puts the parts together."""
-    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
-    """Accepted: equal beginnings of prompts are found without it."""
-    cache_control: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True), notes.CACHE] = None
+    cache_control: Annotated[CacheMark | None, LABEL, Field(exclude=True), notes.CACHE] = None
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "file": refused(hint=ONLY_TEXT),
@@ -67,27 +69,22 @@ class Instruction(Wire):
     role: Literal["system", "developer"]
     content: Content
     """Part of the prompt; late ones are read together with the first."""
-    name: Name | None = None
-    """Told to the template, few of which write it."""
+    name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
 
 
 class UserMessage(Wire):
     """What the person says."""
 
     role: Literal["user"]
-    content: Content
-    """Part of the prompt."""
-    name: Name | None = None
-    """Told to the template, few of which write it."""
+    content: Annotated[Content, notes.PROMPT]
+    name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
 
 
 class CalledFunction(Wire):
     """A function that the model called, with its arguments as JSON text."""
 
-    name: Name
-    """Part of the prompt."""
-    arguments: Text
-    """A JSON object as text; part of the prompt."""
+    name: Annotated[Name, notes.PROMPT]
+    arguments: Annotated[Text, notes.ARGUMENTS]
     parsed_arguments: Annotated[Any, LABEL, Field(exclude=True)] = None
     """Accepted: the arguments once more, which the streaming helper of OpenAI's SDK sends back."""
 
@@ -96,8 +93,7 @@ class ToolCall(Wire):
     """One call that the model made."""
 
     type: Literal["function"] = "function"
-    id: Name
-    """Told to the template, few of which write it."""
+    id: Annotated[Name, notes.FOR_TEMPLATE]
     function: CalledFunction
     """The function, and what it was called with."""
     index: Annotated[Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)] | None, LABEL, Field(exclude=True)] = None
@@ -135,10 +131,8 @@ class AssistantMessage(Wire):
     role: Literal["assistant"]
     content: Content | None = None
     """Part of the prompt; absent only beside tool_calls."""
-    name: Name | None = None
-    """Told to the template, few of which write it."""
-    reasoning_content: Text | None = None
-    """What the model thought; told to the template, which may leave it out of the prompt."""
+    name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
+    reasoning_content: Annotated[Text | None, notes.THOUGHT] = None
     reasoning: Text | None = None
     """The same under the name that other servers have for it; told to the template."""
     reasoning_details: Annotated[list[ReasoningDetail], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -168,12 +162,9 @@ class ToolMessage(Wire):
     """What a tool gave back."""
 
     role: Literal["tool"]
-    content: Content
-    """Part of the prompt."""
-    tool_call_id: Name
-    """Which call it answers; told to the template, few of which write it."""
-    name: Name | None = None
-    """Told to the template, few of which write it."""
+    content: Annotated[Content, notes.PROMPT]
+    tool_call_id: Annotated[Name, notes.CALL_ID]
+    name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
 
 
 Message = Annotated[
@@ -199,8 +190,7 @@ TemplateKwargs = Annotated[
 class TemplateOptions(ToolsField):
     """How the chat template is to render the messages."""
 
-    chat_template_kwargs: TemplateKwargs | None = None
-    """Variables for the chat template."""
+    chat_template_kwargs: Annotated[TemplateKwargs | None, notes.TEMPLATE_VARIABLES] = None
     add_generation_prompt: bool | None = None
     """false: the prompt does not begin the assistant's message."""
     continue_final_message: bool | None = None
@@ -240,10 +230,8 @@ class Labels(Wire):
 
     metadata: Annotated[Metadata | None, LABEL] = None
     """Accepted, and part of the answer."""
-    prompt_cache_key: Annotated[Name | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
-    safety_identifier: Annotated[Name | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
+    prompt_cache_key: Annotated[Name | None, LABEL, notes.CACHE] = None
+    safety_identifier: Annotated[Name | None, LABEL, notes.ACCOUNTING] = None
     service_tier: Annotated[Literal["auto", "default", "flex", "priority", "scale"] | None, LABEL] = None
     """There is one tier; the response says default."""
 
@@ -253,8 +241,7 @@ class ThinkingSwitch(Wire):
 
     type: Literal["enabled", "disabled"]
     """Told to the template as enable_thinking."""
-    budget_tokens: Count | None = None
-    """The reasoning ends after this many tokens at the latest."""
+    budget_tokens: Annotated[Count | None, notes.REASONING_LIMIT] = None
 
 
 class ReasoningSettings(Wire):
@@ -262,34 +249,29 @@ class ReasoningSettings(Wire):
 
     effort: Effort | None = None
     """As reasoning_effort."""
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    """The reasoning ends after this many tokens at the latest."""
+    max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, notes.REASONING_LIMIT] = None
     enabled: bool | None = None
     """Told to the template as enable_thinking."""
     exclude: bool | None = None
     """true: the response is without its reasoning, which is thought and counted nevertheless."""
 
 
-class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Conversation):
+class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured):
     """POST /v1/chat/completions."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"model": "builtin", "messages": [{"role": "user", "content": "What is continuous batching?"}]},
-                {
-                    "model": "builtin",
-                    "messages": [
-                        {"role": "system", "content": "Answer in one sentence."},
-                        {"role": "user", "content": "What is 7 + 5?"},
-                    ],
-                    "temperature": 0.7,
-                    "max_completion_tokens": 64,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                },
-            ]
-        }
+    model_config = examples(
+        {"model": "builtin", "messages": [{"role": "user", "content": "What is continuous batching?"}]},
+        {
+            "model": "builtin",
+            "messages": [
+                {"role": "system", "content": "Answer in one sentence."},
+                {"role": "user", "content": "What is 7 + 5?"},
+            ],
+            "temperature": 0.7,
+            "max_completion_tokens": 64,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
     )
 
     messages: Messages
@@ -299,12 +281,9 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
     """The most tokens of a completion; absent, -1 or more than fit: as many as fit."""
     logprobs: bool | None = None
     """The answer has the log-probability of each token, in the model's own distribution."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Beside it those of this many most likely tokens."""
+    top_logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, notes.TOP_LOGPROBS] = None
 
-    reasoning_effort: Effort | None = None
-    """How much the model is to think: told to the template. Where that can only turn thinking on or off, none turns it
-    off and every other effort on; where it cannot do that either, the effort changes nothing."""
+    reasoning_effort: Annotated[Effort | None, notes.EFFORT] = None
     enable_thinking: bool | None = None
     """Whether the model is to think, where its template knows that; the same as in chat_template_kwargs."""
     thinking: ThinkingSwitch | None = None
@@ -313,16 +292,13 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
     """The same in OpenRouter's form."""
     include_reasoning: bool | None = None
     """false: the answer is without its reasoning, which is thought and counted nevertheless."""
-    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
-    must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
+    thinking_token_budget: Annotated[Annotated[int, Field(ge=-1, le=MAX_INT)] | None, notes.REASONING_BUDGET] = None
 
     store: Annotated[bool | None, LABEL] = None
     """Accepted: nothing is stored."""
     prediction: Annotated[Any, LABEL] = None
     """Accepted: it could make the response faster, and changes none of its tokens."""
-    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL] = None
-    """Accepted: models here are not told how much to say."""
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL, notes.VERBOSITY] = None
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "add_special_tokens": refused(False),
@@ -340,28 +316,19 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
         "web_search_options": refused(),
     }
 
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _one_limit(cls, value: int | None, info: ValidationInfo) -> int | None:
-        older = info.data.get("max_tokens")
-        if value is not None and older is not None and value != older:
-            raise clash("must be the same as max_tokens where both are given")
-        return value
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value and not info.data.get("logprobs"):
-            raise clash("must be absent unless logprobs is true")
-        return value
+    _one_limit = field_validator("max_completion_tokens")(same_as("max_tokens"))
+    _with_logprobs = field_validator("top_logprobs")(only_with("logprobs"))
 
     @property
-    def prompt_field(self) -> str:
-        return "messages"
+    def prompt_source(self) -> ConversationPrompt:
+        turns = as_dicts(self.messages)
+        return ConversationPrompt(turns, self.render_options, self.calling, self.thinks, self.thinking_budget)
 
-    @property
-    def turns(self) -> list[Json]:
-        return as_dicts(self.messages)
+    def resolve(self) -> GenerationRequest:
+        request = replace(super().resolve(), prompt_field="messages", num_logprobs=self.num_logprobs)
+        if self.max_completion_tokens is None:
+            return request
+        return replace(request, limit=("max_completion_tokens", self.max_completion_tokens))
 
     @property
     def render_options(self) -> RenderOptions:
@@ -395,12 +362,6 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
         """Whether the response has the text of the reasoning."""
         is_excluded = self.reasoning is not None and self.reasoning.exclude is True
         return self.include_reasoning is not False and not is_excluded
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:

@@ -23,13 +23,11 @@ STREAM = (
     '"system_fingerprint":"fp_0","choices":[{"index":0,"delta":{"content":"Hello"},"logprobs":null,'
     '"finish_reason":null}]}\n\ndata: [DONE]\n\n'
 )
-RETURNS = (
-    returned(
-        ChatCompletion,
-        "The completion; with stream true its pieces, as events that each hold a chat.completion.chunk",
-        **events(ChatCompletionChunk, STREAM),
-    )
-    | OPENAI_ERRORS
+RETURNS = returned(
+    ChatCompletion,
+    "The completion; with stream true its pieces, as events that each hold a chat.completion.chunk",
+    OPENAI_ERRORS,
+    **events(ChatCompletionChunk, STREAM),
 )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-from ...generation.request import UNLIMITED, TextPrompts
+from ...generation.request import UNLIMITED, GenerationRequest, TextPrompts
 from ...http.fields import Refused, refused
+from ...http.openapi import examples
 from ..response_format import Structured
 from ..sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
 
@@ -36,20 +38,9 @@ def listed(value: Any) -> list[str] | list[list[int]]:
 class CompletionRequest(Structured):
     """POST /v1/completions."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"model": "builtin", "prompt": "The sea is", "max_tokens": 16},
-                {
-                    "model": "builtin",
-                    "prompt": [[11, 12], [13]],
-                    "temperature": 0,
-                    "n": 2,
-                    "stop": ["."],
-                    "logprobs": 2,
-                },
-            ]
-        }
+    model_config = examples(
+        {"model": "builtin", "prompt": "The sea is", "max_tokens": 16},
+        {"model": "builtin", "prompt": [[11, 12], [13]], "temperature": 0, "n": 2, "stop": ["."], "logprobs": 2},
     )
 
     prompt: Annotated[
@@ -93,16 +84,14 @@ class CompletionRequest(Structured):
         )
 
     @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
+    def is_scored(self) -> bool:
+        """Whether the completion waits for the prompt's log-probabilities."""
+        return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
 
-    @property
-    def scoring(self) -> tuple[str, int] | None:
-        own = super().scoring
-        if not self.echo or self.logprobs is None or (own is not None and not 0 <= own[1] < self.logprobs):
-            return own
-        return "logprobs", self.logprobs
-
-    @property
-    def only_scores(self) -> bool:
-        return bool(self.echo) and self.max_tokens == 0
+    def resolve(self) -> GenerationRequest:
+        request = super().resolve()
+        scoring = request.scoring
+        if self.echo and self.logprobs is not None and (scoring is None or 0 <= scoring[1] < self.logprobs):
+            scoring = "logprobs", self.logprobs
+        only_scores = bool(self.echo) and self.max_tokens == 0
+        return replace(request, num_logprobs=self.logprobs, scoring=scoring, only_scores=only_scores)

@@ -53,7 +53,7 @@ class CompletionWriter(SamplingWriter[CompletionRequest]):
 
     def opening(self, usage: Usage | None) -> list[Completion]:
         """The prompts, if the completion begins with them and they need not wait for their log-probabilities."""
-        if self.request.scoring is not None or not (self.request.echo or self.request.return_token_ids):
+        if self.request.is_scored or not (self.request.echo or self.request.return_token_ids):
             return []
         return [self.chunk([self._beginning(i)], usage) for i in range(len(self.prompts) * self.request.num_choices)]
 

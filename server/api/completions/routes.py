@@ -23,13 +23,11 @@ STREAM = (
     '"system_fingerprint":"fp_0","choices":[{"index":0,"text":" the sea","logprobs":null,"finish_reason":null}]}\n\n'
     "data: [DONE]\n\n"
 )
-RETURNS = (
-    returned(
-        Completion,
-        "The continuations; with stream true their pieces, as events that each hold a text_completion",
-        **events(Completion, STREAM),
-    )
-    | OPENAI_ERRORS
+RETURNS = returned(
+    Completion,
+    "The continuations; with stream true their pieces, as events that each hold a text_completion",
+    OPENAI_ERRORS,
+    **events(Completion, STREAM),
 )
 
 

@@ -7,12 +7,13 @@ import struct
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ...http.fields import LABEL, MAX_LABEL, Refused, Wire, clash, refused
+from ...http.fields import Refused, Wire, clash, refused
+from ...http.openapi import examples
 from ..completions.request import MAX_PROMPT_IDS, form, listed
-from ..sampling import MAX_INT, MAX_TEXT, Count, TokenId
+from ..sampling import MAX_INT, MAX_TEXT, CacheSalt, Count, ModelName, Priority, TokenId, User
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 AS_TEXT = "Send as input what /apply-template makes of the messages."
@@ -26,17 +27,12 @@ IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_INPUTS, fail_f
 class EmbeddingRequest(Wire):
     """POST /v1/embeddings."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"model": "builtin", "input": "The sea is", "dimensions": 8},
-                {"model": "builtin", "input": ["a whale", "a ship"], "pooling": "mean", "encoding_format": "base64"},
-            ]
-        }
+    model_config = examples(
+        {"model": "builtin", "input": "The sea is", "dimensions": 8},
+        {"model": "builtin", "input": ["a whale", "a ship"], "pooling": "mean", "encoding_format": "base64"},
     )
 
-    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
-    """One of the served names; absent: the first of them. Another name is a 404."""
+    model: ModelName = None
     input: Annotated[
         Annotated[Text, Tag("text")]
         | Annotated[Texts, Tag("texts")]
@@ -60,13 +56,10 @@ class EmbeddingRequest(Wire):
     truncation_side: Literal["left", "right"] | None = None
     """Which end is cut off: left, the default, keeps the last tokens, right the first; only with
     truncate_prompt_tokens."""
-    priority: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
-    """Lower is served first; only under --scheduling-policy priority."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL)] | None = None
-    """Cached prefixes are shared only among requests with the same salt."""
+    priority: Priority = None
+    cache_salt: CacheSalt = None
 
-    user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
+    user: User = None
 
     # vLLM's and llama.cpp's
     unsupported: ClassVar[dict[str, Refused]] = {

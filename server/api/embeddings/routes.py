@@ -16,7 +16,7 @@ from .response import EmbeddingList, embed
 
 router = APIRouter(tags=["generation"])
 
-RETURNS = returned(EmbeddingList, "A vector of length 1 for each input") | OPENAI_ERRORS
+RETURNS = returned(EmbeddingList, "A vector of length 1 for each input", OPENAI_ERRORS)
 
 
 @router.post("/v1/embeddings", response_class=Response, responses=RETURNS, openapi_extra=described(EmbeddingRequest))

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from ...generation.output import Json
 from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, refused
+from .. import notes
 from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
 from ..sampling import Text
 
@@ -30,32 +31,27 @@ class InputText(Wire):
     """Text that the model reads."""
 
     type: Literal["input_text"]
-    text: Text
-    """Part of the prompt."""
-    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    text: Annotated[Text, notes.PROMPT]
+    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True), notes.CACHE] = None
 
 
 class OutputText(Wire):
     """Text of an earlier answer, as it came."""
 
     type: Literal["output_text"]
-    text: Text
-    """Part of the prompt."""
-    annotations: Annotated[list[Any] | None, LABEL] = None
-    """Accepted, and kept with the item."""
-    logprobs: Annotated[list[Any] | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    text: Annotated[Text, notes.PROMPT]
+    annotations: Annotated[list[Any] | None, LABEL, notes.KEPT] = None
+    logprobs: Annotated[list[Any] | None, LABEL, notes.KEPT] = None
 
 
 class Refusal(Wire):
     """An earlier answer that declined; the model reads it as text."""
 
     type: Literal["refusal"]
-    refusal: Text
-    """Part of the prompt."""
+    refusal: Annotated[Text, notes.PROMPT]
 
 
+InputTexts = Annotated[list[Annotated[InputText, NOT_TEXT]], Field(max_length=MAX_PARTS, fail_fast=True)]
 MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type"), NOT_TEXT]
 MessageParts = Annotated[list[MessagePart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
@@ -65,94 +61,70 @@ class MessageItem(Wire):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: Text | MessageParts
-    """Part of the prompt."""
-    id: ItemId | None = None
-    """The name under which the item is stored and found again; absent: one that the server makes."""
-    status: Annotated[ItemStatus | None, LABEL] = None
-    """Accepted, and kept with the item."""
-    phase: Annotated[Literal["commentary", "final_answer"] | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    content: Annotated[Text | MessageParts, notes.PROMPT]
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, LABEL, notes.KEPT] = None
 
 
 class FunctionCallItem(Wire):
     """A call that the model made, with its arguments as JSON text."""
 
     type: Literal["function_call"]
-    call_id: Name
-    """Told to the template, few of which write it."""
-    name: Name
-    """Part of the prompt."""
-    arguments: Text
-    """A JSON object as text; part of the prompt."""
-    id: ItemId | None = None
-    """The name under which the item is stored and found again; absent: one that the server makes."""
-    status: Annotated[ItemStatus | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    call_id: Annotated[Name, notes.FOR_TEMPLATE]
+    name: Annotated[Name, notes.PROMPT]
+    arguments: Annotated[Text, notes.ARGUMENTS]
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
 
     namespace: Name | None = None
     """The group of functions that the function is one of; part of the prompt."""
 
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "async": refused(False),
-        "caller": refused({"type": "direct"}),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"async": refused(False), "caller": refused({"type": "direct"})}
 
 
 class FunctionCallOutputItem(Wire):
     """What a called function gave back."""
 
     type: Literal["function_call_output"]
-    call_id: Name
-    """Which call it answers; told to the template, few of which write it."""
-    output: Text | Annotated[list[Annotated[InputText, NOT_TEXT]], Field(max_length=MAX_PARTS, fail_fast=True)]
-    """Part of the prompt."""
-    id: ItemId | None = None
-    """The name under which the item is stored and found again; absent: one that the server makes."""
-    status: Annotated[ItemStatus | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    call_id: Annotated[Name, notes.CALL_ID]
+    output: Annotated[Text | InputTexts, notes.PROMPT]
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
 
     name: Annotated[Name | None, LABEL] = None
     """Accepted: the call has it."""
     namespace: Annotated[Name | None, LABEL] = None
     """Accepted: the call has it."""
 
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "caller": refused({"type": "direct"}),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"caller": refused({"type": "direct"})}
 
 
 class ReasoningText(Wire):
     """What the model thought."""
 
     type: Literal["reasoning_text"]
-    text: Text
-    """Told to the template, which may leave it out of the prompt."""
+    text: Annotated[Text, notes.THOUGHT]
 
 
 class SummaryText(Wire):
     """What the model thought, in short."""
 
     type: Literal["summary_text"]
-    text: Text
-    """Told to the template, which may leave it out of the prompt."""
+    text: Annotated[Text, notes.THOUGHT]
 
 
 class ReasoningItem(Wire):
     """What the model thought before it answered; where it has no content the template gets its summary."""
 
     type: Literal["reasoning"]
-    id: ItemId | None = None
-    """The name under which the item is stored and found again; absent: one that the server makes."""
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
     summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     """What the template is told where there is no content."""
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    """What the model thought; told to the template, which may leave it out of the prompt."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "encrypted_content": refused(),
-    }
-    status: Annotated[ItemStatus | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    """The model's reasoning, passed to the chat template, which may leave it out of the prompt."""
+    unsupported: ClassVar[dict[str, Refused]] = {"encrypted_content": refused()}
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
 
 
 class ItemReference(Wire):

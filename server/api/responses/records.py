@@ -28,11 +28,6 @@ class Record(NamedTuple):
         return len(self.answer) + len(self.items) + ROW_BYTES
 
 
-def packed(value: Any) -> bytes:
-    """JSON as a record holds it."""
-    return msgspec.json.encode(value)
-
-
 def unpacked(data: bytes | msgspec.Raw) -> Any:
     """The value of a record's JSON."""
     return msgspec.json.decode(data)

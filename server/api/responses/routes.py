@@ -10,20 +10,17 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 
 from ...generation.http_response import answer
 from ...generation.output import Head, Json, Prompt, TokenText
-from ...generation.prepare import encode_conversation, text_error
 from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body
-from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS, ApiError, invalid, not_found
 from ...http.excerpt import shown
 from ...http.openapi import described, events, returned
 from ...state import AppDep
-from ...tokenization.encoder import TextTooLong
-from ...tokenization.renderer import TemplateError
+from .. import conversation
 from .background import Job
 from .items import MAX_ITEMS
-from .records import Record, elements, packed, unpacked
+from .records import Record, elements, unpacked
 from .request import ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
 from .schema import InputItems, InputTokens, ResponseDeleted, ResponseEvent, ResponseObject
@@ -48,13 +45,11 @@ STREAM = (
     'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":4,'
     '"item_id":"msg_1","output_index":0,"content_index":0,"delta":"Hello","logprobs":[]}\n\n'
 )
-RETURNS = (
-    returned(
-        ResponseObject,
-        "The response; with stream true its typed events; with background true as it begins, queued",
-        **events(ResponseEvent, STREAM, is_typed=True),
-    )
-    | OPENAI_ERRORS
+RETURNS = returned(
+    ResponseObject,
+    "The response; with stream true its typed events; with background true as it begins, queued",
+    OPENAI_ERRORS,
+    **events(ResponseEvent, STREAM, is_typed=True),
 )
 SAME_BODY = {
     "type": "object",
@@ -66,7 +61,7 @@ STORED: dict[int | str, dict[str, Any]] = {
     **{status: OPENAI_ERRORS[status] for status in (400, 401, 503)},
     404: {**OPENAI_ERRORS[404], "description": "No such response, or not the caller's"},
 }
-ONE = returned(ResponseObject, "The response as it is now") | STORED
+ONE = returned(ResponseObject, "The response as it is now", STORED)
 
 
 @router.post("/v1/responses", response_class=Response, responses=RETURNS, openapi_extra=described(ResponsesRequest))
@@ -86,7 +81,7 @@ async def create(
     assert isinstance(made.writer, ResponsesWriter)
     queued = made.writer.keep("queued")
     responses.background.start(queued.id, Job(made.generation, made.writer), caller.hand_over())
-    return reply(packed(queued))
+    return reply(msgspec.json.encode(queued))
 
 
 @router.post(
@@ -102,14 +97,9 @@ async def input_tokens(
     request: Request,
 ) -> InputTokens:
     """How many tokens the prompt of such a response has, without generating or storing anything."""
-    app.check_model(asked.model)
-    model = app.require_ready()
     await resolve(responses.store, caller, asked)
-    try:
-        [prompt] = await while_connected(request, encode_conversation(model, caller, asked.prompt_source, fits=False))
-    except (TemplateError, TextTooLong) as error:
-        raise text_error(error, "input") from None
-    return InputTokens(input_tokens=len(prompt.ids))
+    count = await conversation.count_tokens(app, caller, request, asked.model, asked.prompt_source, field="input")
+    return InputTokens(input_tokens=count)
 
 
 @router.post("/v1/responses/compact", responses={status: OPENAI_ERRORS[status] for status in (401, 404)})
@@ -156,7 +146,7 @@ async def delete(response_id: str, responses: ResponsesDep, caller: UserDep) -> 
 @router.get(
     "/v1/responses/{response_id}/input_items",
     response_class=Response,
-    responses=returned(InputItems, "One page of the items") | STORED,
+    responses=returned(InputItems, "One page of the items", STORED),
 )
 async def input_items(
     *,
@@ -188,9 +178,9 @@ class Keeper:
     def keep(self, response: ResponseObject) -> None:
         if self.asked.is_stored:
             is_replacement = bool(self._items)
-            self._items = self._items or packed(named(self.asked, response.id))
+            self._items = self._items or msgspec.json.encode(named(self.asked, response.id))
             is_open = response.status in OPEN
-            record = Record(response.id, self.owner, is_open, packed(response), self._items, self.payer)
+            record = Record(response.id, self.owner, is_open, msgspec.json.encode(response), self._items, self.payer)
             self.store.put(record, is_replacement)
 
 
@@ -222,7 +212,7 @@ async def resolve(store: Store, caller: Caller, asked: ResponsesRequest) -> None
     """Find what comes before a request's input, and what its references mean; raises 400 where it is not there."""
     before: list[Json] = []
     if asked.previous_response_id is not None:
-        before = await conversation(store, caller, asked.previous_response_id)
+        before = await stored_items(store, caller, asked.previous_response_id)
     known = {item["id"]: item for item in before}
     own = []
     for place, item in enumerate(asked.given):
@@ -234,7 +224,7 @@ async def resolve(store: Store, caller: Caller, asked: ResponsesRequest) -> None
     asked.expand(before, own)
 
 
-async def conversation(store: Store, caller: Caller, response_id: str) -> list[Json]:
+async def stored_items(store: Store, caller: Caller, response_id: str) -> list[Json]:
     """All items of a stored response, its own output included."""
     record = await store.get(response_id, caller.key)
     field = "previous_response_id"
@@ -289,7 +279,7 @@ def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
         items = items[index + 1 :]
     page = listed([unpacked(item) for item in items[:limit]])
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return packed(InputItems("list", page, first, last, len(items) > limit))
+    return msgspec.json.encode(InputItems("list", page, first, last, len(items) > limit))
 
 
 def all_items(record: Record) -> list[Json]:

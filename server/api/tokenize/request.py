@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from ...http.fields import MAX_LABEL, Refused, Wire, clash, refused
+from ...http.fields import Refused, Wire, clash, refused
+from ...http.openapi import examples
 from ..chat.request import Messages, TemplateOptions
 from ..completions.request import MAX_PROMPT_IDS
-from ..sampling import Text, TokenId
-
-ModelName = Annotated[str, Field(max_length=MAX_LABEL)]
+from ..sampling import ModelName, Text, TokenId
 
 
 class TokenizeRequest(TemplateOptions):
     """POST /tokenize: a text, or a conversation."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"prompt": "The sea is", "return_token_strs": True},
-                {"messages": [{"role": "user", "content": "Hello"}]},
-            ]
-        }
+    model_config = examples(
+        {"prompt": "The sea is", "return_token_strs": True}, {"messages": [{"role": "user", "content": "Hello"}]}
     )
 
-    model: ModelName | None = None
-    """One of the served names."""
+    model: ModelName = None
     prompt: Text | None = None
     """The text; instead of messages."""
     messages: Messages | None = None
@@ -61,10 +54,9 @@ class Tokens(Wire):
 class DetokenizeRequest(Wire):
     """POST /detokenize."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [11, 12]}]})
+    model_config = examples({"tokens": [11, 12]})
 
-    model: ModelName | None = None
-    """One of the served names."""
+    model: ModelName = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
     """The token ids."""
 
@@ -78,15 +70,12 @@ class Detokenized(Wire):
 class TemplateRequest(TemplateOptions):
     """POST /apply-template."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}]}]})
+    model_config = examples({"messages": [{"role": "user", "content": "Hello"}]})
 
-    model: ModelName | None = None
-    """One of the served names."""
+    model: ModelName = None
     messages: Messages
     """The conversation."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "add_special_tokens": refused(False),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"add_special_tokens": refused(False)}
 
 
 class Templated(Wire):
