@@ -1,4 +1,4 @@
-"""What a request says that goes on with a conversation, whichever API's form it came in."""
+"""What the APIs with conversations share: tool_choice, token counts, and whether and how much the model reasons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 def check_choice(choice: Any, chosen: Collection[str], names: Collection[str]) -> None:
-    """Raise unless a tool_choice, which names the functions `chosen`, goes with tools of these `names`."""
+    """Raise unless a tool_choice, which names the functions `chosen`, is valid for tools of these `names`."""
     if choice is None or choice in ("none", "auto"):
         return
     if not names:
@@ -33,8 +33,11 @@ def check_choice(choice: Any, chosen: Collection[str], names: Collection[str]) -
 def calling_of(
     tools: tuple[Tool, ...], choice: Any, chosen: Collection[str], *, mode: str | None, parallel: bool | None
 ) -> Calling | None:
-    """What a tool_choice means: a word, or the functions `chosen`, of which one must be called (`mode` None) or those
-    that may be (auto) or must be (required); `parallel` false: at most one call."""
+    """Return how a response may call tools.
+
+    The choice is a word or the functions `chosen`: one of them must be called (`mode` None), or they may (auto) or must
+    (required) be. `parallel` false: at most one call.
+    """
     if not tools or choice == "none":
         return None
     is_parallel = parallel is not False
@@ -58,20 +61,20 @@ async def count_tokens(
 
 
 def thinking_variables(thinks: bool | None, effort: str | None, own: Json | None) -> Json | None:
-    """What the template is told about thinking, under the names that templates have for it.
+    """Return the chat template's variables for reasoning, under all names that templates use.
 
-    `own`, the variables of the request itself, count before all others.
+    `own`, the variables of the request itself, override all others.
     """
-    told: Json = {}
+    variables: Json = {}
     if thinks is not None:
-        told |= dict.fromkeys(SWITCHES, thinks)
+        variables |= dict.fromkeys(SWITCHES, thinks)
     if effort is not None and effort != "none":
-        told["reasoning_effort"] = effort
-    return (told | (own or {})) or None
+        variables["reasoning_effort"] = effort
+    return (variables | (own or {})) or None
 
 
 def is_thinking(own: Json | None, *others: bool | None) -> bool | None:
-    """Whether the model is to think: as the request's own variables say, or the first of the others that says it."""
+    """Whether the model is to reason: the request's own variables decide, then the first of the others that is set."""
     for name in SWITCHES:
         if isinstance(value := (own or {}).get(name), bool):
             return value
@@ -79,5 +82,5 @@ def is_thinking(own: Json | None, *others: bool | None) -> bool | None:
 
 
 def by_effort(effort: str | None) -> bool | None:
-    """Whether a model that can only be told to think or not to think does so at this effort."""
+    """Whether a model whose reasoning can only be turned on or off reasons at this effort."""
     return None if effort is None else effort != "none"

@@ -42,7 +42,7 @@ class VllmFields(Wire):
         "vllm_xargs": refused({}),
     }
     session_id: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
-    """Accepted for routers before this server."""
+    """Accepted for routers in front of this server."""
 
 
 class LlamaCppFields(Wire):
@@ -86,6 +86,6 @@ class LlamaCppFields(Wire):
         "t_max_predict_ms": refused(-1, hint="Send the header X-Deadline-Ms."),
     }
     ttl: Annotated[Annotated[int, Field(ge=-1)] | None, LABEL] = None
-    """Accepted: the model stays loaded in any case."""
+    """Accepted: the model always stays loaded."""
     draft_model: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
-    """Accepted: it would change the speed and no token."""
+    """Accepted: it would only change the speed."""

@@ -1,4 +1,4 @@
-"""What requests for generated text share: how tokens are drawn, what ends an answer, what bounds it."""
+"""What requests for generated text share: how tokens are sampled, what ends the output, and its limits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MAX_TEXT = 8_000_000  # characters; the longest body that the server reads by de
 MAX_INT = 2**31 - 1
 MAX_CHOICES = 16
 MAX_STOPS = 16
-MAX_STOP_TEXT = 1024  # characters; as much may be held back at the end of a stream
+MAX_STOP_TEXT = 1024  # characters; as many may be withheld at the end of a stream
 MAX_STOP_IDS = 256
 MAX_BIASES = 1024
 MIN_PENALTY = 1e-9  # logits are divided by it, and must stay finite in float32
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_ALLOWED = 4096  # 16 rows of it are as much work in a step as one row of logits
-MAX_BAD_WORDS = 128  # each is compared with the end of the output before each draw
+MAX_BAD_WORDS = 128  # each is compared with the end of the output before each token is sampled
 MAX_BAD_WORD = 128  # characters
 
 
 def token_name(value: str) -> int:
-    """A token id that is a JSON name: its decimal digits as they stand, and nothing that Python would read as them."""
+    """Return the token id that a JSON name spells in plain decimal digits; raises for other spellings of numbers."""
     if not (value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_INT)) and str(int(value)) == value):
         raise clash("the names must be token ids")
     return int(value)
@@ -60,7 +60,7 @@ Limit = Annotated[int, Field(ge=UNLIMITED, le=MAX_INT), AfterValidator(_some)]
 
 
 def _not_empty(value: Any) -> Any:
-    """Stop texts without the empty ones, which some clients send for none."""
+    """Return the stop texts without the empty ones, which some clients send for none."""
     if isinstance(value, list):
         return [text for text in value if text != ""]
     return None if value == "" else value
@@ -97,39 +97,39 @@ def stop_texts(stop: str | list[str] | None) -> list[str]:
 
 
 class StreamOptions(Wire):
-    """What a stream tells beside the answer."""
+    """What a stream contains besides the output."""
 
     include_usage: bool | None = None
-    """A last chunk tells the token counts of the whole answer; the others say `usage: null`."""
+    """true: a last chunk has the token counts of the whole response; the others have `usage: null`."""
     continuous_usage_stats: bool | None = None
-    """Every chunk with text has the token counts so far; only beside include_usage."""
+    """true: every chunk has the token counts so far; only with include_usage."""
     include_obfuscation: Annotated[bool | None, LABEL] = None
-    """Accepted: no chunk is padded either way."""
+    """Accepted: chunks are never padded."""
 
 
-class Drawing(Wire):
-    """A request for generated text: the fields that every such API has, and what the server asks of each."""
+class GenerationFields(Wire):
+    """A request for generated text: the fields that every such API has."""
 
     model: ModelName = None
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """0 always takes the most likely token; 1 draws from the model's own distribution."""
+    """0 always selects the most likely token; 1 samples from the model's own distribution."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Sample among the most likely tokens that together have at least this probability; 0: the most likely one."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """Draw among this many most likely tokens; -1 and 0: all."""
+    """Sample among this many most likely tokens; -1 and 0: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Draw among tokens at least this likely, as a share of the most likely one's probability."""
+    """Sample among tokens at least this likely, as a share of the most likely one's probability."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Taken once from the logit of each token that is in the output."""
+    """Subtracted once from the logit of each token that is in the output."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Taken from a token's logit for each time that it is in the output."""
+    """Subtracted from a token's logit for each time that it is in the output."""
     repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
     repeat_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
     """repetition_penalty, under llama.cpp's name."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    """The same seed and request draw the same tokens; with n, each choice draws with one of its own."""
+    """The same seed and request sample the same tokens; with n, each choice has a seed of its own derived from it."""
     logit_bias: (
         Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
@@ -137,21 +137,21 @@ class Drawing(Wire):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None = (
         None
     )
-    """Only these tokens can be drawn."""
+    """Only these tokens can be sampled."""
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-    """Texts that are not drawn, as the tokenizer spells them at the start of a text and behind a space."""
+    """Texts that are not generated, as the tokenizer encodes them at the start of a text and after a space."""
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    """Nothing ends the answer before this many tokens."""
+    """Nothing ends the output before this many tokens."""
     ignore_eos: bool | None = None
-    """The model's own end tokens do not end the answer."""
+    """true: the model's own end tokens do not end the output."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
-    """Tokens that end the answer beside the model's own; they have no text."""
+    """Tokens that end the output besides the model's own; they have no text."""
     include_stop_str_in_output: bool | None = None
-    """The stop text that ended the answer is part of it."""
+    """true: the stop text that ended the output is part of it."""
     skip_special_tokens: bool | None = None
-    """false: special tokens are written out in the text."""
+    """false: the text contains special tokens."""
     stream: bool | None = None
-    """The answer comes in pieces, as server-sent events."""
+    """true: the response arrives in pieces, as server-sent events."""
     priority: Priority = None
     cache_salt: CacheSalt = None
 
@@ -201,27 +201,27 @@ class Drawing(Wire):
         )
 
 
-class Sampling(Drawing, VllmFields, LlamaCppFields):
-    """Fields that chat and completions share beside those of every API."""
+class CompletionFields(GenerationFields, VllmFields, LlamaCppFields):
+    """Fields that only chat and completions have."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Answers to each prompt."""
+    """The number of completions of each prompt."""
     max_tokens: Limit | None = None
-    """The most tokens of a completion; more than fit, and -1, mean as many as fit."""
+    """The largest number of tokens of a completion; -1: as many as the context holds."""
     stop: Annotated[Stop, notes.STOP] = None
     prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
     """The response has the log-probability of each prompt token, and of this many most likely ones at its position; -1:
-    of all tokens, as far as one response holds them."""
+    of all tokens, within the limit of one response."""
 
     return_token_ids: bool | None = None
-    """The answer has prompt_token_ids and, per choice, token_ids."""
+    """true: the response has prompt_token_ids and, per choice, token_ids."""
 
     stream_options: Annotated[StreamOptions | None, notes.STREAM_OPTIONS] = None
 
     user: User = None
 
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Accepted where it equals n; to choose among more completions, ask for them with logprobs."""
+    """Accepted if it equals n; to choose among more completions, request them with logprobs."""
 
     _options_of_a_stream = field_validator("stream_options")(only_with("stream"))
 

@@ -1,4 +1,4 @@
-"""Tools on the wire, in the form of chat completions: functions that the model may call, and which of them it must."""
+"""Tools in the form of chat completions: functions that the model may call, and which of them it must call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-
 
 
 class Function(Wire):
-    """A function: its name, what it is for, and the JSON schema of its arguments."""
+    """A function: its name, its description, and the JSON schema of its arguments."""
 
     name: Annotated[FunctionName, notes.PROMPT_AND_CALL]
     description: Annotated[Text | None, notes.PROMPT] = None
@@ -28,7 +28,7 @@ class Function(Wire):
 
 
 class FunctionTool(Wire):
-    """A tool of the only kind that there is."""
+    """A tool; functions are the only supported kind."""
 
     type: Literal["function"]
     function: Function
@@ -61,7 +61,7 @@ class AllowedToolsChoice(Wire):
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
-    """Which, and whether one of them must be."""
+    """The tools, and whether one of them must be called."""
 
 
 NOT_CUSTOM = RefusedKinds("type", ("custom",))
@@ -94,7 +94,7 @@ class ToolsField(Wire):
 
 
 class ToolChoiceFields(ToolsField):
-    """What a chat request says about tools."""
+    """The tools of a conversation and how they may be called."""
 
     tool_choice: Annotated[ToolChoice | None, notes.TOOL_CHOICE] = None
     parallel_tool_calls: Annotated[bool | None, notes.ONE_CALL] = None
@@ -107,14 +107,14 @@ class ToolChoiceFields(ToolsField):
 
     @property
     def calling(self) -> Calling | None:
-        """The tools that the answer may call; None: none."""
+        """The tools that the response may call; None: none."""
         choice = self.tool_choice
         mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else None
         return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
 
 
 def chosen_names(choice: str | NamedTool | AllowedToolsChoice | None) -> list[str]:
-    """The functions that a choice names."""
+    """Return the names of the functions that a choice contains."""
     if isinstance(choice, NamedTool):
         return [choice.function.name]
     return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedToolsChoice) else []

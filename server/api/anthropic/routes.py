@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's form, which coding agents speak."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's form, which coding agents use."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from .request import CountTokensRequest, MessagesRequest
 from .response import Message, MessagesEvent, MessagesWriter, TokenCount
 
 router = APIRouter(tags=["generation"])
+
+MessagesBody = Annotated[MessagesRequest, Depends(body(MessagesRequest))]
+CountTokensBody = Annotated[CountTokensRequest, Depends(body(CountTokensRequest))]
 
 STREAM = (
     'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_1","type":"message","role":"assistant",'
@@ -49,20 +52,15 @@ COUNT_ERRORS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for stat
 
 
 @router.post("/v1/messages", response_class=Response, responses=RETURNS, openapi_extra=described(MessagesRequest))
-async def messages(
-    asked: Annotated[MessagesRequest, Depends(body(MessagesRequest))], app: AppDep, caller: UserDep, request: Request
-) -> Response:
-    """The next message of a conversation, in Anthropic's form."""
-    return await answer(app, caller, request, asked.resolve(), write=partial(MessagesWriter, asked), prefix="msg_")
+async def messages(payload: MessagesBody, app: AppDep, caller: UserDep, request: Request) -> Response:
+    """Generate the next message of a conversation, in Anthropic's form."""
+    return await answer(app, caller, request, payload.resolve(), write=partial(MessagesWriter, payload), prefix="msg_")
 
 
 @router.post("/v1/messages/count_tokens", responses=COUNT_ERRORS, openapi_extra=described(CountTokensRequest))
-async def count_tokens(
-    asked: Annotated[CountTokensRequest, Depends(body(CountTokensRequest))],
-    app: AppDep,
-    caller: UserDep,
-    request: Request,
-) -> TokenCount:
-    """How many tokens the prompt of such a message has, without generating."""
-    count = await conversation.count_tokens(app, caller, request, asked.model, asked.prompt_source, field="messages")
+async def count_tokens(payload: CountTokensBody, app: AppDep, caller: UserDep, request: Request) -> TokenCount:
+    """Count the tokens of the prompt of such a message, without generating."""
+    count = await conversation.count_tokens(
+        app, caller, request, payload.model, payload.prompt_source, field="messages"
+    )
     return TokenCount(input_tokens=count)

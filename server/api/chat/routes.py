@@ -18,6 +18,8 @@ from .response import ChatCompletion, ChatCompletionChunk, ChatWriter
 
 router = APIRouter(tags=["generation"])
 
+ChatBody = Annotated[ChatRequest, Depends(body(ChatRequest))]
+
 STREAM = (
     'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1767225600,"model":"builtin",'
     '"system_fingerprint":"fp_0","choices":[{"index":0,"delta":{"content":"Hello"},"logprobs":null,'
@@ -32,8 +34,6 @@ RETURNS = returned(
 
 
 @router.post("/v1/chat/completions", response_class=Response, responses=RETURNS, openapi_extra=described(ChatRequest))
-async def chat(
-    asked: Annotated[ChatRequest, Depends(body(ChatRequest))], app: AppDep, caller: UserDep, request: Request
-) -> Response:
-    """The next message of a conversation."""
-    return await answer(app, caller, request, asked.resolve(), write=partial(ChatWriter, asked), prefix="chatcmpl-")
+async def chat(payload: ChatBody, app: AppDep, caller: UserDep, request: Request) -> Response:
+    """Generate the next message of a conversation."""
+    return await answer(app, caller, request, payload.resolve(), write=partial(ChatWriter, payload), prefix="chatcmpl-")

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from ...generation.request import UNLIMITED, GenerationRequest, TextPrompts
 from ...http.fields import Refused, refused
 from ...http.openapi import examples
-from ..response_format import Structured
+from ..response_format import FormatFields
 from ..sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
 
 MAX_PROMPTS = 256  # of one request: as many as wait in the default queue
@@ -23,7 +23,7 @@ IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_
 
 
 def form(value: Any) -> str:
-    """Which form a prompt has, by its first element: trying all of them would cost an error per token."""
+    """Return the form of a prompt, by its first element: trying all of them would cost an error per token."""
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else ""
@@ -31,11 +31,11 @@ def form(value: Any) -> str:
 
 
 def listed(value: Any) -> list[str] | list[list[int]]:
-    """The prompts of a value of any form, each by itself."""
+    """Return the prompts of a value of any form as a list."""
     return [value] if form(value) in ("text", "ids") else value
 
 
-class CompletionRequest(Structured):
+class CompletionRequest(FormatFields):
     """POST /v1/completions."""
 
     model_config = examples(
@@ -51,17 +51,17 @@ class CompletionRequest(Structured):
         Discriminator(form),
     ]
 
-    """A text, token ids, or a list of either; each is answered n times."""
+    """A text, token ids, or a list of either; each gets n completions."""
 
     max_tokens: Annotated[int, Field(ge=UNLIMITED, le=MAX_INT)] | None = None
-    """The most tokens of a completion; absent: 16; more than fit, and -1: as many as fit. 0 goes with echo: the prompt
-    is scored and nothing is added."""
+    """The largest number of tokens of a completion; absent: 16; -1: as many as the context holds. 0 only with echo: the
+    prompt is scored and nothing is generated."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The answer has the log-probability of each token, and of this many most likely ones in its place."""
+    """The response has the log-probability of each token, and of this many most likely ones at its position."""
     echo: bool | None = None
-    """The answer begins with the prompt; with logprobs, these begin with the prompt's."""
+    """The completion begins with the prompt; with logprobs, these begin with the prompt's."""
     add_special_tokens: bool | None = None
-    """false: a prompt that is a text does not get the tokens that the tokenizer puts around one."""
+    """false: the tokenizer adds no special tokens to a prompt that is a text."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "prompt_embeds": refused(),
@@ -71,7 +71,7 @@ class CompletionRequest(Structured):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, each by itself."""
+        """The prompts as a list."""
         return listed(self.prompt)
 
     @property

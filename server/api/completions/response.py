@@ -11,7 +11,7 @@ from engine import TokenLogprob
 
 from ...generation.output import FinishReason, Output, PromptLogprobs, Usage, number
 from ...http.openapi import JsonObject
-from ..writer import SamplingWriter
+from ..writer import CompletionsWriter
 from .request import CompletionRequest
 
 
@@ -48,7 +48,7 @@ class Completion(JsonObject):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionWriter(SamplingWriter[CompletionRequest]):
+class CompletionWriter(CompletionsWriter[CompletionRequest]):
     """Writes a Completion, whole or in chunks. Choices are numbered prompt by prompt."""
 
     def opening(self, usage: Usage | None) -> list[Completion]:

@@ -1,4 +1,4 @@
-"""Responses on the wire: what is asked for. Its items are in items.py, the response in response.py."""
+"""Requests for responses; the items of their input are in items.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .. import notes
 from ..chat.request import Labels, Metadata, TemplateKwargs
 from ..conversation import Effort, by_effort, calling_of, check_choice, is_thinking, thinking_variables
 from ..response_format import ANY_OBJECT, JsonObjectFormat, NamedSchema, StructuredOutputs, TextFormat, of_outputs
-from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Drawing, Limit, Stop, Text, User, only_with, stop_texts
+from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, Stop, Text, User, only_with, stop_texts
 from ..tools import MAX_TOOLS
 from .items import ItemId, Items, as_turns, in_namespace
 from .tools import AnyTool, FlatAllowed, FlatChoice, FlatFunction, NamespaceTool, chosen_names, functions
@@ -44,7 +44,7 @@ Summary = Literal["auto", "concise", "detailed", "none"]
 
 
 class FlatSchemaFormat(NamedSchema):
-    """JSON that follows a schema. Every answer that ends by itself follows it, with `strict` and without."""
+    """JSON that follows a schema. Every output that is not cut off follows it, with `strict` and without."""
 
     type: Literal["json_schema"]
 
@@ -53,14 +53,14 @@ AnyFormat = Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(di
 
 
 class TextOptions(Wire):
-    """What the answer's text must look like."""
+    """The format of the output text."""
 
     format: Annotated[AnyFormat | None, notes.FORMAT] = None
     verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL, notes.VERBOSITY] = None
 
 
 class ReasoningOptions(Wire):
-    """How the model is to think."""
+    """How the model is to reason."""
 
     effort: Annotated[Effort | None, notes.EFFORT] = None
     unsupported: ClassVar[dict[str, Refused]] = {
@@ -72,13 +72,13 @@ class ReasoningOptions(Wire):
 
 
 class ResponseStreamOptions(Wire):
-    """What a stream tells beside the answer."""
+    """What a stream contains besides the output."""
 
     include_obfuscation: Annotated[bool | None, LABEL] = None
-    """Accepted: no event is padded either way."""
+    """Accepted: events are never padded."""
 
 
-class ResponsesRequest(Labels, Drawing):
+class ResponsesRequest(Labels, GenerationFields):
     """POST /v1/responses."""
 
     model_config = examples(
@@ -94,30 +94,30 @@ class ResponsesRequest(Labels, Drawing):
     )
 
     input: Text | Items
-    """What the answer is to: a text, or items: messages, function calls and their outputs, reasoning, references."""
+    """A text, or items: messages, function calls and their outputs, reasoning, references."""
     instructions: Text | None = None
-    """What the application tells the model, before the input; not carried over to responses that follow."""
+    """A system message before the input; not carried over to later responses."""
     previous_response_id: ItemId | None = None
-    """The stored response that this one goes on with: its whole conversation comes before the input."""
+    """The stored response that this one continues: its whole conversation is put before the input."""
     store: bool | None = None
-    """false: the response cannot be asked for later, nor gone on with."""
+    """false: the response cannot be retrieved or continued later."""
     background: bool | None = None
-    """true: the answer comes at once with status queued, and the work goes on without the connection."""
+    """true: the response is returned at once with status queued and is generated without the connection."""
 
     max_output_tokens: Limit | None = None
-    """The most tokens of an output, with its reasoning and calls; absent, -1 or more than fit: as many as fit."""
+    """The largest number of tokens of the output with its reasoning; absent or -1: as many as the context holds."""
     include: Annotated[list[Included], Field(max_length=16)] | None = None
     """message.output_text.logprobs: the text has the log-probability of each of its tokens.
-    reasoning.encrypted_content: accepted, as clients that store nothing send it; the reasoning is told as plain text,
-    and goes on when it is sent back. The others are accepted too: they add to items that there are none of."""
+    reasoning.encrypted_content: accepted, as clients that store nothing send it; the reasoning is plain text,
+    and continues when it is sent back. The others are accepted too: they concern items that are never returned."""
     top_logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, notes.TOP_LOGPROBS] = None
     text: TextOptions | None = None
-    """What the answer's text must look like."""
+    """The format of the output text."""
     reasoning: ReasoningOptions | None = None
-    """How the model is to think."""
+    """How the model is to reason."""
 
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Functions that the model may call, alone or in groups. Tools that OpenAI runs are left out of the prompt."""
+    """Functions that the model may call, single or in groups. Tools that OpenAI runs are left out of the prompt."""
     tool_choice: Annotated[FlatChoice | None, notes.TOOL_CHOICE] = None
     parallel_tool_calls: Annotated[bool | None, notes.ONE_CALL] = None
 
@@ -128,14 +128,14 @@ class ResponsesRequest(Labels, Drawing):
     chat_template_kwargs: Annotated[TemplateKwargs | None, notes.TEMPLATE_VARIABLES] = None
     thinking_token_budget: Annotated[Annotated[int, Field(ge=-1, le=MAX_INT)] | None, notes.REASONING_BUDGET] = None
     return_token_ids: bool | None = None
-    """The response has prompt_token_ids and token_ids."""
+    """true: the response has prompt_token_ids and token_ids."""
 
     max_tool_calls: Annotated[Count | None, LABEL] = None
-    """Accepted: it bounds the calls of built-in tools, of which there are none."""
+    """Accepted: it limits calls of built-in tools, which this server does not have."""
     user: User = None
     client_metadata: Annotated[Metadata | None, LABEL, notes.ACCOUNTING] = None
     truncation: Annotated[Literal["auto", "disabled"] | None, LABEL] = None
-    """Accepted: nothing is taken from the input; what is too long gets a 400 either way."""
+    """Accepted: the input is never truncated; a prompt that is too long is a 400."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "access_programs": refused(),
@@ -207,18 +207,18 @@ class ResponsesRequest(Labels, Drawing):
 
     @property
     def items(self) -> list[Json]:
-        """The whole conversation up to the answer."""
+        """The whole conversation before the output."""
         return [*self._before, *self.given]
 
     def expand(self, before: list[Json], own: list[Json]) -> None:
-        """Tell what came before the input, and the input with its references replaced."""
+        """Set the conversation before the input, and the input with its references replaced."""
         self._before, self._own = before, own
 
     @property
     def is_stored(self) -> bool:
         return self.store is not False
 
-    # What the server asks
+    # For generation
 
     @property
     def prompt_source(self) -> ConversationPrompt:
@@ -247,8 +247,8 @@ class ResponsesRequest(Labels, Drawing):
 
     @property
     def turns(self) -> list[Json]:
-        told: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        return told + as_turns(self.items)
+        first: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return first + as_turns(self.items)
 
     @property
     def thinks(self) -> bool | None:
@@ -272,7 +272,7 @@ class ResponsesRequest(Labels, Drawing):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools as the rest of the server knows them."""
+        """The tools in the form that generation reads."""
         return tuple(functions(self.tools))
 
     def called(self, name: str) -> tuple[str, str | None]:

@@ -32,7 +32,7 @@ def response_of(item: str) -> str:
 
 
 class ResponsesWriter(Writer[ResponsesRequest]):
-    """Writes a schema.ResponseObject or its events. `keep` is called with the response whenever it has ended.
+    """Writes a ResponseObject or its events. `keep` is called with the response whenever it has ended.
 
     The parts of a call arrive in order: the next item begins when the one before is complete.
     """

@@ -1,4 +1,4 @@
-"""Tools in the form of the Responses API, and what tool_choice means there."""
+"""Tools and tool_choice in the form of the Responses API."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class FlatFunction(Function):
 
 
 class HostedTool(Wire):
-    """A tool that OpenAI runs, or that is called in a notation of its own: left out of the prompt.
+    """A tool that OpenAI runs, or whose calls have a notation of their own: left out of the prompt.
 
-    With tool_choice auto the model may answer without any tool, so that this is such an answer.
+    With tool_choice auto a model may always respond without any tool.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -62,7 +62,7 @@ class HostedTool(Wire):
 
 
 class NamespaceTool(Wire):
-    """A group of functions. The model knows each by the names of both, as in `group__function`."""
+    """A group of functions. The prompt has each under the names of both, as in `group__function`."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -73,7 +73,7 @@ class NamespaceTool(Wire):
         list[Annotated[FlatFunction | HostedTool, Field(discriminator="type")]],
         Field(max_length=MAX_TOOLS, fail_fast=True),
     ]
-    """The functions. Tools in a notation of their own are left out of the prompt."""
+    """The functions. Tools whose calls have a notation of their own are left out of the prompt."""
 
 
 AnyTool = Annotated[FlatFunction | NamespaceTool | HostedTool, Field(discriminator="type")]
@@ -104,22 +104,22 @@ FlatChoice = Annotated[
 
 
 def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
-    """The functions that a choice names."""
+    """Return the names of the functions that a choice contains."""
     if isinstance(choice, FlatNamed):
         return [choice.name]
     return [tool.name for tool in choice.tools] if isinstance(choice, FlatAllowed) else []
 
 
 def functions(tools: Sequence[AnyTool] | None) -> list[Tool]:
-    """The functions among the tools, as the rest of the server knows them."""
+    """Return the functions among the tools in the form that generation reads."""
     found = []
     for index, tool in enumerate(tools or ()):
         if isinstance(tool, FlatFunction):
             found.append(as_tool(tool, tool.name, f"tools[{index}]"))
         elif isinstance(tool, NamespaceTool):
             found += [
-                as_tool(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{place}]")
-                for place, own in enumerate(tool.tools)
+                as_tool(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{number}]")
+                for number, own in enumerate(tool.tools)
                 if isinstance(own, FlatFunction)
             ]
     return found

@@ -1,4 +1,4 @@
-"""Token ids on the wire: text to ids, ids to text, and the prompt that a chat template makes."""
+"""Requests and responses about tokens: text to ids, ids to text, and the prompt that a chat template renders."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TokenizeRequest(TemplateOptions):
     prompt: Text | None = None
     """The text; instead of messages."""
     messages: Messages | None = None
-    """The conversation, as the chat template writes it; instead of prompt."""
+    """The conversation, which the chat template renders; instead of prompt."""
     add_special_tokens: bool | None = None
     """false: the text does not get the tokens that the tokenizer puts around one."""
     return_token_strs: bool | None = None
-    """The answer has the vocabulary's spelling of each token."""
+    """true: the response has the vocabulary's spelling of each token."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeRequest:
@@ -43,7 +43,7 @@ class TokenizeRequest(TemplateOptions):
 
 
 class Tokens(Wire):
-    """Token ids, how many, and how many of them the model takes."""
+    """Token ids, their number, and the length of the context."""
 
     count: int
     max_model_len: int
@@ -62,7 +62,7 @@ class DetokenizeRequest(Wire):
 
 
 class Detokenized(Wire):
-    """The tokens' text, special tokens written out."""
+    """The tokens' text, including special tokens."""
 
     prompt: str
 
@@ -79,7 +79,7 @@ class TemplateRequest(TemplateOptions):
 
 
 class Templated(Wire):
-    """The prompt that the model would see."""
+    """The prompt that the chat template renders."""
 
     prompt: str
     count: int
