@@ -44,6 +44,8 @@ RUN groupadd --gid 10001 pequod \
 
 # torch brings the CUDA libraries along; the driver comes from the host, through the NVIDIA container toolkit.
 FROM runtime-cpu AS runtime-cuda
+# Triton compiles the launchers of its kernels with gcc; Python's headers are part of the base image.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM runtime-${DEVICE:-cpu}

@@ -1,4 +1,12 @@
-"""Pequod in a Python program: `from pequod import LLM`."""
+"""Pequod in a Python program:
+
+from pequod import LLM
+
+with LLM("builtin") as llm:
+    print(llm.chat("What is 7 + 5?"))
+    for output in llm.generate(["The sea", "A ship"], max_tokens=16):
+        print(output)
+"""
 
 from engine import ConfigError, ModelError
 from server.offline import LLM, APIError, Output

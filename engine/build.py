@@ -1,7 +1,7 @@
-"""The one place where an engine is put together from its config.
+"""Builds an engine from its config.
 
-`describe` looks at the machine and the model's files, `load` divides the memory, reads the weights and makes a runner
-that is ready for its first batch, `assemble` does both on the model thread and puts the loop around them.
+`describe` inspects the machine and the model's files. `load` divides the memory, reads the weights and returns a runner
+that is ready for its first batch. `assemble` does both on the model thread, and returns the engine's loop.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .runner.runner import Runner, _guarded
 from .scheduler import Scheduler
 from .types import ConfigError, EngineInfo, MemoryShort
 
-# Models below this size run on one thread: beside other work on two cores a decode step of a model of 0.3 M parameters
-# took 13 to 100 ms with two threads and 3 ms with one.
+# Models below this size run on one thread: on two busy cores a decode step of a model with 0.3 M parameters took 13 to
+# 100 ms with two threads, and 3 ms with one.
 TINY_BYTES = 64 << 20
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that a setting means; a ConfigError when this machine does not have it."""
+    """Return the device that a setting selects. Raises ConfigError if this machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -53,24 +53,24 @@ def pick_device(name: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a config means on this machine, before any weight is read."""
+    """What a config selects on this machine, before any weight is read."""
 
-    began: float  # time.monotonic()
-    config: EngineConfig  # as asked
+    started: float  # time.monotonic()
+    config: EngineConfig  # not resolved
     device: torch.device
     folder: hub.Folder
     spec: models.ModelSpec
-    checkpoint: Checkpoint | None  # the headers of its weights, where those were asked for
+    checkpoint: Checkpoint | None  # the headers of the weights, unless only config.json was read
     attention: attention.Choice
     product: Choice
 
     def arrange(self, machine: memory.Machine, activations: int | None = None) -> memory.Plan:
-        """See memory.arrange, which raises memory.Impossible."""
+        """Divide a machine's memory, see memory.arrange. Raises memory.Impossible."""
         return memory.arrange(self.spec, self.config, machine, self.attention.backend, activations)
 
 
 class Built(NamedTuple):
-    """A runner that is ready for its first batch, what it is, and the resolved config."""
+    """A runner that is ready for its first batch, its properties, and the resolved config."""
 
     runner: Runner
     info: EngineInfo
@@ -80,37 +80,37 @@ class Built(NamedTuple):
 async def assemble(
     config: EngineConfig, outbox: Outbox, model_thread: ThreadPoolExecutor, progress: models.Progress, *, again: bool
 ) -> tuple[EngineLoop, EngineInfo]:
-    """Build an engine on its model thread, and its loop; `progress` is called there. See `load` for the rest."""
+    """Build an engine and its loop. Loading and `progress` run on the model thread. See `load` for `again`."""
     loop = asyncio.get_running_loop()
     described = await loop.run_in_executor(model_thread, describe, config)
     config = replace(config, revision=described.folder.revision or config.revision)
     has_weights = asyncio.Event()
 
-    def tell(share: float) -> None:
+    def report(share: float) -> None:
         progress(share)
         if share:
             loop.call_soon_threadsafe(has_weights.set)
 
-    loading = loop.run_in_executor(model_thread, partial(load, described, tell, again=again))
+    loading = loop.run_in_executor(model_thread, partial(load, described, report, again=again))
     loading.add_done_callback(lambda _: has_weights.set())
-    # Reading a vocabulary holds the interpreter, which loading needs least while weights are read.
+    # Reading a vocabulary holds the GIL, which loading needs least while weights are read.
     await has_weights.wait()
     if loading.done():
-        loading.result()  # raises where it has failed
+        loading.result()  # raises if it has failed
     grammars = asyncio.to_thread(Grammars, config, described.spec.vocab_size)
-    (runner, info, resolved), made = await asyncio.gather(loading, grammars)
+    (runner, info, resolved), loaded_grammars = await asyncio.gather(loading, grammars)
     scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
-    return EngineLoop(scheduler, runner, outbox, model_thread, made), info
+    return EngineLoop(scheduler, runner, outbox, model_thread, loaded_grammars), info
 
 
 def build(config: EngineConfig, progress: models.Progress = lambda share: None) -> Built:
-    """Load everything that a config asks for; see `describe` and `load`."""
+    """Describe and load a config; see `describe` and `load`."""
     return load(describe(config), progress)
 
 
 def describe(config: EngineConfig, *, weights: bool = True) -> Described:
-    """What a config means here; without `weights` from config.json alone. Raises ModelError and ConfigError."""
-    began = time.monotonic()
+    """Return what a config selects; without `weights` only config.json is read. Raises ModelError and ConfigError."""
+    started = time.monotonic()
     check(config)
     device = pick_device(config.device)
     attention.check(config.attention)
@@ -122,15 +122,15 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
         spec = models.describe(folder.path, config)
     backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
     product = models.product(config, spec, device)
-    return Described(began, config, device, folder, spec, checkpoint, backend, product)
+    return Described(started, config, device, folder, spec, checkpoint, backend, product)
 
 
 def load(described: Described, progress: models.Progress = lambda share: None, *, again: bool = False) -> Built:
-    """Load what was described with its weights. Raises ModelError and ConfigError.
+    """Load the weights, and return a runner that is ready. Raises ModelError and ConfigError.
 
-    The memory is measured and divided before the weights take their part of it. The resolved config makes the same
-    engine once more, bit for bit. `again` says that it does: what others have taken since of the memory that was left
-    to them is then no reason to refuse.
+    Memory is measured and divided before weights are allocated. Building an engine from the resolved config gives the
+    same results, bit for bit. `again`: the config has been resolved by an earlier process; all available memory may
+    then be used, because other programs may have grown since.
     """
     config, device, spec = described.config, described.device, described.spec
     backend, product, checkpoint = described.attention, described.product, described.checkpoint
@@ -141,7 +141,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
     set_threads(described)
     try:
         plan = described.arrange(machine)
-        # While this process does nothing else.
+        # Measured now, while this process does nothing else.
         limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
         model = _guarded(lambda: models.load(spec, checkpoint, device, product, progress))
         if device.type == "cuda":
@@ -163,7 +163,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         runner = Runner(model, resolved, plan.num_blocks)
         runner.warm_up()
     except memory.Impossible as error:
-        raise MemoryShort(str(error)) from None  # its own class has no place on the wire
+        raise MemoryShort(str(error)) from None  # a class that the server knows
     except StepOutOfMemory as error:
         raise MemoryShort(f"memory ran out while the model was loaded: {error}") from None
     info = EngineInfo(
@@ -186,7 +186,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         kv_bytes_per_token=plan.kv_bytes_per_token,
         weights_hash=model.weights_hash,
         revision=described.folder.revision,
-        load_seconds=time.monotonic() - described.began,
+        load_seconds=time.monotonic() - described.started,
         torch=str(torch.__version__),
         product=model.product.name,
         product_note=model.product.note,
@@ -201,8 +201,8 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
 
 
 def set_threads(described: Described) -> None:
-    """torch's threads on a CPU; for a tiny model one: its products take less time than to wake a second thread, and
-    where the cores are busy every one of them would wait for the slowest thread."""
+    """Set torch's number of threads on a CPU. Tiny models get one: their matmuls take less time than waking a second
+    thread, and on busy cores each matmul would wait for the slowest thread."""
     if described.device.type != "cpu":
         return
     if described.config.threads is not None:
@@ -212,7 +212,7 @@ def set_threads(described: Described) -> None:
 
 
 def _profile(model: models.Model, config: EngineConfig) -> int:
-    """Bytes that the two extremes of a step take on a GPU beside weights and cache, measured with a small pool."""
+    """Return the maximum bytes that a step needs on a GPU beside weights and cache, measured with a small pool."""
     assert config.max_len and config.max_seqs and config.max_batched_tokens
     tokens = max(min(config.max_batched_tokens, config.max_len), config.max_seqs * config.block_size)
     runner = Runner(model, config, -(-tokens // config.block_size))

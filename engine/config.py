@@ -1,4 +1,4 @@
-"""EngineConfig: everything that decides how an engine runs; `resolve` turns every `auto` into a value, once."""
+"""EngineConfig: the settings of an engine. `resolve` replaces `auto` and None by values, once."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    """Settings of one engine. None and "auto" mean: chosen by `resolve` for the device and model."""
+    """Settings of one engine. None and "auto" are replaced when the engine is built, for the device and the model."""
 
     model: str  # local folder or hub id
     revision: str | None = None
     device: str = "auto"  # cpu | cuda | cuda:N
     dtype: str = "auto"
-    quantization: str = "none"  # what the weights are rounded to while they are loaded, on CPU by our own kernels
+    quantization: str = "none"  # of the weights while they are loaded; only our CPU kernels support it
     implementation: str = "auto"  # native | transformers
     attention: str = "auto"
-    kv_dtype: str = "auto"  # of the keys and values in the cache: the model's, or int8
-    cpu_isa: str = "auto"  # instruction set of our own CPU kernels; torch: none of them, for no kind of work
-    products: str = "auto"  # what computes the matrix products, torch or an instruction set; auto: cpu_isa decides
-    max_len: int | None = None  # tokens of prompt plus output; None: what the model says
-    rope_len: int | None = None  # tokens that length-dependent rotary frequencies are made for; None: max_len
+    kv_dtype: str = "auto"  # of the keys and values in the cache: auto (the model's dtype) or int8
+    cpu_isa: str = "auto"  # instruction set of our CPU kernels; torch: do not use them
+    products: str = "auto"  # what computes matmuls: torch or an instruction set; auto: as cpu_isa says
+    max_len: int | None = None  # tokens of prompt plus output; None: the model's maximum
+    rope_len: int | None = None  # length for which length-dependent rotary frequencies are computed; None: max_len
     max_seqs: int | None = None
     max_batched_tokens: int | None = None  # token budget of one step
-    long_prefill_tokens: int | None = None  # most one prompt may take of a step while others wait; None: half
+    long_prefill_tokens: int | None = None  # maximum for one prompt in a step while others wait; None: half of the step
     policy: str = "fcfs"
     prefix_caching: bool = True
     block_size: int = 16
-    num_blocks: int | None = None  # None: from memory
+    num_blocks: int | None = None  # None: what fits into memory
     kv_cache_memory: int | None = None  # bytes, on CPU; None: a share of RAM
     gpu_memory_utilization: float = 0.9
     threads: int | None = None  # of torch on CPU; None: torch's choice
@@ -42,7 +42,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
 
 def check(config: EngineConfig) -> EngineConfig:
-    """Raise ConfigError for a value that can never work; gives the config back."""
+    """Return the config; raises ConfigError for a value that is invalid on every machine."""
 
     def need(ok: bool, message: str) -> None:
         if not ok:
@@ -74,7 +74,7 @@ def check(config: EngineConfig) -> EngineConfig:
 
 
 def resolve(config: EngineConfig, device: str, model_max_len: int) -> EngineConfig:
-    """Fill what was left open, for a device type ("cpu" or "cuda") and a model's own length."""
+    """Return the config with defaults for a device type ("cpu" or "cuda") and a model's maximum length."""
     on_cpu = device == "cpu"
     seqs = config.max_seqs or min(16 if on_cpu else 256, config.max_batched_tokens or 1 << 30)
     budget = config.max_batched_tokens or max(256 if on_cpu else 8192, seqs)

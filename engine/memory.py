@@ -173,20 +173,20 @@ def first(source: dict[str, Any], *names: str) -> int | None:
 
 def arrange(
     spec: ModelSpec,
-    asked: EngineConfig,
+    requested: EngineConfig,
     machine: Machine,
     backend: type[AttentionBackend],
     activations: int | None = None,
 ) -> Plan:
-    """Divide the machine's memory. `asked` is not resolved yet; `activations` in bytes, when they have been measured.
+    """Divide the machine's memory. `requested` is not resolved; `activations`: their size, if it is known.
 
     A max_len that is set is kept or refused; otherwise the model's length is lowered to what the pool holds. If
     `num_blocks` is set, the pool has that size, and max_len is lowered to what it holds. Raises Impossible.
     """
     try:
-        return _arrange(spec, asked, machine, backend, activations)
+        return _arrange(spec, requested, machine, backend, activations)
     except _Short as short:
-        sentence, tries = short.sentence, _tries(spec, asked, machine, backend, short.memory_bytes)
+        sentence, tries = short.sentence, _tries(spec, requested, machine, backend, short.memory_bytes)
     raise Impossible(sentence, tries[:3])
 
 
@@ -199,12 +199,12 @@ class _Short(Exception):
 
 def _arrange(
     spec: ModelSpec,
-    asked: EngineConfig,
+    requested: EngineConfig,
     machine: Machine,
     backend: type[AttentionBackend],
     activations: int | None = None,
 ) -> Plan:
-    config = resolve(asked, machine.kind, spec.max_len)
+    config = resolve(requested, machine.kind, spec.max_len)
     assert config.max_len and config.max_seqs
     weights = spec.weights_bytes
     activations = activation_bytes(spec, config, backend) if activations is None else activations
@@ -212,9 +212,9 @@ def _arrange(
     fixed = weights + activations
     parts = f"weights of {_gb(weights)} and {_gb(activations)} of activations"
     notes = []
-    if asked.max_len and asked.max_len > spec.max_len:
+    if requested.max_len and requested.max_len > spec.max_len:
         notes.append(
-            f"max_model_len lowered from {asked.max_len} to {spec.max_len} tokens, which is what the model takes"
+            f"max_model_len lowered from {requested.max_len} to {spec.max_len} tokens, the maximum of the model"
         )
 
     # While weights are quantized, loading needs memory for plain ones too. Cache and activations are allocated later.
@@ -230,7 +230,7 @@ def _arrange(
         num_blocks = config.num_blocks or (config.kv_cache_memory or 0) // block_bytes
         if fixed + num_blocks * block_bytes > budget:
             raise _Short(
-                f"{parts}, with a KV cache of {_gb(num_blocks * block_bytes)} as asked for, are more than the "
+                f"{parts}, with a KV cache of {_gb(num_blocks * block_bytes)} as configured, are more than the "
                 f"{_gb(budget)} of memory that can be had now",
                 fixed + num_blocks * block_bytes,
             )
@@ -247,7 +247,7 @@ def _arrange(
             )
 
     held = num_blocks * config.block_size
-    needed = config.max_len if asked.max_len else min(config.max_len, MIN_TOKENS)
+    needed = config.max_len if requested.max_len else min(config.max_len, MIN_TOKENS)
     if held < needed and config.num_blocks is None:
         raise _Short(
             f"after {parts} the KV cache is {_gb(num_blocks * block_bytes)} and holds {held} tokens "
@@ -256,7 +256,7 @@ def _arrange(
             fixed + block_bytes * -(-needed // config.block_size),
         )
     if held < config.max_len:
-        notes.append(f"max_model_len lowered from {config.max_len} to {held} tokens, which is what the KV cache holds")
+        notes.append(f"max_model_len lowered from {config.max_len} to {held} tokens, the capacity of the KV cache")
         config = structs.replace(config, max_len=held)
     return Plan(config, budget, weights, activations, spec.kv_bytes_per_token, num_blocks, tuple(notes))
 
@@ -286,42 +286,44 @@ def _share(machine: Machine, config: EngineConfig) -> str:
 
 
 def _tries(
-    spec: ModelSpec, asked: EngineConfig, machine: Machine, backend: type[AttentionBackend], needed: int
+    spec: ModelSpec, requested: EngineConfig, machine: Machine, backend: type[AttentionBackend], needed: int
 ) -> list[str]:
-    """Ways out, each checked by the same arithmetic, the least painful first; always three or more.
+    """Return at least three changes that would help, the least disruptive first, each checked by the same arithmetic.
 
     `needed`: bytes that the settings would need in total.
     """
-    config = resolve(asked, machine.kind, spec.max_len)
+    config = resolve(requested, machine.kind, spec.max_len)
     assert config.max_len and config.max_seqs and config.max_batched_tokens
     tries = []
 
     def works(other: ModelSpec = spec, **changes: Any) -> Plan | None:
         try:
-            return _arrange(other, structs.replace(asked, **changes), machine, backend)
+            return _arrange(other, structs.replace(requested, **changes), machine, backend)
         except (_Short, ConfigError):
             return None
 
-    if asked.kv_cache_memory and (plan := works(kv_cache_memory=None)):
+    if requested.kv_cache_memory and (plan := works(kv_cache_memory=None)):
         tries.append(f"no `kv_cache_memory`: the KV cache is then {_gb(plan.kv_cache_bytes)}, {plan.num_tokens} tokens")
-    if asked.num_blocks and (plan := works(num_blocks=None)):
+    if requested.num_blocks and (plan := works(num_blocks=None)):
         tries.append(f"no `num_blocks`: there are then {plan.num_blocks} blocks, {plan.num_tokens} tokens")
-    if asked.max_len and (plan := works(max_len=None)) and plan.max_len < config.max_len:
+    if requested.max_len and (plan := works(max_len=None)) and plan.max_len < config.max_len:
         tries.append(f"`max_len={plan.max_len}`, a request of which length the KV cache then holds")
-    if machine.kind == "cpu" and asked.num_blocks is None:
+    if machine.kind == "cpu" and requested.num_blocks is None:
         cache = _cache_that_fits(spec, config, machine, backend)
-        if cache != asked.kv_cache_memory and (plan := works(kv_cache_memory=cache)):
+        if cache != requested.kv_cache_memory and (plan := works(kv_cache_memory=cache)):
             tries.append(f"`kv_cache_memory={cache}`, which can be had now and makes {plan.num_tokens} tokens")
     if machine.kind == "cuda":
-        more = [share for share in (0.95, 0.98) if share > asked.gpu_memory_utilization]
+        more = [share for share in (0.95, 0.98) if share > requested.gpu_memory_utilization]
         tries += [f"`gpu_memory_utilization={share}`" for share in more if works(gpu_memory_utilization=share)][:1]
     if spec.dtype.itemsize > 2 and (plan := works(_in_bfloat16(spec), dtype="bfloat16")):
-        tries.append(f"`dtype=bfloat16`: weights of {_gb(plan.weights_bytes)} leave room for {plan.num_tokens} tokens")
-    if machine.kind == "cpu" and spec.decoder is not None and asked.quantization == "none":
+        tries.append(
+            f"`dtype=bfloat16`: weights of {_gb(plan.weights_bytes)} leave memory for {plan.num_tokens} tokens"
+        )
+    if machine.kind == "cpu" and spec.decoder is not None and requested.quantization == "none":
         quantized = replace(spec, quantization="int8")
-        if _can_quantize(asked, spec) and (plan := works(quantized, quantization="int8")):
+        if _can_quantize(requested, spec) and (plan := works(quantized, quantization="int8")):
             size = _gb(plan.weights_bytes)
-            tries.append(f"`quantization=int8`: weights of {size} leave room for {plan.num_tokens} tokens")
+            tries.append(f"`quantization=int8`: weights of {size} leave memory for {plan.num_tokens} tokens")
     if not spec.int8_cache and (plan := works(replace(spec, int8_cache=True), kv_dtype="int8")):
         tries.append(f"`kv_dtype=int8`: a KV cache of {_gb(plan.kv_cache_bytes)} holds {plan.num_tokens} tokens")
     small: dict[str, Any] = {
@@ -333,17 +335,17 @@ def _tries(
         tries.append(f"`max_seqs={seqs}` `max_batched_tokens={tokens}`, so that a step takes less memory")
 
     # Alternatives that always exist: another machine, model or device.
-    share = CPU_SHARE if machine.kind == "cpu" else asked.gpu_memory_utilization
+    share = CPU_SHARE if machine.kind == "cpu" else requested.gpu_memory_utilization
     where = "a machine" if machine.kind == "cpu" else "a GPU"
     tries.append(f"{where} with at least {_gb_up(needed / share)} of memory")
-    params = (_budget(machine, asked) - (needed - spec.weights_bytes)) / 2
+    params = (_budget(machine, requested) - (needed - spec.weights_bytes)) / 2
     if 1e6 <= params < spec.num_params:
         own = _count(spec.num_params)
         tries.append(f"a model of at most {_count(params)} parameters in bfloat16; this one has {own}")
     else:
         tries.append("`model=builtin`, which needs next to no memory")
     if machine.kind == "cpu":
-        tries.append(f"`device=cuda` on a GPU with at least {_gb_up(needed / asked.gpu_memory_utilization)}")
+        tries.append(f"`device=cuda` on a GPU with at least {_gb_up(needed / requested.gpu_memory_utilization)}")
     else:
         tries.append(f"`device=cpu` on a machine with at least {_gb_up(needed / CPU_SHARE)} of memory")
     return tries
@@ -357,14 +359,14 @@ def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine, ba
     return max(1, int(min(free, full + (1 << 20))) >> 20) << 20
 
 
-def _can_quantize(asked: EngineConfig, spec: ModelSpec) -> bool:
+def _can_quantize(requested: EngineConfig, spec: ModelSpec) -> bool:
     """Return whether this machine supports quantized weights for a model."""
     import torch
 
     from .kernels.library import choose
 
     try:
-        choose(asked.cpu_isa, torch.device("cpu"), spec.dtype, quantized=True)
+        choose(requested.cpu_isa, torch.device("cpu"), spec.dtype, quantized=True)
     except ConfigError:
         return False
     return True

@@ -23,7 +23,7 @@ from .types import EngineError
 
 ASSUMPTIONS = (
     "activations are estimated from the model's shape",
-    "memory in use is what it is now: a server that runs meanwhile has already taken its part",
+    "memory in use is measured now, including that of a running server",
 )
 
 
@@ -32,7 +32,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
     described = describe(config, weights=False)
     spec, device, chosen = described.spec, described.device, described.attention
     machine = memory.measure(str(device))
-    found = described.arrange(machine)
+    arranged = described.arrange(machine)
     return {
         "model": config.model,
         "architecture": spec.architecture,
@@ -43,21 +43,21 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "attention": chosen.name,
         "kv_dtype": str(spec.cache_dtype).removeprefix("torch."),
         "num_params": spec.num_params,
-        "weights_bytes": found.weights_bytes,
-        "activation_bytes": found.activation_bytes,
-        "kv_bytes_per_token": found.kv_bytes_per_token,
+        "weights_bytes": arranged.weights_bytes,
+        "activation_bytes": arranged.activation_bytes,
+        "kv_bytes_per_token": arranged.kv_bytes_per_token,
         "memory_total_bytes": machine.total,
         "memory_available_bytes": machine.available,
-        "memory_bytes": found.memory_bytes,
-        "kv_cache_bytes": found.kv_cache_bytes,
+        "memory_bytes": arranged.memory_bytes,
+        "kv_cache_bytes": arranged.kv_cache_bytes,
         "block_size": config.block_size,
-        "num_blocks": found.num_blocks,
-        "num_tokens": found.num_tokens,
-        "max_len": found.max_len,
-        "max_seqs": found.config.max_seqs,
-        "max_batched_tokens": found.config.max_batched_tokens,
-        "full_length_users": round(found.full_length_users, 2),
-        "notes": [*found.notes, *([chosen.note] if chosen.note else [])],
+        "num_blocks": arranged.num_blocks,
+        "num_tokens": arranged.num_tokens,
+        "max_len": arranged.max_len,
+        "max_seqs": arranged.config.max_seqs,
+        "max_batched_tokens": arranged.config.max_batched_tokens,
+        "full_length_users": round(arranged.full_length_users, 2),
+        "notes": [*arranged.notes, *([chosen.note] if chosen.note else [])],
         "assumptions": list(ASSUMPTIONS),
     }
 
@@ -67,12 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", required=True, metavar="CONFIG", help="an EngineConfig as a JSON object")
     given = parser.parse_args(arguments)
     with contextlib.redirect_stdout(sys.stderr):  # libraries must not print into the JSON
-        answer, code = _answer(given.json)
-    print(json.dumps(answer))
+        result, code = _result(given.json)
+    print(json.dumps(result))
     return code
 
 
-def _answer(text: str) -> tuple[dict[str, Any], int]:
+def _result(text: str) -> tuple[dict[str, Any], int]:
     try:
         return plan(msgspec.json.decode(text, type=EngineConfig)), 0
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""ProcessEngine: the engine in a child process, watched, and replaced when it dies or hangs."""
+"""ProcessEngine: the engine in a child process, which is watched and replaced when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from .process import spawn
 from .suspects import Suspects
 from .types import EngineDied, EngineError, EngineRequest, MemoryShort, ModelError
 
-MAX_RESTARTS = 3  # in a row that do not become ready
-BACKOFF_S = 0.5  # before the first restart; doubled for each further one in a row
-STALL_S = 60.0  # without a step while there is work, or without a sign of life, after which the engine is replaced
-# While it loads: imports and the first reading of large files keep it silent for longer.
+MAX_RESTARTS = 3  # consecutive restarts after which the engine was not ready
+BACKOFF_S = 0.5  # before the first restart; doubled for each consecutive one
+# Time without a step while work is queued, or without a heartbeat, after which the engine is replaced.
+STALL_S = 60.0
+# The minimum while it loads, when imports and the first read of large files delay heartbeats.
 LOADING_STALL_S = 15.0
 WATCH_S = 0.25
-END_S = 1.0  # between the end of a process's socket and its own
-# Until a killed process is gone, with its memory. One that the kernel cannot end must not hold up the event loop.
+END_S = 1.0  # between the closing of a process's socket and its exit
+# Until a killed process has exited and freed its memory. A process that the kernel cannot end must not block restarts.
 KILLED_S = 30.0
-# A step of a large model on a slow machine may take longer than STALL_S. It has this many times its own limit.
+# A step of a large model on a slow machine may take longer than STALL_S: its limit is this multiple of its roofline.
 SLOW_STEP_FACTOR = 4.0
-# What the system lacks for a moment: no fault of the engine, which is started again as soon as there is enough.
+# Temporary lack of descriptors, processes or memory. It does not count as a failure of the engine.
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-SCARCE_S = 1.0  # until it is tried again
+SCARCE_S = 1.0  # before the next attempt
 
 log = logging.getLogger("pequod.engine")
 
 
 class Child:
-    """The engine's process, started; it waits to be told what to load, and ends with its parent."""
+    """A started engine process. It waits for a `Load` message, and ends with its parent."""
 
     MODULE = "engine.worker"
 
     def __init__(self) -> None:
-        """Raises OSError when the system gives no process."""
+        """Raises OSError if the process cannot be started."""
         self._environment = dict(os.environ)
         self.ours, theirs = socket.socketpair()
         try:
@@ -55,26 +56,25 @@ class Child:
             self.ours.close()
             raise
 
-    def news(self) -> dict[str, str | None]:
-        """What has changed in our environment since the child was started; None: it is gone."""
-        gone: dict[str, str | None] = dict.fromkeys(self._environment.keys() - os.environ.keys())
-        return gone | {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
+    def changed_environment(self) -> dict[str, str | None]:
+        """Return the environment variables that have changed since the child was started; None: removed."""
+        removed: dict[str, str | None] = dict.fromkeys(self._environment.keys() - os.environ.keys())
+        return removed | {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
 
     def end(self) -> None:
-        """Also one that an engine has had, or that has ended."""
+        """Kill the process if it still runs, and reap it. May be called more than once."""
         self.ours.close()
         self.process.kill()
         self.process.wait()
 
 
 class ProcessEngine(Client):
-    """The engine in a child process, restarted when it dies or hangs; every open request then goes on where it was."""
+    """The engine in a child process, restarted when it dies or hangs; open requests then continue where they were."""
 
     def __init__(self, config: EngineConfig, child: Child | None = None, stall_s: float = STALL_S) -> None:
-        """`child`: one that was started early, for the first life; who started it ends it where no life comes.
+        """`child`: the first process, if it was started early. Its owner must end it if the engine is never started.
 
-        `stall_s`: seconds without a step, while there is work, or without a sign of life, after which the process is
-        killed and replaced.
+        `stall_s`: see STALL_S.
         """
         super().__init__()
         self.config = check(config)
@@ -88,31 +88,31 @@ class ProcessEngine(Client):
         """The child's process id."""
         return self._child.process.pid if self._child else None
 
-    # Lives of the child
+    # The child processes
 
     async def _run(self) -> None:
-        """Supervise: one life of the child after the other."""
+        """Run one child process after the other, until the engine cannot be restarted."""
         failures = 0
         while True:
             reason: EngineError | None = None
             is_scarce = False
             try:
-                await self._live()
+                await self._run_child()
             except OSError as error:
                 is_scarce = error.errno in SCARCE
                 reason = EngineDied(f"the engine could not be started again: {error}")
                 log.error("the engine cannot be started: %s", error.strerror or error)
             except EngineError as error:
                 if self.info is None:
-                    self._fail(error)  # nothing was ever served: the setting or the model is wrong
+                    self._fail(error)  # it was never ready: a setting or the model is wrong
                     return
-                is_scarce = isinstance(error, MemoryShort)  # it was enough at first
+                is_scarce = isinstance(error, MemoryShort)  # at first there was enough
                 log.error("the engine cannot be started again: %s", str(error).partition("\n")[0])
                 reason = EngineDied(f"the engine could not be started again: {error}")
             except Exception as error:
                 self._fail(EngineDied(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
                 raise
-            # An engine that was ready is worth another try whatever killed it: a request that kills is failed itself.
+            # An engine that was ready is always restarted: if a request crashes it, Suspects finds that request.
             if self.status.phase == "ready":
                 failures = 0
             elif not is_scarce:
@@ -121,12 +121,12 @@ class ProcessEngine(Client):
                 self._fail(reason or EngineDied(f"the engine died {failures} times in a row before it was ready"))
                 return
             self.status.phase = "restarting" if self.info else "loading"
-            self._bury()
+            self._record_death()
             await asyncio.sleep(SCARCE_S if is_scarce else BACKOFF_S * 2 ** max(0, failures - 1))
             self.status.restarts += not is_scarce
 
-    async def _live(self) -> None:
-        """One life of the child; returns when it has died, raises the EngineError with which it gave up."""
+    async def _run_child(self) -> None:
+        """Run a child process until it dies. Raises the EngineError that it reports."""
         child, self._early = self._early or Child(), None
         self._child = child
         self._channel = channel.Channel(channel.Upward)
@@ -134,31 +134,31 @@ class ProcessEngine(Client):
         watch = asyncio.create_task(self._watch(child), name="watch")
         try:
             await self._channel.open(child.ours)
-            self._channel.send(channel.Load(self.config, child.news(), again=self.info is not None))
+            self._channel.send(channel.Load(self.config, child.changed_environment(), again=self.info is not None))
             while (message := await self._channel.receive()) is not None:
-                self._take(message)
+                self._handle(message)
             await self._log_end(child)
         finally:
             watch.cancel()
             self._channel.close()
             child.process.kill()
-            await self._buried(child)
+            await self._wait_for_exit(child)
 
-    async def _buried(self, child: Child) -> None:
-        """Wait for the end of a process that has been killed."""
+    async def _wait_for_exit(self, child: Child) -> None:
+        """Wait until a process that has been killed is gone."""
         try:
             await asyncio.to_thread(child.process.wait, KILLED_S)
         except subprocess.TimeoutExpired:
             log.error("the engine's process %d was killed and does not end", child.process.pid)
 
     async def _log_end(self, child: Child) -> None:
-        """Its socket is closed: say how the process has ended, which it does in a moment if it has not."""
+        """Log how a process whose socket is closed has ended; it may not have exited yet."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(child.process.wait, END_S)
         log.error("the engine's process %d %s", child.process.pid, ending(child.process.returncode))
 
     async def _watch(self, child: Child) -> None:
-        """Kill a child that hangs; what then comes is the same as for one that has died."""
+        """Kill the child if it hangs. It is then replaced like one that has died."""
         while True:
             await asyncio.sleep(WATCH_S)
             silent_s = time.monotonic() - self.status.heartbeat
@@ -174,15 +174,15 @@ class ProcessEngine(Client):
             return
 
     def _step_limit(self) -> float:
-        """Seconds that a step may take."""
+        """Return the maximum time of a step, in seconds."""
         info = self.info
         if info is None or info.roofline is None:
             return self.stall_s
         tokens, context = info.max_batched_tokens, info.num_blocks * info.block_size
-        least = info.roofline.seconds(tokens, context, tokens * min(info.max_len, context), info.max_seqs)
-        return max(self.stall_s, SLOW_STEP_FACTOR * least)
+        minimum = info.roofline.seconds(tokens, context, tokens * min(info.max_len, context), info.max_seqs)
+        return max(self.stall_s, SLOW_STEP_FACTOR * minimum)
 
-    def _take(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         self.status.heartbeat = time.monotonic()
         match message:
             case channel.Tokens():
@@ -196,23 +196,24 @@ class ProcessEngine(Client):
                         self._suspects.ran_closed()
             case channel.Alive():
                 self.status.stalled_s = message.stalled_s
-                if self.status.phase != "ready":  # a restart stays one until requests are taken again
+                if self.status.phase != "ready":  # during a restart the phase stays "restarting"
                     self.status.phase = "restarting" if self.info else message.phase
                     self.status.share = message.share
             case channel.Ready():
-                self._begin(message)
+                self._accept(message)
             case channel.Failed():
                 error = getattr(types, message.kind)(message.message)
                 raise error
 
-    def _begin(self, ready: channel.Ready) -> None:
-        """The child takes requests."""
+    def _accept(self, ready: channel.Ready) -> None:
+        """Start sending requests to a child that is ready."""
         if self.info is None:
-            # Every later life gets the config that the first one has made of ours: the same files of a hub's branch,
-            # kernels that were measured to be faster, as many blocks. Outputs that are half sent go on bit for bit.
+            # Later processes get the config that the first one has resolved: the same revision of a hub's branch, the
+            # kernels that were measured to be faster, the same number of blocks. Resumed outputs then have the same
+            # bits.
             self.info, self.config = ready.info, ready.config
         elif ready.info.weights_hash != self.info.weights_hash:
-            raise ModelError(f"the weights of {self.config.model} are others than at the start")
+            raise ModelError(f"the weights of {self.config.model} have changed since the start")
         self.status.phase, self.status.share = "ready", 1.0
         self._settled.set()
         self._send_all()
@@ -220,24 +221,24 @@ class ProcessEngine(Client):
     # Requests
 
     def _send_all(self) -> None:
-        """Give the engine every open request that it may have and does not have yet."""
+        """Send the engine every open request that may run and has not been sent."""
         for entry in list(self._open.values()):
             if not entry.is_sent:
                 self._send(entry)
 
     def _send(self, entry: Open) -> None:
-        """Give the engine a request, with the tokens that its reader already has; later, if it must wait."""
+        """Send the engine a request with its output so far, unless Suspects makes it wait."""
         request_id = entry.request.id
         if not self._suspects.may_run(request_id):
             return
         params = entry.request.params
-        if entry.output_ids:  # the prompt's scores came with the first token
+        if entry.output_ids:  # the prompt's logprobs came with the first token
             params = replace(params, prompt_logprobs=None)
         output_ids = (*entry.request.output_ids, *entry.output_ids)
         entry.is_sent = True
         try:
             self._send_add(replace(entry.request, output_ids=output_ids, params=params))
-        except Exception as error:  # values that do not encode
+        except Exception as error:  # a value cannot be encoded
             self._end(entry, types.RequestError(f"the request cannot be sent: {error}"))
             return
         if entry.was_running or entry.output_ids:
@@ -259,8 +260,8 @@ class ProcessEngine(Client):
         entry.news.set()
         self._ended(entry)
 
-    def _bury(self) -> None:
-        """The child is dead: note who was running, and fail the one that has killed it, if that is known."""
+    def _record_death(self) -> None:
+        """Record which requests were running when the child died; fails the one that crashed it, if that is known."""
         self.status.running = self.status.waiting = 0
         for entry in self._open.values():
             entry.was_running |= self._suspects.has_run(entry.request.id)
@@ -280,7 +281,7 @@ class ProcessEngine(Client):
 
 
 def ending(code: int | None) -> str:
-    """How a process has ended, from its exit code; None: it has not."""
+    """Describe how a process has ended, from its exit code; None: it has not."""
     if code is None:
         return "has closed its socket"
     if code >= 0:

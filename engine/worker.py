@@ -1,7 +1,7 @@
-"""The engine's process: `python -m engine.worker FD PARENT`, started by ProcessEngine and by nobody else.
+"""The engine's process: `python -m engine.worker FD PARENT`. Only ProcessEngine starts it.
 
-It reads from its first line whether the server still lives, also while it loads: end of file means that the server
-died, and then this process must not outlive it.
+It reads its socket from the start, also while it loads: end of file means that the server has died, and this process
+then ends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .types import EngineError, StepStats, TokenDelta
 
 HEARTBEAT_S = 0.5
 
-# torch asks for the processor's large pages where a tensor has some: a start then enters 500 pages for a
-# gigabyte of weights and not 260,000, which took longer than packing it. Read when torch is imported.
+# Makes torch request huge pages for large tensors: a gigabyte of weights then causes 500 page faults instead of
+# 260,000, which took longer than packing the weights. torch reads it when it is imported.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
@@ -49,19 +49,19 @@ class _Worker:
         self.share = 0.0
 
     async def main(self) -> int:
-        gc.disable()  # nothing of what is imported and loaded is garbage; looking for it took a tenth of the start
-        # torch takes a second and more, and is needed whatever is to be loaded.
+        gc.disable()  # imports and loading leave no garbage; collections took a tenth of the start
+        # Importing torch takes over a second, and does not depend on the config.
         self.imported = self.model_thread.submit(import_module, "engine.build")
         load = await self.pipe.receive()
         if load is None:
-            return 0  # the server died before it said anything
+            return 0  # the server died before it sent a config
         assert isinstance(load, channel.Load)
         tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
         engine = asyncio.create_task(self._engine(load))
         try:
             await engine
         except EngineError as error:
-            # The nearest class that both sides know: a subclass of its own has no place on the wire.
+            # The closest base class that the server knows.
             kind = next(cls.__name__ for cls in type(error).__mro__ if hasattr(types, cls.__name__))
             self.pipe.send(channel.Failed(kind, str(error)))
             await asyncio.sleep(0)
@@ -82,16 +82,16 @@ class _Worker:
         outbox = _Outbox(self.pipe)
         engine, info = await assemble(load.config, outbox, self.model_thread, self._progress, again=load.again)
         gc.collect()
-        gc.freeze()  # what was loaded stays: later collections need not look at it
+        gc.freeze()  # what was loaded stays: exclude it from later collections
         gc.enable()
         self.loop = engine
         self.pipe.send(channel.Ready(info, engine.scheduler.config))
         await engine.run()
 
     def _prepare(self, load: channel.Load) -> None:
-        """Wait for the imports and set the environment, on the model thread."""
-        self.imported.result()  # done, in this thread; a second try of an import that failed tells another error
-        for name, value in load.environment.items():  # not beside the import: libraries read it there
+        """Wait for the imports, then set the environment. Runs on the model thread."""
+        self.imported.result()  # done; importing again after a failure would raise another error
+        for name, value in load.environment.items():  # not during the import, when libraries read it
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -108,13 +108,13 @@ class _Worker:
 
     async def _listen(self) -> None:
         try:
-            await self._take_mail()
+            await self._receive_all()
         except Exception:
             traceback.print_exc()
             os._exit(1)  # an engine that no longer listens must not look alive
-        os._exit(0)  # the server died or closed: nobody wants what the model thread still computes
+        os._exit(0)  # the server died or closed: what the model thread still computes is not needed
 
-    async def _take_mail(self) -> None:
+    async def _receive_all(self) -> None:
         while (message := await self.pipe.receive()) is not None:
             assert self.loop is not None, "a request came before the engine was ready"
             match message:
@@ -134,7 +134,7 @@ def main() -> None:
 
     code = asyncio.run(run())
     time.sleep(0)
-    os._exit(code)  # threads of a model that hangs must not keep a process that has failed
+    os._exit(code)  # a failed process must not wait for a model thread that hangs
 
 
 if __name__ == "__main__":

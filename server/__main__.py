@@ -1,4 +1,4 @@
-"""The command line: picks a command. A command's module is imported when it is chosen, so `--help` stays quick."""
+"""The command line. A command's module is imported only when that command is run, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -14,42 +14,38 @@ COMMANDS = {
     "serve": "serve a model over the OpenAI HTTP API",
     "chat": "talk to a model in the terminal",
     "complete": "continue one prompt and print the text",
-    "bench": "speed and exactness of this or any OpenAI-compatible server",
-    "plan": "memory arithmetic of a model before loading it",
-    "doctor": "what this machine can run, and how to repair what it cannot",
-    "config": "each setting, its value and where it came from",
-    "models": "models that can be served from this machine",
+    "bench": "measure the speed and exactness of this or any OpenAI-compatible server",
+    "plan": "compute the memory that a model needs, without loading it",
+    "doctor": "check what this machine can run, and suggest repairs",
+    "config": "show each setting, its value and its source",
+    "models": "list the models that are on this machine",
 }
 
 
 def usage() -> str:
-    """The text of `pequod --help`."""
-    lines = [f"  {name:<10} {summary}" for name, summary in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: pequod COMMAND [...]",
-            "",
-            "Serves language models: continuous batching over a paged KV cache.",
-            "",
-            *lines,
-            "",
-            "  --help     this text; `pequod COMMAND --help` lists the flags of a command",
-            "  --version  the version",
-            "",
-            "Try: pequod serve",
-        ]
-    )
+    """Return the text of `pequod --help`."""
+    commands = "\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
+    return f"""usage: pequod COMMAND [...]
+
+Serves language models: continuous batching over a paged KV cache.
+
+{commands}
+
+  --help     this text; `pequod COMMAND --help` lists the flags of a command
+  --version  the version
+
+Try: pequod serve"""
 
 
 def _unknown(word: str) -> str:
     from difflib import get_close_matches
 
-    if word.startswith("-"):
-        close = get_close_matches(word.partition("=")[0], ["--help", "--version"], n=1)
-        hint = f"did you mean {close[0]}?" if close else "a command comes first, as in `pequod serve --port 8001`"
-        return f"unknown flag {word[:64]}; {hint}"
-    close = get_close_matches(word, COMMANDS, n=1)
-    return f"unknown command {word[:64]}; " + (f"did you mean {close[0]}?" if close else "see `pequod --help`")
+    is_flag = word.startswith("-")
+    close = get_close_matches(word.partition("=")[0], ["--help", "--version"] if is_flag else COMMANDS, n=1)
+    advice = "a command comes first, as in `pequod serve --port 8001`" if is_flag else "see `pequod --help`"
+    return f"unknown {'flag' if is_flag else 'command'} {word[:64]}; " + (
+        f"did you mean {close[0]}?" if close else advice
+    )
 
 
 def _interrupt(*_: object) -> None:
@@ -57,7 +53,7 @@ def _interrupt(*_: object) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and give its exit code: 0 done, 1 failed, 2 asked for something impossible, 130 interrupted."""
+    """Run a command and return its exit code: 0 success, 1 failure, 2 usage error, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -72,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     if name != "serve" or {"-h", "--help"} & {*rest}:
         return _run(name, rest)
     try:
-        child = import_module("engine").Child()  # before our own imports: either takes a second
-    except OSError:  # it is tried again where there is somebody to tell
+        child = import_module("engine").Child()  # before our own imports, since both take a second
+    except OSError:  # the command tries again and reports the error
         return _run(name, rest)
     try:
         return _run(name, rest, child=child)
@@ -81,25 +77,25 @@ def main(argv: list[str] | None = None) -> int:
         child.end()
 
 
-def _run(name: str, rest: list[str], **given: object) -> int:
-    """Run a command; `given` goes to its `run` beside the arguments."""
+def _run(name: str, rest: list[str], **extra: object) -> int:
+    """Run a command; `extra` are further arguments of its `run`."""
     from .cli.commands import execute, execute_group
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? and does not end the command
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, instead of an error
     try:
         command = import_module(f".cli.commands.{name}", __package__)
-        if name == "bench":  # whoever ends a measurement ends the servers that it has started, as by Ctrl-C
+        if name == "bench":  # SIGTERM stops the servers of a measurement too, like Ctrl-C
             signal.signal(signal.SIGTERM, _interrupt)
         if hasattr(command, "PARTS"):
             code = execute_group(name, COMMANDS[name], command, rest)
         else:
-            code = execute(name, COMMANDS[name], command, rest, **given)
+            code = execute(name, COMMANDS[name], command, rest, **extra)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has left, as `| head` does
+    except BrokenPipeError:  # the reader of our output has ended, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

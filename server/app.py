@@ -1,4 +1,4 @@
-"""build_app: the whole HTTP server as one ASGI app around one engine."""
+"""build_app: the server as an ASGI app around an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import ConfigError, Engine
 
@@ -21,38 +20,21 @@ from .api.responses.state import ResponsesState
 from .api.routers import ROUTERS
 from .http import errors
 from .http.auth import roles
-from .http.middleware import Door
+from .http.middleware import RequestMiddleware, RootPathMiddleware
 from .observability.logs import StepLog
 from .settings import Settings
-from .state import Pequod
+from .state import AppState
 from .version import version
 
 TICK_S = 0.25
 
 
-class Published:
-    """Answers under --root-path also where the proxy leaves it on the request's path, or where there is no proxy.
-
-    uvicorn puts it before each path, so that it then stands there twice.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        root: str = scope.get("root_path", "")
-        if scope["type"] == "http" and scope["path"].startswith(f"{root}{root}/"):
-            scope["path"] = scope["path"][len(root) :]
-            scope["raw_path"] = scope["raw_path"].replace(root.encode(), b"", 1)
-        await self.app(scope, receive, send)
-
-
 def build_app(settings: Settings, engine: Engine) -> FastAPI:
-    """The app, with its state in `app.state.pequod`; its lifespan starts and closes the engine.
+    """Build the app, with an AppState in `app.state.pequod`. Its lifespan starts and closes the engine.
 
-    Raises ConfigError when a setting turns out to be impossible.
+    Raises ConfigError if a setting cannot be used.
     """
-    state = Pequod(settings, engine, version())
+    state = AppState(settings, engine, version())
     responses = ResponsesState(settings)
     engine.on_step.append(state.metrics.step)
     step_log = None
@@ -66,8 +48,8 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_exception_handler(errors.log_stray)
-        # Nothing here may take time: the port answers only after it.
+        asyncio.get_running_loop().set_exception_handler(errors.log_unhandled)
+        # No slow work here: the server accepts connections only after it.
         await engine.start()
         tasks = [asyncio.create_task(state.load(), name="load"), asyncio.create_task(tick(state), name="tick")]
         try:
@@ -82,11 +64,11 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
             if step_log is not None:
                 step_log.close()
 
-    layers = [Middleware(Door, settings, state.limits, state.metrics.http, [ANTHROPIC_ERRORS])]
+    layers = [Middleware(RequestMiddleware, settings, state.limits, state.metrics.http, [ANTHROPIC_ERRORS])]
     if settings.root_path:
-        layers.insert(0, Middleware(Published))
+        layers.insert(0, Middleware(RootPathMiddleware))
     if settings.allowed_origins:
-        # Before the door, so that a page can read what it refuses.
+        # Outermost, so that a page can read the errors of the other layers.
         layers.insert(
             0,
             Middleware(
@@ -101,27 +83,26 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         title="Pequod",
         version=state.version,
         description="Language models over the OpenAI HTTP API.",
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere; api/ops/routes.py has one that does not
+        docs_url=None,  # FastAPI's pages load scripts from other hosts; the one in api/ops/routes.py does not
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
         middleware=layers,
-        # Not by include_router: it hides a router's routes in an object of its own, and their roles are read below.
+        # Not include_router, which adds a router as one object that hides its routes: their roles are checked below.
         routes=[route for router in ROUTERS for route in router.routes],
     )
     app.state.pequod = state
     app.state.responses = responses
     errors.install(app)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
-    undecided = [getattr(route, "path", str(route)) for route in app.routes if not roles(route)]
-    if undecided:
-        raise RuntimeError(f"routes without a role: {', '.join(undecided)}")
+    if open_routes := [getattr(route, "path", str(route)) for route in app.routes if not roles(route)]:
+        raise RuntimeError(f"routes without a role: {', '.join(open_routes)}")
     return app
 
 
-async def tick(state: Pequod) -> None:
-    """Measure how late the event loop wakes up, and notice when the engine has failed for good."""
+async def tick(state: AppState) -> None:
+    """Measure the lag of the event loop, and check whether the engine has failed for good."""
     while True:
         due = time.monotonic() + TICK_S
         await asyncio.sleep(TICK_S)
@@ -130,47 +111,44 @@ async def tick(state: Pequod) -> None:
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """The description of the API, with the bodies that routes read themselves."""
+    """Return the OpenAPI document, with the bodies that routes parse themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         shared = schema.setdefault("components", {}).setdefault("schemas", {})
         for operations in schema["paths"].values():
             for operation in operations.values():
-                operation["responses"].pop("422", None)  # FastAPI's own; here a wrong request is a 400
+                operation["responses"].pop("422", None)  # FastAPI's default; here an invalid request is a 400
                 for part in (operation.get("requestBody", {}), *operation["responses"].values()):
                     for content in part.get("content", {}).values():
                         shared.update(content.get("schema", {}).pop("$defs", {}))
         for name in ("HTTPValidationError", "ValidationError"):
             shared.pop(name, None)
-        tell_keys(app, schema)
-        tell_text_lengths(schema, app.state.pequod.settings.max_body_bytes)
+        add_security(app, schema)
+        limit_lengths(schema, app.state.pequod.settings.max_body_bytes)
         app.openapi_schema = schema
     return app.openapi_schema
 
 
-def tell_text_lengths(schema: Any, most: int) -> None:
-    """Say in the description that no text can be longer than the largest body of this very server."""
-    if isinstance(schema, dict):
-        if isinstance(length := schema.get("maxLength"), int):
-            schema["maxLength"] = min(length, most)
-        for inner in schema.values():
-            tell_text_lengths(inner, most)
-    elif isinstance(schema, list):
-        for inner in schema:
-            tell_text_lengths(inner, most)
+def limit_lengths(schema: Any, limit: int) -> None:
+    """Limit the length of strings in the document to that of this server's largest body."""
+    if isinstance(schema, dict) and isinstance(length := schema.get("maxLength"), int):
+        schema["maxLength"] = min(length, limit)
+    if isinstance(schema, dict | list):
+        for inner in schema.values() if isinstance(schema, dict) else schema:
+            limit_lengths(inner, limit)
 
 
-def tell_keys(app: FastAPI, schema: dict[str, Any]) -> None:
-    """Say in the description which operations ask for a key on this very server."""
-    state: Pequod = app.state.pequod
-    asked = {"user"} if state.settings.keys else set()
+def add_security(app: FastAPI, schema: dict[str, Any]) -> None:
+    """Add to the document which operations of this server require a key."""
+    state: AppState = app.state.pequod
+    with_key = {"user"} if state.settings.keys else set()
     if not state.keys.are_metrics_open:
-        asked.add("metrics_reader")
+        with_key.add("metrics_reader")
     schema["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     for route in app.routes:
-        if roles(route) & asked:
+        if roles(route) & with_key:
             for operation in schema["paths"].get(getattr(route, "path_format", None), {}).values():
                 operation["security"] = [{"bearer": []}, {"header": []}]

@@ -1,4 +1,4 @@
-"""Loading: the engine's model, and beside it what turns text into tokens and back."""
+"""Loads what requests need of the model: the engine, the tokenizer and the chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine import Engine, EngineError, EngineInfo, ModelError
 
-from .http.errors import place
+from .http.errors import traceback_line
 from .parsers import Formats, detect
 from .settings import Settings
 from .tokenization.encoder import Prompts
@@ -24,43 +24,43 @@ log = logging.getLogger("pequod.server")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What a request needs of the model; exists once generation works."""
+    """What requests need of the model; exists once generation works."""
 
     info: EngineInfo
     tokenizer: Tokenizer
     prompts: Prompts
-    formats: Formats  # how the model writes calls and reasoning
+    formats: Formats  # of tool calls and reasoning
     default_sampling: dict[str, float | int]
     fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """What was made of a model's small files, and the commit that they are of."""
+    """The content of a model's small files."""
 
-    revision: str | None
+    revision: str | None  # the commit that they are from
     tokenizer: Tokenizer
     prompts: Prompts
     defaults: dict[str, float | int]
 
 
 async def load(settings: Settings, engine: Engine, version: str) -> LoadedModel:
-    """Wait for the engine, and meanwhile read the text files; raises the first EngineError, which ends both."""
+    """Wait for the engine and meanwhile read the text files. Raises the first EngineError of either."""
     try:
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(_read_text_files(settings, settings.revision))
             starting = group.create_task(engine.ready())
         info, files = starting.result(), reading.result()
         if info.revision not in (None, files.revision):
-            # A branch of the hub moved between our look and the engine's: take the text files of its commit.
+            # A branch on the hub moved between our download and the engine's: read the files of the engine's commit.
             files.prompts.close()
             files = await _read_text_files(settings, info.revision)
     except Exception as raised:
         errors = list(_flat(raised))
         bug = next((error for error in errors if not isinstance(error, EngineError)), None)
         if bug is not None:
-            log.error("%s at %s", type(bug).__name__, place(bug))
-        # Whatever it was, the server will never answer: say so and end, rather than stay "loading" for ever.
+            log.error("%s at %s", type(bug).__name__, traceback_line(bug))
+        # Any other error is final too: report it, instead of staying in the state "loading" forever.
         unknown = ModelError(f"the model could not be loaded: {type(bug).__name__}")
         raise next((error for error in errors if isinstance(error, EngineError)), unknown) from None
     files.prompts.max_len = info.max_len
@@ -76,7 +76,7 @@ async def load(settings: Settings, engine: Engine, version: str) -> LoadedModel:
 
 async def _read_text_files(settings: Settings, revision: str | None) -> TextFiles:
     def read() -> TextFiles:
-        from engine import fetch  # with the hub's client only where a model is not a folder
+        from engine import fetch  # imports the hub's client only if the model is not a folder
 
         folder = fetch(settings.model, revision, weights=False)
         defaults = read_defaults(settings.generation_config, folder.path)
@@ -89,26 +89,27 @@ async def _read_text_files(settings: Settings, revision: str | None) -> TextFile
 
 
 def formats_of(settings: Settings, template: str) -> Formats:
-    """The model's formats, as its chat template shows them or as the settings say."""
-    seen = detect(template)
+    """The model's formats, as set or, for `auto`, as detected from its chat template."""
+    detected = detect(template)
     if not renders_tools(template):
-        seen = seen._replace(tools=GENERIC)
-    chosen = {"tools": settings.tool_call_parser, "reasoning": settings.reasoning_parser}
-    own = {kind: None if name == "none" else name for kind, name in chosen.items() if name != "auto"}
-    return seen._replace(**own)
+        detected = detected._replace(tools=GENERIC)
+    names = {"tools": settings.tool_call_parser, "reasoning": settings.reasoning_parser}
+    return detected._replace(
+        **{kind: None if name == "none" else name for kind, name in names.items() if name != "auto"}
+    )
 
 
 def fingerprint(info: EngineInfo, version: str) -> str:
-    """Hash of what decides the answers: weights, version, dtypes, backend."""
+    """Hash everything that affects completions: weights, version, dtypes, backend."""
     kinds = (info.dtype, info.quantization, info.kv_dtype, info.implementation, info.attention)
     parts = (info.weights_hash, version, *kinds)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 def _flat(error: Exception) -> Iterator[Exception]:
-    """The error, or the errors of a group, however deep."""
+    """Yield the error, or all errors of nested groups."""
     if isinstance(error, ExceptionGroup):
-        for each in error.exceptions:
-            yield from _flat(each)
+        for inner in error.exceptions:
+            yield from _flat(inner)
     else:
         yield error

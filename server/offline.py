@@ -1,7 +1,7 @@
-"""LLM: the server's models, formats and engine for a Python program, without HTTP.
+"""LLM: the models of the server in a Python program, without HTTP.
 
-The app that `pequod serve` runs is called in this process, on an event loop in a thread of its own. So a request may
-have every field of the HTTP API, is checked in the same way, and gets the same response.
+It calls the app that `pequod serve` runs, on an event loop in a thread of its own, so requests have the fields, the
+checks and the responses of the HTTP API.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from .http.in_process import InProcess
 from .http.sse import EventStream
 from .settings_sources import load
 from .settings_values import SettingsError, nearest
-from .state import Pequod
+from .state import AppState
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
 Conversation = str | Sequence[Message]  # a text is a conversation of one user message
 Prompt = str | Sequence[int]  # text or token ids
 
-GROUPS = ("model", "engine")  # of the settings that an LLM has
+GROUPS = ("model", "engine")  # of the settings that apply to an LLM
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Requests of a batch that are open at a time, as a multiple of the sequences that the engine runs: the next ones are
-# prepared while these are computed.
+# Open requests of a batch, as a multiple of the sequences that the engine runs: the next ones are prepared meanwhile.
 OPEN_PER_SEQUENCE = 2
-# The server is full for a moment, which more of the batch's own requests have caused.
+# The app is full for a moment, because of other requests of the batch.
 BUSY = ("queue_full", "prompt_tokens", "body_bytes", "grammars_busy", "rate_limit_exceeded")
-BUSY_S = 0.05  # until a request is sent again
+BUSY_S = 0.05  # before a request is sent again
 
 
 class APIError(Exception):
-    """A refused or failed request, with what the HTTP API says about it."""
+    """A refused or failed request, with the error of the HTTP API."""
 
     def __init__(self, status: int, error: Mapping[str, Any]) -> None:
         super().__init__(error.get("message") or f"status {status}")
@@ -54,7 +53,7 @@ class APIError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the model has generated for one request: its first choice, and the whole response."""
+    """The result of a request: its first choice, and the whole response."""
 
     text: str
     finish_reason: str  # stop, length or tool_calls
@@ -62,14 +61,14 @@ class Output:
     tool_calls: list[dict[str, Any]]  # as in the API: id, type, function
     prompt_tokens: int
     completion_tokens: int
-    response: dict[str, Any]  # the body of the API's response: further choices, logprobs, all of usage
+    response: dict[str, Any]  # the response of the API, with further choices, logprobs and usage
 
     def __str__(self) -> str:
         return self.text
 
     @classmethod
     def of(cls, response: dict[str, Any]) -> Output:
-        """The output in a response of /v1/chat/completions or /v1/completions."""
+        """The output of a response of /v1/chat/completions or /v1/completions."""
         choice, usage = response["choices"][0], response["usage"]
         message = choice.get("message") or {"content": choice["text"]}
         return cls(
@@ -86,22 +85,21 @@ class Output:
 class LLM:
     """A model that is loaded in a child process of this one.
 
-    `model` is a folder, a hub id or `builtin`. `options` are settings of `pequod serve` about the model and the engine,
-    by their names with underscores, such as max_model_len=4096 or quantization="int8". Those that are absent come from
-    PEQUOD_* variables, as they do there.
+    `model` is a folder, a hub id or `builtin`. `options` are the model and engine settings of `pequod serve`, with
+    underscores, such as max_model_len=4096 or quantization="int8"; their defaults are PEQUOD_* variables, as there.
 
-    The fields of a request are those of the HTTP API: temperature, max_tokens, stop, seed, tools, response_format and
-    all others. A list of conversations or prompts is computed as one batch, and its outputs come in the same order.
+    Requests have the fields of the HTTP API: temperature, max_tokens, stop, seed, tools, response_format and so on. A
+    list of conversations or prompts is computed as one batch, and the outputs have the same order.
 
-    Raises SettingsError, ConfigError or ModelError when the model cannot be served, and APIError for a request that
-    is refused or fails. Methods may be called from several threads. Use it as a context manager, or close it; it is
-    closed with the last reference to it, and its processes end with the program.
+    Raises SettingsError, ConfigError or ModelError if the model cannot be loaded, and APIError for a request that is
+    refused or fails. Thread-safe. A context manager; otherwise closed with `close` or the last reference to it, and the
+    child processes end with the program.
     """
 
     def __init__(self, model: str = "builtin", **options: Any) -> None:
         self._session = _Session(_settings({"model": model, **options}))
         self._finalizer = weakref.finalize(self, self._session.close)
-        self._finalizer.atexit = False  # by then no thread can be used; the child processes end with this one
+        self._finalizer.atexit = False  # too late for threads; the child processes end with this one
         try:
             self._session.call(self._session.open())
         except EngineError as error:
@@ -128,8 +126,8 @@ class LLM:
         """
         is_one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
         bodies = [
-            {**fields, "messages": [{"role": "user", "content": each}] if isinstance(each, str) else list(each)}
-            for each in ([messages] if is_one else messages)
+            {**fields, "messages": [{"role": "user", "content": chat}] if isinstance(chat, str) else list(chat)}
+            for chat in ([messages] if is_one else messages)
         ]
         return self._send(CHAT, bodies, is_one=is_one, stream=stream)
 
@@ -144,10 +142,8 @@ class LLM:
     def generate(self, prompt: Any, *, stream: bool = False, **fields: Any) -> Any:
         """Return what follows a text or token ids; for a list of prompts, a list; with `stream`, pieces of the text."""
         is_one = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
-        bodies = [
-            {**fields, "prompt": each if isinstance(each, str) else list(each)}
-            for each in ([prompt] if is_one else prompt)
-        ]
+        prompts = [prompt] if is_one else prompt
+        bodies = [{**fields, "prompt": text if isinstance(text, str) else list(text)} for text in prompts]
         return self._send(COMPLETIONS, bodies, is_one=is_one, stream=stream)
 
     def _send(self, path: str, bodies: list[dict[str, Any]], *, is_one: bool, stream: bool) -> Any:
@@ -183,17 +179,16 @@ def _settings(options: Mapping[str, Any]) -> settings.Settings:
 @asynccontextmanager
 async def running(
     chosen: settings.Settings, loading: Callable[[Engine], AbstractAsyncContextManager[None]] | None = None
-) -> AsyncIterator[tuple[Pequod, httpx.AsyncClient]]:
-    """A loaded model: the state of its app, and a client that sends requests to it.
+) -> AsyncIterator[tuple[AppState, httpx.AsyncClient]]:
+    """Load a model; yields the state of its app and a client for it.
 
-    Settings about HTTP, limits and logs are those of a server: they are ignored. `loading` is entered with the engine
-    while it loads.
+    Settings of HTTP, limits and logs are ignored. `loading` is a context that shows the progress of loading.
     """
     others = [name for name in settings.FIELDS if settings.group(name) not in GROUPS]
     defaults = {name: settings.FIELDS[name].get_default(call_default_factory=True) for name in others}
     engine = ProcessEngine(chosen.engine_config())
     app = build_app(chosen.model_copy(update=defaults), engine)
-    state: Pequod = app.state.pequod
+    state: AppState = app.state.pequod
     transport = InProcess(app)
     async with (
         app.router.lifespan_context(app),
@@ -205,7 +200,7 @@ async def running(
 
 
 class _Session:
-    """The app, its event loop and the thread that this runs in. Refers to no LLM, which its finalizer needs."""
+    """The app, its event loop and its thread. Has no reference to the LLM, which would prevent its finalizer."""
 
     def __init__(self, chosen: settings.Settings) -> None:
         self.settings = chosen
@@ -217,7 +212,7 @@ class _Session:
     # On the caller's thread
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the session's thread, and return its result here."""
+        """Run a coroutine on the session's thread and return its result."""
         if self._loop.is_closed():
             work.close()
             raise RuntimeError("this LLM is closed")
@@ -229,19 +224,17 @@ class _Session:
             raise
 
     def iterate(self, pieces: AsyncIterator[T]) -> Iterator[T]:
-        """The pieces, each awaited on the session's thread. Whoever stops early ends the request."""
+        """Yield the pieces, awaited on the session's thread. Closing the iterator ends the request."""
 
-        async def following() -> tuple[T] | None:
-            async for piece in pieces:
-                return (piece,)
-            return None
+        async def next_piece() -> T | None:
+            return await anext(pieces, None)
 
         async def end() -> None:
             await pieces.aclose()  # type: ignore[attr-defined]
 
         try:
-            while (piece := self.call(following())) is not None:
-                yield piece[0]
+            while (piece := self.call(next_piece())) is not None:
+                yield piece
         finally:
             if not self._loop.is_closed():
                 self.call(end())
@@ -249,7 +242,7 @@ class _Session:
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        if threading.current_thread() is self._thread:  # the garbage collector ran there, which cannot wait for itself
+        if threading.current_thread() is self._thread:  # called by the garbage collector; it cannot join itself
             threading.Thread(target=self.close).start()
             return
         self.call(self._stack.aclose())
@@ -266,7 +259,7 @@ class _Session:
         self._turns = asyncio.Semaphore(OPEN_PER_SEQUENCE * model.info.max_seqs)
 
     async def send_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Output]:
-        """The outputs of these requests; the first that fails ends the others."""
+        """Return the outputs of these requests; the first failure cancels the others."""
         tasks = [asyncio.create_task(self._send(path, body)) for body in bodies]
         try:
             return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""A file of API keys: one per line, followed by the weight of its share where that is not 1."""
+"""A file of API keys: one per line, optionally followed by the weight of its share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MAX_WEIGHT = 1000.0
 
 
 def read_keys(path: Path) -> dict[str, float]:
-    """The keys with their weights; raises ValueError, whose text goes on after the file's name.
+    """Return the keys with their weights.
 
-    A line is `KEY` or `KEY weight=NUMBER`; empty lines and those that begin with # are left out. No line is repeated in
-    an error.
+    A line is `KEY` or `KEY weight=NUMBER`; empty lines and lines that begin with # are skipped. Raises ValueError with
+    a predicate for the file's name. Errors quote no line, since it may hold a key.
     """
     try:
         data = path.read_bytes()
-        text = data.decode("utf-8-sig")  # editors of Windows begin files with a mark
+        text = data.decode("utf-8-sig")  # editors on Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
     if len(data) > MAX_BYTES:
@@ -29,10 +29,10 @@ def read_keys(path: Path) -> dict[str, float]:
             continue
         key, *more = words
         if key in keys:
-            raise ValueError(f"has a key for the second time in line {number}")
+            raise ValueError(f"repeats a key in line {number}")
         keys[key] = _weight(more, number)
     if not keys:
-        raise ValueError("holds no key")
+        raise ValueError("has no key")
     return keys
 
 
@@ -45,5 +45,5 @@ def _weight(words: list[str], number: int) -> float:
     except ValueError:
         weight = math.nan
     if len(words) > 1 or name != "weight" or not 0 < weight <= MAX_WEIGHT:
-        raise ValueError(f"has something other than a key and weight=NUMBER (at most {MAX_WEIGHT:g}) in line {number}")
+        raise ValueError(f"needs KEY or KEY weight=NUMBER (at most {MAX_WEIGHT:g}) in line {number}")
     return weight

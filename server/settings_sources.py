@@ -1,4 +1,4 @@
-"""Where settings come from: flag over environment over TOML file over default."""
+"""Sources of settings, in order of precedence: flag, environment, TOML file, default."""
 
 from __future__ import annotations
 
@@ -7,27 +7,43 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from .settings import FIELDS, PREFIX, SECRET, Settings, environment, flag, metavar, shape
 from .settings_values import SettingsError, nearest
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
+# The beginning of an error's type in pydantic -> our message.
+MESSAGES = {
+    "int_": "is not a whole number",
+    "float_": "is not a number",
+    "finite_number": "is not a number",
+    "bool_": "must be true or false",
+    "string_too_short": "is empty",
+    "string_too_long": "is too long",
+}
+# A setting's type -> types that TOML may have for it, and their description.
+KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    list: ((list,), "a list of strings"),
+    str: ((str,), "a string in quotes"),
+}
 
 
-def misspelt(environ: Mapping[str, str]) -> list[str]:
-    """One sentence for each PEQUOD_* variable that is no setting but looks like one."""
-    known = [PREFIX + name.upper() for name in FIELDS] + [PREFIX + "CONFIG"]
-    rest = [name for name in environ if name.startswith(PREFIX) and name not in known]
-    close = [(name, nearest(name.removeprefix(PREFIX), [k.removeprefix(PREFIX) for k in known])) for name in rest]
-    return [f"{name} is not a setting; did you mean {PREFIX}{meant}?" for name, meant in close if meant is not None]
+def misspelled(environ: Mapping[str, str]) -> list[str]:
+    """Return a message for each PEQUOD_* variable that is not a setting but resembles one."""
+    known = [*(name.upper() for name in FIELDS), "CONFIG"]
+    names = [name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX)]
+    close = [(name, nearest(name, known)) for name in names if name not in known]
+    return [f"{PREFIX}{name} is not a setting; did you mean {PREFIX}{meant}?" for name, meant in close if meant]
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a TOML file by field name; keys may be written with - or _."""
+    """Read the values of a TOML file by field name; keys may be written with - or _."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -49,49 +65,27 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check_kind(path: Path, key: str, name: str, value: Any) -> None:
-    """TOML has types, so that a quoted number is a mistake and not a number."""
-    kind = shape(name)[0]
-    is_size = metavar(name) == "SIZE"
-    wanted = {
-        bool: "true or false",
-        int: "a size such as 4GiB or a number" if is_size else "a whole number",
-        float: "a number",
-        list: "a list of texts",
-        str: "a text in quotes",
-    }[kind]
-    if kind is bool:
-        fits = isinstance(value, bool)
-    elif isinstance(value, bool):
-        fits = False
-    elif kind is int:
-        fits = isinstance(value, int) or (is_size and isinstance(value, str))
-    elif kind is float:
-        fits = isinstance(value, int | float)
-    elif kind is list:
-        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    else:
-        fits = isinstance(value, str)
-    if not fits:
-        raise SettingsError(f"{path}: {key} must be {wanted}{_told(name, value)}")
-
-
-def _told(name: str, value: Any) -> str:
-    if name in SECRET or isinstance(value, dict):
-        return ""
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
-    return f", not {text}" if len(text) <= 64 else ""
+    """Raise SettingsError for a value of the wrong type: TOML has types, so a quoted number is a mistake."""
+    kinds, wanted = KINDS[shape(name)[0]]
+    if metavar(name) == "SIZE":
+        kinds, wanted = (int, str), "a size such as 4GiB or a number"
+    is_valid = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    if not is_valid or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+        text = str(value).lower() if isinstance(value, bool) else repr(value)
+        is_shown = name not in SECRET and not isinstance(value, dict) and len(text) <= 64
+        raise SettingsError(f"{path}: {key} must be {wanted}" + (f", not {text}" if is_shown else ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings and, for each field, where its value came from."""
+    """Settings, and the source of each field's value."""
 
     settings: Settings
     sources: dict[str, str]
 
 
 def load(flags: Mapping[str, Any], config: Path | None = None) -> Loaded:
-    """Settings from flags, environment, TOML file and defaults, in that order; SettingsError names what is wrong."""
+    """Settings from flags, environment, TOML file and defaults, in this order. Raises SettingsError."""
     from_file = {} if config is None else read_toml(config)
     from_env = {variable.upper(): variable for variable in environment(os.environ)}
     sources: dict[str, str] = {}
@@ -115,18 +109,14 @@ def load(flags: Mapping[str, Any], config: Path | None = None) -> Loaded:
 
 
 def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
-    """One sentence for a validation error: where, what, and what would do."""
+    """Describe a validation error in one sentence: the source, the value, and what is allowed."""
     context = error.get("ctx", {})
     kind = error["type"]
     name = str(error["loc"][0]) if error["loc"] else ""
     if kind == "value_error":
         text = str(context["error"])
-    elif kind.startswith("int_"):
-        text = "is not a whole number"
-    elif kind.startswith(("float_", "finite_number")):
-        text = "is not a number"
-    elif kind.startswith("bool_"):
-        text = "must be true or false"
+    elif fixed := next((text for prefix, text in MESSAGES.items() if kind.startswith(prefix)), None):
+        text = fixed
     elif kind == "literal_error":
         choices = shape(name)[1]
         close = nearest(str(error["input"]), choices)
@@ -134,8 +124,6 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
     elif kind in ("greater_than_equal", "less_than_equal", "greater_than"):
         word = {"greater_than_equal": "at least", "less_than_equal": "at most", "greater_than": "above"}[kind]
         text = f"must be {word} {next(iter(context.values())):g}"
-    elif kind in ("string_too_short", "string_too_long"):
-        text = "is empty" if kind == "string_too_short" else "is too long"
     else:
         text = "is not valid: " + error["msg"][:1].lower() + error["msg"][1:]
     if not name:

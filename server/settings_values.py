@@ -1,10 +1,10 @@
-"""The kinds of values that settings have, and what is wrong with a value."""
+"""The types of settings and their validators."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,12 +15,12 @@ from .parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from .settings_keys import read_keys
 
 UNITS = {"": 1, **{unit + "b": 1000**i for i, unit in enumerate("kmgt", 1)}, "b": 1}
-# A bare letter counts in 1024s, as docker and the kernel do.
+# A bare unit letter is a power of 1024, as in docker and the kernel.
 UNITS |= {suffix: 1024**i for i, unit in enumerate("kmgt", 1) for suffix in (unit, unit + "ib")}
 
 
 class SettingsError(Exception):
-    """A setting is wrong; the text is one sentence that names where it was written."""
+    """A setting is invalid; the text is one sentence that names where it was set."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -33,7 +33,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def num_bytes(value: Any) -> Any:
-    """Bytes of a size such as 4GiB, 500MB or 4096."""
+    """Convert a size such as 4GiB, 500MB or 4096 to bytes."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]{0,3})", value.strip().lower())
@@ -43,7 +43,7 @@ def num_bytes(value: Any) -> Any:
 
 
 def split(value: Any) -> Any:
-    """A list from `a,b`, from `["a","b"]` as JSON, or from several such flags."""
+    """Convert `a,b`, `["a","b"]` as JSON, or several such flags to a list."""
     if isinstance(value, str):
         if value.strip().startswith("["):
             import json
@@ -51,7 +51,7 @@ def split(value: Any) -> Any:
             try:
                 value = json.loads(value)
             except ValueError:
-                raise ValueError("begins as a JSON list but is not one") from None
+                raise ValueError("is not a valid JSON list") from None
         else:
             value = value.split(",")
     return [item.strip() if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
@@ -59,7 +59,7 @@ def split(value: Any) -> Any:
 
 def _no_blank(values: list[Any]) -> list[Any]:
     if not all(str(value.get_secret_value() if isinstance(value, SecretStr) else value) for value in values):
-        raise ValueError("holds an empty entry")
+        raise ValueError("has an empty entry")
     return values
 
 
@@ -82,7 +82,7 @@ def _key_file(path: Path) -> Path:
 
 def _in_folder(path: Path) -> Path:
     if not path.absolute().parent.is_dir():
-        raise ValueError("lies in a folder that does not exist")
+        raise ValueError("is in a folder that does not exist")
     if path.is_dir():
         raise ValueError("is a folder, not a file")
     return path
@@ -90,7 +90,7 @@ def _in_folder(path: Path) -> Path:
 
 def _socket_path(path: Path) -> Path:
     if len(os.fsencode(path)) > 107:  # sun_path holds 108 bytes with its final NUL
-        raise ValueError("is longer than the 107 bytes that a socket's path may have")
+        raise ValueError("is longer than 107 bytes, the limit for a socket's path")
     return _in_folder(path)
 
 
@@ -101,11 +101,9 @@ def _device(value: str) -> str:
 
 
 def _generation_config(value: str) -> str:
-    if value in ("auto", "engine"):
-        return value
     if value in ("vllm", "none"):
         return "engine"
-    if not Path(value).exists():
+    if value not in ("auto", "engine") and not Path(value).exists():
         raise ValueError("must be auto, engine, or a folder or file that exists")
     return value
 
@@ -114,10 +112,6 @@ def _root_path(value: str) -> str:
     if value and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", value):
         raise ValueError("must be a path such as /llm")
     return value.rstrip("/")
-
-
-def _alias(names: Mapping[str, str]) -> BeforeValidator:
-    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
 
 
 Bytes = Annotated[int, BeforeValidator(num_bytes)]
@@ -130,13 +124,14 @@ NewFile = Annotated[Path, AfterValidator(_in_folder)]
 SocketPath = Annotated[Path, AfterValidator(_socket_path)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 DType = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16", "float64"], _alias({"half": "float16", "float": "float32"})
+    Literal["auto", "float32", "float16", "bfloat16", "float64"],
+    BeforeValidator(lambda value: {"half": "float16", "float": "float32"}.get(str(value), value)),
 ]
 Device = Annotated[str, AfterValidator(_device)]
 
 
 def _one_of(formats: Iterable[str]) -> AfterValidator:
-    """One of these, auto or none."""
+    """Accept auto, none, or one of these."""
     known = ("auto", "none", *formats)
 
     def check(value: str) -> str:

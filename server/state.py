@@ -1,4 +1,4 @@
-"""Pequod: everything that one app holds, and what routes ask it before they start work."""
+"""AppState: the state of one app, which routes get as a dependency."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .settings import Settings
 CUT_S = 5.0  # for streams to write their error event after the drain's deadline
 
 
-class Pequod:
-    """One app's state; lives in `app.state.pequod` from build_app on."""
+class AppState:
+    """The state of one app, in `app.state.pequod`."""
 
     def __init__(self, settings: Settings, engine: Engine, version: str) -> None:
         self.settings = settings
@@ -39,21 +39,21 @@ class Pequod:
         self.limits = Limits(settings)
         self.grammars = Gate()
         self.metrics = Metrics(settings, engine, self.limits)
-        self.description = b""  # of the API as JSON, once somebody has asked for it
-        self.model: LoadedModel | None = None  # None: still loading, or it failed
+        self.description = b""  # of the API as JSON, rendered at the first request
+        self.model: LoadedModel | None = None  # None while loading, and if that failed
         self.model_names = settings.names
         self.created = int(time.time())
-        self.deadline_passed = asyncio.Event()  # the drain's: every open stream ends now, with an error event
+        self.deadline_passed = asyncio.Event()  # of the drain: open streams end with an error event
         self.failure = asyncio.Event()  # set with `failed`
         self._load_error: EngineError | None = None
-        self._settled = asyncio.Event()  # loaded, or _load_error is there
+        self._settled = asyncio.Event()  # loading has ended
         self._ids = itertools.count(1)
         self._seeds = None if settings.seed is None else random.Random(settings.seed)
 
     # Loading
 
     async def load(self) -> None:
-        """Load the model; an error is kept for `ready` and `failed`."""
+        """Load the model; `ready` and `failed` report an error."""
         try:
             model = await load(self.settings, self.engine, self.version)
         except EngineError as error:
@@ -67,7 +67,7 @@ class Pequod:
         self.watch()
 
     async def ready(self) -> LoadedModel:
-        """Wait until generation works: engine and tokenizer; raises the EngineError that prevents it."""
+        """Wait until requests can be served. Raises the EngineError that prevents it."""
         while self.model is None:
             if self._load_error is not None:
                 raise self._load_error
@@ -76,49 +76,45 @@ class Pequod:
         return self.model
 
     def watch(self) -> None:
-        """Notice that the engine has failed for good; called a few times a second."""
+        """Set `failure` if the engine has failed for good; called a few times a second."""
         if self.failed is not None:
             self.failure.set()
 
     @property
     def failed(self) -> EngineError | None:
-        """Why this server will never answer again; None while it may."""
+        """The error after which no request can be served; None if there is none."""
         if self._load_error is None and self.engine.status.phase == "failed":
             return self.engine.status.error or EngineDied("the engine failed")
         return self._load_error
 
-    # What routes ask
-
-    @property
-    def draining(self) -> bool:
-        return self.limits.draining
+    # For routes
 
     def new_id(self) -> int:
-        """The id of a new engine request."""
+        """Return the id of a new engine request."""
         return next(self._ids)
 
     def new_seed(self) -> int:
-        """64 bits for a request that brings no seed: with --seed the same ones in every run, in order of arrival."""
+        """Return a 64-bit seed for a request without one; with --seed, the same sequence in every run."""
         return secrets.randbits(64) if self._seeds is None else self._seeds.getrandbits(64)
 
     def check_model(self, name: str | None) -> str:
-        """The served name that a request means; raises 404."""
+        """Return the served name for a request's model; raises 404."""
         if name is None:
             return self.model_names[0]
         if name in self.model_names:
             return name
-        raise not_found(f"The model '{shown(name)}' does not exist here; GET /v1/models lists what does.", "model",
-                        "model_not_found")  # fmt: skip
+        message = f"The model '{shown(name)}' does not exist; GET /v1/models lists the models of this server."
+        raise not_found(message, "model", "model_not_found")
 
     def require_ready(self) -> LoadedModel:
-        """The model, where new work is taken; otherwise raises 503 with Retry-After.
+        """Return the model; raises 503 with Retry-After if no new work is accepted.
 
-        An engine that is being restarted takes work: it begins where the others go on.
+        While the engine restarts, work is accepted: it starts when the open requests continue.
         """
-        if self.draining:
+        if self.limits.draining:
             raise self.limits.refuse("draining", "The server is shutting down.", retry.DRAINING_S)
         if self.failed is not None:
-            raise self.limits.refuse("failed", "The engine has failed and will not come back.", retry.FAILED_S)
+            raise self.limits.refuse("failed", "The engine has failed and will not be restarted.", retry.FAILED_S)
         if self.model is None:
             share = self.engine.status.share
             raise self.limits.refuse("loading", f"The model is loading ({share:.0%} so far).", retry.LOADING_S)
@@ -127,7 +123,7 @@ class Pequod:
     # Health
 
     def health(self) -> Health:
-        """What /ready tells."""
+        """The body of /ready."""
         status, now = self.engine.status, time.monotonic()
         running, waiting = self.metrics.running_waiting()
         return Health(
@@ -147,20 +143,20 @@ class Pequod:
         )
 
     def is_alive(self) -> bool:
-        """Whether this process may go on: what /live reports. An engine that hangs is replaced without its end."""
+        """Whether this process should be kept, for /live. An engine that hangs is replaced without a new server."""
         return self.failed is None
 
     # Drain
 
     def begin_drain(self) -> None:
-        """From now on /ready says no and new work gets 503; what runs goes on. Safe to call again."""
+        """Report unready and refuse new work with a 503; running requests continue. Safe to call again."""
         self.limits.draining = True
 
-    async def drained(self, timeout: float) -> bool:  # noqa: ASYNC109 (the end of the time is an act of its own)
+    async def drained(self, timeout: float) -> bool:  # noqa: ASYNC109 (streams are ended at the timeout)
         """Wait until no choice is open.
 
-        At the timeout (s) every open stream is told to end with an error event, and False comes back when they have,
-        or after CUT_S.
+        After `timeout` seconds all open streams are ended with an error event; returns False when they have ended, or
+        after CUT_S.
         """
         idle = asyncio.Event()
         self.limits.when_idle(idle.set)
@@ -181,10 +177,10 @@ class Pequod:
             self.model.prompts.close()
 
 
-async def pequod(request: Request) -> Pequod:
-    """The state of the app that serves a request. A coroutine: FastAPI would call a function in a thread."""
-    state: Pequod = request.app.state.pequod
+async def app_state(request: Request) -> AppState:
+    """The state of the app that serves a request. A coroutine, since FastAPI runs plain functions in a thread."""
+    state: AppState = request.app.state.pequod
     return state
 
 
-AppDep = Annotated[Pequod, Depends(pequod)]
+AppDep = Annotated[AppState, Depends(app_state)]

@@ -2,7 +2,7 @@
 
 
 def version() -> str:
-    """The installed version."""
+    """Return the installed version."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 

@@ -37,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of async tests: asyncio alone, since the server does not run on trio."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def data() -> pathlib.Path:
     """Models, tokenizers and prompts from outside of the repository."""
     place = os.environ.get("PEQUOD_TEST_DATA")

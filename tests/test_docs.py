@@ -18,8 +18,8 @@ from tests.server.observability.test_metrics import Bench
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGE = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
-STATUS = {"unavailable": 503, "refuse": 503, "not_found": 404}  # of functions that make an ApiError
-CODE_AT = {"unavailable": 1, "refuse": 0, "not_found": 2}
+STATUS = {"unavailable": 503, "refuse": 503, "_check": 503, "not_found": 404}  # of functions that make an ApiError
+CODE_AT = {"unavailable": 1, "refuse": 0, "_check": 3, "not_found": 2}
 
 
 def section(title: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.mutants.__main__ import last_error, tried
-from tests.mutants.table import CHECKS, ROOT, mutants
+from tests.mutants.table import CHECKS, ROOT, SAMPLER, mutants
 
 MUTANTS = mutants()
 
@@ -13,6 +13,12 @@ def test_a_mutant_has_its_place_and_is_python(mutant):
     compile(mutant.source(), mutant.file, "exec")
     assert mutant.source() != (ROOT / mutant.file).read_text()
     assert mutant.check in CHECKS or (ROOT / mutant.check.partition("::")[0]).exists()
+
+
+@pytest.mark.parametrize("name", SAMPLER.split(" or "))
+def test_the_sampler_check_selects_tests_that_exist(name):
+    tests = (ROOT / "tests/engine/test_sampler.py").read_text()
+    assert any(name in line for line in tests.splitlines() if line.startswith("def test_"))
 
 
 def test_there_are_mutants_of_each_part():

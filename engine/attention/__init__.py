@@ -1,9 +1,9 @@
-"""Attention over a paged KV cache: the seam that its backends stand behind, and the choice among them."""
+"""Attention over a paged KV cache: the interface of its backends, and their selection."""
 
 from .backend import AttentionBackend, LayerCache, Plan
 from .cache import KVCache
 from .choice import Choice, check, choose, create
-from .layer import AttentionLayer, held
+from .layer import AttentionLayer
 from .metadata import AttentionMeta
 
 __all__ = [
@@ -17,5 +17,4 @@ __all__ = [
     "check",
     "choose",
     "create",
-    "held",
 ]

@@ -1,4 +1,4 @@
-"""The seam that attention backends stand behind: what a backend says of itself, its caches, its plan and its kernel."""
+"""The interface of attention backends: what they support, their caches, their plan of a step, and attention itself."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class LayerCache:
     layer: AttentionLayer
     block_size: int
     tensor: Tensor  # dimension 0 is the block, and a block is one contiguous run of bytes
-    sinks: Tensor | None = None  # [heads], in the dtype that the backend wants
+    sinks: Tensor | None = None  # [heads], in the dtype that the backend needs
 
 
 class Plan(Protocol):
-    """What a backend derives from a step once, for all layers; it is valid until the step's memory is written again."""
+    """What a backend computes once per step, for all layers. Valid until the step's input buffers are written again."""
 
     @property
     def meta(self) -> AttentionMeta: ...
 
 
 class AttentionBackend(Protocol):
-    """Owns the layout of the cache: it allocates, stores and reads; nobody else indexes a cache tensor."""
+    """Owns the layout of the cache: only the backend allocates, writes, reads and indexes cache tensors."""
 
-    drawback: str  # what is lost where it takes the place of one that cannot serve the model
-    invariant: bool  # a token's result has the same bits whatever else is in the step, and however it was cut
-    library: ctypes.CDLL | None  # the library whose clock counts its time
+    drawback: str  # of using it instead of a preferred backend that cannot serve the model
+    invariant: bool  # a token's result has the same bits in any batch, and however its prompt is divided into chunks
+    library: ctypes.CDLL | None  # the library that measures its time
 
     @classmethod
     def objection(
         cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
     ) -> str | None:
-        """Return why it cannot serve a model with these layers, or None where it can.
+        """Return why it cannot serve a model with these layers, or None if it can.
 
         `isa` is the setting of the CPU kernels.
         """
@@ -52,26 +52,26 @@ class AttentionBackend(Protocol):
     def workspace_bytes(
         cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, config: EngineConfig
     ) -> int:
-        """Return an upper bound of the memory that a step takes beside the caches, for a resolved config."""
+        """Return an upper bound of the memory that a step needs beside the caches, for a resolved config."""
 
     @classmethod
     def create(cls, isa: str) -> AttentionBackend:
-        """Return a new backend; ConfigError where the CPU kernels that `isa` names cannot be used."""
+        """Return a new backend. Raises ConfigError if the CPU kernels that `isa` selects cannot be used."""
 
     def allocate(
         self,
         layer: AttentionLayer,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,  # the model's, or int8 (see `held`)
+        dtype: torch.dtype,  # the model's, or int8 (see `stored_size`)
         device: torch.device,
         *,
-        sinks: Tensor | None = None,  # [heads], where the layer has them
+        sinks: Tensor | None = None,  # [heads], if the layer has them
     ) -> LayerCache:
-        """Return a layer's cache, its content undefined."""
+        """Return a layer's cache; its content is undefined."""
 
     def plan(self, meta: AttentionMeta) -> Plan:
-        """Return this backend's plan of a step; once per step, before the first layer."""
+        """Return this backend's plan of a step. Called once per step, before the first layer."""
 
     def attend(
         self,
@@ -79,12 +79,12 @@ class AttentionBackend(Protocol):
         q: Tensor,  # [tokens, heads, head_dim]
         k: Tensor,  # [tokens, kv_heads, head_dim]
         v: Tensor,  # [tokens, kv_heads, v_head_dim]
-        plan: Any,  # from this backend's `plan`
+        plan: Any,  # that `plan` has returned
     ) -> Tensor:
-        """Store k and v in the cache, then attend causally; return [tokens, heads, v_head_dim]."""
+        """Store k and v in the cache, then compute causal attention; returns [tokens, heads, v_head_dim]."""
 
     def kernel_address(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int | None:
-        """Return the address of `attend` for kernels that call it themselves, as structures.h declares it in Stack.
+        """Return the address of `attend` in C++, as Stack in structures.h declares it, for kernels that call it.
 
-        None where there is none for a model and a cache of these dtypes. A backend that has one plans as cpu.Plan.
+        None if there is none for these dtypes of model and cache. The plans of a backend that has one are cpu.Plan.
         """

@@ -15,7 +15,7 @@ from .metadata import AttentionMeta
 
 @dataclass(slots=True, eq=False)
 class KVCache:
-    """The keys and values of every layer, in the layout of `backend`. The model thread's."""
+    """The keys and values of every layer, in the layout of `backend`. Owned by the model thread."""
 
     backend: AttentionBackend
     layers: list[LayerCache]
@@ -30,15 +30,15 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        sinks: Mapping[str, Tensor] | None = None,  # the parameters that layers name
+        sinks: Mapping[str, Tensor] | None = None,  # the parameters that the layers name
     ) -> KVCache:
         """Return a new cache of `num_blocks` blocks for these layers."""
 
-        def allocated(layer: AttentionLayer) -> LayerCache:
+        def layer_cache(layer: AttentionLayer) -> LayerCache:
             own = None if layer.sinks is None else (sinks or {})[layer.sinks]
             return backend.allocate(layer, num_blocks, block_size, dtype, device, sinks=own)
 
-        return cls(backend, [allocated(layer) for layer in layers])
+        return cls(backend, [layer_cache(layer) for layer in layers])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,5 +49,5 @@ class KVCache:
         return self.backend.plan(meta)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        """AttentionBackend.attend on the cache of layer number `layer`."""
+        """Call AttentionBackend.attend with the cache of layer number `layer`."""
         return self.backend.attend(self.layers[layer], q, k, v, plan)

@@ -1,4 +1,4 @@
-"""The attention backends, and the choice among them."""
+"""The table of attention backends, and the selection of one."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from .layer import AttentionLayer
 
 
 class Entry(NamedTuple):
-    """A backend in the table; its module is imported when it is considered."""
+    """A backend in the table. Its module is imported only when the backend is considered."""
 
     path: str  # module:class
-    device_types: tuple[str, ...]  # where "auto" considers it
+    device_types: tuple[str, ...]  # for which "auto" considers it
 
 
 # In order of preference.
 BACKENDS = {
     "cpu": Entry("engine.attention.cpu:Paged", ("cpu",)),
+    "triton": Entry("engine.attention.paged_gpu:PagedGPU", ("cuda",)),
     "reference": Entry("engine.attention.reference:Reference", ("cpu", "cuda")),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend for a model; `note` says why it is not the preferred one of its device."""
+    """The backend for a model. `note`: why it is not the preferred one of the device, or empty."""
 
     name: str
     backend: type[AttentionBackend]
@@ -38,7 +39,7 @@ class Choice:
 
 
 def check(name: str) -> None:
-    """Raise ConfigError for an unknown backend; whether a known one can serve a model is for `choose`."""
+    """Raise ConfigError for an unknown name. `choose` checks whether a backend can serve a model."""
     if name != "auto" and name not in BACKENDS:
         raise ConfigError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
 
@@ -46,9 +47,9 @@ def check(name: str) -> None:
 def choose(
     name: str, device: torch.device, layers: Sequence[AttentionLayer], dtype: torch.dtype, isa: str = "auto"
 ) -> Choice:
-    """Return the backend that a setting means for a model on a device; "auto" is the first that can serve the model.
+    """Return the backend for a model on a device; "auto" selects the first one that can serve the model.
 
-    `isa` is the setting of the CPU kernels. Raises ConfigError where the named backend cannot serve the model.
+    `isa` is the setting of the CPU kernels. Raises ConfigError if the named backend cannot serve the model.
     """
     check(name)
     candidates = [name] if name != "auto" else [each for each in BACKENDS if device.type in BACKENDS[each].device_types]
@@ -63,7 +64,7 @@ def choose(
 
 
 def create(name: str, isa: str = "auto") -> AttentionBackend:
-    """Return a new backend by the name in a Choice. Raises ConfigError as AttentionBackend.create does."""
+    """Return a new backend with the name of a Choice. Raises ConfigError, see AttentionBackend.create."""
     return _class(name).create(isa)
 
 

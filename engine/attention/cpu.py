@@ -1,7 +1,7 @@
-"""Paged attention on the CPU by our own kernel: reads the pages where they are, and gives the same bits in any batch.
+"""Paged attention on the CPU by our own kernel: reads pages in place, and returns the same bits in any batch.
 
-The kernel (engine/kernels/attention.cpp) stores and attends in one call; pages.h has the layout of a block. It gets a
-`Call` per step and kind of layer, and pointers per layer.
+The kernel (engine/kernels/attention.cpp) stores and attends in one call; pages.h defines the layout of a block. Its
+arguments are a `Call` per step and kind of layer, and pointers per layer.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ..kernels.library import DTYPES, address, cache_dtypes
 from ..kernels.structures import Call
 from ..types import ConfigError
 from .backend import LayerCache
-from .layer import AttentionLayer, held
+from .layer import AttentionLayer
 from .metadata import AttentionMeta
 
-# Of the processor's memory pages: one walk of their tables per 2 MB of keys and values instead of per 4 KB.
+# Huge pages need one page-table walk for 2 MB of keys and values instead of for 4 KB. MADV_HUGEPAGE, and their size.
 HUGE_PAGES, HUGE_BYTES = 14, 2 << 20
-# As in attention.cpp: keys whose sums are kept apart, keys of a tile, queries of a task, and floats beside a query's
-# sums, at most.
+# As in attention_tasks.h: keys of a split, keys of a tile, maximum queries of a task; and the maximum number of floats
+# beside a query's sums.
 SPLIT, TILE, TASK_QUERIES, SUM_PADDING = 1024, 64, 96, 48
 
-# From one token to the next and from one head to the next: of queries, of keys, of values.
+# Of queries, keys and values: from one token to the next, and from one head to the next.
 Strides = tuple[int, int, int, int, int, int]
 
 
 def variant(isa: str) -> tuple[ctypes.CDLL, str]:
-    """The kernels and the instruction set that a setting means; ConfigError where there are none."""
+    """Return the kernels and the instruction set that a setting selects. Raises ConfigError if there are none."""
     if isa == "torch":
-        raise ConfigError("no CPU kernels are wanted (`cpu_isa=torch`)")
+        raise ConfigError("`cpu_isa=torch` disables the CPU kernels")
     try:
         loaded, features = library.load(build.library())
     except (build.BuildError, OSError) as error:
@@ -49,9 +49,9 @@ def variant(isa: str) -> tuple[ctypes.CDLL, str]:
 
 
 class Plan:
-    """A step as the kernel takes it, checked so that the kernel stays within the tensors: a Call per kind of layer.
+    """A step in the kernel's form: a Call for each kind of layer. Checked, so that the kernel stays within the tensors.
 
-    The Calls point into the step's tensors, and live as long as the plan.
+    The Calls point into the step's tensors, and are valid as long as the plan.
     """
 
     def __init__(self, meta: AttentionMeta) -> None:
@@ -67,13 +67,13 @@ class Plan:
     def call(self, cache: LayerCache, strides: Strides) -> int:
         """Return the address of the Call for a layer whose queries, keys and values have these strides."""
         key = cache.layer, strides
-        found = self._calls.get(key)
-        if found is None:
-            call = self._made(cache, strides)
-            found = self._calls[key] = call, ctypes.addressof(call)
-        return found[1]
+        known = self._calls.get(key)
+        if known is None:
+            call = self._create(cache, strides)
+            known = self._calls[key] = call, ctypes.addressof(call)
+        return known[1]
 
-    def _made(self, cache: LayerCache, strides: Strides) -> Call:
+    def _create(self, cache: LayerCache, strides: Strides) -> Call:
         meta, layer = self.meta, cache.layer
         return Call(
             query_start=meta.query_start.data_ptr(),
@@ -99,9 +99,9 @@ class Plan:
 
 
 class Paged:
-    """Attention by the kernel, for float32 and bfloat16, caches of these or of int8, and keys as long as values.
+    """Attention by the kernel: for float32 and bfloat16, caches in these dtypes or int8, and keys as long as values.
 
-    Calls from several threads at once are fine where they have caches of their own.
+    Several threads may call it at once if each has its own caches.
     """
 
     drawback = ""
@@ -110,7 +110,7 @@ class Paged:
     def __init__(self, kernels: ctypes.CDLL, isa: str) -> None:
         pointer = ctypes.c_void_p
         self.library = kernels
-        # By the dtype of the model and that of the cache.
+        # By the dtypes of the model and of the cache.
         self._attend = {
             (dtype, cache): getattr(kernels, f"attend_{name}_{isa}") for dtype, cache, name in cache_dtypes()
         }
@@ -126,8 +126,8 @@ class Paged:
             return f"the device is {device}"
         if dtype not in DTYPES:
             return f"it computes in {' and '.join(DTYPES.values())}, not in {str(dtype).removeprefix('torch.')}"
-        if odd := next((layer for layer in layers if layer.head_dim != layer.v_head_dim), None):
-            return f"it wants keys as long as values, and here they have {odd.head_dim} and {odd.v_head_dim} numbers"
+        if uneven := next((layer for layer in layers if layer.head_dim != layer.v_head_dim), None):
+            return f"it needs keys as long as values, and these have {uneven.head_dim} and {uneven.v_head_dim} numbers"
         try:
             variant(isa)
         except ConfigError as error:
@@ -138,16 +138,17 @@ class Paged:
     def workspace_bytes(
         cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, config: EngineConfig
     ) -> int:
-        """The sums of queries whose keys several threads share, and each thread's own; `plan` in attention.cpp."""
+        """Count the sums of queries whose keys several threads share, and each thread's scratch memory; see
+        attention_tasks.h."""
         assert config.max_len and config.max_batched_tokens
         tokens, splits, threads = config.max_batched_tokens, -(-config.max_len // SPLIT), config.threads
         threads = threads or os.cpu_count() or 1
 
         def of(layer: AttentionLayer) -> int:
             of_task = max(TASK_QUERIES, layer.num_heads // layer.num_kv_heads)
-            # A task is divided where it is more than a fourth of a thread's share: there are at most four per thread.
+            # A task is divided if it is more than a quarter of a thread's share, so there are at most four per thread.
             shared = min(tokens * layer.num_heads, 4 * threads * of_task) * splits
-            # Queries, in up to eight bytes a number, two sums of each, and a tile of keys and of values.
+            # Queries with up to eight bytes per number, two sums for each, and a tile of keys and of values.
             own = threads * (4 * of_task + 2 * TILE)
             return (shared + own) * (layer.head_dim + SUM_PADDING) * 4
 
@@ -170,10 +171,8 @@ class Paged:
         if dtype not in (*DTYPES, torch.int8) or device.type != "cpu" or layer.head_dim != layer.v_head_dim:
             raise ValueError(f"no cache of {layer} in {dtype} on {device}")
         if layer.num_heads % layer.num_kv_heads or (sinks is not None and sinks.shape != (layer.num_heads,)):
-            raise ValueError(f"{layer} has heads that do not fit each other")
-        # Not cleared: nothing that was not stored is ever read with effect.
-        share = block_size * 2 * held(layer.head_dim, dtype)
-        tensor = torch.empty(num_blocks, layer.num_kv_heads, share, dtype=dtype, device=device)
+            raise ValueError(f"the numbers of heads of {layer} do not fit each other")
+        tensor = layer.empty_cache(num_blocks, block_size, dtype, device)
         _advise(tensor)
         return LayerCache(layer, block_size, tensor, None if sinks is None else sinks.detach().float().contiguous())
 
@@ -215,7 +214,7 @@ def _strides(x: Tensor) -> tuple[int, int]:
 
 
 def _advise(cache: Tensor) -> None:
-    """Ask for large memory pages where a cache is large; a kernel that has none says so, and nothing is lost."""
+    """Request huge pages for a large cache. An error is ignored: the cache works without them."""
     start = -(-cache.data_ptr() // HUGE_BYTES) * HUGE_BYTES
     size = cache.data_ptr() + cache.nbytes - start
     if size >= HUGE_BYTES:

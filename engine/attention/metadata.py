@@ -1,4 +1,4 @@
-"""Where the tokens of one step stand, for attention."""
+"""AttentionMeta: the positions of a step's tokens, for attention."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMeta:
-    """Where the tokens of one step stand. Row r owns the tokens query_start[r] to query_start[r + 1]: its last ones.
+    """The rows of one step. Row r has the tokens query_start[r] to query_start[r + 1], the last ones of its sequence.
 
-    The two lists hold the same numbers as the tensors beside them, so that nobody waits for the device.
+    The two lists hold the same numbers as their tensors, so that reading them does not wait for the device.
     """
 
     query_start: Tensor  # [rows + 1] int32, prefix sum of tokens per row
     seq_lens: Tensor  # [rows] int32, cached and new tokens
     slot_mapping: Tensor  # [tokens] int64, block_id * block_size + offset
-    block_table: Tensor  # [rows, max_blocks] int32; entries beyond a row's blocks are any valid block
+    block_table: Tensor  # [rows, max_blocks] int32; entries after a row's blocks are any valid block ids
     max_query: int
     max_seq: int
     query_start_list: list[int]
@@ -30,7 +30,7 @@ class AttentionMeta:
     def of(
         cls, rows: Sequence[tuple[Sequence[int], int, int]], block_size: int, device: torch.device | str = "cpu"
     ) -> AttentionMeta:
-        """From rows of (block ids, tokens cached, new tokens)."""
+        """Return the metadata of rows of (block ids, number of cached tokens, number of new tokens)."""
         queries = [new for _, _, new in rows]
         lens = [cached + new for _, cached, new in rows]
         starts = [0, *accumulate(queries)]

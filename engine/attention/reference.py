@@ -1,10 +1,11 @@
-"""Paged attention in plain torch: any device, any float type, any head sizes. The oracle of every faster backend.
+"""Paged attention in plain torch, for any device, float type and head sizes. The oracle of every faster backend.
 
-A layer's cache is [blocks, kv_heads, block_size * (head_dim + v_head_dim)]: of each KV head first the block's keys,
-then its values, so that one head's share of a block is one run of memory and pages are gathered by copying runs. In a
-cache of int8 each key and each value is followed by its scale's four bytes, and is brought back once it is gathered.
-Rows with one token (decode) of similar length are gathered together and computed as one batched product per group,
-each KV head's keys read once for all query heads that share it; longer rows are computed one by one.
+A layer's cache is [blocks, kv_heads, block_size * (head_dim + v_head_dim)]: for each KV head the block's keys, then its
+values, so that a KV head's part of a block is contiguous and can be gathered by one copy. In an int8 cache the four
+bytes of a scale follow each key and each value, which are dequantized after they are gathered.
+
+Rows of one token (decode) with similar lengths are gathered together and computed as one batched matmul, which reads
+each KV head's keys once for all query heads that share them. Other rows are computed one by one.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from torch.nn import functional as F
 
 from ..config import EngineConfig
 from .backend import LayerCache
-from .layer import AttentionLayer, held
+from .layer import AttentionLayer, stored_size
 from .metadata import AttentionMeta
 
-# Pages gathered at once, in numbers (keys or values): 2**23 is 16 MiB of bfloat16. Keeps the workspace small beside
-# a model while one gather is still long enough to run at memory speed.
+# Keys or values that are gathered at once, in numbers: 2**23 is 16 MiB of bfloat16, which is small compared with a
+# model, and large enough for a gather to run at memory speed.
 GATHER_NUMBERS = 1 << 23
-# Scores held at once where they are materialized: 64 MiB of float32.
+# Scores that are materialized at once: 64 MiB of float32.
 SCORE_NUMBERS = 1 << 24
-TINY, LARGEST = torch.finfo(torch.float32).tiny, 127  # the least scale, and the largest number of int8 that is used
+TINY, LARGEST = torch.finfo(torch.float32).tiny, 127  # the minimum scale, and the maximum of int8 keys and values
 
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
     """Rows of one token whose lengths are within a factor of two, gathered as one padded batch."""
 
-    tokens: Tensor  # [rows], places in the flattened line
-    pages: Tensor  # [rows, kv_heads, blocks], which head's share of which block
-    visible: Tensor | None  # [rows, 1, 1, blocks * block_size] bool; None: everything
-    hidden: Tensor | None  # the rest as places in the gathered line [rows * kv_heads * blocks * block_size]
+    tokens: Tensor  # [rows], indices into the step's tokens
+    pages: Tensor  # [rows, kv_heads, blocks], indices of one head's parts of blocks, see _pages
+    visible: Tensor | None  # [rows, 1, 1, blocks * block_size] bool; None: all of it
+    hidden: Tensor | None  # indices of the others among the gathered [rows * kv_heads * blocks * block_size]
 
 
 class Plan:
-    """What the layers of a step share, made for the first layer of each kind."""
+    """What the layers of a step share, computed for the first layer of each kind."""
 
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
@@ -51,27 +52,27 @@ class Plan:
         self._decodes: dict[tuple[int | None, int, int, int], list[_Decode]] = {}
 
     def slots(self, block_size: int) -> tuple[Tensor, Tensor]:
-        """Return the block and the offset in it of each new token."""
-        found = self._slots.get(block_size)
-        if found is None:
+        """Return each new token's block and its offset in the block."""
+        known = self._slots.get(block_size)
+        if known is None:
             slots = self.meta.slot_mapping
-            found = self._slots[block_size] = slots // block_size, slots % block_size
-        return found
+            known = self._slots[block_size] = slots // block_size, slots % block_size
+        return known
 
     def decodes(self, window: int | None, kv_heads: int, block_size: int, most: int) -> list[_Decode]:
         """Return the step's rows of one token in groups; see `_decode_rows`."""
         key = window, kv_heads, block_size, most
-        found = self._decodes.get(key)
-        if found is None:
-            found = self._decodes[key] = _decode_rows(self.meta, *key)
-        return found
+        known = self._decodes.get(key)
+        if known is None:
+            known = self._decodes[key] = _decode_rows(self.meta, *key)
+        return known
 
 
 class Reference:
-    """Attention over gathered pages. Its workspace is reused from call to call: one instance, one thread."""
+    """Attention over gathered pages. Not thread-safe: calls reuse one workspace."""
 
     drawback = "torch computes attention, slower and with results that depend on the batch"
-    invariant = False  # torch's products round differently with the number of rows
+    invariant = False  # the rounding of torch's matmuls depends on the number of rows
     library: ctypes.CDLL | None = None
 
     def __init__(self) -> None:
@@ -87,12 +88,12 @@ class Reference:
     def workspace_bytes(
         cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, config: EngineConfig
     ) -> int:
-        """Pages gathered, and scores."""
+        """Count the gathered pages and the scores."""
         assert config.max_len and config.max_seqs and config.max_batched_tokens
         widest = max(layers, key=lambda layer: layer.numbers)
         everything = config.max_seqs * config.max_len * widest.numbers
         gathered = min(everything, max(config.max_len * widest.numbers, 2 * GATHER_NUMBERS))
-        # Of int8, keys or values at a time: the bytes, and two of float32 before the model's dtype.
+        # For int8, keys or values in turn: the bytes, and twice float32 before the model's dtype.
         extra = 5 if cache_dtype == torch.int8 else 0
         scores = min(SCORE_NUMBERS, widest.num_heads * config.max_batched_tokens * config.max_len)
         return gathered * (dtype.itemsize + extra) + 3 * 4 * scores
@@ -111,10 +112,7 @@ class Reference:
         *,
         sinks: Tensor | None = None,
     ) -> LayerCache:
-        # Not cleared: nothing that was not stored is ever read with effect, see _gather.
-        line = held(layer.head_dim, dtype) + held(layer.v_head_dim, dtype)
-        tensor = torch.empty(num_blocks, layer.num_kv_heads, block_size * line, dtype=dtype, device=device)
-        return LayerCache(layer, block_size, tensor, sinks)
+        return LayerCache(layer, block_size, layer.empty_cache(num_blocks, block_size, dtype, device), sinks)
 
     def plan(self, meta: AttentionMeta) -> Plan:
         return Plan(meta)
@@ -136,7 +134,7 @@ class Reference:
         for decode in plan.decodes(window, kv_heads, block_size, most):
             keys, values = self._gather(tensor, decode.pages, k, v)
             if decode.hidden is not None:
-                # 0 * NaN: what lies behind a sequence's end may hold anything, so it is cleared, not only masked.
+                # What follows a sequence's end may be NaN, and 0 * NaN is NaN: clear it, masking is not enough.
                 keys.view(-1, head_dim).index_fill_(0, decode.hidden, 0)
                 values.view(-1, v_head_dim).index_fill_(0, decode.hidden, 0)
             queries = q[decode.tokens].view(-1, kv_heads, group, head_dim)
@@ -148,7 +146,7 @@ class Reference:
             new = end - start
             if new == 1:
                 continue
-            # Of a window only the pages that the first query of a part can see are gathered.
+            # With a window, gather only the pages from the first one that the first query of a part attends to.
             step = max(1, SCORE_NUMBERS // (q.shape[1] * min(length, new + (window or length))))
             for a in range(0, new, step):
                 b = min(a + step, new)
@@ -163,7 +161,7 @@ class Reference:
                 seen = key <= position
                 if window is not None:
                     seen &= key > position - window
-                # [1, kv_heads, group * part, head_dim]: the query heads of one KV head read its keys together.
+                # [1, kv_heads, group * part, head_dim]: the query heads that share a KV head read its keys together.
                 part_q = q[start + a : start + b].view(b - a, kv_heads, group, head_dim).permute(1, 2, 0, 3)
                 result = compute(
                     part_q.reshape(1, kv_heads, group * (b - a), head_dim),
@@ -178,62 +176,65 @@ class Reference:
 
     def _store(self, k: Tensor, v: Tensor, cache: Tensor, block: Tensor, offset: Tensor) -> None:
         if cache.dtype == torch.int8:
-            k, v = narrowed(k), narrowed(v)
+            k, v = quantize(k), quantize(v)
         block_size = cache.shape[2] // (k.shape[2] + v.shape[2])
         split = block_size * k.shape[2]
         cache[..., :split].unflatten(2, (block_size, k.shape[2]))[block, :, offset] = k
         cache[..., split:].unflatten(2, (block_size, v.shape[2]))[block, :, offset] = v
 
     def _gather(self, cache: Tensor, pages: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, kv_heads, tokens, dim] of `pages`, of the sizes and dtype of k and v."""
+        """Return the keys and values of `pages`, [rows, kv_heads, tokens, dim], in the dtype of k and v."""
         flat = cache.view(-1, cache.shape[2])
-        line, v_line = (held(x.shape[2], cache.dtype) for x in (k, v))
+        line, v_line = (stored_size(x.shape[2], cache.dtype) for x in (k, v))
         split = cache.shape[2] // (line + v_line) * line
         rows, kv_heads, blocks = pages.shape
-        found = []
+        gathered = []
         for name, run, dim in (("keys", flat[:, :split], line), ("values", flat[:, split:], v_line)):
             space = self._workspace(name, pages.numel() * run.shape[1], cache).view(-1, run.shape[1])
             torch.index_select(run, 0, pages.reshape(-1), out=space)
-            gathered = space.view(rows, kv_heads, blocks * run.shape[1] // dim, dim)
-            found.append(widened(gathered, k.dtype) if cache.dtype == torch.int8 else gathered)
-        return found[0], found[1]
+            part = space.view(rows, kv_heads, blocks * run.shape[1] // dim, dim)
+            gathered.append(dequantize(part, k.dtype) if cache.dtype == torch.int8 else part)
+        return gathered[0], gathered[1]
 
     def _workspace(self, name: str, numbers: int, like: Tensor) -> Tensor:
-        # Fresh memory of this size would be mapped and faulted in anew in each layer, which costs more than the copy.
+        # Allocating this size anew in each layer would cause page faults that cost more than the copy.
         space = self._space.get(name)
         if space is None or space.numel() < numbers or space.dtype != like.dtype or space.device != like.device:
             space = self._space[name] = torch.empty(numbers, dtype=like.dtype, device=like.device)
         return space[:numbers]
 
 
-def narrowed(x: Tensor) -> Tensor:
-    """Keys or values [..., dim] as a cache of int8 holds them: [..., dim + 4], the scale's bytes last."""
+def quantize(x: Tensor) -> Tensor:
+    """Quantize keys or values [..., dim] to int8 [..., dim + 4], of which the last four are the scale's bytes."""
     wide = x.float()
     top = wide.abs().amax(-1, keepdim=True)
     small, finite = top < LARGEST * TINY, top.isfinite()
     scale = (top / LARGEST).masked_fill(small, 0).masked_fill(~finite, math.nan)
-    # A number divided by a tensor would be its reciprocal multiplied: two roundings, and ties fall otherwise.
+    # Not a Python number divided by `top`: torch would multiply by the reciprocal, which rounds twice.
     inverse = (torch.full_like(top, LARGEST) / top).masked_fill(small | ~finite, 0)
     whole = (wide * inverse).nan_to_num(0).round().clamp(-LARGEST, LARGEST)
     return torch.cat([whole.to(torch.int8), scale.view(torch.int8)], -1)
 
 
-def widened(narrow: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `narrowed` gave, as numbers again: [..., dim]."""
-    whole, scale = narrow[..., :-4], narrow[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+def dequantize(quantized: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the keys or values [..., dim] of what `quantize` has returned."""
+    whole, scale = (
+        quantized[..., :-4],
+        quantized[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32),
+    )
     wide = torch.promote_types(dtype, torch.float32)
     return (whole.to(wide) * scale).to(dtype)
 
 
 def _pages(blocks: Tensor, kv_heads: int) -> Tensor:
-    """[rows, blocks] of block ids to [rows, kv_heads, blocks] of one head's share of a block."""
+    """Convert block ids [rows, blocks] to indices of one head's part of a block, [rows, kv_heads, blocks]."""
     return blocks[:, None, :] * kv_heads + torch.arange(kv_heads, device=blocks.device)[:, None]
 
 
 def _decode_rows(meta: AttentionMeta, window: int | None, kv_heads: int, block_size: int, most: int) -> list[_Decode]:
-    """The step's rows of one token, in groups of similar length.
+    """Return the step's rows of one token, in groups of similar length.
 
-    A group gathers at most `most` keys over its rows and KV heads, or is a single row.
+    A group is a single row, or gathers at most `most` keys over its rows and KV heads.
     """
     starts, device = meta.query_start_list, meta.block_table.device
     spans = []  # (blocks to read, first block, row)
@@ -243,13 +244,13 @@ def _decode_rows(meta: AttentionMeta, window: int | None, kv_heads: int, block_s
             spans.append((-(-length // block_size) - low, low, row))
     groups: list[list[tuple[int, int, int]]] = []
     for span in sorted(spans, reverse=True):
-        # The first of a group is its longest. Padding at most doubles a row's work: few groups, little waste.
+        # The first row of a group is its longest. Padding at most doubles a row's work.
         widest = groups[-1][0][0] if groups else 0
         if 2 * span[0] >= widest > 0 and (len(groups[-1]) + 1) * widest * block_size * kv_heads <= most:
             groups[-1].append(span)
         else:
             groups.append([span])
-    found = []
+    decodes = []
     for group in groups:
         blocks = group[0][0]
         rows = torch.tensor([row for _, _, row in group], device=device)
@@ -262,7 +263,7 @@ def _decode_rows(meta: AttentionMeta, window: int | None, kv_heads: int, block_s
             visible = (position < lengths) & (position >= (0 if window is None else lengths - window))
             hidden = (~visible)[:, None].expand(-1, kv_heads, -1).reshape(-1).nonzero().view(-1)
             visible = visible[:, None, None]
-        found.append(
+        decodes.append(
             _Decode(
                 tokens=torch.tensor([starts[row] for _, _, row in group], device=device),
                 pages=_pages(meta.block_table[rows[:, None], column].long(), kv_heads),
@@ -270,7 +271,7 @@ def _decode_rows(meta: AttentionMeta, window: int | None, kv_heads: int, block_s
                 hidden=hidden,
             )
         )
-    return found
+    return decodes
 
 
 def _attention(
@@ -283,13 +284,13 @@ def _attention(
     softcap: float | None,
     sinks: Tensor | None,  # [kv_heads, queries, 1]
 ) -> Tensor:
-    """Softmax attention, scores and softmax in float32 at least; gives [batch, kv_heads, queries, v_head_dim]."""
+    """Compute softmax attention, with scores in float32 or wider; returns [batch, kv_heads, queries, v_head_dim]."""
     if softcap is None and sinks is None and q.shape[2] > 8 and q.shape[3] == v.shape[3]:
-        # Many queries: torch's fused kernel, which never writes the scores to memory. For a few it is slow on CPUs.
+        # torch's fused kernel does not write the scores to memory. For few queries it is slow on CPUs.
         mask = None if visible is None else visible.expand(q.shape[0], 1, q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     batch, heads, queries, _ = q.shape
-    scores = _product(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(batch, heads, queries, -1).mul_(scale)
+    scores = _matmul(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(batch, heads, queries, -1).mul_(scale)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if visible is not None:
@@ -303,8 +304,8 @@ def _attention(
     return torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, queries, -1)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 at least. Rounding scores to 16 bits would blur the weights by percents."""
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in float32 or wider. Scores rounded to 16 bits would change the weights by percents."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return torch.bmm(a, b)
     if a.is_cuda:

@@ -1,8 +1,8 @@
-"""Measuring the attention of one layer of Qwen3-0.6B's shape, for `python -m engine.bench.kernels`.
+"""Measures the attention of one layer with the shape of Qwen3-0.6B, for `python -m engine.bench.kernels`.
 
-What a CPU's `auto` means is called in turns with the same on a cache of int8, with the reference backend, and with
-torch's attention over keys and values that lie in one piece, which no server has. A sum over plain memory is called
-between them: what the machine's bandwidth is in that moment, which the decode steps are held against.
+The backend that `auto` selects on a CPU is called in turn with itself on an int8 cache, with the reference backend, and
+with torch's attention over contiguous keys and values, which no server has. A sum over plain memory between them
+measures the machine's current bandwidth, with which decode steps are compared.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .timing import interleaved
 
 CPU = torch.device("cpu")
 LAYER, BLOCK_SIZE = AttentionLayer(16, 8, 128, 128, scale=128**-0.5), 16
-# Sequences, new tokens of each, tokens of each in all.
+# Number of sequences; new tokens and total tokens of each.
 STEPS = [(1, 1, 128), (1, 1, 1024), (1, 1, 4096), (1, 1, 16384), (16, 1, 512), (16, 1, 4096)]
 STEPS += [(1, 512, 512), (1, 256, 4096)]
-LARGE = 64 << 20  # bytes of keys and values that no cache holds; there are as many layers as make them
-ORDINARY = 60  # as a number of each dtype, and as each byte of a scale (0.01): no time goes into odd numbers
+LARGE = 64 << 20  # bytes of keys and values, in several layers, that exceed every CPU cache
+ORDINARY = 60  # fills the caches: an ordinary number in each dtype, and as bytes of a scale (0.01), so no subnormals
 CHECKED = 200  # tokens that are compared with float64
 HEADER = (
     f"{'attention':>18} {'ms':>9} {'int8 ms':>9} {'refer. ms':>9} {'sdpa ms':>9} {'ratio':>6} "
@@ -33,21 +33,21 @@ HEADER = (
 
 
 def measure(batch: int, new: int, context: int, *, isa: str, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
-    """One step: times in seconds, `gb_per_s` of keys and values read, errors relative to the largest number.
+    """Return one case: times in seconds, `gb_per_s` of keys and values read, errors relative to the largest number.
 
-    `probe_gb_per_s` is the rate of a sum over memory that no cache holds, measured between the calls.
+    `probe_gb_per_s` is the rate of a sum over memory that exceeds the caches, measured between the calls.
     """
     name = choose("auto", CPU, [LAYER], dtype, isa).name
     width = -(-context // BLOCK_SIZE)
     blocks = torch.randperm(batch * width).view(batch, width).tolist()
     meta = AttentionMeta.of([(row, context - new, new) for row in blocks], BLOCK_SIZE)
-    q, k, v = _drawn(batch * new, dtype)
+    q, k, v = _random(batch * new, dtype)
     size = batch * context * LAYER.numbers * dtype.itemsize
     copies = max(1, LARGE // size)
 
-    def paged(name: str, held: torch.dtype) -> Callable[[int], Tensor]:
+    def paged(name: str, cache_dtype: torch.dtype) -> Callable[[int], Tensor]:
         backend = create(name, isa)
-        caches = [backend.allocate(LAYER, batch * width, BLOCK_SIZE, held, CPU) for _ in range(copies)]
+        caches = [backend.allocate(LAYER, batch * width, BLOCK_SIZE, cache_dtype, CPU) for _ in range(copies)]
         for each in caches:
             each.tensor.fill_(ORDINARY)
         plan = backend.plan(meta)
@@ -94,11 +94,11 @@ def measure(batch: int, new: int, context: int, *, isa: str, dtype: torch.dtype,
     }
 
 
-def told(line: dict[str, Any]) -> str:
-    """What `measure` found as a line below HEADER."""
+def formatted(line: dict[str, Any]) -> str:
+    """Return the result of `measure` as a line below HEADER."""
     step = f"{line['batch']} x {line['new']} of {line['context']}"
     rates = (line[name] / line["probe_gb_per_s"] for name in ("gb_per_s", "int8_gb_per_s"))
-    # Of what memory gives; a chunk of a prompt is not bounded by it.
+    # Fraction of the memory's bandwidth, which does not limit chunks of prompts.
     share, int8_share = ("-" if line["new"] > 1 else f"{rate:.0%}" for rate in rates)
     return (
         f"{step:>18} {line['seconds'] * 1e3:9.3f} {line['int8_seconds'] * 1e3:9.3f} "
@@ -108,18 +108,18 @@ def told(line: dict[str, Any]) -> str:
     )
 
 
-def _drawn(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _random(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     heads = LAYER.num_heads, LAYER.num_kv_heads, LAYER.num_kv_heads
     q, k, v = (torch.randn(tokens, count, LAYER.head_dim) for count in heads)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 @cache
-def _checked(name: str, isa: str, dtype: torch.dtype, held: torch.dtype) -> tuple[float, bool]:
-    """The error of a prompt's attention, and whether its last tokens have the same bits when they come one by one."""
+def _checked(name: str, isa: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> tuple[float, bool]:
+    """Return the error of a prompt's attention, and whether its last tokens have the same bits one by one."""
     backend, blocks = create(name, isa), list(range(-(-CHECKED // BLOCK_SIZE)))
-    q, k, v = _drawn(CHECKED, dtype)
-    pages = backend.allocate(LAYER, len(blocks), BLOCK_SIZE, held, CPU)
+    q, k, v = _random(CHECKED, dtype)
+    pages = backend.allocate(LAYER, len(blocks), BLOCK_SIZE, cache_dtype, CPU)
 
     def part(start: int, end: int) -> Tensor:
         meta = AttentionMeta.of([(blocks, start, end - start)], BLOCK_SIZE)

@@ -6,7 +6,7 @@ prints, for each weight shape of Qwen3-0.6B and each number of rows, the time of
 against float64, and whether rows have the same bits alone and in the batch; the same for weights in 8 and 4 bits if the
 kernels support them. The cases are called in turn, and medians are printed. Each call uses the next of several weights,
 which together exceed the caches. Then it measures attention, sampling and log-probabilities in the same way
-(attention.py and vocabulary.py in this folder). On an error it exits with status 2 and prints a sentence, or a JSON
+(attention.py and logits.py in this folder). On an error it exits with status 2 and prints a sentence, or a JSON
 object with `error`. With `--isa torch`, "ours" is torch as Pequod uses it.
 """
 
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from ..kernels.library import CHOICES, Kernels, choose, for_sampling
 from ..models.layers import Linear, can_reorder
 from ..types import EngineError
-from . import attention, vocabulary
+from . import attention, logits
 from .timing import interleaved
 
 # Qwen3-0.6B's weights: rows (outputs) and columns.
@@ -121,7 +121,7 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
     choice = choose(isa, torch.device("cpu"), DTYPES[dtype])
     bits_of = (8, 4) if choice.kernels is not None and choice.kernels.quantizes else ()
     torch.manual_seed(0)
-    found = []
+    matmuls = []
     show(f"{choice.name} products of {dtype} on {torch.get_num_threads()} threads, torch {torch.__version__}")
     if choice.note:
         show(choice.note)
@@ -134,7 +134,7 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
             if name == "head" and count > MAX_HEAD_ROWS:
                 continue
             line = measure(name, count, choice.kernels, DTYPES[dtype], seconds, bits_of=bits_of)
-            found.append(line)
+            matmuls.append(line)
             onednn = line["onednn_seconds"]
             show(
                 f"{name:8} {count:5d} {line['seconds'] * 1e3:9.3f} {line['torch_seconds'] * 1e3:9.3f} "
@@ -150,22 +150,22 @@ def bench(isa: str, dtype: str, rows: list[int], seconds: float, show: Callable[
     attended = []
     for step in attention.STEPS:
         attended.append(attention.measure(*step, isa=isa, dtype=DTYPES[dtype], seconds=seconds))
-        show(attention.told(attended[-1]))
-    show(vocabulary.HEADER)
-    drawn, sampling = [], for_sampling(isa, torch.device("cpu"), DTYPES[dtype])
-    for case in vocabulary.CASES:
-        for count in vocabulary.ROWS:
-            drawn.append(vocabulary.measure(case, count, sampling, seconds))
-            show(vocabulary.told(drawn[-1]))
+        show(attention.formatted(attended[-1]))
+    show(logits.HEADER)
+    sampled, sampling = [], for_sampling(isa, torch.device("cpu"), DTYPES[dtype])
+    for case in logits.CASES:
+        for count in logits.ROWS:
+            sampled.append(logits.measure(case, count, sampling, seconds))
+            show(logits.formatted(sampled[-1]))
     return {
         "isa": choice.name,
         "note": choice.note,
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
-        "products": found,
+        "products": matmuls,
         "attention": attended,
-        "vocabulary": drawn,
+        "logits": sampled,
     }
 
 
@@ -193,14 +193,16 @@ def main(arguments: list[str] | None = None) -> int:
     lines = sys.stderr if given.json else sys.stdout
     with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
         try:
-            found = bench(given.isa, given.dtype, rows, given.seconds, lambda text: print(text, file=lines, flush=True))
+            result = bench(
+                given.isa, given.dtype, rows, given.seconds, lambda text: print(text, file=lines, flush=True)
+            )
         except EngineError as error:
-            found = {"error": str(error)}
+            result = {"error": str(error)}
     if given.json:
-        print(json.dumps(found))
-    elif "error" in found:
-        print(found["error"], file=sys.stderr)
-    return 2 if "error" in found else 0
+        print(json.dumps(result))
+    elif "error" in result:
+        print(result["error"], file=sys.stderr)
+    return 2 if "error" in result else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a model's steps could take at best on this machine: its rates measured, and bytes and operations by the shape.
+"""Measure the limits of a model's steps on this machine:
 
     python -m engine.bench.roofline --json '{"model": "some/folder"}'
 
-takes an EngineConfig as JSON and prints a Roofline as one JSON object per line: one at once, and another for every line
-on standard input. A machine's bandwidth drifts when others share it, so that who compares two measurements asks in
-between. Exit code 2 goes with an object that holds `error`.
+reads an EngineConfig as JSON, and prints a Roofline as one JSON object per line: one at once, and another for each line
+on standard input. The bandwidth of a shared machine changes, so callers that compare two measurements request one
+between them. On an error it prints an object with `error`, and exits with code 2.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", required=True, metavar="CONFIG", help="an EngineConfig as a JSON object")
     given = parser.parse_args(arguments)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not end up inside of the JSON
+        with contextlib.redirect_stdout(sys.stderr):  # what libraries print must not be mixed with the JSON
             config = msgspec.json.decode(given.json, type=EngineConfig)
             described = describe(config, weights=False)
             set_threads(described)
@@ -37,12 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     spec, device = described.spec, described.device
     while True:
-        found = roofline.measure(spec, device, described.product.kernels, quick=False)
-        if found is None:
+        limits = roofline.measure(spec, device, described.product.kernels, quick=False)
+        if limits is None:
             print(json.dumps({"error": f"what a step of {spec.architecture} reads depends on its tokens"}))
             return 2
-        told = {"dtype": str(spec.dtype).removeprefix("torch."), "device": str(device), **asdict(found)}
-        print(json.dumps(told), flush=True)
+        line = {"dtype": str(spec.dtype).removeprefix("torch."), "device": str(device), **asdict(limits)}
+        print(json.dumps(line), flush=True)
         if not sys.stdin.readline():
             return 0
 

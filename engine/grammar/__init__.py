@@ -107,7 +107,7 @@ def _choices(text: str) -> list[str]:
 
 def _literal(text: str) -> str:
     """Return a regular expression that matches exactly this text."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
+    if any("\ud800" <= character <= "\udfff" for character in text):
         raise GrammarError("a choice is not valid Unicode")
     return "".join(x if x.isalnum() or ord(x) > 127 else f"\\x{{{ord(x):x}}}" for x in text)
 

@@ -43,10 +43,10 @@ class Compiler:
             while self._bytes > CACHED_BYTES and len(self.known) > 1:
                 oldest, _ = self.known.popitem(last=False)
                 self._bytes -= _cost(oldest)
-        found = self.known[grammar]
-        if isinstance(found, GrammarError):
-            raise GrammarError(str(found))
-        return found
+        result = self.known[grammar]
+        if isinstance(result, GrammarError):
+            raise GrammarError(str(result))
+        return result
 
     def close(self) -> None:
         """Shut down without waiting for grammars that are being compiled."""

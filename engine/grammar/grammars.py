@@ -37,7 +37,7 @@ SLOW_S = 0.025
 LARGE = 4096  # characters
 # A mask takes 0.1 ms. Waking other threads takes as long, and ten times as long on a busy machine.
 MASK_THREADS, MANY_ROWS = 8, 16
-REFUSED = RowError("a token was drawn that the grammar does not allow")
+REFUSED = RowError("a token was sampled that the grammar does not allow")
 TOO_COMPLEX = RowError("the grammar takes more work for one token than is allowed", field="grammar")
 PANICKED = RowError("the grammar library has failed on it", field="grammar")
 # How the library's message reads when it is REFUSED. Its stop_reason() is "InternalError" for that and for the rest.
@@ -58,10 +58,10 @@ class Matcher:
         self._stop_ids = [token for token in params.stop_ids if 0 <= token < table.width]
         self._hidden = {table.end_id, *self._stop_ids}
         # A forced token has no logits, so it can have no log-probability and no bias. Then every token is sampled.
-        told = params.logprobs is not None or params.prompt_logprobs is not None
+        reports = params.logprobs is not None or params.prompt_logprobs is not None
         forbids = any(abs(bias) >= 100 for bias in params.logit_bias.values())
         forbids = forbids or bool(params.bad_words) or params.allowed_ids is not None
-        self._jumps = not told and not forbids
+        self._jumps = not reports and not forbids
 
     def _ask(self, question: Callable[..., Any], otherwise: T, *args: object) -> T:
         """Call the library; return `otherwise` if it has failed."""

@@ -79,7 +79,7 @@ class Table:
             raise GrammarError("the model's tokenizer.json is of a kind that grammars cannot be used with") from None
 
 
-def _is_mark(token: dict[str, Any]) -> bool:
+def _has_no_text(token: dict[str, Any]) -> bool:
     """Return whether llguidance treats an added token as one without text."""
     text = token["content"]
     return bool(token.get("special")) or (text.startswith("<") and text.endswith(">"))
@@ -102,7 +102,7 @@ def _special_names(folder: Path) -> frozenset[str]:
 
 
 def _with_special(data: bytes, special: frozenset[str]) -> tuple[bytes, list[int]]:
-    """Mark these tokens of the file as special; returns the file, and the ids of all special tokens, at least one."""
+    """Declare these tokens of the file special; returns the file, and the ids of all special tokens, at least one."""
     file = msgspec.json.decode(data)  # the json module takes three times as long
     added = {token["content"]: token for token in file.get("added_tokens") or ()}
     vocabulary = file["model"].get("vocab") or {}
@@ -130,7 +130,7 @@ def _named_apart(data: bytes) -> bytes:
     """
     file = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     added = msgspec.json.decode(file.get("added_tokens", b"null"), type=list[dict[str, Any]] | None) or []
-    names = {token["content"]: f"{APART}{token['id']}" for token in added if _is_mark(token)}
+    names = {token["content"]: f"{APART}{token['id']}" for token in added if _has_no_text(token)}
     for token in added:
         if token["content"] in names:
             token |= {"content": names[token["content"]], "special": True}

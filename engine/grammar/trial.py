@@ -21,7 +21,7 @@ class GrammarTrial:
         self._tokenizer = LLTokenizer(_bytes_alone(), n_vocab=max(width, 257), eos_token=256)
 
     def problem(self, kind: str, text: str) -> str | None:
-        """Why the grammar cannot be used, in half a sentence; None when it compiles and has a first token."""
+        """Return why a grammar cannot be used, in part of a sentence; None if it compiles and has a first token."""
         from llguidance import LLMatcher
 
         try:
@@ -39,10 +39,10 @@ def _bytes_alone() -> str:
     """Return a tokenizer.json whose tokens 0 to 255 are the bytes, followed by an end token."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
+    model = {"type": "BPE", "vocab": {characters[byte]: byte for byte in range(256)}, "merges": []}
     end = {"id": 256, "content": "<|end|>", **flags}
     return json.dumps(
         {

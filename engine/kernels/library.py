@@ -143,17 +143,17 @@ def best_first(features: int) -> list[str]:
     return [isa for isa in order if features & ISAS[isa]]
 
 
-def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: bool = False) -> Choice:
-    """What computes the products of a model on this machine.
+def choose(setting: str, device: torch.device, dtype: torch.dtype, *, quantized: bool = False) -> Choice:
+    """Return what computes a model's matmuls on this machine.
 
-    `asked` is auto, one of ISAS (a ConfigError when it cannot run here), or torch. Of quantized weights only our own
-    kernels compute any: where there are none, that is a ConfigError too.
+    `setting` is auto, one of ISAS, or torch. Raises ConfigError if that cannot run here. Only our kernels support
+    quantized weights.
     """
-    if asked not in CHOICES:
-        raise ConfigError(f"unknown instruction set {asked!r}; known: {', '.join(CHOICES)}")
+    if setting not in CHOICES:
+        raise ConfigError(f"unknown instruction set {setting!r}; known: {', '.join(CHOICES)}")
     if quantized:
-        return _for_quantized(asked, device, dtype)
-    if device.type != "cpu" or asked == "torch":
+        return _for_quantized(setting, device, dtype)
+    if device.type != "cpu" or setting == "torch":
         return Choice(None)
     if dtype not in DTYPES:
         lost = f"the CPU kernels take {' and '.join(DTYPES.values())}: torch computes the products of this model"
@@ -161,52 +161,52 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, *, quantized: b
     try:
         library, features = load(build.library())
     except (build.BuildError, OSError) as error:
-        if asked != "auto":
-            raise ConfigError(f"{asked} was asked for, but there are no CPU kernels: {error}") from None
+        if setting != "auto":
+            raise ConfigError(f"`cpu_isa={setting}` needs CPU kernels, and there are none: {error}") from None
         lost = "torch computes the products, slower and with results that depend on the batch"
-        fix = "mend what the compiler or the cache folder lacks, and start again"
+        fix = "repair the compiler or the cache folder, and start again"
         if build.supported() is not None:
-            fix = "take a machine with Linux on x86-64"
+            fix = "use a machine with Linux on x86-64"
         elif build.compiler() is None:
             fix = "install g++ and start again: they are then compiled, in seconds"
         return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
     have = best_first(features)
-    if asked == "auto" and features & AMX and dtype == torch.bfloat16:
-        fix = f"`cpu_isa={have[0]}` where equal bits matter more than speed" if have else ""
+    if setting == "auto" and features & AMX and dtype == torch.bfloat16:
+        fix = f"`cpu_isa={have[0]}` if equal bits matter more than speed" if have else ""
         return Choice(None, "torch computes the products with AMX, and results depend on the batch", fix)
-    if asked == "auto" and not have:
+    if setting == "auto" and not have:
         lost = "this processor has no AVX2: torch computes the products, and results depend on the batch"
-        return Choice(None, lost, "take a processor of the last ten years")
-    if asked not in ("auto", *have):
-        raise ConfigError(f"this processor cannot run {asked}; it can run {', '.join([*have, 'torch'])}")
-    isa = have[0] if asked == "auto" else asked
+        return Choice(None, lost, "use a processor of the last ten years")
+    if setting not in ("auto", *have):
+        raise ConfigError(f"this processor cannot run {setting}; it can run {', '.join([*have, 'torch'])}")
+    isa = have[0] if setting == "auto" else setting
     return Choice(Kernels(library, isa, quantizes=_quantizes(isa, features)))
 
 
-def for_sampling(asked: str, device: torch.device, dtype: torch.dtype) -> Kernels | None:
+def for_sampling(setting: str, device: torch.device, dtype: torch.dtype) -> Kernels | None:
     """Return the kernels that sample from a model's logits, whatever computes its matmuls; None if torch samples.
 
-    `asked` as for `choose`, which raises the errors; "torch" means no kernels. `dtype` is the model's. Logits are
+    `setting` as for `choose`, which raises the errors; "torch" means no kernels. `dtype` is the model's. Logits are
     float32, except those of float64 models, which the kernels do not support.
     """
-    isa = settle(asked, device)
+    isa = settle(setting, device)
     if device.type != "cpu" or isa == "torch" or dtype == torch.float64:
         return None
     return Kernels(load(build.library())[0], isa)
 
 
-def settle(asked: str, device: torch.device) -> str:
+def settle(setting: str, device: torch.device) -> str:
     """Resolve a setting to an instruction set on this machine, or to torch if it has no such kernels.
 
     The faster of two is measured when the library is loaded, so another process may choose differently.
     """
-    if device.type != "cpu" or asked == "torch":
-        return asked
+    if device.type != "cpu" or setting == "torch":
+        return setting
     try:
         have = best_first(load(build.library())[1])
     except (build.BuildError, OSError):
         return "torch"
-    return next((isa for isa in have if asked in ("auto", isa)), "torch")
+    return next((isa for isa in have if setting in ("auto", isa)), "torch")
 
 
 def _quantizes(isa: str, features: int) -> bool:
@@ -214,13 +214,13 @@ def _quantizes(isa: str, features: int) -> bool:
     return isa == "avx2" or bool(features & VNNI)
 
 
-def _for_quantized(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    """`choose` for quantized weights. AMX is no reason for torch here, and AVX-512 counts with VNNI alone."""
+def _for_quantized(setting: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """Return the choice for quantized weights. AMX does not matter for them, and AVX-512 needs VNNI."""
     need = "quantized weights need our CPU kernels"
     if device.type != "cpu":
         raise ConfigError(f"{need}, and this engine runs on {device}: leave out `quantization`")
-    if asked == "torch":
-        raise ConfigError(f"{need}, and `cpu_isa=torch` wants none of them")
+    if setting == "torch":
+        raise ConfigError(f"{need}, and `cpu_isa=torch` disables them")
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"{need}, which take {' and '.join(DTYPES.values())}, not {name}: set `dtype=bfloat16`")
@@ -231,6 +231,8 @@ def _for_quantized(asked: str, device: torch.device, dtype: torch.dtype) -> Choi
     have = [isa for isa in best_first(features) if _quantizes(isa, features)]
     if not have:
         raise ConfigError(f"{need}, and this processor has no AVX2")
-    if asked not in ("auto", *have):
-        raise ConfigError(f"{asked} computes no products of quantized weights on this processor; {', '.join(have)} can")
-    return Choice(Kernels(library, have[0] if asked == "auto" else asked))
+    if setting not in ("auto", *have):
+        raise ConfigError(
+            f"{setting} computes no products of quantized weights on this processor; {', '.join(have)} can"
+        )
+    return Choice(Kernels(library, have[0] if setting == "auto" else setting))

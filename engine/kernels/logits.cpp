@@ -1,19 +1,17 @@
 // Operations on rows of logits: argmax, sampling, the top log-probabilities, and masking.
 //
-// The lowest index wins among equals, and NaN wins over all numbers. Probabilities are integers, whose sums are the
-// same in any order, on every instruction set and in torch (engine/runner/vocabulary.py).
+// The lowest index wins among equals, and NaN wins over all numbers. Results are the same on every instruction set and
+// in torch (engine/runner/logits.py).
 #include <math.h>
 
 #include <algorithm>
 
-#include "isa.h"
+#include "logits_threshold.h"
 #include "work.h"
 
 namespace {
 
 const int64_t SMALL = 1 << 15;  // numbers below which waking other threads costs more than they save
-const double ONE = 0x1p44;      // the weight of a row's most likely token
-const int64_t SPAN = 256;       // weights that are summed as doubles: exact, because the sum is at most 2^53
 
 struct Best {
   float value;
@@ -50,200 +48,6 @@ Best argmax(const float* from, int64_t count) {
   else
     while (from[index] != top) ++index;
   return {from[index], index};
-}
-
-// -- weights ----------------------------------------------------------------------------------------------------------
-
-const double EIGHTHS[] = {  // 2^(i / 8)
-    0x1.0000000000000p+0, 0x1.172b83c7d517bp+0, 0x1.306fe0a31b715p+0, 0x1.4bfdad5362a27p+0,
-    0x1.6a09e667f3bcdp+0, 0x1.8ace5422aa0dbp+0, 0x1.ae89f995ad3adp+0, 0x1.d5818dcfba487p+0,
-};
-
-// e^x to 2^-52, for x from -32 to 0. For each of the 3 * 10^8 floats in that range, the result rounded to float equals
-// that of torch's exp of a double.
-D exponential(D x) {
-  const D shift = set1_doubles(0x1.8p52);
-  const D n = fma(x, set1_doubles(0x1.71547652b82fep3), shift);
-  const D whole = add(n, set1_doubles(-0x1.8p52));
-  D r = fma(whole, set1_doubles(-0x1.62e42fefa0000p-4), x);  // exact: the constant and x have few bits
-  r = fma(whole, set1_doubles(-0x1.cf79abc9e3b39p-43), r);
-  D e = set1_doubles(1.0 / 40320);  // Taylor's series: the next term is below 2^-59
-  e = fma(e, r, set1_doubles(1.0 / 5040));
-  e = fma(e, r, set1_doubles(1.0 / 720));
-  e = fma(e, r, set1_doubles(1.0 / 120));
-  e = fma(e, r, set1_doubles(1.0 / 24));
-  e = fma(e, r, set1_doubles(1.0 / 6));
-  e = fma(e, r, set1_doubles(0.5));
-  e = fma(e, r, set1_doubles(1.0));
-  e = fma(e, r, set1_doubles(1.0));
-  return times_power(e, EIGHTHS, n);
-}
-
-// floor(2^44 e^(coldness (x - top))) of each lane; x is at most top.
-V weight(V x, V top, V coldness) {
-  const V scaled = mul(sub(x, top), coldness);
-  if (!bits_where_ge(scaled, set1(-31.0f))) return zero();  // e^-31 is below 2^-44
-  const V clamped = max(scaled, set1(-32.0f));
-  return floor(mul(to_floats(exponential(first_half(clamped)), exponential(second_half(clamped))), set1((float)ONE)));
-}
-
-int64_t whole_sum(D sum) {
-  double lanes[LANES / 2], result = 0;
-  store_doubles(lanes, sum);
-  for (double lane : lanes) result += lane;
-  return (int64_t)result;
-}
-
-// Write the weights of up to SPAN numbers; returns their sum.
-int64_t weigh(const float* x, int64_t count, float top, float coldness, float* weights) {
-  const V maximum = set1(top), scale = set1(coldness);
-  D sum = set1_doubles(0.0);
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) {
-    const V w = weight(load(x + i), maximum, scale);
-    store(weights + i, w);
-    sum = add(sum, add(first_half(w), second_half(w)));
-  }
-  int64_t rest = 0;
-  if (i < count) {
-    float lanes[LANES];
-    for (int lane = 0; lane < LANES; ++lane) lanes[lane] = i + lane < count ? x[i + lane] : -INFINITY;
-    store(lanes, weight(load(lanes), maximum, scale));
-    for (int lane = 0; i + lane < count; ++lane) {
-      weights[i + lane] = lanes[lane];
-      rest += (int64_t)lanes[lane];
-    }
-  }
-  return whole_sum(sum) + rest;
-}
-
-// -- thresholds -------------------------------------------------------------------------------------------------------
-
-// A Measure of a set of numbers: how many there are, or, for weights, their sum.
-struct Count {
-  int64_t count = 0;
-  void add_lanes(V, uint32_t bits) { count += __builtin_popcount(bits); }
-  static int64_t of(float) { return 1; }
-  int64_t sum() { return count; }
-};
-struct Mass {
-  D mass = set1_doubles(0.0);
-  void add_lanes(V v, uint32_t bits) {
-    v = where_bits(bits, v, zero());
-    mass = add(mass, add(first_half(v), second_half(v)));
-  }
-  static int64_t of(float x) { return (int64_t)x; }
-  int64_t sum() { return whole_sum(mass); }
-};
-
-struct Part {
-  int64_t count;    // of numbers
-  int64_t measure;  // of all of them
-};
-
-// Select the numbers in [low, high), and copy them to `out` unless it is null; `out` may be `v`.
-template <class Measure>
-Part select(const float* v, int64_t count, float low, float high, float* out) {
-  Part found = {0, 0};
-  const V low_lanes = set1(low), high_lanes = set1(high);
-  for (int64_t start = 0; start < count; start += SPAN) {
-    const int64_t end = start + SPAN < count ? start + SPAN : count;
-    Measure measure;
-    int64_t i = start;
-    for (; i + LANES <= end; i += LANES) {
-      const V x = load(v + i);
-      const uint32_t bits = bits_where_ge(x, low_lanes) & ~bits_where_ge(x, high_lanes);
-      measure.add_lanes(x, bits);
-      if (out) store_selected(out + found.count, x, bits);
-      found.count += __builtin_popcount(bits);
-    }
-    found.measure += measure.sum();
-    for (; i < end; ++i) {
-      const float x = v[i];
-      if (!(x >= low) || x >= high) continue;
-      found.measure += Measure::of(x);
-      if (out) out[found.count] = x;
-      ++found.count;
-    }
-  }
-  return found;
-}
-
-// Measure the numbers that are at least `low`, and those that are at least `high`.
-template <class Measure>
-void measure(const float* v, int64_t count, float low, float high, int64_t& from_low, int64_t& from_high) {
-  const V low_lanes = set1(low), high_lanes = set1(high);
-  from_low = from_high = 0;
-  for (int64_t start = 0; start < count; start += SPAN) {
-    const int64_t end = start + SPAN < count ? start + SPAN : count;
-    Measure low_measure, high_measure;
-    int64_t i = start;
-    for (; i + LANES <= end; i += LANES) {
-      const V x = load(v + i);
-      low_measure.add_lanes(x, bits_where_ge(x, low_lanes));
-      high_measure.add_lanes(x, bits_where_ge(x, high_lanes));
-    }
-    from_low += low_measure.sum(), from_high += high_measure.sum();
-    for (; i < end; ++i) {
-      if (v[i] >= low) from_low += Measure::of(v[i]);
-      if (v[i] >= high) from_high += Measure::of(v[i]);
-    }
-  }
-}
-
-const int64_t FEW = 256;    // numbers that are sorted: all that are left, or a sample of them
-const int64_t MARGIN = 24;  // error of an index in the sample that is allowed for: three times the usual one
-
-// The largest number t in v such that the numbers >= t measure at least `need`, which is from 1 to `total`, the measure
-// of all of v. v has no NaN and no positive infinity. buffer: [count + LANES].
-template <class Measure>
-float threshold(const float* v, int64_t count, int64_t need, int64_t total, float* buffer) {
-  while (count > FEW) {
-    float sample[FEW];
-    int64_t measured = 0;
-    for (int64_t i = 0; i < FEW; ++i) measured += Measure::of(sample[i] = v[i * count / FEW]);
-    std::sort(sample, sample + FEW, [](float a, float b) { return a > b; });
-    const double share = (double)need / (double)total * (double)measured;
-    int64_t index = 0;
-    for (double upto = (double)Measure::of(sample[0]); upto < share && index < FEW - 1;)
-      upto += (double)Measure::of(sample[++index]);
-    // Keep the range that holds the threshold: above `high`, between `low` and `high`, or below `low`.
-    const float high = index >= MARGIN ? sample[index - MARGIN] : INFINITY;
-    const float low = index + MARGIN < FEW ? sample[index + MARGIN] : -INFINITY;
-    int64_t from_low, from_high;
-    measure<Measure>(v, count, low, high, from_low, from_high);
-    float from = -INFINITY, to = low;
-    int64_t above = from_low;
-    if (need <= from_high)
-      from = high, to = INFINITY, above = 0;
-    else if (need <= from_low)
-      from = low, to = high, above = from_high;
-    Part kept = select<Measure>(v, count, from, to, buffer);
-    if (kept.count == count) {  // nothing was dropped: the smallest number is the threshold, or can be dropped
-      from = *std::min_element(buffer, buffer + count);
-      const float next = nextafterf(from, INFINITY);
-      kept = select<Measure>(buffer, count, next, INFINITY, buffer);
-      if (kept.measure < need - above) return from;
-    }
-    v = buffer, count = kept.count, need -= above, total = kept.measure;
-  }
-  if (v != buffer) std::copy(v, v + count, buffer);
-  std::sort(buffer, buffer + count, [](float a, float b) { return a > b; });
-  int64_t index = 0;
-  for (int64_t upto = Measure::of(buffer[0]); upto < need; ++index) upto += Measure::of(buffer[index + 1]);
-  return buffer[index];
-}
-
-// Write the indices of the numbers that are at least `low`, in ascending order; returns how many there are.
-int64_t indices_from(const float* v, int64_t count, float low, int32_t* indices) {
-  const V low_lanes = set1(low);
-  int64_t found = 0, i = 0;
-  for (; i + LANES <= count; i += LANES)
-    for (uint32_t bits = bits_where_ge(load(v + i), low_lanes); bits; bits &= bits - 1)
-      indices[found++] = (int32_t)(i + __builtin_ctz(bits));
-  for (; i < count; ++i)
-    if (v[i] >= low) indices[found++] = (int32_t)i;
-  return found;
 }
 
 // -- rows -------------------------------------------------------------------------------------------------------------

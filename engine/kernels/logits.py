@@ -1,4 +1,4 @@
-"""Operations on logits by kernels; engine/runner/vocabulary.py documents the interface."""
+"""Operations on logits by kernels; engine/runner/logits.py documents the interface."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from .library import Kernels
 
-NO_MEMORY = "no memory to look through a vocabulary"
+NO_MEMORY = "no memory to sample"
 
 
 @dataclass(frozen=True, slots=True)
 class TopLogits:
-    """The largest logits of each row, and what turns logits into log-probabilities."""
+    """The log-probabilities of some rows, see Distribution in engine/runner/logits.py."""
 
     logits: Tensor  # [rows, vocab]
     logs: Tensor  # [rows] float64, log(sum(exp(logits)))
@@ -24,15 +24,15 @@ class TopLogits:
     ids: Tensor  # [rows, count] int64
 
     def columns(self, ids: Tensor) -> Tensor:
-        """See runner.vocabulary.Distribution. Computed in float64 and rounded to float32."""
+        """See Distribution. Computed in float64 and rounded to float32."""
         logs = self.logs.unsqueeze(1)
         own = self.logits.gather(1, ids.unsqueeze(1)).double() - logs
         logprobs = torch.cat([own, self.values.double() - logs], dim=1).float()
         return torch.cat([logprobs.double(), self.ids.double()], dim=1)
 
 
-class NativeVocabulary:
-    """Operations on float32 logits on the CPU."""
+class NativeLogits:
+    """Operations on float32 logits on the CPU, see LogitsBackend in engine/runner/logits.py."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -42,15 +42,15 @@ class NativeVocabulary:
         self._kernels.best(x.data_ptr(), *x.shape, values.data_ptr(), indices.data_ptr(), torch.get_num_threads())
         return values, indices
 
-    def draw(self, x: Tensor, asked: NDArray) -> tuple[Tensor, Tensor]:
+    def sample(self, x: Tensor, params: NDArray) -> tuple[Tensor, Tensor]:
         x, values, indices = _outputs(x)
-        pointers = asked.ctypes.data, values.data_ptr(), indices.data_ptr()
+        pointers = params.ctypes.data, values.data_ptr(), indices.data_ptr()
         if self._kernels.sample(x.data_ptr(), *x.shape, *pointers, torch.get_num_threads()):
             raise MemoryError(NO_MEMORY)
         return values, indices
 
     def distribution(self, x: Tensor, count: int) -> TopLogits:
-        """x must not change until the last use of the result."""
+        """See LogitsBackend. x must not change until the last use of the result."""
         _check(x)
         x = x.contiguous()
         logs = torch.empty(len(x), dtype=torch.float64)

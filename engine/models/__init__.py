@@ -1,4 +1,4 @@
-"""Models: a folder becomes something that computes logits over the paged cache."""
+"""Models: describes and loads a model folder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .weights import Checkpoint
 
 
 def describe(folder: Path, config: EngineConfig) -> ModelSpec:
-    """Return what the folder's config.json says, under these settings. Raises ModelError, ConfigError."""
+    """Return the spec of a folder, from its config.json and the settings. Raises ModelError and ConfigError."""
     return _describe(folder, read_config(folder), config, None)
 
 
 def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
-    """Return `describe`'s spec and the folder's weights, for `load`.
+    """Return the spec of a folder, and its checkpoint for `load`. Raises ModelError and ConfigError.
 
-    The headers of the weights are read too, and no number is believed that their tensors contradict.
+    The headers of the weights are read too, and compared with config.json.
     """
     source = read_config(folder)
     checkpoint = Checkpoint(folder)
@@ -36,7 +36,7 @@ def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkp
         return _spec(folder, source, config, checkpoint)
     except (EngineError, ImportError):
         raise
-    except Exception as error:  # a value of another type than any model's
+    except Exception as error:  # a value of a type that no model has
         reason = shown(str(error) or type(error).__name__)
         raise ModelError(f"{folder / 'config.json'} holds a value that cannot be used ({reason})") from error
 
@@ -62,9 +62,9 @@ def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint
 
 
 def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
-    """What computes a model's products on a device. Raises ConfigError for what this machine cannot do."""
-    asked = config.cpu_isa if config.products == "auto" else config.products
-    return choose(asked, device, spec.dtype, quantized=spec.quantization != "none")
+    """Return what computes a model's matmuls on a device. Raises ConfigError if this machine cannot do that."""
+    setting = config.cpu_isa if config.products == "auto" else config.products
+    return choose(setting, device, spec.dtype, quantized=spec.quantization != "none")
 
 
 def load(
@@ -74,7 +74,7 @@ def load(
     product: Choice,
     progress: Progress = lambda share: None,
 ) -> Model:
-    """Build a model that `examine` has found on a device; its weights are streamed in. Raises ModelError."""
+    """Load a model that `examine` has described, on a device. Raises ModelError."""
     if spec.implementation == "native":
         from .decoder import Decoder
 

@@ -1,4 +1,4 @@
-"""Our own decoder: Llama, Mistral, Qwen2 and Qwen3 (dense) in one file, their differences in a DecoderSpec."""
+"""The native decoder for Llama, Mistral, Qwen2 and Qwen3 (dense), whose differences are fields of a DecoderSpec."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .rope import Rotary
 from .spec import BITS, ModelSpec
 from .weights import Checkpoint
 
-WATCH_S = 0.1  # between two looks at how far the packing is
+WATCH_S = 0.1  # between two reports of the packing's progress
 
 
 class Decoder:
-    """A loaded model of our own."""
+    """A loaded model that our own code computes."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, product: Choice, *, tied: bool) -> None:
         if spec.decoder is None:
@@ -37,7 +37,7 @@ class Decoder:
         self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps, dtype, device)
         self.head = self.embedding if tied else Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.rotary = Rotary(decoder.rope, spec.serve_len, dtype, device)
-        # In order of preference; the last one takes every step.
+        # In order of preference; the last one can compute every step.
         self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotary)]
         self.sinks: Mapping[str, Tensor] = {}
         self.num_params = self.weights_bytes = 0
@@ -52,24 +52,24 @@ class Decoder:
         product: Choice,
         progress: Callable[[float], None],
     ) -> Decoder:
-        """A model with the weights of a checkpoint that has passed `check`. Raises ModelError where it cannot be read.
+        """Load a model from a checkpoint that has passed `check`. Raises ModelError if a file cannot be read.
 
-        No more is held at once than all weights, and one of them, or those of a layer, a second time.
+        At most one weight, or those of one layer, are in memory twice.
         """
         prefix, tied = _layout(spec, checkpoint)
         if tied and "lm_head.weight" in checkpoint.entries:
-            # A head that was trained apart is used, whatever the flag says.
+            # A head with its own weights is used, whatever config.json says.
             tied = checkpoint.equal("lm_head.weight", f"{prefix}embed_tokens.weight")
         model = cls(spec, device, product, tied=tied)
-        places = {prefix + name: place for name, place in model.places().items()}
+        targets = {prefix + name: target for name, target in model.targets().items()}
         if not tied:
-            places["lm_head.weight"] = model.head.weight
-        model.num_params = sum(place.numel() for place in places.values())
-        # A head that the spec does not know of leaves the embedding a plain table.
+            targets["lm_head.weight"] = model.head.weight
+        model.num_params = sum(target.numel() for target in targets.values())
+        # If the spec does not count a separate head, the embedding is stored besides, as a plain table.
         model.weights_bytes = spec.weights_bytes + (model.num_params - spec.num_params) * spec.dtype.itemsize
         model.weights_hash = checkpoint.weights_hash
-        total = checkpoint.num_bytes_of(places) or 1
-        places.clear()
+        total = checkpoint.num_bytes_of(targets) or 1
+        targets.clear()
         with closing(checkpoint):
             model._fill(checkpoint, prefix, total, progress)
         return model
@@ -77,38 +77,38 @@ class Decoder:
     def _fill(self, checkpoint: Checkpoint, prefix: str, total: int, progress: Callable[[float], None]) -> None:
         """Read the weights, `total` bytes, and pack them.
 
-        What our kernels can pack as the files have it, they read themselves, all of it in one call. The rest is copied
-        to its place, and packed layer by layer.
+        Weights that our kernels can pack as stored are read by the kernels, all in one call. The others are copied to
+        their targets and packed layer by layer.
         """
         done = 0
 
-        def tell(num_bytes: int) -> None:
+        def report(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
-            if not in_file:  # else norms are read, and the work is still to come
+            if not in_file:  # else only norms are being read: the packing reports the progress
                 progress(done / total)
 
         kernels = self.product.kernels
         packing = None if kernels is None else Packing(kernels)
         in_file: dict[Linear, InFile] = {}
 
-        def read(places: dict[str, Tensor], linears: Mapping[Linear, list[str]]) -> None:
-            """Fill the places, but for weights of linears that can be packed from the files."""
+        def read(targets: dict[str, Tensor], linears: Mapping[Linear, list[str]]) -> None:
+            """Fill the targets, except weights of linear layers that can be packed from the files."""
             for linear, names in linears.items():
                 parts = [] if packing is None else checkpoint.stored(names, self.spec.dtype)
                 if packing is not None and parts:
                     in_file[linear] = InFile(parts, packing)
                     for name in names:
-                        del places[name]
-            checkpoint.fill(places, tell)
+                        del targets[name]
+            checkpoint.fill(targets, report)
 
         for layer in self.layers:
             weights: dict[Linear, list[str]] = {}
             for name, linear, *_ in layer.parts():
                 weights.setdefault(linear, []).append(f"{prefix}{name}.weight")
-            read({prefix + name: place for name, place in layer.places().items()}, weights)
+            read({prefix + name: target for name, target in layer.targets().items()}, weights)
             self._pack_layer(layer, in_file)
-        ends = {prefix + name: place for name, place in self._ends().items()}
+        ends = {prefix + name: target for name, target in self._ends().items()}
         head = f"{prefix}embed_tokens.weight"
         if self.head is not self.embedding:
             head, ends["lm_head.weight"] = "lm_head.weight", self.head.weight
@@ -126,17 +126,18 @@ class Decoder:
         self._finish()
 
     def _ends(self) -> dict[str, Tensor]:
-        """Places before and behind the layers."""
+        """Return the targets of the weights before and after the layers."""
         return {"embed_tokens.weight": self.embedding.weight, "norm.weight": self.norm.weight}
 
-    def places(self) -> dict[str, Tensor]:
-        found = self._ends()
+    def targets(self) -> dict[str, Tensor]:
+        """Return checkpoint name -> the tensor to read it into."""
+        targets = self._ends()
         for layer in self.layers:
-            found |= layer.places()
-        return found
+            targets |= layer.targets()
+        return targets
 
     def pack(self) -> None:
-        """Prepare weights that are all in their places."""
+        """Pack weights that have all been read."""
         for layer in self.layers:
             self._pack_layer(layer)
         self._pack_head()
@@ -146,20 +147,20 @@ class Decoder:
         layer.pack(self.product.kernels, BITS[self.spec.quantization][0], in_file)
 
     def _pack_head(self, in_file: InFile | None = None) -> None:
-        # Logits are wanted in float32. A head that is the embedding too is held once, in the form that both can use.
+        # Logits must be float32. A tied head and embedding are stored once, in a form that both can use.
         bits, looked_up = BITS[self.spec.quantization][1], self.head is self.embedding
         self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, bits=bits, in_file=in_file)
         self.norm.pack(self.product.kernels)
 
     def _finish(self) -> None:
-        """Choose the executors, once everything is packed."""
+        """Choose the executors, after everything is packed."""
         fused = Fused.of(self.product.kernels, self.spec, self.embedding, self.layers, self.rotary)
         if fused is not None:
             self.executors.insert(0, fused)
 
     @torch.inference_mode()
     def forward(self, forward: Forward) -> Outputs:
-        """Model.forward."""
+        """Run a step, see Model.forward."""
         x = next(executor for executor in self.executors if executor.takes(forward)).run(forward)
         hidden = None if forward.hidden_at is None else self.norm(x[forward.hidden_at])
         logits_at = forward.logits_at
@@ -169,37 +170,37 @@ class Decoder:
 
 
 def _layout(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, bool]:
-    """The prefix of the tensors' names, and whether config.json says that the head is the embedding."""
+    """Return the prefix of the tensors' names, and whether the head is the embedding according to config.json."""
     prefix = "model." if "model.embed_tokens.weight" in checkpoint.entries else ""
     return prefix, spec.decoder is not None and spec.decoder.tied
 
 
 def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raise ModelError unless a checkpoint holds all tensors of a model in their shapes, and no others.
+    """Raise ModelError unless a checkpoint has exactly the tensors of a model, in their shapes.
 
-    Nothing is allocated: config.json may ask for any amount of memory.
+    Nothing is allocated, because the sizes in config.json may be arbitrarily large.
     """
     prefix, tied = _layout(spec, checkpoint)
     entries = checkpoint.entries
     model = Decoder(spec, torch.device("meta"), Choice(None, ""), tied=tied)
-    places = {prefix + name: place for name, place in model.places().items()}
+    targets = {prefix + name: target for name, target in model.targets().items()}
     if not tied or "lm_head.weight" in entries:
-        places["lm_head.weight"] = model.head.weight
-    checkpoint.check(places)
-    for name in sorted(entries.keys() - places.keys()):
-        # A tensor without a place means that the model is not what config.json says; these are harmless.
+        targets["lm_head.weight"] = model.head.weight
+    checkpoint.check(targets)
+    for name in sorted(entries.keys() - targets.keys()):
+        # An additional tensor means that config.json describes another model. These are harmless.
         if not name.endswith("rotary_emb.inv_freq"):
-            raise ModelError(f"the checkpoint holds the tensor {name}, for which {spec.architecture} has no place")
+            raise ModelError(f"the checkpoint holds the tensor {name}, which {spec.architecture} does not have")
 
 
 @contextmanager
 def _watched(packing: Packing, progress: Callable[[int], None]) -> Iterator[None]:
-    """Tell again and again how many bytes have been packed, now and until the end."""
-    over = threading.Event()
+    """Report the number of packed bytes at intervals, from now until the end."""
+    ended = threading.Event()
 
     def watch() -> None:
         progress(packing.num_bytes)
-        while not over.wait(WATCH_S):
+        while not ended.wait(WATCH_S):
             progress(packing.num_bytes)
 
     watcher = threading.Thread(target=watch, name="weights", daemon=True)
@@ -207,5 +208,5 @@ def _watched(packing: Packing, progress: Callable[[int], None]) -> Iterator[None
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         watcher.join()

@@ -1,4 +1,4 @@
-"""A layer of our own decoder: Llama, Mistral, Qwen2 and Qwen3 (dense), their differences in a DecoderSpec."""
+"""A layer of the native decoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .spec import DecoderSpec, ModelSpec
 
 
 class Layer:
-    """One block: attention and a gated feed-forward part, each after a norm and added to what came in."""
+    """Attention and a gated MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, index: int, model: ModelSpec, spec: DecoderSpec, device: torch.device) -> None:
         self.index, self.spec = index, spec
@@ -36,7 +36,7 @@ class Layer:
         return self.down(self.gate_up(self.mlp_norm(x)), residual=x)
 
     def attend(self, x: Tensor, turn: tuple[Tensor, Tensor], forward: Forward) -> Tensor:
-        """What the heads see, side by side: [tokens, heads * head_dim]."""
+        """Return the attention's output before the output projection: [tokens, heads * head_dim]."""
         q, k, v = (
             part.unflatten(-1, (-1, self.spec.head_dim))
             for part in self.qkv(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
@@ -47,8 +47,8 @@ class Layer:
         return forward.attend(self.index, q, k, v).flatten(1)
 
     def parts(self) -> list[tuple[str, Linear, int, int]]:
-        """Checkpoint names of the linears, which rows of which they are; q, k and v share one matrix, gate and up
-        another."""
+        """Return (checkpoint name, linear layer, first row, end row) for each weight. Q, K and V are rows of one linear
+        layer, and gate and up of another."""
         q, kv, inner = self.q_size, self.kv_size, self.spec.intermediate_size
         prefix = f"layers.{self.index}."
         return [
@@ -61,28 +61,28 @@ class Layer:
             (f"{prefix}mlp.down_proj", self.down, 0, self.spec.hidden_size),
         ]
 
-    def places(self) -> dict[str, Tensor]:
-        """Checkpoint name -> where it goes."""
+    def targets(self) -> dict[str, Tensor]:
+        """Return checkpoint name -> the tensor to read it into."""
         prefix = f"layers.{self.index}."
-        found = {
+        targets = {
             "input_layernorm.weight": self.attention_norm.weight,
             "post_attention_layernorm.weight": self.mlp_norm.weight,
         }
         if self.q_norm is not None and self.k_norm is not None:
-            found |= {"self_attn.q_norm.weight": self.q_norm.weight, "self_attn.k_norm.weight": self.k_norm.weight}
-        found = {prefix + name: place for name, place in found.items()}
+            targets |= {"self_attn.q_norm.weight": self.q_norm.weight, "self_attn.k_norm.weight": self.k_norm.weight}
+        targets = {prefix + name: target for name, target in targets.items()}
         for name, linear, begin, end in self.parts():
-            found[f"{name}.weight"] = linear.weight[begin:end]
+            targets[f"{name}.weight"] = linear.weight[begin:end]
             if linear.bias is not None:
-                found[f"{name}.bias"] = linear.bias[begin:end]
-        return found
+                targets[f"{name}.bias"] = linear.bias[begin:end]
+        return targets
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
     def pack(self, kernels: Kernels | None, bits: int | None, in_file: Mapping[Linear, InFile] | None = None) -> None:
-        """`in_file`: of those linears whose weights are not here."""
+        """Pack the weights; `in_file` has those that are still in files."""
         for linear in self.linears:
             linear.pack(kernels, bits=bits, in_file=(in_file or {}).get(linear))
         for norm in (self.attention_norm, self.mlp_norm):

@@ -1,4 +1,4 @@
-"""Executors: the ways to compute a decoder's hidden states. A model chooses them when it is loaded."""
+"""Executors: ways to compute a decoder's hidden states. A model chooses them when it is loaded."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .rope import Rotary
 
 
 class Executor(Protocol):
-    """Computes a step from token ids to what the final norm takes, and stores the tokens in the cache."""
+    """Computes the layers of a step, from token ids to the final norm, and stores the tokens in the cache."""
 
     def takes(self, forward: Forward) -> bool:
-        """Whether it can compute this step; its sizes, its cache and its plan may decide."""
+        """Return whether it can compute this step, by the step's sizes, cache and plan."""
 
     def run(self, forward: Forward) -> Tensor:
         """Return the hidden states of all tokens before the final norm: [tokens, hidden_size]."""
 
 
 class Eager:
-    """Layer by layer, as decoder_layer.py has them; takes every step."""
+    """Calls layer by layer, see decoder_layer.py; can compute every step."""
 
     def __init__(self, embedding: Linear, layers: Sequence[Layer], rotary: Rotary) -> None:
         self._embedding, self._layers, self._rotary = embedding, layers, rotary
@@ -34,7 +34,7 @@ class Eager:
 
     def run(self, forward: Forward) -> Tensor:
         x = self._embedding.rows(forward.ids)
-        turn = self._rotary.at(forward.positions)
+        angles = self._rotary.at(forward.positions)
         for layer in self._layers:
-            x = layer(x, turn, forward)
+            x = layer(x, angles, forward)
         return x

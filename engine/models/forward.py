@@ -12,26 +12,26 @@ from ..attention import KVCache, Plan
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The input of one forward pass: a step's tokens, in one line of all rows, and where they stand.
+    """The input of one forward pass: the tokens of all rows of a step, one after the other, and their positions.
 
-    The pass stores the tokens in the cache. An input that concerns the whole step is a field of this class.
+    The pass stores the tokens in the cache. An input of the whole step is a field of this class.
     """
 
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     plan: Plan  # the cache's plan of this step
     cache: KVCache
-    logits_at: Tensor  # [n] int64, the ascending indices of the tokens whose logits are wanted; n may be 0
-    hidden_at: Tensor | None = None  # [m] int64, the same for hidden states; None: none are wanted
+    logits_at: Tensor  # [n] int64, ascending indices of the tokens whose logits are needed; n may be 0
+    hidden_at: Tensor | None = None  # [m] int64, the same for hidden states; None: none are needed
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention of layer number `layer`, as AttentionBackend.attend does."""
+        """Call AttentionBackend.attend for layer number `layer`."""
         return self.cache.attend(layer, q, k, v, self.plan)
 
 
 class Outputs(NamedTuple):
     """The output of one forward pass."""
 
-    logits: Tensor  # [n, vocab_size] in float32, or float64 where the model runs in it
-    # [m, hidden_size] after the final norm, in the model's dtype; None where none were wanted or the model has none.
+    logits: Tensor  # [n, vocab_size] in float32, or in float64 if the model runs in float64
+    # [m, hidden_size] after the final norm, in the model's dtype; None if none were requested, or the model has none.
     hidden: Tensor | None = None

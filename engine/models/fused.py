@@ -1,7 +1,7 @@
 """The executor that computes all layers of a decoder in one call of our kernels (layers.cpp).
 
-The layers' own code (decoder_layer.py) says the same in torch. It computes where a part has no kernel, and is what the
-tests hold this to.
+decoder_layer.py computes the same in torch: it is used if there is no kernel for a part of the layers, and it is the
+tests' oracle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .spec import ModelSpec
 
 
 class Fused:
-    """An Executor. Holds the layers' weights as the kernels want them, and what lies between the layers' parts."""
+    """An Executor. Owns the kernels' description of the layers, and the memory for intermediate results."""
 
     def __init__(
         self,
@@ -35,19 +35,19 @@ class Fused:
         layers: Sequence[Layer],
         rotary: Rotary,
         *,
-        products: list[Multiplied],  # of each layer: qkv, output, gate and up, down
+        matmuls: list[Multiplied],  # for each layer: QKV, output, gate and up, down
     ) -> None:
         assert model.decoder is not None
         self._dtype, spec = model.dtype, model.decoder
         self._embedding, self._rotary = embedding, rotary
-        self._kept = layers  # whose weights are pointed to
-        # The first layer of each kind of attention; a step has a Call for each of them.
+        self._kept = layers  # keeps the weights alive, to which pointers refer
+        # The first layer of each kind of attention: a step has one Call per kind.
         kinds = list(dict.fromkeys(model.layers))
         self._kinds = [model.layers.index(kind) for kind in kinds]
         self._layers = (structures.Layer * len(layers))(
             *(
                 structures.Layer(
-                    *products[4 * index : 4 * index + 4],
+                    *matmuls[4 * index : 4 * index + 4],
                     layer.attention_norm.weight.data_ptr(),
                     layer.mlp_norm.weight.data_ptr(),
                     None if layer.q_norm is None else layer.q_norm.weight.data_ptr(),
@@ -70,29 +70,29 @@ class Fused:
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         line = q_size + 2 * kv_size
         self._widths = spec.hidden_size, line, q_size, spec.intermediate_size
-        # Queries, keys and values lie side by side in a token's line.
+        # A token's queries, keys and values are contiguous, in this order.
         self._strides = line, spec.head_dim, line, spec.head_dim, line, spec.head_dim
-        self._room = torch.empty(0, dtype=self._dtype)
+        self._memory = torch.empty(0, dtype=self._dtype)
 
     @classmethod
     def of(
         cls, kernels: Kernels | None, model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotary: Rotary
     ) -> Fused | None:
-        """Return the executor of these layers, or None where some part of them has no kernel."""
+        """Return the executor of these layers, or None if there is no kernel for some part of them."""
         parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        products = [product for part in parts if (product := part.multiplied()) is not None]
-        if kernels is None or len(products) < len(parts):
+        matmuls = [matmul for part in parts if (matmul := part.multiplied()) is not None]
+        if kernels is None or len(matmuls) < len(parts):
             return None
-        return cls(kernels, model, embedding, layers, rotary, products=products)
+        return cls(kernels, model, embedding, layers, rotary, matmuls=matmuls)
 
     def takes(self, forward: Forward) -> bool:
-        """Whether the cache is one that the kernels read."""
-        held = forward.cache.dtype
-        return held in self._compute and forward.cache.backend.kernel_address(self._dtype, held) is not None
+        """Return whether the kernels can read the cache."""
+        cache = forward.cache
+        return cache.dtype in self._compute and cache.backend.kernel_address(self._dtype, cache.dtype) is not None
 
     def run(self, forward: Forward) -> Tensor:
         positions, cache, stack = forward.positions, forward.cache, self._stack
-        plan = cast(Plan, forward.plan)  # what a backend with a kernel address plans with
+        plan = cast(Plan, forward.plan)  # a backend with a kernel address returns this kind of plan
         tokens, longest = plan.tokens, plan.meta.max_seq
         if forward.ids.shape != (tokens,) or positions.shape != (tokens,):
             shapes = tuple(forward.ids.shape), tuple(positions.shape)
@@ -104,7 +104,7 @@ class Fused:
             *(plan.call(cache.layers[kind], self._strides) for kind in self._kinds)
         )
         caches = (ctypes.c_void_p * len(cache.layers))(*(layer.tensor.data_ptr() for layer in cache.layers))
-        stack.normed, stack.line, stack.seen, stack.inner = self._places(tokens)
+        stack.normed, stack.line, stack.seen, stack.inner = self._addresses(tokens)
         stack.attend = cache.backend.kernel_address(self._dtype, cache.dtype)
         stack.threads = torch.get_num_threads()
         stack.tokens, stack.num_angles = tokens, len(angles)
@@ -117,13 +117,14 @@ class Fused:
             raise ValueError(f"there are positions outside of the {longest} tokens of the longest sequence")
         return x
 
-    def _places(self, tokens: int) -> list[int]:
-        """Where the parts of the room begin, which grows with the longest step; each begins on a cache line."""
+    def _addresses(self, tokens: int) -> list[int]:
+        """Return the addresses of the intermediate results, each on a cache line. The memory grows with the largest
+        step."""
         sizes = [-(-tokens * width // 64) * 64 for width in self._widths]
-        if self._room.numel() < sum(sizes) + 64:
-            self._room = torch.empty(sum(sizes) + 64, dtype=self._dtype)
-        place, found = -(-self._room.data_ptr() // 64) * 64, []
+        if self._memory.numel() < sum(sizes) + 64:
+            self._memory = torch.empty(sum(sizes) + 64, dtype=self._dtype)
+        address, addresses = -(-self._memory.data_ptr() // 64) * 64, []
         for size in sizes:
-            found.append(place)
-            place += size * self._room.itemsize
-        return found
+            addresses.append(address)
+            address += size * self._memory.itemsize
+        return addresses

@@ -301,7 +301,7 @@ def _length(settings: Any, config: EngineConfig, name: str) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     length = next((value for key in names if isinstance(value := getattr(text, key, None), int)), config.max_len)
     if length is None:
-        raise ModelError(f"config.json does not tell how long a sequence {name} takes; set `max_len`")
+        raise ModelError(f"config.json does not say how long a sequence of {name} may be; set `max_len`")
     rope = getattr(text, "rope_parameters", None) or {}
     factor = rope.get("factor") or 1.0
     if rope.get("rope_type") in ("linear", "dynamic"):

@@ -1,4 +1,4 @@
-"""The parts that decoders are made of: plain objects that hold weights, with no framework around them."""
+"""The parts of decoders: linear layers and norms, as plain objects with weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..kernels.library import Kernels
 from ..kernels.matmul import Packed, Packing, Quantized, Stored
 from ..kernels.structures import Multiplied
 
-# Rows that torch's form of a weight is made for: a decode step's, where the form matters most.
+# Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -26,14 +26,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class InFile(NamedTuple):
-    """A weight that still lies in files, part by part, and what will pack it."""
+    """A weight that is still in files, in parts, and the Packing that will read and pack it."""
 
     parts: list[Stored]
     packing: Packing
 
 
 class Linear:
-    """x @ weight.T + bias. After `pack` the weight may be kept in the form in which the CPU multiplies fastest."""
+    """x @ weight.T + bias. `pack` may replace the weight by a form in which the CPU multiplies faster."""
 
     def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(rows, columns, dtype=dtype, device=device)
@@ -50,19 +50,19 @@ class Linear:
         bits: int | None = None,
         in_file: InFile | None = None,
     ) -> None:
-        """Prepare for the calls to come; the plain weight is given up where another form takes its place.
+        """Pack the weight for the CPU, if possible; the plain weight is then freed.
 
-        `wide`: results in float32 where our kernels compute. `looked_up`: `rows` will be asked for. `bits`: what the
-        weight is rounded to, by our kernels alone; None: it stays as it is. `in_file`: where the weight is instead
-        of here, for our kernels; then it is ready once its packing has run.
+        For our kernels: `wide`: return results in float32. `bits`: quantize the weight; None: do not. `in_file`: the
+        weight, if it has not been read; the layer is ready when its Packing has run. For torch: `looked_up`: `rows`
+        will be called, which needs the plain weight.
         """
         if kernels is not None:
-            self._give_up(kernels, bits, in_file, wide=wide)
+            self._pack(kernels, bits, in_file, wide=wide)
         elif can_reorder(self.weight) and not looked_up:
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
             self.weight = self.weight.new_empty(0)
 
-    def _give_up(
+    def _pack(
         self, kernels: Kernels, bits: int | None, in_file: InFile | None, *, wide: bool, gated: bool = False
     ) -> None:
         weight, packing = in_file or (self.weight, None)
@@ -73,7 +73,7 @@ class Linear:
         self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[rows, weight's rows] of x: [rows, columns]; a residual of the result's shape is added to it."""
+        """Return [rows, weight's rows] for x: [rows, columns]; `residual`, of the same shape, is added."""
         if self._packed is not None:
             return self._packed(x, residual)
         if self._reordered is not None:
@@ -83,16 +83,16 @@ class Linear:
         return out if residual is None else residual + out
 
     def multiplied(self) -> Multiplied | None:
-        """The product for kernels that call it themselves; None where it is not ours, or not all that is computed."""
+        """Return the matmul for kernels that call it; None if the kernels do not compute the whole layer."""
         return None if self._packed is None else self._packed.multiplied()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The weight's rows at ids: [n] int64."""
+        """Return the weight's rows with these indices, [n] int64."""
         return F.embedding(ids, self.weight) if self._packed is None else self._packed.lookup(ids)
 
 
 class Gated(Linear):
-    """activation(x @ gate.T) * (x @ up.T), gate and up of `inner` rows each in one weight."""
+    """activation(x @ gate.T) * (x @ up.T); one weight holds gate and up, with `inner` rows each."""
 
     def __init__(
         self, inner: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device, *, activation: str
@@ -101,11 +101,11 @@ class Gated(Linear):
         self._activation = ACTIVATIONS[activation]
         self._fused = False
 
-    def _give_up(
+    def _pack(
         self, kernels: Kernels, bits: int | None, in_file: InFile | None, *, wide: bool, gated: bool = False
     ) -> None:
         self._fused = gated or self._activation is F.silu
-        super()._give_up(kernels, bits, in_file, wide=wide, gated=self._fused)
+        super()._pack(kernels, bits, in_file, wide=wide, gated=self._fused)
 
     def multiplied(self) -> Multiplied | None:
         return super().multiplied() if self._fused else None
@@ -119,7 +119,7 @@ class Gated(Linear):
 
 
 def can_reorder(weight: Tensor) -> bool:
-    """Whether this build and CPU have oneDNN products for the weight that do not reorder it on every call."""
+    """Return whether oneDNN can multiply by the weight in a form that is not reordered on every call."""
     if weight.is_cuda or not torch.backends.mkldnn.is_available():
         return False
     operators = torch.ops.mkldnn
@@ -133,7 +133,7 @@ def can_reorder(weight: Tensor) -> bool:
 
 
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension; the mean in float32 whatever x is."""
+    """x / rms(x) * weight over the last dimension. The mean is computed in float32."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
@@ -141,7 +141,7 @@ class RMSNorm:
         self._norm: Any = None  # our kernel
 
     def pack(self, kernels: Kernels | None) -> None:
-        """Prepare for calls with x: [rows, size] alone."""
+        """Use our kernel; x must then be [rows, size]."""
         if kernels is not None:
             self._norm = kernels.norm[self.weight.dtype]
 

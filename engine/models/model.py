@@ -1,4 +1,4 @@
-"""What a loaded model is to the runner, whoever computes it."""
+"""Model: the interface of a loaded model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..kernels.library import Choice
 from .forward import Forward, Outputs
 from .spec import ModelSpec
 
-Progress = Callable[[float], None]  # called with the fraction of the weights that has been read, 0 to 1
+Progress = Callable[[float], None]  # called with the fraction of the weights that has been read, from 0 to 1
 
 
 class Model(Protocol):
-    """A loaded model. Nothing of it changes after loading; all state of a request is in the cache."""
+    """A loaded model. It does not change after loading: all state of a request is in the cache."""
 
     spec: ModelSpec
     num_params: int
     weights_bytes: int
     weights_hash: str
-    product: Choice  # what computes the matrix products
+    product: Choice  # the kernels that compute matmuls, or torch
     sinks: Mapping[str, Tensor]  # the parameters that the spec's attention layers name as sinks
 
     def forward(self, forward: Forward) -> Outputs:

@@ -46,7 +46,7 @@ class Swap:
 
     packed: Packed
     linear: nn.Module
-    places: dict[nn.Module, list[tuple[nn.Module, str]]]  # module -> its parents, and its name in each
+    parents: dict[nn.Module, list[tuple[nn.Module, str]]]  # module -> its parents, and its name in each
 
     @property
     def num_bytes(self) -> int:
@@ -60,17 +60,17 @@ def pack(model: Any, kernels: Kernels) -> list[Swap]:
     Layers are packed one by one, and each plain weight is freed at once. The model must be on the CPU.
     """
     head = model.get_output_embeddings()
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
+    parents: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
     holders: dict[int, list[nn.Module]] = defaultdict(list)  # by the id of a parameter
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None:
-                places[child].append((parent, name))
+                parents[child].append((parent, name))
         for parameter in parent._parameters.values():
             if parameter is not None:
                 holders[id(parameter)].append(parent)
     swaps = []
-    for linear in [module for module in places if _is_plain(module, kernels)]:
+    for linear in [module for module in parents if _is_plain(module, kernels)]:
         weight: Tensor = linear.weight  # type: ignore[assignment]
         tied = [module for module in holders[id(weight)] if module is not linear]
         if not all(_only_looks_up(module) for module in tied):
@@ -82,9 +82,9 @@ def pack(model: Any, kernels: Kernels) -> list[Swap]:
         for old in (linear, *tied):
             old.weight = None  # type: ignore[assignment]
             new = PackedLinear(packed) if old is linear else PackedEmbedding(packed)
-            for parent, name in places[old]:
+            for parent, name in parents[old]:
                 parent._modules[name] = new
-        swaps.append(Swap(packed, linear, {old: places[old] for old in (linear, *tied)}))
+        swaps.append(Swap(packed, linear, {old: parents[old] for old in (linear, *tied)}))
     return swaps
 
 
@@ -94,9 +94,9 @@ def unpack(swaps: list[Swap]) -> None:
         swap = swaps.pop()
         rows = swap.packed.lookup(torch.arange(swap.packed.outputs))
         weight = nn.Parameter(rows if isinstance(swap.linear, nn.Linear) else rows.T.contiguous(), requires_grad=False)
-        for old, places in swap.places.items():
+        for old, parents in swap.parents.items():
             old.weight = weight
-            for parent, name in places:
+            for parent, name in parents:
                 parent._modules[name] = old
 
 

@@ -192,7 +192,7 @@ def stored_dtype(source: Mapping[str, Any]) -> str:
 
 
 def serve_len(max_len: int, config: EngineConfig) -> int:
-    """Tokens that length-dependent frequencies are made for: as many as were asked for, whatever the memory holds."""
+    """Return the length for which length-dependent frequencies are computed. It does not depend on the memory."""
     return config.rope_len or min(config.max_len or max_len, max_len)
 
 

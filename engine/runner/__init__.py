@@ -1,4 +1,4 @@
-"""The model's side of the engine: batches in, tokens out."""
+"""Runs batches on the model: computes logits, and samples tokens."""
 
 from .runner import Runner, Step
 

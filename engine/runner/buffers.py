@@ -1,7 +1,8 @@
-"""Buffers: the memory that the inputs of every step lie in, allocated once for the largest step."""
+"""Buffers: the memory of every step's inputs, allocated once for the largest step."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +26,9 @@ class Views(NamedTuple, Generic[T]):
     block_table: T  # [rows, width] int32
 
 
+NUM_LONGS = 5  # the int64 inputs, which precede the int32 ones
+
+
 class Shape(NamedTuple):
     """The sizes of a step."""
 
@@ -34,19 +38,27 @@ class Shape(NamedTuple):
     logits: int
     hidden: int
 
+    def num_elements(self) -> tuple[int, ...]:
+        """Return the number of elements of each input, in the order of Views."""
+        per_token = self.tokens, self.tokens, self.tokens, self.logits, self.hidden
+        return *per_token, self.rows + 1, self.rows, self.rows * self.width
+
 
 class Buffers:
-    """One piece of memory on the host and one on the device, each input at an address of its own that never changes.
+    """One piece of memory on the host and one on the device. The address of each input never changes.
 
-    On a CPU both are the same memory. What a step was given is valid until the next step is laid out: its forward pass
-    must have been queued by then.
+    On a CPU both are the same memory. The inputs of a step are valid until `views` is called for the next step. By then
+    its forward pass must be queued.
     """
 
     def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device) -> None:
-        self._max_tokens, self._max_seqs = max_tokens, max_seqs
-        longs, ints = 5 * max_tokens, 2 * max_seqs + 1 + max_seqs * max_blocks
+        self._largest = Shape(max_tokens, max_seqs, max_blocks, logits=max_tokens, hidden=max_tokens)
+        sizes = self._largest.num_elements()
+        *starts, self._longs = accumulate(sizes[:NUM_LONGS], initial=0)
+        *int_starts, ints = accumulate(sizes[NUM_LONGS:], initial=0)
+        self._starts = starts + int_starts  # of each input, among the numbers of its type
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(longs + -(-ints // 2), dtype=torch.int64, pin_memory=on_gpu)
+        self._host = torch.zeros(self._longs + -(-ints // 2), dtype=torch.int64, pin_memory=on_gpu)
         self._device = self._host.to(device) if on_gpu else self._host
         self._copied = torch.cuda.Event() if on_gpu else None
         self._shape = Shape(0, 0, 0, 0, 0)
@@ -54,41 +66,30 @@ class Buffers:
 
     def views(self, shape: Shape) -> tuple[Views[NDArray], Views[Tensor]]:
         """Return where to write the inputs of a step, and where the device reads them after `upload`."""
-        assert shape.tokens <= self._max_tokens and shape.rows <= self._max_seqs, f"{shape} is larger than any step"
+        largest = self._largest
+        assert shape.tokens <= largest.tokens and shape.rows <= largest.rows, f"{shape} is larger than any step"
         if self._copied is not None:
             self._copied.synchronize()  # the last copy reads the host's memory until then
-        if shape != self._shape:  # steps that only decode are all alike, and to slice takes longer than to fill
+        if shape != self._shape:  # consecutive decode steps have the same shape, and slicing takes longer than filling
             self._shape = shape
             self._arrays, self._tensors = self._views(shape)
         return self._arrays, self._tensors
 
     def upload(self) -> None:
-        """Copy what was written to the device, in one piece."""
+        """Copy the inputs to the device, in one piece that ends with the block table."""
         if self._copied is not None:
-            shape = self._shape
-            ints = 2 * self._max_seqs + 1 + shape.rows * shape.width
-            used = 5 * self._max_tokens + -(-ints // 2)
+            ints = self._starts[-1] + self._shape.num_elements()[-1]
+            used = self._longs + -(-ints // 2)
             self._device[:used].copy_(self._host[:used], non_blocking=True)
             self._copied.record()
 
     def _views(self, shape: Shape) -> tuple[Views[NDArray], Views[Tensor]]:
-        longs, host = 5 * self._max_tokens, self._host.numpy()
-        arrays = self._divided(host[:longs], host[longs:].view(np.int32), shape)
-        return arrays, self._divided(self._device[:longs], self._device[longs:].view(torch.int32), shape)
+        longs, host = self._longs, self._host.numpy()
+        arrays = self._slices(host[:longs], host[longs:].view(np.int32), shape)
+        return arrays, self._slices(self._device[:longs], self._device[longs:].view(torch.int32), shape)
 
-    def _divided(self, longs: T, ints: T, shape: Shape) -> Views[T]:
-        table = ints[2 * self._max_seqs + 1 :]
-
-        def per_token(index: int, count: int) -> T:
-            return longs[index * self._max_tokens :][:count]
-
-        return Views(
-            ids=per_token(0, shape.tokens),
-            positions=per_token(1, shape.tokens),
-            slot_mapping=per_token(2, shape.tokens),
-            logits_at=per_token(3, shape.logits),
-            hidden_at=per_token(4, shape.hidden),
-            query_start=ints[: shape.rows + 1],
-            seq_lens=ints[self._max_seqs + 1 :][: shape.rows],
-            block_table=table[: shape.rows * shape.width].reshape(shape.rows, shape.width),
-        )
+    def _slices(self, longs: T, ints: T, shape: Shape) -> Views[T]:
+        memory = [longs] * NUM_LONGS + [ints] * (len(self._starts) - NUM_LONGS)
+        ends = map(int.__add__, self._starts, shape.num_elements())
+        *rest, block_table = (part[start:end] for part, start, end in zip(memory, self._starts, ends, strict=True))
+        return Views._make([*rest, block_table.reshape(shape.rows, shape.width)])

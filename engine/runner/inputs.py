@@ -1,7 +1,7 @@
-"""Inputs: a Batch -> the tensors that one forward pass reads.
+"""Inputs: converts a batch's rows to the tensors that one forward pass reads.
 
-Each running sequence has a slot: its place in the columns that live from step to step (here the block table, in
-the sampler its parameters). The inputs of every step lie in the same buffers and cross to the device in one copy.
+Each running sequence has a slot: its index in tables that are kept from step to step (the block table here, the
+parameters in the sampler). The inputs of all steps share the same buffers, and are copied to the device at once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One step: the model's input, on the device, and what the sampler needs on the host."""
+    """The input of one step: the model's on the device, and the sampler's and pooler's on the host."""
 
     forward: Forward
     slots: Ints  # [rows]
-    drawing: Ints  # [drawing rows], indices of rows
-    lengths: Ints  # [rows] tokens of the sequence up to the end of the row
-    draws_at: Ints | None  # [drawing rows], places among the logits; None: they are all the logits
-    scored: dict[int, slice]  # row -> its places among the logits that score the prompt
-    pooled: dict[int, slice]  # row -> its places among the hidden states
+    drawing: Ints  # indices of the rows that sample
+    lengths: Ints  # [rows], tokens of the sequence up to the end of the row
+    draws_at: Ints | None  # the indices of their logits; None: all logits are theirs
+    scored: dict[int, slice]  # row -> its logits that score prompt tokens
+    pooled: dict[int, slice]  # row -> its hidden states
 
 
 class Inputs:
-    """Slots and block tables of the sequences that the device knows. The model thread's."""
+    """The slots and block tables of running sequences. Owned by the model thread."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Inputs:
         self._num_blocks = [0] * max_seqs
 
     def enter(self, seq_id: int) -> int:
-        """Give a sequence a slot, with no blocks."""
+        """Assign a slot without blocks to a sequence, and return it."""
         assert seq_id not in self._slot_of, f"sequence {seq_id} has entered before"
         slot = self._slot_of[seq_id] = self._free.pop()
         self._num_blocks[slot] = 0
@@ -79,9 +79,9 @@ class Inputs:
                 self._table[slot, count : self._num_blocks[slot]] = row.new_block_ids
 
     def prepare(self, rows: list[Row]) -> Prepared:
-        """Return the step of these rows, at least one; their sequences have entered and have their blocks.
+        """Return the input for these rows, at least one, whose sequences have entered and have their blocks.
 
-        It is valid until the next one is prepared, see Buffers.
+        It is valid until the next call, see Buffers.
         """
         slots = self.slots(rows)
         counts = [len(row.token_ids) for row in rows]
@@ -89,24 +89,24 @@ class Inputs:
         starts = np.array([row.start for row in rows], np.int64)
         lengths = starts + counts
         drawing = np.array([index for index, row in enumerate(rows) if row.draws], np.int64)
-        draws_at, scored, places = _logits(rows, query_start)
-        pooled, hidden_places = _hidden(rows, query_start)
+        draws_at, scored, logits_at = _logits(rows, query_start)
+        pooled, hidden_at = _hidden(rows, query_start)
         width = -(-int(lengths.max()) // self.block_size)
 
         size = query_start[-1]
-        host, device = self._buffers.views(Shape(size, len(rows), width, len(places), len(hidden_places)))
+        host, device = self._buffers.views(Shape(size, len(rows), width, len(logits_at), len(hidden_at)))
         host.ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, size)
         host.query_start[:] = query_start
         host.seq_lens[:] = lengths
-        if size == len(rows):  # only decode rows: each token is its row
+        if size == len(rows):  # only decode rows: one token per row
             of_token, host.positions[:] = slots, starts
         else:
             of_token = np.repeat(slots, counts)
             host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
         blocks, offsets = np.divmod(host.positions, self.block_size)
         host.slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
-        host.logits_at[:] = places
-        host.hidden_at[:] = hidden_places
+        host.logits_at[:] = logits_at
+        host.hidden_at[:] = hidden_at
         host.block_table[:] = self._table[slots, :width]
         self._buffers.upload()
 
@@ -140,25 +140,25 @@ class Inputs:
 
 
 def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints | None, dict[int, slice], list[int]]:
-    """draws_at and scored of Prepared, and the places in the line of tokens that need logits: each row's last ones."""
-    places: list[int] = []
+    """Return `draws_at` and `scored` of Prepared, and the indices of the tokens that need logits, each row's last."""
+    logits_at: list[int] = []
     draws: list[int] = []
     scored: dict[int, slice] = {}
     for index, row in enumerate(rows):
         if row.scored:
-            scored[index] = slice(len(places), len(places) + len(row.scored))
-        places += range(query_start[index + 1] - row.num_logits, query_start[index + 1])
+            scored[index] = slice(len(logits_at), len(logits_at) + len(row.scored))
+        logits_at += range(query_start[index + 1] - row.num_logits, query_start[index + 1])
         if row.draws:
-            draws.append(len(places) - 1)
-    return (np.array(draws, np.int64) if scored else None), scored, places
+            draws.append(len(logits_at) - 1)
+    return (np.array(draws, np.int64) if scored else None), scored, logits_at
 
 
 def _hidden(rows: list[Row], query_start: list[int]) -> tuple[dict[int, slice], list[int]]:
-    """pooled of Prepared, and the places in the line of tokens whose hidden states are pooled: rows' last ones."""
-    places: list[int] = []
+    """Return `pooled` of Prepared, and the indices of the tokens whose hidden states are pooled, each row's last."""
+    hidden_at: list[int] = []
     pooled: dict[int, slice] = {}
     for index, row in enumerate(rows):
         if row.num_hidden:
-            pooled[index] = slice(len(places), len(places) + row.num_hidden)
-            places += range(query_start[index + 1] - row.num_hidden, query_start[index + 1])
-    return pooled, places
+            pooled[index] = slice(len(hidden_at), len(hidden_at) + row.num_hidden)
+            hidden_at += range(query_start[index + 1] - row.num_hidden, query_start[index + 1])
+    return pooled, hidden_at

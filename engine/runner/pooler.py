@@ -1,4 +1,4 @@
-"""Pooler: the last hidden states of a sequence -> one vector of length 1, its embedding."""
+"""Pooler: converts the last hidden states of a prompt to its embedding, a vector of length 1."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NO_HIDDEN = RowError("this model has no hidden states to pool")
 
 
 class Pooler:
-    """Sums of the chunks of prompts whose mean is asked for, by slot. The model thread's.
+    """Sums the hidden states of prompts over their chunks, by slot. Owned by the model thread.
 
-    A sum has the direction of the mean, and at length 1 is the same. Sums are float64, so that how a prompt was cut
-    into chunks does not show in a float32.
+    Normalized to length 1, the sum equals the mean. Sums are float64, so that the float32 result does not depend on how
+    a prompt was divided into chunks.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Pooler:
         self._sums: dict[int, Tensor] = {}  # slot -> [hidden] float64, of the tokens before the next row
 
     def add(self, slot: int, entered: Entered) -> None:
-        """A sequence enters, to be computed from its first token that is not in the cache."""
+        """Start the sum of a sequence, if an embedding of its prompt is requested."""
         if entered.params.pooling is not None:
             self._pooling[slot] = entered.params.pooling
 
@@ -49,7 +49,7 @@ class Pooler:
         for index, place in places.items():
             row, slot = rows[index], int(slots[index])
             states = hidden[place].sum(dim=0, dtype=torch.float64)
-            if row.start and slot in self._sums:  # at 0 a prompt begins, perhaps again
+            if row.start and slot in self._sums:  # at 0 the prompt starts, perhaps again after a preemption
                 states += self._sums[slot]
             (ready if row.embeds else sums)[index] = states
         vectors = torch.stack(list(ready.values())).cpu().numpy() if ready else ()  # the only transfer
@@ -62,6 +62,6 @@ class Pooler:
 
 
 def unit(vector: NDArray[np.float64]) -> bytes | None:
-    """The vector of length 1 in this direction, as TokenDelta.embedding has it; None where there is no direction."""
+    """Return the vector scaled to length 1, in the format of TokenDelta.embedding; None if that is not possible."""
     length = np.sqrt(vector @ vector)
     return (vector / length).astype("<f4").tobytes() if np.isfinite(length) and length > 0 else None

@@ -13,7 +13,7 @@ from ..generation.request import Calling, ConversationPrompt, Tool
 from ..http.admission import Caller
 from ..http.disconnect import while_connected
 from ..http.fields import clash
-from ..state import Pequod
+from ..state import AppState
 from ..tokenization.encoder import TextTooLong
 from ..tokenization.renderer import SWITCHES, TemplateError
 
@@ -48,7 +48,7 @@ def calling_of(
 
 
 async def count_tokens(
-    app: Pequod, caller: Caller, request: Request, model: str | None, source: ConversationPrompt, *, field: str
+    app: AppState, caller: Caller, request: Request, model: str | None, source: ConversationPrompt, *, field: str
 ) -> int:
     """Return the number of tokens of a conversation's prompt; `field` is the one that an error names."""
     app.check_model(model)

@@ -1,4 +1,4 @@
-"""From the engine's tokens to text: the choices of one request, each with its TextStream, read side by side."""
+"""From the engine's tokens to text: the choices of one request, each with its Detokenizer, read side by side."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from engine import Engine, EngineRequest, ErrorCode, RequestStats, TokenDelta, T
 from ..grammar.checker import busy, refusal
 from ..http import retry
 from ..http.errors import ApiError, deadline, from_exception, invalid, unavailable
-from ..observability.tracking import Track
+from ..observability.tracking import RequestTracker
 from ..parsers import Call, Content, MessageParser, Part, Plain
-from ..tokenization.detokenizer import TextStream
+from ..tokenization.detokenizer import Detokenizer
 from .output import Output, Usage, usage
 
 log = logging.getLogger("pequod.server")
@@ -95,7 +95,7 @@ class Choice(Reader):
         self,
         index: int,
         request: EngineRequest,
-        stream: TextStream,
+        stream: Detokenizer,
         grammar_field: str = "",
         *,
         parser: MessageParser | None = None,
@@ -224,7 +224,7 @@ class Generation:
         engine: Engine,
         choices: Sequence[Reader],
         n: int,
-        track: Track,
+        track: RequestTracker,
         due: Due | None,
         *,
         cut: asyncio.Event,

@@ -22,8 +22,8 @@ from ..http.admission import Caller
 from ..http.disconnect import while_connected
 from ..http.errors import deadline, from_exception
 from ..http.openapi import JsonObject
-from ..observability.tracking import Track
-from ..state import Pequod
+from ..observability.tracking import RequestTracker
+from ..state import AppState
 from .choices import Generation, Gone
 from .output import Head, Output, Prompt, TokenText, Usage, Writer
 from .prepare import check_fields, engine_requests, make_choices, prepare, time_limit
@@ -36,7 +36,7 @@ MakeWriter = Callable[[Head, list[Prompt], TokenText], Writer]
 
 
 async def answer(
-    app: Pequod,
+    app: AppState,
     caller: Caller,
     request: Request,
     asked: GenerationRequest,
@@ -74,7 +74,7 @@ async def answer(
     requests = engine_requests(
         app, model, caller, asked, prompts, max_tokens=max_tokens, grammar=grammar, bad_words=bad_words
     )
-    track = Track(
+    track = RequestTracker(
         app.metrics,
         request.state.request_id,
         asked.num_choices,

@@ -15,8 +15,8 @@ from ..grammar.schemas import Grammar
 from ..http.admission import Caller, Ticket
 from ..http.errors import CONTEXT_CODE, ApiError, invalid
 from ..loading import LoadedModel
-from ..state import Pequod
-from ..tokenization.detokenizer import TextStream
+from ..state import AppState
+from ..tokenization.detokenizer import Detokenizer
 from ..tokenization.encoder import Prompts, TextTooLong
 from ..tokenization.generic_tools import FORMAT as GENERIC
 from ..tokenization.renderer import TemplateError
@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
 
 
 async def prepare(
-    app: Pequod,
+    app: AppState,
     model: LoadedModel,
     caller: Caller,
     asked: GenerationRequest,
@@ -71,7 +71,7 @@ async def prepare(
 # Checks before the first byte
 
 
-def time_limit(app: Pequod, request: Request) -> Due | None:
+def time_limit(app: AppState, request: Request) -> Due | None:
     """When the answer must be complete: the client's own deadline or --request-timeout, whichever is sooner."""
     now = time.monotonic()
     limits = []
@@ -85,7 +85,7 @@ def time_limit(app: Pequod, request: Request) -> Due | None:
     return min(limits, default=None)
 
 
-def check_fields(app: Pequod, info: EngineInfo, asked: GenerationRequest) -> None:
+def check_fields(app: AppState, info: EngineInfo, asked: GenerationRequest) -> None:
     """What the schema cannot know: the model's vocabulary and the server's settings."""
     check_priority(app, asked.priority)
     check_token_ids(info, asked.stop_token_ids, "stop_token_ids")
@@ -96,7 +96,7 @@ def check_fields(app: Pequod, info: EngineInfo, asked: GenerationRequest) -> Non
         raise invalid(f"Invalid '{field}': 0 is for scoring a prompt, with echo.", field)
 
 
-def check_priority(app: Pequod, priority: int | None) -> None:
+def check_priority(app: AppState, priority: int | None) -> None:
     """Raise 400 unless priorities decide here."""
     if priority and app.settings.scheduling_policy != "priority":
         raise invalid("Invalid 'priority': the server does not run with --scheduling-policy priority.", "priority")
@@ -108,7 +108,9 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
         raise invalid(f"Invalid '{param}': token ids must be in 0..{info.vocab_size - 1}.", param)
 
 
-async def checked_grammar(app: Pequod, model: LoadedModel, caller: Caller, asked: GenerationRequest) -> Grammar | None:
+async def checked_grammar(
+    app: AppState, model: LoadedModel, caller: Caller, asked: GenerationRequest
+) -> Grammar | None:
     """The grammar that a request brings, if it does; raises 400 when it cannot be used."""
     grammar = asked.grammar
     if grammar is None:
@@ -165,7 +167,7 @@ async def spelt(model: LoadedModel, caller: Caller, asked: GenerationRequest) ->
     words: list[tuple[int, ...]] = []
     if asked.bad_words:
         known = range(model.info.vocab_size)  # the model draws no others
-        spellings = await model.prompts.spellings(asked.bad_words, caller=caller.flow)
+        spellings = await model.prompts.encode_words(asked.bad_words, caller=caller.flow)
         words = [word for word in spellings if all(id in known for id in word)]
     if asked.allowed_token_ids is not None:
         ends = asked.stop_token_ids if asked.min_tokens else ()
@@ -179,7 +181,7 @@ async def spelt(model: LoadedModel, caller: Caller, asked: GenerationRequest) ->
 
 
 def engine_requests(
-    app: Pequod,
+    app: AppState,
     model: LoadedModel,
     caller: Caller,
     asked: GenerationRequest,
@@ -257,11 +259,11 @@ def make_choices(
 
 def text_stream(
     model: LoadedModel, asked: GenerationRequest, request: EngineRequest, grammar: Grammar | None, shaped: Shape | None
-) -> TextStream:
+) -> Detokenizer:
     hidden = hidden_ids(model, shaped.formats) if shaped else model.tokenizer.special_ids
     if not asked.skip_special_tokens:
         hidden = frozenset()
-    return TextStream(
+    return Detokenizer(
         model.tokenizer,
         asked.stops,
         include_stop=asked.include_stop,
@@ -289,14 +291,14 @@ async def encode_text(model: LoadedModel, caller: Caller, given: str | list[int]
     if isinstance(given, str):
         if source.echo:
             text = given
-            ids, offsets = await model.prompts.echoed(given, source.add_special, caller=caller.flow)
+            ids, offsets = await model.prompts.encode_with_offsets(given, source.add_special, caller=caller.flow)
         else:
             ids = await model.prompts.encode(given, source.add_special, caller=caller.flow)
     else:
         check_token_ids(model.info, given, "prompt")
         ids = given
         if source.echo:
-            text, offsets = await model.prompts.spelt(ids, source.skip_special, caller=caller.flow)
+            text, offsets = await model.prompts.decode_with_offsets(ids, source.skip_special, caller=caller.flow)
     return Prompt(tuple(ids), text, tuple(offsets))
 
 

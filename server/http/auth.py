@@ -1,7 +1,7 @@
-"""Who may ask: API keys by role.
+"""API keys and the roles of routes.
 
-Every route states its role as a dependency: `user`, `metrics_reader` or `public`. build_app refuses to build an app
-with a route that states none, so that a new route is closed until somebody decides.
+Every route declares its role as a dependency: `user`, `metrics_reader` or `public`. build_app raises for a route
+without one, so that no new route is open by accident.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ import hmac
 import ipaddress
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.dependencies.models import Dependant
 from starlette.routing import BaseRoute
 from starlette.types import Scope
 
+from ..settings import Settings
 from .admission import Caller
 from .errors import unauthorized
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Keys:
-    """The keys of one server, and the callers that they belong to."""
+    """The API keys of one server."""
 
     def __init__(self, settings: Settings) -> None:
         self._keys = {hash_key(key): key.encode() for key in settings.keys}
@@ -38,55 +36,57 @@ class Keys:
         self.are_metrics_open = settings.public_metrics or not (self._keys or self._metrics_key)
 
     def identify(self, scope: Scope) -> Caller:
-        """The caller behind a request; raises 401."""
+        """Return the sender of a request; raises 401."""
         if not self._keys:
             return Caller(flow=address_of(scope))
         digest = self._digest(scope["headers"])
         if digest is None:
-            raise unauthorized("This server needs an API key: Authorization: Bearer KEY, or x-api-key.")
+            raise unauthorized("This server requires an API key, as Authorization: Bearer KEY or x-api-key.")
         return Caller(digest, digest, self._weights[digest])
 
     def check_metrics_reader(self, headers: Headers) -> None:
-        """Raise 401 unless the metrics may be read: with their own key or, where there is none, with an API key."""
+        """Raise 401 for a request without the metrics key or, if there is none, without an API key."""
         if self.are_metrics_open:
             return
         if self._metrics_key is not None:
-            is_known = any([hmac.compare_digest(sent, self._metrics_key) for sent in sent_keys(headers)])
+            is_valid = any([hmac.compare_digest(sent, self._metrics_key) for sent in sent_keys(headers)])
         else:
-            is_known = self._digest(headers) is not None
-        if not is_known:
+            is_valid = self._digest(headers) is not None
+        if not is_valid:
             raise unauthorized(
-                "The metrics of this server need a key, as Authorization: Bearer KEY or x-api-key (--public-metrics)."
+                "The metrics require a key, as Authorization: Bearer KEY or x-api-key (see --public-metrics)."
             )
 
     def _digest(self, headers: Headers) -> str | None:
-        """Hash of the key that a request offers, if it is one of ours."""
-        found = None
-        for sent in sent_keys(headers):
-            for digest, key in self._keys.items():  # all of them: the time must not show which one nearly fits
-                if hmac.compare_digest(sent, key):
-                    found = digest
-        return found
+        """The hash of the key that a request sends, if it is valid."""
+        # Compares all keys, so that the time does not depend on which one matches.
+        matches = [
+            digest
+            for sent in sent_keys(headers)
+            for digest, key in self._keys.items()
+            if hmac.compare_digest(sent, key)
+        ]
+        return matches[-1] if matches else None
 
     def payer(self, caller: Caller) -> str:
-        """Whose share what a caller stores counts against: "" for its key, else a name that hides its address."""
+        """The account for what a caller stores: "" with an API key, otherwise a hash of its address."""
         if caller.key:
             return ""
         return hashlib.blake2b(caller.flow.encode(), key=self._secret, digest_size=8).hexdigest()
 
     def salt_for(self, caller: Caller, user_salt: str | None = None) -> str:
-        """The cache_salt of a caller's requests: with several keys, none finds another's prefixes in the cache."""
+        """The cache_salt of a caller's requests: with several keys, each has cached prefixes of its own."""
         own = user_salt or ""
         return f"{caller.key}:{own}" if len(self._keys) > 1 else own
 
 
 def hash_key(key: str) -> str:
-    """Return a name for an API key from which the key cannot be found out."""
+    """Hash an API key, for logs and records."""
     return hashlib.sha256(b"pequod key\0" + key.encode()).hexdigest()[:16]
 
 
 def address_of(scope: Scope) -> str:
-    """The client's address; of IPv6 the network, for a client has all of its addresses. "" for a Unix socket."""
+    """The client's IPv4 address or IPv6 /64 network, of which a client has all addresses; "" for a Unix socket."""
     host: str = (scope.get("client") or ("",))[0]
     if ":" not in host:
         return host
@@ -97,7 +97,7 @@ def address_of(scope: Scope) -> str:
 
 
 def sent_keys(headers: Headers) -> list[bytes]:
-    """What a request offers as keys."""
+    """The keys in the headers of a request."""
     keys = []
     for name, value in headers:
         if name == b"x-api-key":
@@ -109,23 +109,23 @@ def sent_keys(headers: Headers) -> list[bytes]:
     return keys
 
 
-# The roles. Each is a dependency, and the route that depends on it has that role.
+# The roles: a route has the role that it depends on.
 
 
 async def user(request: Request) -> Caller:
-    """Role: whoever has an API key, or anybody when none is set."""
+    """Role: any caller with an API key, or any caller at all if the server has no keys."""
     caller: Caller = request.app.state.pequod.keys.identify(request.scope)
     request.state.caller = caller
     return caller
 
 
 async def metrics_reader(request: Request) -> None:
-    """Role: whoever may read the metrics."""
+    """Role: callers that may read the metrics."""
     request.app.state.pequod.keys.check_metrics_reader(request.scope["headers"])
 
 
 async def public() -> None:
-    """Role: anybody. A route that reveals nothing and starts no work."""
+    """Role: any caller. For routes that reveal nothing and start no work."""
 
 
 UserDep = Annotated[Caller, Depends(user)]
@@ -133,15 +133,13 @@ ROLES: tuple[Callable[..., Any], ...] = (user, metrics_reader, public)
 
 
 def roles(route: BaseRoute) -> set[str]:
-    """Names of the roles that a route states, however deep among its dependencies."""
+    """The names of the roles among the direct and indirect dependencies of a route."""
 
     def calls(dependant: Dependant) -> Iterator[Any]:
         yield dependant.call
-        for below in dependant.dependencies:
-            yield from calls(below)
+        for dependency in dependant.dependencies:
+            yield from calls(dependency)
 
     dependant = getattr(route, "dependant", None)
-    if dependant is None:
-        return set()
-    found = set(calls(dependant))
+    found = set() if dependant is None else set(calls(dependant))
     return {role.__name__ for role in ROLES if role in found}

@@ -1,4 +1,4 @@
-"""Connection: one client's connection, from bytes to HTTP. What the parser cannot read is answered as an error too."""
+"""Connection: the HTTP protocol of one client's connection, with timeouts, limits and our form of errors."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from . import retry
 from .errors import ApiError, unavailable
 from .middleware import MAX_HEAD, head_too_large
 
-# From the connection, or the first byte of a further request, until its head is complete. Whoever sends a byte now
-# and then would otherwise hold a descriptor for good.
+# For a complete head, from the connection or the first byte of a later request. Otherwise a client that sends a byte
+# now and then would hold a descriptor forever.
 HEAD_S = 30.0
-# From an answer that does not wait for its request's body until that body's end, or the client's: so long and so many
-# bytes are read and dropped.
+# For the rest of a request's body after its response: it is read and discarded until it or the connection ends.
 REST_S = 10.0
 REST_BYTES = 64 << 20
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with bounds on a request's head and on what nobody reads, and with our envelope in what it
-    answers by itself."""
+    """uvicorn's protocol with limits on a request's head and on an unread body, and with our error envelope in the
+    responses that do not come from the app."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = False
-        self._head_bytes = 0  # of what is not yet complete, the chunk that it began in left out
+        self._head_bytes = 0  # of an incomplete head, without the chunk that it began in
         self._header_bytes = 0  # of names and values, also of the trailers of a chunked body
-        self._rest_bytes: int | None = None  # of a request that is answered already; None: there is none
-        self._plain_head: bytes | None = None  # of a request that asks for another protocol: it is parsed in its place
-        self.is_parting = False  # all is said, and whatever still comes is dropped
-        self.most_connections, self.limit_concurrency = self.limit_concurrency, None
+        self._rest_bytes: int | None = None  # received of a body after its response; None: there is no such body
+        self._plain_head: bytes | None = (
+            None  # the head of an upgrade request without the upgrade, to be parsed instead
+        )
+        self.is_parting = False  # the response is complete, and all further bytes are discarded
+        self.max_connections, self.limit_concurrency = self.limit_concurrency, None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.most_connections is not None and len(self.connections) > self.most_connections:
+        if self.max_connections is not None and len(self.connections) > self.max_connections:
             self.is_parting = True
             message = "The server has as many connections as it can."
-            self._answer(unavailable(message, "connections", retry.CONNECTIONS_S))
+            self._write(unavailable(message, "connections", retry.CONNECTIONS_S))
             transport.close()  # at once: its descriptor is one of the last
             return
         self._begin_head()
@@ -74,7 +75,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             if self._plain_head is not None:
                 head, self._plain_head = self._plain_head, None
-                self.parser = httptools.HttpRequestParser(self)  # the other one reads no body after such a head
+                self.parser = httptools.HttpRequestParser(self)  # the old one reads no body after such a head
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                 self._parse(head + data[upgrade.args[0] :])
 
@@ -85,22 +86,22 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value)
-        if self._header_bytes > 2 * MAX_HEAD:  # a head that is a little too large gets further, to the door's answer
-            raise head_too_large()  # to the parser, which ends
+        if self._header_bytes > 2 * MAX_HEAD:  # below that, the middleware refuses it
+            raise head_too_large()  # ends the parser
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and self._get_upgrade() is not None:
             self._plain_head = self._without_upgrade()
             return
-        self._end_idle()  # it began again if the answer before this request ended within its head
+        self._end_idle()  # the idle timer was restarted if the previous response ended during this head
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
-        self.cycle.transport = _Outlet(self, self.cycle)
+        self.cycle.transport = _CycleTransport(self, self.cycle)
 
     def _without_upgrade(self) -> bytes:
-        """The head of the request without its wish for another protocol, which a server may ignore (RFC 9110, 7.8).
+        """The head of the request without its upgrade, which a server may ignore (RFC 9110, 7.8).
 
         Java's client sends `Upgrade: h2c` with its first request to each server.
         """
@@ -118,7 +119,7 @@ class Connection(HttpToolsProtocol):
         if self._plain_head is not None:
             return
         super().on_message_complete()
-        if self._rest_bytes is not None:  # the next request may come
+        if self._rest_bytes is not None:  # the connection is ready for the next request
             self._rest_bytes = None
             self._stop_timer()
 
@@ -129,10 +130,10 @@ class Connection(HttpToolsProtocol):
             self._begin_rest()
 
     def part(self) -> None:
-        """Close the connection behind an answer while the client may still send.
+        """Close the connection after a response while the client may still be sending.
 
-        The system resets a connection that is closed with bytes unread, and the client may lose the answer. So it is
-        told that nothing more comes, and has until the bounds of the rest to hang up.
+        The system resets a connection that is closed with unread bytes, and the client may lose the response. So only
+        our side is closed, and the client has until the limits of the rest to close its own.
         """
         if self.is_parting or self.transport.is_closing():
             return
@@ -144,17 +145,15 @@ class Connection(HttpToolsProtocol):
         self._begin_rest()
 
     def _unset_keepalive_if_required(self) -> None:
-        """Nothing: uvicorn would let any byte end the wait for a next request, also blank lines and a body's rest."""
+        """Do nothing: in uvicorn any byte ends the idle timeout, also a blank line or the rest of a body."""
 
     def _end_idle(self) -> None:
         super()._unset_keepalive_if_required()
 
     def _begin_head(self) -> None:
         self._in_head, self._head_bytes, self._header_bytes = True, 0, 0
-        self._set_timer(HEAD_S, self._head_is_late)
-
-    def _head_is_late(self) -> None:
-        self._refuse(ApiError(408, "The request did not arrive in time.", code="head_timeout"))
+        late = ApiError(408, "The request did not arrive in time.", code="head_timeout")
+        self._set_timer(HEAD_S, lambda: self._refuse(late))
 
     def _begin_rest(self) -> None:
         if self._rest_bytes is None:
@@ -162,23 +161,23 @@ class Connection(HttpToolsProtocol):
             self._set_timer(REST_S, self.transport.abort)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what never became a request, and hang up."""
+        """Respond to bytes that are not a valid request, and close the connection."""
         if self.is_parting or self.transport.is_closing():
             return
         if self.cycle is not None and self.cycle.response_complete and self.cycle.more_body:
-            self.part()  # the request whose body ends badly has its answer
+            self.part()  # the request with the invalid body has its response already
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            if self.cycle.response_started or self.pipeline:  # this would stand amid the answer to another request
+            if self.cycle.response_started or self.pipeline:  # it would be inside the response to another request
                 self.transport.close()
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._answer(error)
+        self._write(error)
         self.part()
 
-    def _answer(self, error: ApiError) -> None:
-        """Write an error by hand, where there is no request that it could be the response to."""
+    def _write(self, error: ApiError) -> None:
+        """Write an error response for which there is no request."""
         body = error.body()
         lines = [f"HTTP/1.1 {error.status} Refused", "Content-Type: application/json", f"Content-Length: {len(body)}"]
         if error.retry_after is not None:
@@ -195,8 +194,8 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
 
-class _Outlet(asyncio.Transport):
-    """The transport as one request's cycle has it: closing it does not cut off a body that is on its way."""
+class _CycleTransport(asyncio.Transport):
+    """The transport of one request cycle: closing it does not interrupt a body that is still arriving."""
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
         super().__init__()
@@ -213,7 +212,7 @@ class _Outlet(asyncio.Transport):
     def close(self) -> None:
         if self._transport.is_closing():
             return
-        # Behind a head that asks for another protocol the parser takes nothing for a body.
+        # After the head of an upgrade request the parser sees no body.
         if self._cycle.more_body or self._connection.parser.should_upgrade():
             self._connection.part()
         else:

@@ -1,4 +1,4 @@
-"""Work for a client ends when the client hangs up, also before there is a response to send."""
+"""Cancels work when its client disconnects, also before there is a response."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from starlette.requests import ClientDisconnect
 
 T = TypeVar("T")
 
-SOON_S = 0.05  # work that ends within this time is not watched: the watch costs more than it could save
+SOON_S = 0.05  # shorter work is not watched: that would cost more than it could save
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Do work whose result goes to the client; raises ClientDisconnect, and cancels it, when the client hangs up.
+    """Await work for a client; cancel it and raise ClientDisconnect if the client disconnects.
 
     The body of the request must have been read.
     """
@@ -24,7 +24,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         done, _ = await asyncio.wait({task}, timeout=SOON_S)
         if not done:
-            watch = asyncio.create_task(_hung_up(request))
+            watch = asyncio.create_task(_disconnected(request))
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
@@ -36,6 +36,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait(tasks)
 
 
-async def _hung_up(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

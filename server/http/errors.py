@@ -1,9 +1,9 @@
-"""Errors on the wire: whatever goes wrong leaves as `{"error": {"message", "type", "param", "code"}}`.
+"""Error responses: `{"error": {"message", "type", "param", "code"}}`, or the form of an API that has its own.
 
-An API with a form of its own brings an ErrorForm; the middleware notes it in the request's scope, where
-`ApiError.response` finds it. What never became a request (connection.py) has the first form.
+Such an API has an ErrorForm, which the middleware sets in the request's scope for `ApiError.response`. Errors without a
+request (connection.py) have OpenAI's form.
 
-Texts are fixed sentences: they name fields and limits and never repeat a value of more than SHOWN characters.
+Messages are fixed sentences that name fields and limits, and never repeat a value of more than SHOWN characters.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import re
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -30,9 +31,9 @@ from .excerpt import shown
 
 CONTEXT_CODE = "context_length_exceeded"
 
-# How pydantic begins a sentence about a value.
+# The beginnings of pydantic's messages.
 PYDANTIC_SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should")
-# What it calls by Python's names.
+# Messages that use Python's names for types.
 JSON_TYPES = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object"),
     "list_type": "must be an array",
@@ -42,7 +43,7 @@ log = logging.getLogger("pequod.server")
 
 
 class ApiError(Exception):
-    """An answer other than the one that was asked for, with its status."""
+    """An error response."""
 
     def __init__(
         self,
@@ -65,12 +66,12 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> bytes:
-        """The envelope as JSON; also what an error event in a stream carries."""
+        """The error as JSON, also for an error event in a stream."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode()
 
     def response(self, scope: Scope) -> Response:
-        """The answer to the request of this scope, in the form of the API that its path belongs to."""
+        """The response to the request of this scope, in the form of its API."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, self.retry_after))
@@ -81,11 +82,11 @@ class ApiError(Exception):
 
 
 class ErrorForm(NamedTuple):
-    """How an API that is not OpenAI's writes its errors."""
+    """The errors of an API other than OpenAI's."""
 
-    path: str  # of the API: it and whatever is under it
-    body: Callable[[ApiError, str], bytes]  # of the error and the request's id
-    id_header: bytes  # a further header with the request's id
+    path: str  # a prefix of the API's paths
+    body: Callable[[ApiError, str], bytes]  # from the error and the request id
+    id_header: bytes  # an additional header with the request id
 
     def covers(self, scope: Scope) -> bool:
         """Whether a request belongs to the API."""
@@ -94,12 +95,12 @@ class ErrorForm(NamedTuple):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
-    """400: the request itself is wrong; `param` names the field."""
+    """400: the request is invalid; `param` names the field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unauthorized(message: str) -> ApiError:
-    """401: no key, or none of ours."""
+    """401: no valid API key."""
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
@@ -107,62 +108,47 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
     return ApiError(404, message, param=param, code=code)
 
 
-def too_large(message: str) -> ApiError:
-    """413: more bytes than --max-body-bytes."""
-    return ApiError(413, message, code="body_too_large")
-
-
-def over_share(message: str, retry_after: int) -> ApiError:
-    """429: the caller has its share of the server, and the rest is kept for others."""
-    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
-
-
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:
-    """503: this server cannot take the request now, whoever asks."""
+    """503: this server cannot accept the request now, from any caller."""
     return ApiError(503, message, type="server_error", code=code, retry_after=retry_after)
 
 
 def deadline(message: str = "The request took longer than its time limit.") -> ApiError:
-    """504: --request-timeout or the client's own deadline has passed."""
+    """504: --request-timeout or the client's deadline has passed."""
     return ApiError(504, message, type="server_error", code="deadline_exceeded")
 
 
-def internal() -> ApiError:
-    """500: a bug; the log has what happened, under the request's id."""
-    return ApiError(500, "The server failed on this request.", type="server_error", code="internal_error")
-
-
 def from_engine(error: EngineError) -> ApiError:
-    """What a client is told about an error of the engine, before the first byte or in a stream's error event."""
+    """Convert an error of the engine, for a response or a stream's error event."""
     if isinstance(error, RequestError):
         return invalid(str(error), code="invalid_request")
     if isinstance(error, EngineDied):
-        return unavailable("The engine stopped while it worked on this request.", "engine_died", retry.ENGINE_S)
+        return unavailable("The engine stopped while it was processing this request.", "engine_died", retry.ENGINE_S)
     return unavailable("The model could not be loaded.", "model_not_loaded", retry.FAILED_S)
 
 
 def from_validation(error: ValidationError | RequestValidationError, document: Any = None) -> ApiError:
-    """400 that names the field as its path in the client's own document: messages.0.role."""
+    """400 that names the field by its path in the client's document, such as messages.0.role."""
     details: Sequence[ErrorDetails]
     if isinstance(error, ValidationError):
         details = error.errors(include_url=False, include_input=False)
-    else:  # what FastAPI reads itself: a place begins with query or path
+    else:  # parameters that FastAPI validates: the location begins with query or path
         details = [cast("ErrorDetails", {**item, "loc": item["loc"][1:]}) for item in error.errors()]
-    # A union reports each of its branches: the one that came furthest into the document is what the client meant,
-    # and of several what is known and not supported, then the one that takes values of this type.
-    rivals = [(_path(item, document), item) for item in details if item["loc"][:1] == details[0]["loc"][:1]]
-    path, chosen = max(rivals, key=lambda rival: (len(rival[0]), _rank(rival[1]["type"])))
+    # A union reports an error for each of its branches. The client meant the one that matches the document furthest;
+    # of several, an unsupported one, then one that accepts values of this type.
+    branches = [(_path(item, document), item) for item in details if item["loc"][:1] == details[0]["loc"][:1]]
+    path, item = max(branches, key=lambda branch: (len(branch[0]), _rank(branch[1]["type"])))
     param = ".".join(shown(str(part)) for part in path) if path else None
-    return _sentence(chosen, param)
+    return _message(item, param)
 
 
 def _rank(kind: str) -> int:
-    """How well an error tells what the client meant."""
+    """How likely it is that an error is about what the client meant."""
     return 2 if kind == "unsupported" else 0 if kind.endswith("_type") else 1
 
 
 def _path(item: ErrorDetails, document: Any) -> list[int | str]:
-    """The parts of an error's place that are in the document; the rest names branches of our own types."""
+    """The parts of an error's location that are in the document; the others name branches of our types."""
     loc = list(item["loc"])
     if document is None or not loc:
         return loc
@@ -170,8 +156,8 @@ def _path(item: ErrorDetails, document: Any) -> list[int | str]:
     path: list[int | str] = []
     here = document
     for part in loc[:-1]:
-        # A kind may be named like a field that its objects have: {"type": "text", "text": ...}.
-        if _has(here, part) and not (_is_leaf(here[part]) and (is_missing or _has(here, last))):
+        # A branch may have the name of a field of its objects: {"type": "text", "text": ...}.
+        if _has(here, part) and (isinstance(here[part], dict | list) or not (is_missing or _has(here, last))):
             path.append(part)
             here = here[part]
     return [*path, last] if is_missing or _has(here, last) else path
@@ -180,15 +166,10 @@ def _path(item: ErrorDetails, document: Any) -> list[int | str]:
 def _has(here: Any, part: int | str) -> bool:
     if isinstance(here, dict):
         return part in here
-    # What is no number would be compared with each one of a range.
     return isinstance(here, list) and isinstance(part, int) and 0 <= part < len(here)
 
 
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, dict | list)
-
-
-def _sentence(item: ErrorDetails, param: str | None) -> ApiError:
+def _message(item: ErrorDetails, param: str | None) -> ApiError:
     kind = item["type"]
     if kind == "missing":
         return invalid(f"Missing required field: '{param}'.", param, "missing_required_parameter")
@@ -213,9 +194,9 @@ def _sentence(item: ErrorDetails, param: str | None) -> ApiError:
 
 
 def from_exception(error: Exception) -> ApiError:
-    """The answer to any exception; what is not known by name is a bug and is logged, without its text.
+    """Convert any exception to an error response. An unknown one is a bug.
 
-    An exception's text may hold what a user wrote, so that only its type and place are told.
+    Its text may hold what a user wrote, so only its type and location are logged.
     """
     match error:
         case ApiError():
@@ -225,60 +206,55 @@ def from_exception(error: Exception) -> ApiError:
         case ValidationError() | RequestValidationError():
             return from_validation(error)
         case HTTPException(status_code=404):
-            return not_found("There is nothing under this path; /docs lists what there is.")
+            return not_found("There is no such path; /docs lists those of this server.")
         case HTTPException(status_code=405):
-            return ApiError(405, "This path does not take that method.", code="method_not_allowed")
+            return ApiError(405, "This path does not support that method.", code="method_not_allowed")
         case HTTPException(status_code=status):
             return ApiError(status, "The request was refused.", headers=dict(error.headers or {}))
-    log.error("%s at %s", type(error).__name__, place(error))
-    return internal()
+    log.error("%s at %s", type(error).__name__, traceback_line(error))
+    return ApiError(500, "The server failed on this request.", type="server_error", code="internal_error")
 
 
-def log_stray(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an exception that no caller catches, as the event loop's exception handler.
+def log_unhandled(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an unhandled exception of a task or callback, as the event loop's exception handler.
 
-    The loop's own handler writes the exception's text, and the arguments of the callback that raised it.
+    The default handler would log the exception's text and the arguments of the callback.
     """
     error = context.get("exception")
     if error is None:
         log.error("the event loop reports: %s", str(context.get("message")).partition("<")[0].strip())
     else:
-        log.error("%s at %s, in a task or callback that nobody waits for", type(error).__name__, place(error))
+        log.error("%s at %s, in a task or callback", type(error).__name__, traceback_line(error))
 
 
-def place(error: BaseException) -> str:
-    """Where an exception was raised, innermost call first, as file:line function."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        frames.append(f"{code.co_filename}:{trace.tb_lineno} {code.co_name}")
-        trace = trace.tb_next
-    return " < ".join(reversed(frames[-8:]))
+def traceback_line(error: BaseException) -> str:
+    """The traceback of an exception in one line, innermost call first, as file:line function."""
+    calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return " < ".join(f"{code.co_filename}:{line} {code.co_name}" for code, line in reversed(calls[-8:]))
 
 
 def install(app: FastAPI) -> None:
-    """Make every exception of a route leave as the envelope."""
+    """Convert every exception of a route to an error response."""
 
     async def handle(request: Request, error: Exception) -> Response:
-        answer = from_exception(error)
-        if answer.status == 405:
-            answer.headers["Allow"] = ", ".join(allowed(app, request.scope))
-        return answer.response(request.scope)
+        converted = from_exception(error)
+        if converted.status == 405:
+            converted.headers["Allow"] = ", ".join(allowed_methods(app, request.scope))
+        return converted.response(request.scope)
 
     handler: Callable[[Request, Exception], Awaitable[Response]] = handle
     for kind in (ApiError, EngineError, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handler)
 
 
-def allowed(app: FastAPI, scope: Scope) -> list[str]:
-    """The methods that a path takes: a route knows only its own. A route of just this path hides those with names."""
+def allowed_methods(app: FastAPI, scope: Scope) -> list[str]:
+    """The methods of all routes of a path. A route with exactly this path hides those with parameters."""
     routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL]
     own = [route for route in routes if not route.param_convertors]
     return sorted({method for route in own or routes for method in route.methods or ()})
 
 
-# For the API page: the form of an error, and the statuses that a route may return.
+# For the OpenAPI document: the form of an error, and the statuses that a route may return.
 ENVELOPE: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -298,7 +274,7 @@ ENVELOPE: dict[str, Any] = {
 OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": ENVELOPE}}}
     for status, text in {
-        400: "The request is wrong; param names the field",
+        400: "The request is invalid; param names the field",
         401: "No valid API key",
         404: "No such model",
         408: "The body arrived too slowly",

@@ -1,4 +1,4 @@
-"""How much of a client's own text an error message may repeat."""
+"""Limits how much of a client's text an error message repeats."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ SHOWN = 64  # characters
 
 
 def shown(text: str) -> str:
-    """A client's own word, shortened to what a message may repeat."""
+    """Shorten a client's text to SHOWN characters."""
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

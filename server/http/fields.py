@@ -1,9 +1,9 @@
-"""What a request model is made of: strict JSON objects, and fields of three kinds.
+"""The base of all request models: strict JSON objects with three kinds of fields.
 
-A request model is the one table of its fields. A field has its effect, or its annotation says `LABEL`: it is accepted,
-without influence on the tokens. Of the fields in `unsupported` only null and the listed defaults pass. `RefusedKinds`
-marks objects of which the API knows kinds that this server does not take. `table` reads all of that, with the
-docstrings of the fields as notes.
+A field of a request model has an effect, or is annotated with `LABEL`: accepted, without influence on the tokens.
+Fields in `unsupported` are accepted only as null or one of the listed defaults. `RefusedKinds` lists the
+kinds of objects that the API has and this server does not support. `table` lists all fields, with their docstrings as
+notes.
 """
 
 from __future__ import annotations
@@ -20,59 +20,59 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 MAX_LABEL = 512  # characters
-MANY_NAMES = 256  # of one object; none has so many fields
+MAX_NAMES = 256  # of one object; no model has that many fields
 UNSUPPORTED = PydanticCustomError("unsupported", "this server does not support it yet")
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that is known but not supported: null and `defaults`, which ask for nothing, count as absent."""
+    """A field that is not supported; null and `defaults`, which request nothing, count as absent."""
 
     defaults: tuple[Any, ...] = ()
-    hint: str = ""  # what to do instead, as a sentence
+    hint: str = ""  # what to do instead, a sentence
 
     @property
     def note(self) -> str:
-        """What becomes of the field, in a sentence or two."""
+        """How the field is handled, in one or two sentences."""
         accepted = ", ".join(json.dumps(value) for value in (None, *self.defaults))
-        return f"Not supported: only what asks for nothing is accepted ({accepted}). {self.hint}".strip()
+        return f"Not supported; allowed values: {accepted}. {self.hint}".strip()
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value asks for nothing."""
-        # True equals 1 in Python, and nowhere else.
+        """Whether a value requests nothing."""
+        # By type too, since True equals 1 in Python.
         return value is None or any(type(value) is type(own) and value == own for own in self.defaults)
 
 
 class Wire(BaseModel):
-    """A JSON object, taken literally: no unknown keys, "5" is not 5, true is not 1, NaN is nothing."""
+    """A strict JSON object: no unknown keys, no conversion of "5" to 5 or true to 1, no NaN."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
     )
 
     unsupported: ClassVar[dict[str, Refused]] = {}
-    """The fields that are refused, by their names in JSON; checked and dropped before the others are validated."""
+    """Unsupported fields, by their names in JSON; checked and dropped before the others are validated."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """A class refuses what its bases refuse, but for its own fields."""
+        """Inherit the unsupported fields of the bases, except for the class's own fields."""
         super().__pydantic_init_subclass__(**kwargs)
         inherited = [vars(base).get("unsupported", {}) for base in reversed(cls.__mro__)]
         taken = own_names(cls)
-        cls.unsupported = {name: mark for table in inherited for name, mark in table.items() if name not in taken}
+        cls.unsupported = {name: field for table in inherited for name, field in table.items() if name not in taken}
 
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, value: Any) -> Any:
-        """Refuse what is known and not supported.
+        """Refuse unsupported fields.
 
-        Of very many names that no field has the first is enough to refuse the object: each would be an error.
+        Of very many unknown names only the first is kept, since each would be an error.
         """
         if not isinstance(value, dict):
             return value
         if not cls.unsupported.keys().isdisjoint(value):
             value = cls._without_unsupported(value)
-        if len(value) <= MANY_NAMES:
+        if len(value) <= MAX_NAMES:
             return value
         known = own_names(cls)
         unknown = next((name for name in value if name not in known), None)
@@ -92,12 +92,12 @@ class Wire(BaseModel):
 
 
 def own_names(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a model by their names in JSON."""
+    """The fields of a model, by their names in JSON."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 class _Label:
-    """Marks a field that is accepted, and echoed where OpenAI does so, but decides nothing."""
+    """Annotates a field that is accepted, and echoed if OpenAI does so, but has no effect."""
 
 
 LABEL = _Label()
@@ -105,7 +105,7 @@ LABEL = _Label()
 
 @dataclass(frozen=True, eq=False)
 class RefusedKinds:
-    """Marks objects of which the API knows more kinds than this server takes: a 400 that names `tag`."""
+    """Annotates objects with the kinds that the API has and this server does not support: a 400 that names `tag`."""
 
     tag: str
     names: tuple[str, ...]
@@ -119,11 +119,11 @@ Kind = Literal["effect", "label", "refused"]
 
 
 class FieldRow(NamedTuple):
-    """One field of a request, by its path, or one kind of object that is refused as a whole.
+    """A field of a request, by its path, or an unsupported kind of object.
 
-    `stream_options.include_usage` is inside of an object, `tools[].function` inside of a list's elements. Where several
-    kinds of object have a field of the same name the path says which kind is meant: `messages[role=tool].content`, and
-    `thinking{type=adaptive}.display` where there is no list. `input[type=computer_call]` is such a kind, refused.
+    `stream_options.include_usage` is a field of an object, `tools[].function` one of a list's elements. If several
+    kinds of objects have a field of that name, the path has the kind: `messages[role=tool].content`, or
+    `thinking{type=adaptive}.display` without a list. `input[type=computer_call]` is an unsupported kind.
     """
 
     field: str
@@ -132,27 +132,22 @@ class FieldRow(NamedTuple):
 
 
 def table(model: type[BaseModel]) -> Iterator[FieldRow]:
-    """Every field of a request and what becomes of it; what holds objects of our own is followed by their fields."""
+    """List every field of a request; one that contains objects is followed by their fields."""
     for name, field in own_names(model).items():
         yield from _rows(name, field)
-    yield from _refused_rows(model, "")
-
-
-def _refused_rows(model: type[BaseModel], prefix: str) -> Iterator[FieldRow]:
     if issubclass(model, Wire):
-        for name, mark in model.unsupported.items():
-            yield FieldRow(prefix + name, "refused", mark.note)
+        for name, unsupported in model.unsupported.items():
+            yield FieldRow(name, "refused", unsupported.note)
 
 
 def _rows(path: str, field: FieldInfo) -> Iterator[FieldRow]:
-    mark = _mark(field, _Label)
-    yield FieldRow(path, "effect" if mark is None else "label", _note(field))
-    for objects in _objects(field.annotation, path, field.discriminator, _mark(field, RefusedKinds)):
+    yield FieldRow(path, "label" if _annotation(field, _Label) else "effect", _note(field))
+    for objects in _objects(field.annotation, path, field.discriminator, _annotation(field, RefusedKinds)):
         yield from objects.rows()
 
 
-def _mark(field: FieldInfo, kinds: type) -> Any:
-    return next((mark for mark in field.metadata if isinstance(mark, kinds)), None)
+def _annotation(field: FieldInfo, kind: type) -> Any:
+    return next((item for item in field.metadata if isinstance(item, kind)), None)
 
 
 def _note(field: FieldInfo) -> str:
@@ -165,7 +160,7 @@ def _literals(annotation: Any) -> tuple[Any, ...]:
 
 
 class _Objects(NamedTuple):
-    """What one place of a request may hold: objects of some kinds, told apart by the field `tag`."""
+    """The objects that one field of a request may contain, distinguished by their field `tag`."""
 
     path: str
     tag: str
@@ -173,39 +168,39 @@ class _Objects(NamedTuple):
     refused: tuple[str, ...]  # further kinds
 
     def rows(self) -> Iterator[FieldRow]:
-        """The tag of all kinds, then the fields of each, and at last the kinds that are refused."""
+        """The tag of all kinds, then the fields of each, then the unsupported kinds."""
         names = Counter(name for member in self.members for name in (*own_names(member), *member.unsupported))
         if len(self.members) > 1:
-            told = ", ".join(kind for member in self.members for kind in self._kinds(member))
-            yield FieldRow(f"{self.path}.{self.tag}", "effect", f"One of: {told}.")
+            names_of_kinds = ", ".join(kind for member in self.members for kind in self._kinds(member))
+            yield FieldRow(f"{self.path}.{self.tag}", "effect", f"One of: {names_of_kinds}.")
             del names[self.tag]
         for member in self.members:
             for name, field in own_names(member).items():
                 if names[name]:
                     yield from _rows(self._inside(member, name, names[name]), field)
-            for name, mark in member.unsupported.items():
-                yield FieldRow(self._inside(member, name, names[name]), "refused", mark.note)
+            for name, unsupported in member.unsupported.items():
+                yield FieldRow(self._inside(member, name, names[name]), "refused", unsupported.note)
         for kind in self.refused:
             yield FieldRow(self._of(kind), "refused", f"Not supported: a 400 that names {self.tag}.")
 
     def _inside(self, member: type[Wire], name: str, num_owners: int) -> str:
-        """The path of a field, with the kind of object that has it where several have one of its name."""
+        """The path of a field, with the kind of its object if several kinds have a field of that name."""
         return f"{self.path if num_owners == 1 else self._of(*self._kinds(member))}.{name}"
 
     def _kinds(self, member: type[Wire]) -> tuple[str, ...]:
         return _literals(member.model_fields[self.tag].annotation)
 
     def _of(self, *kinds: str) -> str:
-        told = f"{self.tag}={'|'.join(kinds)}"
-        return f"{self.path[:-2]}[{told}]" if self.path.endswith("[]") else f"{self.path}{{{told}}}"
+        kind = f"{self.tag}={'|'.join(kinds)}"
+        return f"{self.path[:-2]}[{kind}]" if self.path.endswith("[]") else f"{self.path}{{{kind}}}"
 
 
 def _objects(annotation: Any, path: str, tag: Any = None, refused: RefusedKinds | None = None) -> Iterator[_Objects]:
-    """The objects that a value of this type may be, or may hold as the elements of a list."""
+    """The objects that a value of this type may be, or may contain as elements of a list."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        tag = next((mark.discriminator for mark in parts if isinstance(mark, FieldInfo)), tag)
-        refused = next((mark for mark in parts if isinstance(mark, RefusedKinds)), refused)
+        tag = next((part.discriminator for part in parts if isinstance(part, FieldInfo)), tag)
+        refused = next((part for part in parts if isinstance(part, RefusedKinds)), refused)
         yield from _objects(parts[0], path, tag, refused)
     elif origin is list:
         yield from _objects(parts[0], f"{path}[]")
@@ -225,18 +220,18 @@ def _is_object(annotation: Any) -> bool:
 
 
 def kinds(model: type[BaseModel]) -> dict[str, Kind]:
-    """The kind of each field of a request itself."""
+    """The kind of each top-level field of a request."""
     own = {*own_names(model), *(model.unsupported if issubclass(model, Wire) else ())}
     return {row.field: row.kind for row in table(model) if row.field in own}
 
 
 def clash(message: LiteralString) -> PydanticCustomError:
-    """A field that does not go together with another; raised by the validator of the later one."""
+    """An error for a field that excludes another; raised by the validator of the later one."""
     return PydanticCustomError("clash", message)
 
 
 class OneError:
-    """Marks a union of plain types: what fits none of them is one error, not one for each."""
+    """Annotates a union of plain types: a value of none of them is one error, not one for each."""
 
     def __init__(self, message: LiteralString) -> None:
         self.message = message

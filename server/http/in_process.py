@@ -1,6 +1,6 @@
-"""InProcess: an httpx transport that calls an ASGI app in this process, and streams its responses.
+"""InProcess: an httpx transport that calls an ASGI app in this process and streams its responses.
 
-httpx has a transport of this kind, but it waits for the end of a response before it returns the first byte.
+httpx.ASGITransport waits for the end of a response before it returns the first byte.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from contextlib import suppress
 import httpx
 from starlette.types import ASGIApp, Message
 
-# Pieces of a response that wait for the reader; the app then waits too, as it does for a slow socket.
-MAX_PIECES = 16
+# Chunks of a response that are queued for a slow reader; then the app waits, as for a slow socket.
+MAX_CHUNKS = 16
 
 
 class InProcess(httpx.AsyncBaseTransport):
-    """Requests go to `app`, whose lifespan is the caller's to run. All use is on one event loop."""
+    """Sends requests to `app`, whose lifespan the caller runs. For use on one event loop."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Return when the head of the response is there. An exception of the app before that is raised here."""
+        """Return as soon as the head of the response is there. Raises exceptions of the app until then."""
         exchange = _Exchange(request)
         exchange.task = asyncio.create_task(exchange.run(self.app), name="in-process request")
         try:
@@ -42,7 +42,7 @@ class _Exchange(httpx.AsyncByteStream):
     def __init__(self, request: httpx.Request) -> None:
         self.request = request
         self.head: asyncio.Future[tuple[int, list[tuple[bytes, bytes]]]] = asyncio.get_running_loop().create_future()
-        self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_PIECES)  # None: the end
+        self._chunks: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_CHUNKS)  # None: the end
         self._is_closed = asyncio.Event()
         self._is_read = False
 
@@ -72,7 +72,7 @@ class _Exchange(httpx.AsyncByteStream):
             if not self.head.done():
                 self.head.set_exception(httpx.RemoteProtocolError("the app has sent no response"))
             if not self._is_closed.is_set():
-                await self._pieces.put(None)
+                await self._chunks.put(None)
 
     async def _receive(self) -> Message:
         if not self._is_read:
@@ -86,17 +86,17 @@ class _Exchange(httpx.AsyncByteStream):
             if not self.head.done():
                 self.head.set_result((message["status"], list(message["headers"])))
         elif (body := message.get("body")) and not self._is_closed.is_set():
-            await self._pieces.put(body)
+            await self._chunks.put(body)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (piece := await self._pieces.get()) is not None:
-            yield piece
-        await self.task  # raises what went wrong after the head
+        while (chunk := await self._chunks.get()) is not None:
+            yield chunk
+        await self.task  # raises an exception of the app after the head
 
     async def aclose(self) -> None:
-        """End the exchange as a client does that closes its connection: the app learns of it and cleans up."""
+        """Disconnect, as a client that closes its connection; returns when the app has ended."""
         self._is_closed.set()
-        while not self._pieces.empty():  # a sender that waits for space goes on
-            self._pieces.get_nowait()
+        while not self._chunks.empty():  # wakes a sender that waits for space
+            self._chunks.get_nowait()
         with suppress(Exception):
             await self.task

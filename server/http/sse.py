@@ -1,4 +1,4 @@
-"""Server-sent events: bytes of one event, of a keep-alive comment and of the end of a stream; and a reader of them."""
+"""Server-sent events: the bytes of an event, a keep-alive comment and the end of a stream, and a reader."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HEADERS = {
 HEARTBEAT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
-# Several clients split lines wherever Unicode sees a line end. In JSON these characters stand only inside
-# strings, where the escape means the same; in UTF-8 none of the sequences can begin inside another character.
+# Several clients split lines at every line end of Unicode. In JSON these characters occur only in strings, where the
+# escape means the same; in UTF-8 none of the sequences can begin inside another character.
 _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 
 
 def frame(data: str | bytes, event: str | None = None) -> bytes:
-    """One event that carries JSON text; `event` names its type."""
+    """Return the bytes of an event with JSON text; `event` is its type."""
     body = data.encode() if isinstance(data, str) else data
     for raw, escaped in _LINE_ENDS:
         if raw in body:
@@ -36,14 +36,14 @@ def frame(data: str | bytes, event: str | None = None) -> bytes:
 
 
 class EventStream:
-    """The events of a streamed response: for each its time of arrival, time.perf_counter(), and its JSON.
+    """The events of a streamed response, as pairs of the arrival time, time.perf_counter(), and the JSON.
 
-    Lines end at line feeds and nowhere else. Raises ValueError at an event that is not JSON.
+    Only line feeds end lines. Raises ValueError at an event that is not JSON.
     """
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
-        self.is_complete = False  # [DONE] has come
+        self.is_complete = False  # [DONE] has arrived
 
     async def __aiter__(self) -> AsyncIterator[tuple[float, Any]]:
         rest = b""

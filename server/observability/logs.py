@@ -8,12 +8,11 @@ import logging
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from engine import StepStats
 
 from .line_writer import LineWriter
-
-if TYPE_CHECKING:
-    from engine import StepStats
 
 QUIET = ("uvicorn.error", "uvicorn.access", "httpx", "httpcore", "asyncio", "huggingface_hub")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,18 +19,16 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from engine import Engine, EngineInfo, StepStats
 
+from ..http.admission import Limits
+from ..settings import Settings
 from .logs import StepLog, dropped_lines
 from .phases import KERNELS, PHASES
-
-if TYPE_CHECKING:
-    from ..http.admission import Limits
-    from ..settings import Settings
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ABORT_CAUSES = ("disconnect", "timeout", "deadline", "drain", "slow_reader", "cancelled", "error")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction per later step: a window of about fifty steps
+ROOFLINE_DECAY = 0.98  # of a step's weight in pequod:roofline_fraction, per later step: a window of about 50 steps
 
 # Limit on rendering the page: a router that scrapes every 50 ms still gets a fresh one each time.
 RENDERS_PER_S, RENDER_BURST = 20, 20
@@ -67,67 +65,61 @@ class Metrics:
         self.clock = clock
         self.last_step: StepStats | None = None
         self.step_log: StepLog | None = None
-        self._life = 0  # of the engine, that last_step belongs to
-        self._shares: dict[str, _Share] = {}  # of the roofline, by phase
+        self._restarts = 0  # of the engine, before last_step
+        self._least_actual: dict[str, tuple[float, float]] = {}  # by phase: times of steps, older ones count less
         self.own = CollectorRegistry()
         self.vllm = CollectorRegistry()
         self._page = b""
         self._renders, self._rendered_at = float(RENDER_BURST), self.clock()
         self._rendered = [self.own] + [self.vllm] * (settings.metrics_compat == "vllm")
 
-        registry = self.own
+        def own_histogram(
+            name: str, text: str, buckets: Sequence[float] = FINE, labels: Sequence[str] = ()
+        ) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=self.own)
+
         self.http_requests = Counter(
             "http_requests",
             "HTTP requests by method, route and status of the response.",
             ["method", "handler", "status"],
-            registry=registry,
+            registry=self.own,
         )
-        self.http_seconds = Histogram(
+        self.http_seconds = own_histogram(
             "http_request_duration_seconds",
             "Seconds from a request's head to the last byte of its response.",
+            HTTP,
             ["method", "handler"],
-            buckets=HTTP,
-            registry=registry,
         )
-        self.fine_gaps = Histogram(
+        self.fine_gaps = own_histogram(
             "pequod:inter_token_latency_seconds",
             "Inter-token latency (ITL) in seconds, in finer buckets than the vllm: family.",
-            buckets=FINE,
-            registry=registry,
         )
-        step_seconds = Histogram(
+        step_seconds = own_histogram(
             "pequod:step_seconds",
             "Seconds per engine step by phase; kernels is the part spent in our CPU kernels.",
-            ["phase"],
-            buckets=FINE,
-            registry=registry,
+            labels=["phase"],
         )
         self.step_seconds = {phase: step_seconds.labels(phase) for phase in (*PHASES, KERNELS)}
-        self.grammar_masks = Histogram(
+        self.grammar_masks = own_histogram(
             "pequod:grammar_mask_seconds",
             "Seconds to compute the grammar masks of one step, in parallel with the forward pass.",
-            buckets=FINE,
-            registry=registry,
         )
         self.forced_tokens = Counter(
             "pequod:grammar_forced_tokens",
             "Tokens that were not sampled because a grammar allowed only one.",
-            registry=registry,
+            registry=self.own,
         )
-        self.loop_lag = Histogram(
-            "pequod:event_loop_lag_seconds",
-            "Seconds by which the server's event loop woke up late.",
-            buckets=FINE,
-            registry=registry,
+        self.loop_lag = own_histogram(
+            "pequod:event_loop_lag_seconds", "Seconds by which the server's event loop woke up late."
         )
         aborts = Counter(
             "pequod:request_aborts",
             "Requests aborted before they were complete, by cause.",
             ["cause"],
-            registry=registry,
+            registry=self.own,
         )
         self.aborts = {cause: aborts.labels(cause) for cause in ABORT_CAUSES}
-        registry.register(_Now(self._own_now))
+        self.own.register(_Scrape(self._own_families))
 
         self._labels = {"model_name": self.model, "engine": "0"}
 
@@ -172,7 +164,7 @@ class Metrics:
         )
         self.preemptions_each = self._histogram("request_num_preemptions", "Preemptions per sequence.", PREEMPTIONS)
         self.params_n = self._histogram("request_params_n", "Choices (n) per request.", CHOICES)
-        self.vllm.register(_Now(self._vllm_now))
+        self.vllm.register(_Scrape(self._vllm_families))
         self._lengths: tuple[Histogram, Histogram, Histogram] | None = None
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -195,13 +187,13 @@ class Metrics:
         assert self._lengths is not None, "a request came before the model was loaded"
         return self._lengths
 
-    # What feeds them
+    # Recording
 
     def step(self, stats: StepStats) -> None:
         """Record one engine step; registered in engine.on_step."""
         self.last_step = stats
-        self._life = self.engine.status.restarts
-        if stats.rows:  # without: only the books changed, as after an abort between two steps
+        self._restarts = self.engine.status.restarts
+        if stats.rows:  # otherwise nothing was computed, as after an abort between two steps
             self.iteration_tokens.observe(stats.prompt_tokens + stats.output_tokens)
         self.preemptions.inc(stats.preempted)
         self.prefix_queries.inc(stats.prefix_queries)
@@ -214,17 +206,17 @@ class Metrics:
                 self.step_seconds[phase].observe(seconds)
 
         if stats.rows:
-            self._share(stats)
+            self._add_roofline(stats)
 
-    def _share(self, stats: StepStats) -> None:
-        """Add the step's least possible time and its actual time."""
+    def _add_roofline(self, stats: StepStats) -> None:
         limit = self.engine.info.roofline if self.engine.info is not None else None
         taken = sum(stats.seconds.get(phase, 0.0) for phase in PHASES)
         if limit is not None and taken > 0:
             phase = "prefill" if stats.prompt_tokens else "decode"
             tokens = stats.prompt_tokens + stats.decode_tokens
             least = limit.seconds(tokens, stats.context, stats.pairs, stats.logits)
-            self._shares.setdefault(phase, _Share()).add(least, taken)
+            decayed = [total * ROOFLINE_DECAY for total in self._least_actual.get(phase, (0.0, 0.0))]
+            self._least_actual[phase] = decayed[0] + least, decayed[1] + taken
 
     def http(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Record one HTTP request; `handler` is a route's template, never a path chosen by a client."""
@@ -232,15 +224,15 @@ class Metrics:
         self.http_requests.labels(method, handler, str(status)).inc()
         self.http_seconds.labels(method, handler).observe(seconds)
 
-    # A scrape
+    # Exposition
 
     def render(self) -> bytes:
-        """The page, as CONTENT_TYPE says.
+        """Return the page, in the format CONTENT_TYPE.
 
-        Always Prometheus' text format, which every scraper takes: in OpenMetrics the library writes the colons of our
-        names as underscores, and a Prometheus that asks for it first would find other names than the dashboards.
+        Always Prometheus' text format, which every scraper accepts: in OpenMetrics the library replaces the colons of
+        our names by underscores, so that a Prometheus that prefers it would not have the names of the dashboards.
 
-        A page takes some milliseconds to write: whoever asks for it all the time gets the last one again.
+        Rendering takes some milliseconds; beyond RENDERS_PER_S the last page is returned again.
         """
         now = self.clock()
         self._renders = min(RENDER_BURST, self._renders + (now - self._rendered_at) * RENDERS_PER_S)
@@ -251,15 +243,15 @@ class Metrics:
         return self._page
 
     def running_waiting(self) -> tuple[int, int]:
-        """Choices that the engine computes, and those that wait for it, of the ones that are open here.
+        """The numbers of open choices that are running in the engine, and of the others.
 
-        The engine tells its numbers with its steps; when the last request was aborted no further step comes, so that
-        what is open here bounds what can be running there.
+        The engine reports its numbers with its steps. After the last request is aborted there is no further step, so
+        the open choices limit them.
         """
         running = min(self.engine.status.running, self.limits.open_choices)
         return running, self.limits.open_choices - running
 
-    def _own_now(self) -> Iterator[Metric]:
+    def _own_families(self) -> Iterator[Metric]:
         status, info = self.engine.status, self.engine.info
         yield CounterMetricFamily(
             "pequod:engine_restarts", "Restarts of the engine process after it died or hung.", status.restarts
@@ -267,38 +259,25 @@ class Metrics:
         yield CounterMetricFamily(
             "pequod:streams_resumed", "Sequences that continued in a new engine process.", status.streams_resumed
         )
-        dropped = CounterMetricFamily(
-            "pequod:log_lines_dropped",
-            "Log lines dropped because the reader was too slow or a write failed; server: stderr, steps: --step-log.",
-            labels=["log"],
-        )
-        dropped.add_metric(["server"], dropped_lines())
-        dropped.add_metric(["steps"], self.step_log.dropped if self.step_log else 0)
-        yield dropped
+        text = "Log lines dropped because the reader was too slow or a write failed; server: stderr, steps: --step-log."
+        dropped = {"server": dropped_lines(), "steps": self.step_log.dropped if self.step_log else 0}
+        yield _with_values(CounterMetricFamily("pequod:log_lines_dropped", text, labels=["log"]), dropped)
         free, cached, held, unaccounted = self._blocks()
-        blocks = GaugeMetricFamily(
-            "pequod:kv_blocks",
-            "KV cache blocks by state: held by sequences, cached for reuse, or free.",
-            labels=["state"],
-        )
-        for state, number in (("free", free), ("cached", cached), ("held", held)):
-            blocks.add_metric([state], number)
-        yield blocks
+        text = "KV cache blocks by state: held by sequences, cached for reuse, or free."
+        states = {"free": free, "cached": cached, "held": held}
+        yield _with_values(GaugeMetricFamily("pequod:kv_blocks", text, labels=["state"]), states)
         yield GaugeMetricFamily(
             "pequod:kv_blocks_unaccounted",
             "KV cache blocks that are in no state; anything but 0 is a bug.",
             unaccounted,
         )
-        if self._shares:
-            fractions = GaugeMetricFamily(
-                "pequod:roofline_fraction",
+        if self._least_actual:
+            text = (
                 "Shortest time that this machine allows for the last steps, divided by their actual time; steps with"
-                " prompt tokens are prefill.",
-                labels=["phase"],
+                " prompt tokens are prefill."
             )
-            for phase, share in self._shares.items():
-                fractions.add_metric([phase], share.value)
-            yield fractions
+            fractions = {phase: least / actual for phase, (least, actual) in self._least_actual.items()}
+            yield _with_values(GaugeMetricFamily("pequod:roofline_fraction", text, labels=["phase"]), fractions)
         if status.last_step:
             yield GaugeMetricFamily(
                 "pequod:last_step_age_seconds",
@@ -306,51 +285,36 @@ class Metrics:
                 max(0.0, self.clock() - status.last_step),
             )
         if info is not None:
-            memory = GaugeMetricFamily("pequod:memory_bytes", "Bytes of device memory by use.", labels=["kind"])
-            memory.add_metric(["weights"], info.weights_bytes)
-            memory.add_metric(["kv"], info.kv_bytes_per_token * info.block_size * info.num_blocks)
-            yield memory
+            memory = {"weights": info.weights_bytes, "kv": info.kv_bytes_per_token * info.block_size * info.num_blocks}
+            text = "Bytes of device memory by use."
+            yield _with_values(GaugeMetricFamily("pequod:memory_bytes", text, labels=["kind"]), memory)
         resident = resident_bytes(getattr(self.engine, "pid", None))
         if resident is not None:
             yield GaugeMetricFamily(
                 "pequod:engine_resident_bytes", "Resident memory of the engine process in bytes.", resident
             )
 
-    def _vllm_now(self) -> Iterator[Metric]:
+    def _vllm_families(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
 
-        def gauge(name: str, text: str, value: float, **more: str) -> GaugeMetricFamily:
-            family = GaugeMetricFamily(f"vllm:{name}", text, labels=[*names, *more])
-            family.add_metric([*values, *more.values()], value)
+        def gauge(name: str, text: str, value: float, **labels: str) -> GaugeMetricFamily:
+            family = GaugeMetricFamily(f"vllm:{name}", text, labels=[*names, *labels])
+            family.add_metric([*values, *labels.values()], value)
             return family
 
         running, waiting = self.running_waiting()
         yield gauge("num_requests_running", "Sequences that are running.", running)
         yield gauge("num_requests_waiting", "Sequences that are admitted and not running.", waiting)
-        reasons = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason",
-            "Sequences that wait, by reason: capacity, in the scheduler; deferred, for prompt or grammar before it.",
-            labels=[*names, "reason"],
-        )
         queued = min(self.engine.status.waiting, waiting)
-        for reason, number in (("capacity", queued), ("deferred", waiting - queued)):
-            reasons.add_metric([*values, reason], number)
-        yield reasons
+        text = "Sequences that wait, by reason: capacity, in the scheduler; deferred, for prompt or grammar before it."
+        reasons = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", text, labels=[*names, "reason"])
+        yield _with_values(reasons, {"capacity": queued, "deferred": waiting - queued}, values)
         free, cached, held, _ = self._blocks()
-        total = free + cached + held
-        yield gauge(
-            "kv_cache_usage_perc",
-            "Fraction of KV cache blocks that sequences hold, 0 to 1.",
-            held / total if total else 0,
-        )
-        rejections = CounterMetricFamily(
-            "vllm:admission_rejections",
-            "Requests refused, by reason; share is a 429, the others are a 503.",
-            labels=[*names, "reason"],
-        )
-        for reason, number in self.limits.rejections.items():
-            rejections.add_metric([*values, reason], number)
-        yield rejections
+        usage = held / (free + cached + held or 1)
+        yield gauge("kv_cache_usage_perc", "Fraction of KV cache blocks that sequences hold, 0 to 1.", usage)
+        text = "Requests refused, by reason; share is a 429, the others are a 503."
+        rejections = CounterMetricFamily("vllm:admission_rejections", text, labels=[*names, "reason"])
+        yield _with_values(rejections, self.limits.rejections, values)
         info = self.engine.info
         if info is not None:
             sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
@@ -358,32 +322,24 @@ class Metrics:
             yield gauge("cache_config_info", "KV cache configuration, in the labels; always 1.", 1, **sizes)
 
     def _blocks(self) -> tuple[int, int, int, int]:
-        """Blocks free, cached, held and unaccounted. A new engine's are all free until it has stepped."""
+        """Blocks free, cached, held and unaccounted; all free before the first step of an engine process."""
         last, info = self.last_step, self.engine.info
-        if last is None or self._life != self.engine.status.restarts:
+        if last is None or self._restarts != self.engine.status.restarts:
             return (info.num_blocks if info else 0), 0, 0, 0
         return last.blocks_free, last.blocks_cached, last.blocks_held, last.blocks_unaccounted
 
 
-class _Share:
-    """The least time of steps over their time; older steps count less."""
-
-    __slots__ = ("least", "taken")
-
-    def __init__(self) -> None:
-        self.least = 0.0
-        self.taken = 0.0
-
-    def add(self, least: float, taken: float) -> None:
-        self.least = self.least * ROOFLINE_DECAY + least
-        self.taken = self.taken * ROOFLINE_DECAY + taken
-
-    @property
-    def value(self) -> float:
-        return self.least / self.taken
+M = TypeVar("M", CounterMetricFamily, GaugeMetricFamily)
 
 
-class _Now:
+def _with_values(family: M, values: Mapping[str, float], labels: Sequence[str] = ()) -> M:
+    """Add a sample for each value of the family's last label; `labels` are the values of the others."""
+    for label, value in values.items():
+        family.add_metric([*labels, label], value)
+    return family
+
+
+class _Scrape:
     """Families whose values are read at each scrape."""
 
     def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:

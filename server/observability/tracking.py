@@ -11,13 +11,13 @@ from engine import RequestStats
 from .logs import request_line
 from .metrics import ABORT_CAUSES, FINISH_REASONS, Metrics
 
-MOST_GAPS = 4096  # per choice, for the median in the log
+MAX_GAPS = 4096  # per choice, for the median in the log
 
 
-class Track:
-    """One request from its admission to the end of its last choice; feeds the families and writes the log line.
+class RequestTracker:
+    """Records one request, from its admission to the end of its last choice, in the metrics and the log.
 
-    Choices have the index that the API gives them: prompt index * n + i.
+    Choices have their index in the API: prompt index * n + i.
     """
 
     def __init__(self, metrics: Metrics, label: str, n: int, prompts: Sequence[int], max_tokens: int | None) -> None:
@@ -27,8 +27,8 @@ class Track:
         self.prompts = prompts  # tokens of each
         self.began = metrics.clock()
         self.choices = [_Choice() for _ in range(n * len(prompts))]
-        self.begun: set[int] = set()  # prompts that have a first token
-        self.cached: dict[int, int] = {}  # by prompt: tokens found in the cache, as its first choice reports
+        self.prefilled: set[int] = set()  # prompts that have a first token
+        self.cached: dict[int, int] = {}  # by prompt: cached tokens of its first choice
         self.cause: str | None = None  # of the abort
         self.generates = max_tokens is not None
         metrics.params_n.observe(n)
@@ -44,7 +44,7 @@ class Track:
         metrics.generation_tokens.inc(num_tokens)
         gaps = num_tokens
         if mine.tokens == 0:
-            self._begin(choice // self.n)
+            self._prefill_done(choice // self.n)
             mine.first = mine.last = now
             metrics.ttft.observe(now - self.began)
             gaps -= 1
@@ -54,7 +54,7 @@ class Track:
             gap = (now - mine.last) / gaps
             metrics.gaps.observe(gap)
             metrics.fine_gaps.observe(gap)
-            if len(mine.gaps) < MOST_GAPS:
+            if len(mine.gaps) < MAX_GAPS:
                 mine.gaps.append(gap)
         mine.last = now
 
@@ -70,8 +70,8 @@ class Track:
         if self.generates:
             metrics.lengths[1].observe(mine.tokens)
         metrics.latency.observe(metrics.clock() - self.began)
-        if mine.reason in ("stop", "length"):  # also without any token, when a stop token was sampled first
-            self._begin(prompt)
+        if mine.reason in ("stop", "length"):  # also without tokens, if a stop token was sampled first
+            self._prefill_done(prompt)
         if mine.tokens > 1:
             metrics.per_token.observe((mine.last - mine.first) / (mine.tokens - 1))
         if stats is not None:
@@ -89,7 +89,7 @@ class Track:
             mine.queued = max(0.0, stats.scheduled - stats.arrived)
             metrics.queue_seconds.observe(mine.queued)
         if stats.scheduled and stats.last_token:
-            # An embedding has no first token: all of its time is its prompt's.
+            # An embedding has no first token: all of its time is prefill.
             metrics.prefill_seconds.observe(max(0.0, (stats.first_token or stats.last_token) - stats.scheduled))
             if stats.first_token:
                 metrics.decode_seconds.observe(max(0.0, stats.last_token - stats.first_token))
@@ -106,12 +106,12 @@ class Track:
             self.finished("error" if self.cause == "error" else "abort", None, choice)
 
     def close(self) -> None:
-        """End the open choices as disconnected. For a `finally`: choices are left open only if the client is gone."""
+        """End open choices as disconnected, for a `finally`: otherwise all have ended before."""
         self.aborted("disconnect")
 
-    def _begin(self, prompt: int) -> None:
-        if prompt not in self.begun:
-            self.begun.add(prompt)
+    def _prefill_done(self, prompt: int) -> None:
+        if prompt not in self.prefilled:
+            self.prefilled.add(prompt)
             self.metrics.prompt_tokens.inc(self.prompts[prompt])
 
     def _log(self) -> None:

@@ -1,7 +1,7 @@
-"""Chat messages to prompt text, by the model's own template, rendered as transformers renders it.
+"""Chat templates: messages to the text of the prompt, as in transformers.
 
-A template comes with the model: it runs in jinja's sandbox, which keeps it away from the system. What it may cost is
-bounded by the process that this is used in, see renderer.py.
+A template is a program that comes with the model. jinja's sandbox keeps it from the system; the process that this runs
+in limits its time and memory, see renderer.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is a block like any other."""
+    """`{% generation %}`, which selects the assistant's text for training; here an ordinary block."""
 
     tags = {"generation"}
 
@@ -41,7 +41,7 @@ class GenerationBlock(Extension):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """jinja's sandbox with what chat templates expect to find."""
+    """jinja's sandbox with the functions that chat templates use."""
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
@@ -52,7 +52,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """One compiled template, and how it wants its messages."""
+    """A compiled template, and the form of messages that it needs."""
 
     def __init__(self, source: str, environment: Environment) -> None:
         try:
@@ -61,17 +61,17 @@ class ChatTemplate:
             self._template = environment.from_string(tree)
         except MemoryError:
             raise
-        except Exception as error:  # also what Python says of the code that jinja makes: too deep, too large
+        except Exception as error:  # also Python's, for generated code that is too deep or too large
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise TemplateError(f"The model's chat template has a syntax error{line}.") from error
         self.loops_over_content = content.is_looped_over()
         self.tests_content = content.is_tested()
         self.knows_tools = renders_tools(source)
         self.knows_developer = any(const.value == "developer" for const in tree.find_all(nodes.Const))
-        self.takes_system: bool | None = None  # None: nobody has tried
+        self.takes_system: bool | None = None  # None: not known yet
 
     def render(self, variables: dict[str, Any], limit: int) -> str:
-        """The text, at most `limit` characters."""
+        """Render at most `limit` characters; raises TemplateError."""
         parts: list[str] = []
         size = 0
         try:
@@ -82,28 +82,24 @@ class ChatTemplate:
                     raise TemplateError(TOO_LONG)
         except (TemplateError, MemoryError):
             raise
-        except Exception as error:  # whatever a template does wrong: undefined names, types, the sandbox's refusals
+        except Exception as error:  # undefined names, types, refusals of the sandbox
             raise TemplateError(FAILED) from error
         return "".join(parts)
 
 
 class ChatTemplates:
-    """A model's chat templates: `default`, perhaps `tool_use`; each compiled when first used."""
+    """A model's chat templates: `default` and possibly `tool_use`; each is compiled at its first use."""
 
     def __init__(
-        self,
-        templates: dict[str, str],
-        special_tokens: dict[str, str],
-        *,
-        now: Callable[[], datetime] = datetime.now,
+        self, templates: dict[str, str], special_tokens: dict[str, str], *, now: Callable[[], datetime] = datetime.now
     ) -> None:
         self._sources = templates
         self._special_tokens = special_tokens
         self._environment = Environment(now)
-        self._compiled: dict[str, ChatTemplate] = {}  # by name, so never more than the model has
+        self._compiled: dict[str, ChatTemplate] = {}  # by name
 
     def get(self, name: str = "default") -> ChatTemplate:
-        """A template by name, or the only one there is; raises TemplateError when it is missing or broken."""
+        """Return a template by name, or the default; raises TemplateError if it is missing or invalid."""
         if not self._sources:
             raise TemplateError(NO_TEMPLATE)
         if name not in self._sources:
@@ -123,7 +119,7 @@ class ChatTemplates:
         template_kwargs: dict[str, Any] | None = None,
         limit: int = MAX_CHARACTERS,
     ) -> str:
-        """The prompt's text for messages as they are on the wire; raises TemplateError."""
+        """Render the prompt of messages, given as in a request; raises TemplateError."""
         template = self.get("tool_use" if tools else "default")
         if not messages:
             raise TemplateError("There are no messages.")
@@ -131,7 +127,7 @@ class ChatTemplates:
             messages = described(messages, tools, takes_system=self._takes_system(template))
             tools = None
         if add_generation_prompt and continue_final_message:
-            raise TemplateError("add_generation_prompt and continue_final_message exclude each other.")
+            raise TemplateError("add_generation_prompt and continue_final_message cannot both be set.")
         chat = prepare(messages, template)
         variables = {
             **self._special_tokens,
@@ -146,11 +142,11 @@ class ChatTemplates:
         variables |= own
         if not continue_final_message:
             return template.render(variables, limit)
-        final = _mark_end(chat)
-        return _cut_at_mark(template.render(variables, limit), final)
+        final = _tag_end(chat)
+        return _cut_at_tag(template.render(variables, limit), final)
 
     def _takes_system(self, template: ChatTemplate) -> bool:
-        """Whether the template writes system messages into the prompt: some refuse them, some leave them out."""
+        """Whether the template writes system messages into the prompt; some refuse or ignore them."""
         if template.takes_system is None:
             chat = [{"role": "system", "content": PROBE}, {"role": "user", "content": "-"}]
             variables = {**self._special_tokens, "messages": prepare(chat, template), "add_generation_prompt": True}
@@ -162,17 +158,17 @@ class ChatTemplates:
 
 
 def prepare(messages: list[Message], template: ChatTemplate) -> list[Message]:
-    """Copies of the messages in the form that the template wants; raises TemplateError."""
+    """Copy the messages in the form that the template needs; raises TemplateError."""
     return _merge_instructions([_prepare(i, message, template) for i, message in enumerate(messages)], template)
 
 
 def _prepare(index: int, message: Message, template: ChatTemplate) -> Message:
-    # Many templates write "None" for a key that is there without a value.
+    # Many templates write "None" for a key without a value.
     message = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
     content = message.get("content", "")
     if isinstance(content, list):
         if not all(_is_text(part) for part in content):
-            raise TemplateError(f"messages[{index}].content holds a part that is not text.")
+            raise TemplateError(f"messages[{index}].content has a part that is not text.")
         if not template.loops_over_content:
             content = "\n".join(part["text"] for part in content)
         else:
@@ -182,7 +178,7 @@ def _prepare(index: int, message: Message, template: ChatTemplate) -> Message:
     message["content"] = content
     if "tool_calls" in message:
         message["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
-    # The name that most templates read, and the one that gpt-oss's does.
+    # Most templates read reasoning_content, that of gpt-oss reads thinking.
     reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -194,9 +190,9 @@ def _is_text(part: Any) -> bool:
 
 
 def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, as templates expect, and not the JSON text of the wire.
+    """Parse the arguments of a tool call, which templates expect as an object.
 
-    What is no object, such as a call that was cut off, stays text: the conversation can go on with it.
+    Invalid ones, as of a truncated call, stay text, so that the conversation can continue.
     """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -211,7 +207,7 @@ def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge_instructions(messages: list[Message], template: ChatTemplate) -> list[Message]:
-    """All system and developer messages as one, the first: few templates take a later one, and some drop it."""
+    """Merge all system and developer messages into the first message: few templates support later ones."""
     own = [message for message in messages if message.get("role") in ("system", "developer")]
     if not own:
         return messages
@@ -230,8 +226,8 @@ def _merge_instructions(messages: list[Message], template: ChatTemplate) -> list
     return [first, *(message for message in messages if message.get("role") not in ("system", "developer"))]
 
 
-def _mark_end(chat: list[Message]) -> str:
-    """Put a mark behind the last message's text, where the rendered prompt is to be cut; returns the text."""
+def _tag_end(chat: list[Message]) -> str:
+    """Append a tag to the last message, at which the rendered prompt is cut; returns its text without the tag."""
     content = chat[-1]["content"]
     if isinstance(content, list):
         if not content:
@@ -244,23 +240,23 @@ def _mark_end(chat: list[Message]) -> str:
     return text
 
 
-def _cut_at_mark(prompt: str, final: str) -> str:
-    mark = CONTINUE_HERE.strip()
-    if final.strip() not in prompt or mark not in prompt:
+def _cut_at_tag(prompt: str, final: str) -> str:
+    tag = CONTINUE_HERE.strip()
+    if final.strip() not in prompt or tag not in prompt:
         raise TemplateError("The model's chat template does not keep the final message, so it cannot be continued.")
-    at = prompt.rindex(mark)
-    # Where the template trims a message's end, its own spacing before the mark goes with it.
+    at = prompt.rindex(tag)
+    # If the template has trimmed the space of the tag, it would have trimmed the end of the message too.
     return prompt[:at] if prompt.startswith(CONTINUE_HERE, at) else prompt[:at].rstrip()
 
 
 class _Content:
-    """What a template does with the content of messages."""
+    """How a template uses the content of messages."""
 
     _TRANSPARENT = frozenset(("list", "reverse", "sort", "selectattr", "rejectattr"))
 
     def __init__(self, tree: nodes.Template) -> None:
         self._tree = tree
-        self._names = {"content"}  # what macros call it
+        self._names = {"content"}  # and names that it is assigned to
         for assign in tree.find_all(nodes.Assign):
             if isinstance(assign.target, nodes.Name) and self._is(assign.node):
                 self._names.add(assign.target.name)

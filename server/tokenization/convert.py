@@ -1,7 +1,6 @@
-"""Child program: makes tokenizer.json and tokenizer_config.json from a folder of older tokenizer files.
+"""`python -m server.tokenization.convert SOURCE TARGET`: converts older tokenizer files to tokenizer.json.
 
-It runs in a process of its own because transformers, which knows the older formats, would cost the server
-its start-up time and memory.
+A process of its own, because transformers, which reads the older formats, takes time and memory to import.
 """
 
 from __future__ import annotations
@@ -14,32 +13,34 @@ import sys
 import tempfile
 from pathlib import Path
 
-MAX_BYTES = 8 << 30  # of address space: the largest vocabularies take one, and libraries reserve more than they use
+MAX_BYTES = 8 << 30  # of address space: the largest vocabularies need 1 GiB, and libraries reserve more
 
 
 def main(source: Path, target: Path) -> None:
-    """Write the tokenizer of the folder `source` to the new folder `target`, or exit with one line of reason."""
-    with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or this is macOS
+    """Convert the tokenizer of the folder `source` into the new folder `target`, or exit with a one-line reason."""
+    with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or the system is macOS
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     needed = [name for name in ("sentencepiece", "google.protobuf") if not _has(name)]
     if needed and any(source.glob("*.model")):
         sys.exit("a sentencepiece model needs two more packages: pip install sentencepiece protobuf")
     from transformers import AutoTokenizer
 
-    place = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
+    folder = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise ValueError(f"{type(tokenizer).__name__} cannot be written as a tokenizer.json")
-        tokenizer.save_pretrained(place)
-        place.rename(target)  # readers see the whole folder or none
+        tokenizer.save_pretrained(folder)
+        folder.rename(target)  # readers see the complete folder or none
     except Exception as error:
-        if not target.is_dir():  # else another start was faster
+        if not target.is_dir():  # otherwise another process has converted it
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            # A first line that ends in a colon begins a list of internals.
-            sys.exit(lines[0] if lines and not lines[0].endswith(":") else "they are incomplete or of an unknown kind")
+            # A first line that ends with a colon introduces a list of internals.
+            sys.exit(
+                lines[0] if lines and not lines[0].endswith(":") else "they are incomplete or of an unknown format"
+            )
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _has(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Token ids to text, a piece at a time: no half characters, no text beyond a stop string."""
+"""Incremental detokenization: token ids to text, without incomplete characters, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,56 +9,55 @@ from typing import NamedTuple
 from .tokenizer import Tokenizer
 
 
-class Piece(NamedTuple):
-    """What a feed made certain."""
+class TextDelta(NamedTuple):
+    """The text that the last tokens have made final."""
 
     text: str = ""
     stopped: bool = False  # a stop string is complete: the text ends here
-    num_tokens: int = 0  # fed tokens that count, up to and including the one that completed a stop string
-    offsets: tuple[int, ...] = ()  # per token that counts: where its text begins in the whole output, in characters
+    num_tokens: int = 0  # tokens up to and including the one that completed a stop string
+    offsets: tuple[int, ...] = ()  # of each of these tokens in the whole output, in characters
 
 
-class Stop:
-    """Finds one stop string in text that comes in pieces, in time linear in the text (Knuth, Morris, Pratt)."""
+class StopMatcher:
+    """Finds a stop string in a stream of text, in linear time (Knuth, Morris, Pratt)."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0  # length of the longest beginning of the stop string that the text so far ends with
-        self._shorter = [0]  # per beginning of the stop string: its longest proper beginning that is also its end
-        for letter in text[1:]:
+        self.matched = 0  # length of the longest prefix of the stop string that the text ends with
+        self._shorter = [0]  # of each prefix: its longest proper prefix that is also its suffix
+        for character in text[1:]:
             length = self._shorter[-1]
-            while length and text[length] != letter:
+            while length and text[length] != character:
                 length = self._shorter[length - 1]
-            self._shorter.append(length + (text[length] == letter))
+            self._shorter.append(length + (text[length] == character))
 
     def feed(self, piece: str) -> list[int]:
-        """Ends, counted from the beginning of `piece`, of all occurrences that end in it."""
+        """Return the ends of all occurrences that end in `piece`, as offsets in it."""
         stop, shorter, matched = self.text, self._shorter, self.matched
         ends: list[int] = []
         if matched == 0 and stop[0] not in piece:
             return ends
-        for position, letter in enumerate(piece, 1):
-            while matched and stop[matched] != letter:
+        for end, character in enumerate(piece, 1):
+            while matched and stop[matched] != character:
                 matched = shorter[matched - 1]
-            if stop[matched] == letter:
-                matched += 1
+            matched += stop[matched] == character
             if matched == len(stop):
-                ends.append(position)
+                ends.append(end)
                 matched = shorter[-1]
         self.matched = matched
         return ends
 
 
-class TextStream:
-    """The text of one growing list of token ids.
+class Detokenizer:
+    """Decodes a growing list of token ids; the text does not depend on how they are divided into calls of `feed`.
 
-    `context` is the prompt's ids (or their end): with it, the pieces joined are what decoding prompt and output
-    together adds to decoding the prompt. The first token at which a stop string is complete ends the text; of
-    several that one token completes, the one that begins first. A stop string that is complete within the first
-    `min_tokens` tokens does not count. `strip`: a text that nothing comes before loses the space that some
-    vocabularies put before every word; where a grammar counts each letter it must not. The pieces joined do not
-    depend on how the ids were cut into feeds. Tokens that are `hidden` have no
-    text; None: the special ones.
+    `context`: the ids of the prompt, or the last of them. The text is what decoding the prompt and the output together
+    adds to decoding the prompt.
+    `stops`: the first token that completes one of these ends the text; if it completes several, the one that begins
+    first counts. None counts within the first `min_tokens` tokens.
+    `strip`: remove the space that some vocabularies put before every word from the beginning of a text without
+    context. With a grammar every character counts, so it must stay.
+    `hidden`: tokens without text; None: the special tokens.
     """
 
     def __init__(
@@ -74,21 +73,21 @@ class TextStream:
     ) -> None:
         self.stopped = False
         self.stop: str | None = None  # the stop string that ended the text
-        self.offset = 0  # characters decoded so far: where the next token's text begins
+        self.offset = 0  # characters decoded so far, the offset of the next token
         self._decoder = tokenizer.decoder
         self._hidden = tokenizer.special_ids if hidden is None else hidden
-        self._stops = [Stop(stop) for stop in stops if stop]
+        self._stops = [StopMatcher(stop) for stop in stops if stop]
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._strip = strip
         self._num_tokens = 0
-        self._held = ""  # decoded, and perhaps the beginning of a stop string
+        self._held = ""  # decoded text that may begin a stop string
         self._after: int | None  # the last token that has text
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._half = self._read_context(context)
 
-    def feed(self, token_ids: Sequence[int]) -> Piece:
-        """Append tokens; after a stop string nothing counts any more."""
+    def feed(self, token_ids: Sequence[int]) -> TextDelta:
+        """Append tokens; those after a stop string are ignored."""
         ready: list[str] = []
         offsets: list[int] = []
         for token_id in token_ids:
@@ -96,19 +95,19 @@ class TextStream:
                 break
             offsets.append(self.offset)
             ready.append(self._append(token_id))
-        return Piece("".join(ready), self.stopped, len(offsets), tuple(offsets))
+        return TextDelta("".join(ready), self.stopped, len(offsets), tuple(offsets))
 
-    def finish(self) -> Piece:
-        """The text held back; half a character becomes U+FFFD, in which no stop string is looked for."""
+    def finish(self) -> TextDelta:
+        """Return the withheld text, in which an incomplete character is U+FFFD."""
         if self.stopped:
-            return Piece(stopped=True)
+            return TextDelta(stopped=True)
         rest = self._without_half(self._utf8.decode(b"", True))
         self.offset += len(rest)
         held, self._held = self._held + rest, ""
-        return Piece(held)
+        return TextDelta(held)
 
     def _append(self, token_id: int) -> str:
-        """Text that one more token makes certain."""
+        """Return the text that one more token makes final."""
         self._num_tokens += 1
         after = self._after if self._strip or self._after is not None else token_id
         data = None if token_id in self._hidden else self._decoder.piece(token_id, after)
@@ -135,27 +134,27 @@ class TextStream:
         return text[: len(text) - keep]
 
     def _find(self, new: str) -> tuple[int, int, str] | None:
-        """Start (negative: in the held text), end in `new` and stop string of the occurrence that ends the text."""
+        """Return the stop string that ends the text, with its start (negative: in the held text) and end in `new`."""
         found = [(end - len(stop.text), end, stop.text) for stop in self._stops for end in stop.feed(new)]
         return min(found, default=None) if self._num_tokens > self._min_tokens else None
 
     def _read_context(self, context: Sequence[int]) -> str:
-        """Begin behind the prompt; returns what it shows for half a character at its end, which output may complete."""
+        """Start after the prompt; returns its text for an incomplete character at its end, which may be completed."""
         last: list[int] = []
         for token_id in reversed(context):
             if token_id not in self._hidden and self._decoder.piece(token_id, token_id):
                 last.append(token_id)
-                if len(last) == 3:  # half a character has at most three bytes, a token at least one
+                if len(last) == 3:  # an incomplete character has at most three bytes, a token at least one
                     break
         end = b"".join(self._decoder.piece(token_id, token_id) or b"" for token_id in reversed(last))
         self._after = last[0] if last else None
         for length in range(1, min(3, len(end)) + 1):
             if not self._utf8.decode(end[-length:]):
-                return end[-length:].decode("utf-8", "replace")  # two U+FFFD where it is half a surrogate
+                return end[-length:].decode("utf-8", "replace")  # two U+FFFD for half a surrogate
         return ""
 
     def _without_half(self, text: str) -> str:
-        """If the prompt's half character was never completed, its U+FFFD is the prompt's."""
+        """Remove the U+FFFD of the prompt's incomplete character, if the output has not completed it."""
         if self._half and text:
             half, self._half = self._half, ""
             return text.removeprefix(half)
@@ -163,5 +162,5 @@ class TextStream:
 
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = False) -> list[int]:
-    """Where each token's text begins in the text of them all, in characters."""
-    return list(TextStream(tokenizer, hidden=tokenizer.special_ids if skip_special else ()).feed(ids).offsets)
+    """Return the offset of each token in the text of them all, in characters."""
+    return list(Detokenizer(tokenizer, hidden=tokenizer.special_ids if skip_special else ()).feed(ids).offsets)

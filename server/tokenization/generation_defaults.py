@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine import ConfigError, read_json
 
-# What --generation-config takes over, and the values that the API itself would allow.
+# The values that are used, with their type and the range of the API.
 DEFAULTS: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 2),
     "top_p": (float, 1e-9, 1),
@@ -20,7 +20,7 @@ log = logging.getLogger("pequod.server")
 
 
 def read_defaults(choice: str, folder: Path) -> dict[str, float | int]:
-    """Sampling defaults from the generation_config.json that --generation-config means; {} where there is none."""
+    """Read the file that --generation-config selects; {} if there is none."""
     if choice == "engine":
         return {}
     path = folder if choice == "auto" else Path(choice)

@@ -1,7 +1,7 @@
-"""Tools for models whose chat template knows none: described in the instructions, called and answered as plain text.
+"""Tools for models whose chat template does not support them: instructions, calls and results as plain text.
 
-The calls have the form of Hermes' models, which many models without a form of their own have seen: a JSON object with
-the function's name and its arguments between <tool_call> and </tool_call>.
+The calls have the format of Hermes' models, which many models have been trained on: a JSON object with the function's
+name and arguments between <tool_call> and </tool_call>.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ The result then comes between <tool_response> and </tool_response>. Answer in wo
 
 
 def renders_tools(template: str) -> bool:
-    """Whether a chat template writes the tools that it is given into the prompt."""
+    """Whether a chat template writes its tools into the prompt."""
     return re.search(r"\btools\b", template) is not None
 
 
 def described(turns: list[Json], tools: list[Json] | None, *, takes_system: bool) -> list[Json]:
-    """The messages with the tools, calls and results as text.
+    """The messages, with tools, calls and results as text.
 
-    `takes_system` false: the template has no place for instructions, which then begin the first message of the user.
+    If the template ignores system messages (`takes_system` false), the description begins the user's first message.
     """
-    spoken = _merged([_spoken(turn) for turn in turns])
+    plain = _merged([_plain(turn) for turn in turns])
     if not tools:
-        return spoken
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    text = DESCRIPTION.format(tools=listed, opens=OPENS, closes=CLOSES)
-    if not takes_system:
-        index = next((i for i, turn in enumerate(spoken) if turn["role"] == "user"), None)
-        if index is None:
-            return [{"role": "user", "content": text}, *spoken]
-        return [*spoken[:index], _begun(spoken[index], text), *spoken[index + 1 :]]
-    if spoken and spoken[0]["role"] in ("system", "developer"):
-        return [_begun(spoken[0], text, after=True), *spoken[1:]]
-    return [{"role": "system", "content": text}, *spoken]
+        return plain
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = DESCRIPTION.format(tools=lines, opens=OPENS, closes=CLOSES)
+    if takes_system:
+        if plain and plain[0]["role"] in ("system", "developer"):
+            return [_joined(plain[0], _text(plain[0].get("content")), text), *plain[1:]]
+        return [{"role": "system", "content": text}, *plain]
+    index = next((i for i, turn in enumerate(plain) if turn["role"] == "user"), None)
+    if index is None:
+        return [{"role": "user", "content": text}, *plain]
+    return [*plain[:index], _joined(plain[index], text, _text(plain[index].get("content"))), *plain[index + 1 :]]
 
 
-def _spoken(turn: Json) -> Json:
-    """A message without calls and results: they are in its text."""
+def _plain(turn: Json) -> Json:
+    """A message with its calls or result as text."""
     if turn["role"] == "tool":
         content = f"<tool_response>\n{_text(turn.get('content'))}\n</tool_response>"
         return {"role": "user", "content": content, RESULT: True}
@@ -66,11 +66,11 @@ def _spoken(turn: Json) -> Json:
     return {**rest, "content": "\n".join(filter(None, written))}
 
 
-RESULT = "result"  # marks what has been the result of a call, until several in a row are put together
+RESULT = "result"  # set in a message that was the result of a call, until consecutive ones are merged
 
 
 def _merged(turns: list[Json]) -> list[Json]:
-    """Results in a row as one message: many templates want users and assistants by turns."""
+    """Merge consecutive results into one message: many templates require that user and assistant alternate."""
     merged: list[Json] = []
     for turn in turns:
         if RESULT in turn and merged and RESULT in merged[-1]:
@@ -81,21 +81,20 @@ def _merged(turns: list[Json]) -> list[Json]:
 
 
 def _call(function: Json) -> str:
-    """A call as the model writes it."""
+    """A call as text, in the model's format."""
     arguments = function["arguments"]
-    with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off stays as it was
+    with contextlib.suppress(ValueError, RecursionError):  # a truncated call stays as it is
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return f"{OPENS}\n{json.dumps({'name': function['name'], 'arguments': arguments}, ensure_ascii=False)}\n{CLOSES}"
 
 
 def _text(content: Any) -> str:
-    """Content, text or parts of it, as one text."""
+    """The text of a message's content."""
     if isinstance(content, list):
         return "\n".join(part.get("text", "") for part in content)
     return content or ""
 
 
-def _begun(turn: Json, text: str, *, after: bool = False) -> Json:
-    """A message with another text before its own, or after it."""
-    own = _text(turn.get("content"))
-    return {**turn, "content": "\n\n".join(filter(None, (own, text) if after else (text, own)))}
+def _joined(turn: Json, *texts: str) -> Json:
+    """The message with these texts as paragraphs."""
+    return {**turn, "content": "\n\n".join(filter(None, texts))}

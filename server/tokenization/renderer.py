@@ -1,10 +1,9 @@
-"""Chat templates, rendered in a process of their own.
+"""Renders chat templates in a process of their own.
 
-A template comes with the model, perhaps from a stranger. jinja's sandbox keeps it away from the system, but not from
-memory and time: one filter or method can fill gigabytes, or search a text for hours inside of C code that nothing in
-the same process can interrupt. So the kernel enforces the bounds. The child (template_worker.py) limits its own
-address space, and an alarm ends it when a rendering takes too long; then the request fails, and the next one gets a
-new child.
+A template is a program that comes with the model. jinja's sandbox keeps it from the system, but not from memory and
+time: one filter can fill gigabytes, or search a text for hours in C code that nothing in the same process can
+interrupt. So the kernel enforces the limits. The child (template_worker.py) limits its address space, and an alarm ends
+it if rendering takes too long; then the request fails, and the next one gets a new child.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from engine import spawn
 
 MAX_SECONDS = 5.0  # other prompts wait meanwhile; a chat of 4,096 messages with tools takes a tenth of a second
 MAX_CHARACTERS = 8_000_000  # as long as the longest body that the server reads
-# Of address space: what Python and jinja have, messages of the longest body, and a prompt of that length several times.
+# Of address space: Python and jinja, messages of the longest body, and a few copies of a prompt of that length.
 MAX_BYTES = 512 << 20
-REQUEST = struct.Struct("<Q")  # bytes of the JSON that follows
-REPLY = struct.Struct("<cQ")  # a kind, and the bytes of the text that follows
+REQUEST = struct.Struct("<Q")  # length of the JSON that follows
+REPLY = struct.Struct("<cQ")  # kind and length of the text that follows
 MAX_REPLY = 4 * MAX_CHARACTERS  # in UTF-8
-RENDERED, REFUSED, EXHAUSTED = b"r", b"e", b"m"  # the prompt; why there is none; memory has run out
+RENDERED, REFUSED, EXHAUSTED = b"r", b"e", b"m"  # the prompt; an error; out of memory
 
-SWITCHES = ("enable_thinking", "thinking")  # what templates call the variable that turns thinking on or off
+SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on or off
 
 NO_TEMPLATE = (
     "This model has no chat template, so it cannot serve chat: use /v1/completions, or start the server with "
@@ -42,13 +41,13 @@ Message = dict[str, Any]
 
 
 class TemplateError(Exception):
-    """The messages cannot be rendered; the text is one sentence for the client."""
+    """The messages cannot be rendered; the message is one sentence for the client."""
 
 
 class Renderer:
-    """A model's chat templates, with the process that renders them, which starts with the first use.
+    """A model's chat templates and the process that renders them, started at the first use.
 
-    Belongs to one thread at a time, but for `close`. `max_seconds`: for one rendering, compiling included.
+    Belongs to one thread at a time, except for `close`. `max_seconds`: for one prompt, including compilation.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Renderer:
         self._special_tokens = special_tokens
         self._max_seconds = max_seconds
         self._child: _Child | None = None
-        self._lock = threading.Lock()  # of the child, against `close`
+        self._lock = threading.Lock()  # for the child, which `close` ends from another thread
         self._closed = False
 
     def __bool__(self) -> bool:
@@ -66,21 +65,21 @@ class Renderer:
 
     @property
     def source(self) -> str:
-        """The text of all templates of the model; empty where it has none."""
+        """The text of all templates of the model; empty if it has none."""
         return "\n".join(self._sources.values())
 
     @property
     def pid(self) -> int | None:
-        """The process id, None while there is no process."""
+        """The process id; None without a process."""
         child = self._child
         return child.process.pid if child else None
 
     def check(self) -> None:
-        """Compile the default template; raises TemplateError when it is missing or broken."""
+        """Compile the default template; raises TemplateError."""
         self._ask("get")
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **options: Any) -> str:
-        """Return the prompt's text, as ChatTemplates.render does with these options; raises TemplateError."""
+        """Render a prompt, with the options of ChatTemplates.render; raises TemplateError."""
         return self._ask("render", messages, tools, **options)
 
     def start(self) -> None:
@@ -89,7 +88,7 @@ class Renderer:
             self._running()
 
     def close(self) -> None:
-        """End the process, and with it a rendering that is under way."""
+        """End the process, also during a request."""
         with self._lock:
             self._closed = True
             self._end()
@@ -97,29 +96,29 @@ class Renderer:
     def _ask(self, method: str, *args: Any, **options: Any) -> str:
         if not self._sources:
             raise TemplateError(NO_TEMPLATE)
-        for attempt in range(2):  # what has died once may have been killed; what dies twice dies of the template
+        for attempt in range(2):  # a first death may be a kill; the template causes a second one
             child = self._running()
             if child is None:
                 raise TemplateError(FAILED)
             try:
                 kind, text = child.ask((method, args, options))
                 break
-            except (OSError, EOFError, ValueError, RecursionError):  # it has died, or what came is no reply
+            except (OSError, EOFError, ValueError, RecursionError):  # it has died, or the reply is invalid
                 with self._lock:
                     self._end()
-                if child.process.returncode == -signal.SIGALRM:  # the alarm that the child has set for itself
+                if child.process.returncode == -signal.SIGALRM:  # the child's own alarm
                     raise TemplateError(TOO_SLOW) from None
                 if attempt:
                     raise TemplateError(FAILED) from None
         if kind == RENDERED:
             return text
-        if kind == EXHAUSTED:  # the rest of its memory may not do for the next request
+        if kind == EXHAUSTED:  # its memory may not suffice for the next request
             with self._lock:
                 self._end()
         raise TemplateError(text)
 
     def _running(self) -> _Child | None:
-        """The process, started anew where there is none; None after `close`."""
+        """Return the process, starting it if there is none; None after `close`."""
         with self._lock:
             if self._child is not None and self._child.process.poll() is not None:
                 self._end()
@@ -134,7 +133,7 @@ class Renderer:
 
 
 class _Child:
-    """A process of template_worker.py, and the socket to it."""
+    """A process of template_worker.py and the socket to it."""
 
     def __init__(self, templates: Any) -> None:
         self._sock, theirs = socket.socketpair()
@@ -148,7 +147,7 @@ class _Child:
             raise
 
     def ask(self, request: Any) -> tuple[bytes, str]:
-        """Return the kind and the text of the reply. Raises OSError, EOFError or ValueError when there is none."""
+        """Return the kind and text of the reply. Raises OSError, EOFError or ValueError without a valid one."""
         self._send(request)
         head = self._replies.read(REPLY.size)
         if len(head) < REPLY.size:
@@ -159,8 +158,8 @@ class _Child:
             raise EOFError
         return kind, data.decode()
 
-    def _send(self, told: Any) -> None:
-        text = json.dumps(told).encode()
+    def _send(self, message: Any) -> None:
+        text = json.dumps(message).encode()
         self._sock.sendall(REQUEST.pack(len(text)) + text)
 
     def end(self) -> None:

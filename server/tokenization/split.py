@@ -1,7 +1,6 @@
-"""Pieces: a long text is cut where no token crosses, so that encoding it can be stopped, and takes little memory.
+"""Splits long texts at token boundaries, so that encoding them can be cancelled and needs little memory.
 
-A tokenizer encodes 8 MB in one go in several seconds and a gigabyte. Where the cuts are right the tokens of the pieces,
-put together, are the tokens of the whole text.
+A tokenizer needs several seconds and a gigabyte for 8 MB in one call. The tokens of the pieces are those of the text.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-PIECE = 1 << 15  # characters after which a cut is looked for; they are encoded in some ten milliseconds
+PIECE = 1 << 15  # characters, which are encoded in about ten milliseconds; the next boundary is searched after them
 LEFT = (
     "the", "The", "x", "I", "don't", "(see", "A1b", "1st", "z\n\nthe", "  if", "é", "e\u0301a", "日本a", "HTTPServer",
     "end.", "x);", "a,", "7", "日", "'", "don't  go", "a\tb",
@@ -18,31 +17,33 @@ LEFT = (
 RIGHT = ("sea", "a", "I'm", "The", "x1", "zebra.", "s", "t", "re", "C3PO", "ll go", "e\u0301", "lowercase WORDS")
 
 
-class Kind(NamedTuple):
-    """A place between two characters that texts may be cut at."""
+class Boundary(NamedTuple):
+    """A kind of position between two characters at which texts may be split."""
 
     before: str  # character classes of regular expressions
     after: str
-    space: str  # what stands between the two, and at the beginning of the second piece
+    space: str  # between the two, at the beginning of the second piece
 
 
-# A word's end before a space and another word; a line's end before a word; a letter and a digit, as in hexadecimal.
-# Of several blanks tokenizers may take the last one by itself, so that a line's end must not come after another one.
-KINDS = (Kind("[A-Za-z]", "[A-Za-z]", " "), Kind(r"\S\n", "[A-Za-z]", ""), Kind("[a-z]", "[0-9]", ""))
-# The last character before a cut and the first one after it, as vocabularies write them within a token.
-SPELT = {" ": "[ \u2581\u0120]", r"\S\n": "[\\n\u010a]"}
+# A word before a space and another word; a line end before a word; a letter before a digit, as in hexadecimal. Of
+# several blanks tokenizers may split off the last one, so a line end must not follow another blank.
+BOUNDARIES = (
+    Boundary("[A-Za-z]", "[A-Za-z]", " "), Boundary(r"\S\n", "[A-Za-z]", ""), Boundary("[a-z]", "[0-9]", "")
+)  # fmt: skip
+# The characters at a boundary, as vocabularies write them within a token.
+IN_TOKEN = {" ": "[ \u2581\u0120]", r"\S\n": "[\\n\u010a]"}
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-class Cuts:
-    """Where texts may be cut for one tokenizer: found out by trying, and by looking for tokens that would cross."""
+class TextSplitter:
+    """Splits texts at the boundaries that no token crosses and at which samples keep their tokens."""
 
     def __init__(self, encode: Callable[[str], list[int]], vocabulary: Iterable[str]) -> None:
-        """`encode`: without special tokens. `vocabulary`: all tokens as they are spelt, added ones too."""
+        """`encode`: without special tokens. `vocabulary`: all tokens, including added ones."""
         tokens = [token for token in vocabulary if not BYTE.fullmatch(token)]
-        self._drops_space = False  # some tokenizers put a space before every text, and so before every piece
+        self._drops_space = False  # some tokenizers prepend a space to every text, and so to every piece
         patterns = []
-        for kind in KINDS:
+        for kind in BOUNDARIES:
             if _is_crossed(kind, tokens):
                 continue
             if _holds(encode, kind, kind.space):
@@ -50,28 +51,28 @@ class Cuts:
             elif kind.space and _holds(encode, kind, ""):
                 self._drops_space = True
                 patterns = [f"(?<={kind.before})(?={kind.space}{kind.after})"]
-                break  # after any other cut the space would be one too many
+                break  # at any other boundary there would be a space too many
         self._cut = re.compile("|".join(patterns)) if patterns else None
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The text in pieces of about PIECE characters, longer ones where it cannot be cut."""
+        """Yield pieces of about PIECE characters, or more where the text cannot be split."""
         start = 0
-        while self._cut is not None and (found := self._cut.search(text, start + PIECE)):
-            yield text[start : found.start()]
-            start = found.start() + self._drops_space
+        while self._cut is not None and (match := self._cut.search(text, start + PIECE)):
+            yield text[start : match.start()]
+            start = match.start() + self._drops_space
         yield text[start:]
 
 
-def _is_crossed(kind: Kind, tokens: list[str]) -> bool:
-    """Whether there is a token that a cut of this kind would tear apart."""
-    before = SPELT.get(kind.before, kind.before)
-    after = SPELT[kind.space] if kind.space else kind.after
+def _is_crossed(kind: Boundary, tokens: list[str]) -> bool:
+    """Whether any token contains this boundary."""
+    before = IN_TOKEN.get(kind.before, kind.before)
+    after = IN_TOKEN[kind.space] if kind.space else kind.after
     crossing = re.compile(before + after)
     return any(crossing.search(token) for token in tokens)
 
 
-def _holds(encode: Callable[[str], list[int]], kind: Kind, begins: str) -> bool:
-    """Whether pieces that were cut so have the tokens of the whole; the second one begins with `begins`."""
+def _holds(encode: Callable[[str], list[int]], kind: Boundary, begins: str) -> bool:
+    """Whether samples that are split here keep their tokens, if the second piece begins with `begins`."""
     between = re.compile(kind.after)
     rights = [right if between.match(right) else f"7{right}" for right in RIGHT]
     end = "\n" if kind.before == r"\S\n" else ""

@@ -1,6 +1,6 @@
-"""`python -m server.tokenization.template_worker FD PARENT`: renders chat templates within the kernel's bounds.
+"""`python -m server.tokenization.template_worker FD PARENT`: renders chat templates within limits of the kernel.
 
-Renderer starts it. It gets the templates and then requests over its socket, as JSON, and sends a reply to each request.
+Started by Renderer, which sends the templates and then requests over the socket, as JSON. Each gets a reply.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .renderer import EXHAUSTED, FAILED, MAX_BYTES, REFUSED, RENDERED, REPLY, RE
 
 
 def main() -> None:
-    # Ctrl-C and a supervisor's SIGTERM reach the whole group; requests are rendered until the server has drained.
+    # Signals to the process group are ignored: requests need templates until the server has drained.
     fd, _ = begin_child(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # The default action ends the process, also where it never gets back from C code to Python.
+    # The default action ends the process even if C code never returns to Python.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or this is macOS, which has none
+    with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or the system is macOS
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
-    with socket.socket(fileno=fd) as sock, contextlib.suppress(EOFError, OSError):  # the server has gone
+    with socket.socket(fileno=fd) as sock, contextlib.suppress(EOFError, OSError):  # the server has ended
         requests = sock.makefile("rb")
         sources, special_tokens, seconds = received(requests)
         templates = ChatTemplates(sources, special_tokens)
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def received(requests: BinaryIO) -> Any:
-    """Return what the server has sent next. Raises EOFError when it has gone."""
+    """Return the next message of the server. Raises EOFError if the server has ended."""
     head = requests.read(REQUEST.size)
     if len(head) < REQUEST.size:
         raise EOFError
@@ -48,7 +48,7 @@ def received(requests: BinaryIO) -> Any:
 
 
 def reply(templates: ChatTemplates, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Return the kind and the text of the reply to a request: a method of ChatTemplates and its arguments."""
+    """Return the kind and text of the reply to a request, which is a method of ChatTemplates and its arguments."""
     try:
         result = getattr(templates, method)(*args, **options)
         return RENDERED, result.encode() if isinstance(result, str) else b""
@@ -58,7 +58,7 @@ def reply(templates: ChatTemplates, method: str, args: tuple[Any, ...], options:
         return REFUSED, FAILED.encode()
     except MemoryError:
         return EXHAUSTED, TOO_LARGE.encode()
-    except Exception:  # its text and its traceback could hold what users wrote
+    except Exception:  # its text and traceback may contain what users wrote
         return REFUSED, FAILED.encode()
 
 

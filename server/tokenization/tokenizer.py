@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,49 +19,50 @@ import tokenizers
 
 from engine import LIST_BYTES, ModelError, read_file, read_json, read_text
 
-from .split import Cuts
+from ..child import run_python
+from .split import TextSplitter
 
-# The library would start a thread per core for batches; one thread is all that we ask of it.
+# Otherwise the library starts a thread per core for batches.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LIST_TOKENS = ("additional_special_tokens", "extra_special_tokens")
-# What a folder without tokenizer.json may be converted from, and what else decides the outcome.
+# The files that a folder without tokenizer.json may be converted from, and others that affect the result.
 SOURCES = (
     "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt",
     "tiktoken.model", "qwen.tiktoken",
 )  # fmt: skip
 SETTINGS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "config.json")
-TOKENIZER_BYTES = 64 << 20  # of a vocabulary's file; the largest published have some 35 MB
+TOKENIZER_BYTES = 64 << 20  # the largest published vocabularies have about 35 MB
 MAX_TEMPLATES, MAX_TEMPLATE = 64, 1 << 20  # chat templates of a model, and characters of one; large ones have 50,000
 MAX_ENDS, MAX_ID = 256, (1 << 31) - 1  # end tokens of a model, and the largest id of one
-CONVERT_TIMEOUT_S = 300.0  # importing transformers takes seconds, the largest vocabularies half a minute
+CONVERT_TIMEOUT_S = 300.0  # importing transformers takes seconds, converting the largest vocabularies half a minute
 
 
 class Decoder(Protocol):
-    """How tokens become bytes."""
+    """Converts tokens to bytes."""
 
     def piece(self, token_id: int, after: int | None) -> bytes | None:
-        """Bytes that a token adds behind the token `after` (None: at the start of a text); None: no such token."""
+        """Return the bytes of a token after the token `after` (None: at the start of a text); None if unknown."""
 
 
 @dataclass(frozen=True)
 class ByteShape:
-    """How a vocabulary whose tokens are bytes writes them."""
+    """How a vocabulary of byte sequences writes them."""
 
-    byte_level: bool  # every byte as a letter; otherwise text, with <0x0A> for the bytes that have no token
-    replace: tuple[tuple[str, str], ...] = ()  # in a token: the mark of a word's start, and a space
-    strip: bytes = b""  # taken away once, at the start of a text
+    byte_level: bool  # every byte as a character; otherwise text, with <0x0A> for bytes without a token
+    replace: tuple[tuple[str, str], ...] = ()  # in a token, such as the character for the start of a word and a space
+    strip: bytes = b""  # removed once, at the start of a text
 
     @staticmethod
     def of(steps: Sequence[dict[str, Any]]) -> ByteShape | None:
-        """The shape that these steps of the library's decoder amount to; None when tokens are not just bytes."""
+        """The shape for the steps of a library decoder; None if tokens are more than bytes."""
         kinds = [step["type"] for step in steps if step["type"] != "Fuse"]
         if kinds == ["ByteLevel"]:
             return ByteShape(byte_level=True)
         replace = [step for step in steps if step["type"] == "Replace"]
         strips = [step for step in steps if step["type"] == "Strip"]
-        # Only behind Fuse does Strip see the whole text, and not each token.
+        # Only after Fuse does Strip see the whole text, and not each token.
         whole = not strips or [step["type"] for step in steps[-2:]] == ["Fuse", "Strip"]
         simple = all(step["start"] <= 1 and step["stop"] == 0 for step in strips)
         plain = all("String" in step["pattern"] for step in replace)
@@ -77,17 +77,17 @@ class ByteShape:
 
 
 class ByteDecoder:
-    """Tokens that stand for fixed bytes: byte-level vocabularies, and sentencepiece ones with byte fallback.
+    """Decodes tokens that are fixed bytes: byte-level vocabularies, and sentencepiece ones with byte fallback.
 
-    Where a run of fallback bytes is not UTF-8, the library gives one U+FFFD for each of its bytes, also for the
-    good ones. A stream cannot take back what it has sent, so here only the bad ones are replaced.
+    In a run of fallback bytes that is not UTF-8, the library replaces every byte by U+FFFD. A stream cannot retract
+    what it has sent, so here only the invalid bytes are replaced.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, shape: ByteShape) -> None:
         self._library = library
         self._shape = shape
-        self._byte_of = _byte_of_letter() if shape.byte_level else None
-        self._known: dict[int, bytes] = {}  # filled as ids are met: most of a vocabulary never is
+        self._byte_of = _byte_of_character() if shape.byte_level else None
+        self._known: dict[int, bytes] = {}  # a cache, since most of a vocabulary is never used
 
     def piece(self, token_id: int, after: int | None) -> bytes | None:
         data = self._known.get(token_id)
@@ -101,20 +101,16 @@ class ByteDecoder:
     def _bytes(self, token: str) -> bytes:
         for old, new in self._shape.replace:
             token = token.replace(old, new)
-        if not self._shape.byte_level and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
+        with contextlib.suppress(KeyError, ValueError):
+            if self._byte_of is not None:
+                return bytes(self._byte_of[character] for character in token)
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
                 return bytes((int(token[3:5], 16),))
-            except ValueError:
-                pass
-        if self._byte_of is not None:
-            letters = [self._byte_of.get(letter) for letter in token]
-            if None not in letters:
-                return bytes(letters)  # type: ignore[arg-type]
         return token.encode()
 
 
 class PairDecoder:
-    """Any other vocabulary (word pieces, suffixes, no decoder): what the library adds for a token after another."""
+    """Decodes any other vocabulary: the text that the library adds for a token after another."""
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         self._library = library
@@ -125,8 +121,9 @@ class PairDecoder:
         if after is None:
             return self._decode(token_id).encode()
         before, both = self._decode(after), self._decode(after, token_id)
-        same = len(before) if both.startswith(before) else _common_length(before, both)
-        return both[same:].encode()
+        while not both.startswith(before):  # the second token has changed the text of the first
+            before = before[:-1]
+        return both[len(before) :].encode()
 
     def _decode(self, *ids: int) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
@@ -135,8 +132,7 @@ class PairDecoder:
 class Tokenizer:
     """The tokenizer of a model folder, with its special tokens, end tokens and chat templates.
 
-    Never changed after construction, so that every thread may encode and decode.
-    Raises ModelError when the folder has no usable tokenizer.
+    Immutable, so that every thread may use it. Raises ModelError if the folder has no usable tokenizer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -146,22 +142,22 @@ class Tokenizer:
 
     def _read(self) -> None:
         config = read_json(self.folder / "tokenizer_config.json", LIST_BYTES) or {}
-        if "added_tokens_decoder" not in config:  # older folders keep their special tokens apart
+        if "added_tokens_decoder" not in config:  # older folders have a file for special tokens
             config |= read_json(self.folder / "special_tokens_map.json", LIST_BYTES) or {}
         self._library, defaults = _load(self.folder)
         config = defaults | config
-        # A file saved by a training script may cut or pad every text; a server does neither.
+        # A file saved by a training script may truncate or pad texts.
         self._library.no_truncation()
         self._library.no_padding()
-        marked = _add_tokens(self._library, self.folder, config)
+        listed = _add_tokens(self._library, self.folder, config)
 
         self.special_tokens = {name: text for name in NAMED_TOKENS if (text := _content(config.get(name)))}
         self.bos_id = self._id(self.special_tokens.get("bos_token"))
         self.eos_id = self._id(self.special_tokens.get("eos_token"))
         _add_ends(self._library, config, self.bos_id, self.eos_id)
         added = self._library.get_added_tokens_decoder()
-        self.added_ids = {token.content: i for i, token in added.items()}  # tokens that no letters spell
-        self.special_ids = frozenset(i for i, token in added.items() if token.special) | marked
+        self.added_ids = {token.content: i for i, token in added.items()}  # tokens that no text encodes to
+        self.special_ids = frozenset(i for i, token in added.items() if token.special) | listed
         self.eos_ids = _eos_ids(self.folder, self.eos_id)
         self.templates = _templates(self.folder, config)
 
@@ -173,36 +169,35 @@ class Tokenizer:
 
     @property
     def takes_grammars(self) -> bool:
-        """Whether the engine can read this tokenizer too, and knows the bytes of every token."""
+        """Whether the engine can use this tokenizer, which needs the bytes of every token, for grammars."""
         return isinstance(self.decoder, ByteDecoder) and (self.folder / "tokenizer.json").is_file()
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text; `add_special` adds what the model expects around a text (a bos token, mostly)."""
-        # The batch call is the one that lets other threads run meanwhile.
+        """Encode a text; `add_special` adds the tokens that the model expects around a text, such as bos."""
+        # Only the batch call releases the GIL.
         return self._library.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
     @cached_property
-    def cuts(self) -> Cuts:
-        """Where texts can be cut; belongs to the thread that encodes long ones."""
-        return Cuts(lambda text: self.encode(text, False), self._library.get_vocab(with_added_tokens=True))
+    def splitter(self) -> TextSplitter:
+        """Splits long texts; belongs to the thread that encodes them."""
+        return TextSplitter(lambda text: self.encode(text, False), self._library.get_vocab(with_added_tokens=True))
 
     def encode_long(self, text: str, add_special: bool = True) -> Iterator[list[int]]:
-        """The ids that `encode` returns, piece by piece."""
-        added, marks = self.encode_marked("a", add_special)
-        start = marks.index(False) if False in marks else len(marks)  # special tokens before a text, and after it
-        end = len(marks) - marks[::-1].index(False) if False in marks else len(marks)
-        yield added[:start]
-        for piece in self.cuts.pieces(text):
+        """Yield the ids that `encode` returns, in pieces."""
+        ids, special = self.encode_marked("a", add_special)
+        own = [index for index, is_special in enumerate(special) if not is_special] or [len(ids)]
+        yield ids[: own[0]]
+        for piece in self.splitter.pieces(text):
             yield self.encode(piece, False)
-        yield added[end:]
+        yield ids[own[-1] + 1 :]
 
     def encode_marked(self, text: str, add_special: bool = True) -> tuple[list[int], list[bool]]:
-        """The same, and which of the tokens are not the text's but were added around it."""
+        """Encode a text; also returns for each token whether it was added around the text."""
         encoding = self._library.encode_batch_fast([text], add_special_tokens=add_special)[0]
-        return encoding.ids, [bool(mark) for mark in encoding.special_tokens_mask]
+        return encoding.ids, [bool(is_special) for is_special in encoding.special_tokens_mask]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of token ids; ids outside the vocabulary are empty, bytes that are not UTF-8 become U+FFFD."""
+        """Decode token ids; unknown ids are skipped, and bytes that are not UTF-8 become U+FFFD."""
         parts: list[bytes] = []
         after: int | None = None
         for token_id in ids:
@@ -213,21 +208,20 @@ class Tokenizer:
         return b"".join(parts).decode(errors="replace")
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """The vocabulary's own spelling of each token; empty for ids outside it."""
+        """Return each token as the vocabulary has it; empty for unknown ids."""
         return [_token(self._library, token_id) or "" for token_id in ids]
 
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
-        """The ids of those of these tokens that the vocabulary has."""
+        """The ids of these tokens, without those that the vocabulary does not have."""
         found = (self._library.token_to_id(token) for token in tokens)
         return frozenset(token_id for token_id in found if token_id is not None)
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text within a text, and its exact bytes.
+        """A token's text inside a text, and its exact bytes.
 
-        Bytes that are not UTF-8 by themselves are spelt as OpenAI does, `bytes:\\xe2\\x82`, so that two such
-        tokens stay two keys of a dict.
+        Bytes that are not UTF-8 are written as by OpenAI, `bytes:\\xe2\\x82`, so that such tokens have different texts.
         """
-        # Behind itself: any token will do, as long as it is not the start of a text.
+        # After itself, since any token will do that is not the start of a text.
         data = self.decoder.piece(token_id, token_id) or b""
         try:
             return data.decode(), data
@@ -238,23 +232,19 @@ class Tokenizer:
         return None if token is None else self._library.token_to_id(token)
 
 
-def _common_length(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _token(library: tokenizers.Tokenizer, token_id: int) -> str | None:
     return library.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
 
-def _byte_of_letter() -> dict[str, int]:
-    """Byte-level vocabularies write a byte as a letter: printable Latin-1 as itself, the rest from U+0100 up."""
+def _byte_of_character() -> dict[str, int]:
+    """The characters of byte-level vocabularies: printable Latin-1 is itself, the other bytes start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 def _decoder_steps(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The library's decoder as a flat list of its steps; a step is what tokenizer.json says of it."""
+    """The steps of the library's decoder in a flat list, as in tokenizer.json."""
 
     def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
         if step["type"] == "Sequence":
@@ -267,7 +257,7 @@ def _decoder_steps(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Raise a ModelError for whatever the library or our reading makes of a broken tokenizer."""
+    """Raise a ModelError for any error of an invalid tokenizer."""
     try:
         yield
     except (ModelError, KeyboardInterrupt, SystemExit):
@@ -278,17 +268,17 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token is written as a string or as an object with flags."""
+    """The text of a special token, which is a string or an object with flags."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
 
 
-# --- loading --------------------------------------------------------------------------------------
+# Loading
 
 
 def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The library's tokenizer, and what the folder's settings leave out because it is in older code's defaults."""
+    """Load the tokenizer; also returns settings that the folder lacks, because older code has them as defaults."""
     data = read_file(folder / "tokenizer.json", TOKENIZER_BYTES)
     if data is not None:
         return tokenizers.Tokenizer.from_buffer(data), {}
@@ -297,28 +287,24 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
             f"{folder} has no tokenizer: neither tokenizer.json nor files to make it from "
             "(vocab.json with merges.txt, or tokenizer.model)."
         )
-    cached = _cache_folder() / f"tokenizer-{_fingerprint(folder)}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cached = cache / "pequod" / f"tokenizer-{_fingerprint(folder)}"
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         if not cached.is_dir():
             _convert(folder, cached)
         return _from_converted(cached)
     except OSError:  # a read-only home: convert at every start
-        with tempfile.TemporaryDirectory(prefix="pequod-") as place:
-            target = Path(place) / "tokenizer"
+        with tempfile.TemporaryDirectory(prefix="pequod-") as parent:
+            target = Path(parent) / "tokenizer"
             _convert(folder, target)
             return _from_converted(target)
 
 
-def _from_converted(place: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    config = read_json(place / "tokenizer_config.json", LIST_BYTES) or {}
+def _from_converted(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    config = read_json(folder / "tokenizer_config.json", LIST_BYTES) or {}
     named = {name: config[name] for name in NAMED_TOKENS if name in config}
-    return tokenizers.Tokenizer.from_file(str(place / "tokenizer.json")), named
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pequod"
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), named
 
 
 def _fingerprint(folder: Path) -> str:
@@ -332,13 +318,10 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _convert(folder: Path, target: Path) -> None:
-    # -P: the script's folder holds modules of the server, whose names are nobody else's to import.
-    program = [sys.executable, "-P", str(Path(__file__).with_name("convert.py")), str(folder), str(target)]
+    command = ("-m", "server.tokenization.convert", str(folder), str(target))
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_TORCH": "0"}
     try:
-        child = subprocess.run(
-            program, env=os.environ | quiet, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S, check=False
-        )
+        child = run_python(*command, timeout_s=CONVERT_TIMEOUT_S, variables=quiet)
     except subprocess.TimeoutExpired as error:
         raise ModelError(f"Converting the tokenizer of {folder} took over {CONVERT_TIMEOUT_S:.0f} s.") from error
     if child.returncode != 0 or not target.is_dir():
@@ -348,7 +331,7 @@ def _convert(folder: Path, target: Path) -> None:
 
 
 def _add_tokens(library: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    """Make known what only the other files say: more tokens, and which of them are special; returns the special."""
+    """Add the tokens that only the other files list; returns the ids of the special ones."""
     listed = config.get("added_tokens_decoder")
     entries = {
         int(i): entry
@@ -360,7 +343,7 @@ def _add_tokens(library: tokenizers.Tokenizer, folder: Path, config: dict[str, A
         entries = {i: {"content": text} for text, i in legacy.items() if isinstance(i, int)}
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     special: list[tokenizers.AddedToken] = []
-    new: dict[str, tokenizers.AddedToken] = {}  # in one call: each one looks at all that were added before
+    new: dict[str, tokenizers.AddedToken] = {}  # in one call, since each call is linear in the tokens added before
     free = library.get_vocab_size(with_added_tokens=True)
     for token_id, entry in sorted(entries.items()):
         text = _content(entry)
@@ -369,7 +352,7 @@ def _add_tokens(library: tokenizers.Tokenizer, folder: Path, config: dict[str, A
         token = tokenizers.AddedToken(
             text, special=bool(entry.get("special")), **{flag: entry[flag] for flag in flags if flag in entry}
         )
-        # A new token gets the next free id; one that says another id would take a stranger's place.
+        # A new token gets the next free id; one that is listed with another id is not added.
         if token_id == free + len(new) and text not in new and library.token_to_id(text) is None:
             new[text] = token
         if token.special:
@@ -388,7 +371,7 @@ def _add_tokens(library: tokenizers.Tokenizer, folder: Path, config: dict[str, A
 
 
 def _add_ends(library: tokenizers.Tokenizer, config: dict[str, Any], bos: int | None, eos: int | None) -> None:
-    """tokenizer_config.json, where it speaks of bos and eos, overrules the post-processor of tokenizer.json."""
+    """Replace the post-processor of tokenizer.json if tokenizer_config.json says whether to add bos and eos."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return
     ends = {
@@ -398,14 +381,12 @@ def _add_ends(library: tokenizers.Tokenizer, config: dict[str, Any], bos: int | 
     text = {name: _content(config.get(name)) for name, token_id in ends.items() if token_id is not None}
     single = [part for part in (text.get("bos_token"), "$A", text.get("eos_token")) if part]
     library.post_processor = tokenizers.processors.TemplateProcessing(
-        single=single,
-        pair=[*single, "$B"],
-        special_tokens=[(token, ends[name]) for name, token in text.items()],
+        single=single, pair=[*single, "$B"], special_tokens=[(token, ends[name]) for name, token in text.items()]
     )
 
 
 def _eos_ids(folder: Path, own: int | None) -> tuple[int, ...]:
-    """Tokens that end an answer: generation_config.json's, or else config.json's, and the tokenizer's own."""
+    """The tokens that end a completion: those of generation_config.json or config.json, and the tokenizer's."""
     ends: list[int] = []
     for name in ("generation_config.json", "config.json"):
         config = read_json(folder / name) or {}
@@ -422,7 +403,7 @@ def _eos_ids(folder: Path, own: int | None) -> tuple[int, ...]:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name: those of the config, then files, which overrule them."""
+    """Chat templates by name; files override those of the config."""
     found: dict[str, str] = {}
     value = config.get("chat_template") or (read_json(folder / "chat_template.json") or {}).get("chat_template")
     if isinstance(value, str):

@@ -31,7 +31,7 @@ from server.api.responses import store
 from server.http import server as graceful
 from server.http.admission import Limits
 from server.http.auth import Keys
-from server.http.middleware import Door, bare_host
+from server.http.middleware import RequestMiddleware, bare_host
 from server.observability.metrics import Metrics
 from server.settings import FIELDS, PREFIX, Settings
 from tests.docker import image
@@ -385,10 +385,10 @@ def test_prometheus_and_the_health_check_reach_the_server_of_the_compose_file(ke
         if name.startswith(PREFIX)
     }
     settings = Settings.model_validate(values | keys)
-    door = Door(None, settings, None, None)
+    middleware = RequestMiddleware(None, settings, None, None)
     targets = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"]
     for host in (targets[0]["targets"][0], "127.0.0.1:8000"):
-        assert door.answers_under(bare_host(host.encode()))
+        assert middleware.allows(bare_host(host.encode()))
     Keys(settings).check_metrics_reader([])  # raises 401 for a scrape that needs a key
 
 

@@ -41,12 +41,9 @@ async def output(engine, asked: EngineRequest) -> tuple[list[int], str | None]:
     return [token for delta in seen for token in delta.token_ids], seen[-1].finish_reason
 
 
-def run(*asked: EngineRequest, config: EngineConfig = CONFIG) -> list[tuple[list[int], str | None]]:
-    async def main():
-        async with LocalEngine(config) as engine:
-            return await asyncio.gather(*(output(engine, each) for each in asked))
-
-    return asyncio.run(main())
+async def run(*asked: EngineRequest, config: EngineConfig = CONFIG) -> list[tuple[list[int], str | None]]:
+    async with LocalEngine(config) as engine:
+        return await asyncio.gather(*(output(engine, each) for each in asked))
 
 
 def text(ids: list[int]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine import ConfigError
 from engine.attention import AttentionBackend, AttentionLayer, AttentionMeta, KVCache, check, choice, create, reference
-from engine.attention.reference import Reference, narrowed, widened
+from engine.attention.reference import Reference, dequantize, quantize
 
 CPU = torch.device("cpu")
 
@@ -106,7 +106,7 @@ class Pool:
                 continue
             start, end = self.done[s], self.done[s] + new
             k, v = (
-                widened(narrowed(x), torch.float64) if self.is_int8 else x.double()
+                dequantize(quantize(x), torch.float64) if self.is_int8 else x.double()
                 for x in (self.k[s][:end], self.v[s][:end])
             )
             layer = {name: getattr(self.layer, name) for name in ("scale", "window", "softcap")}
@@ -185,11 +185,11 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 def test_int8_error_is_at_most_half_a_step(dtype, scale):
     scale = min(scale, torch.finfo(dtype).max / 10)
     x = (torch.randn(50, 3, 33, dtype=torch.float64) * scale).to(dtype)
-    held = narrowed(x)
+    held = quantize(x)
     assert held.dtype == torch.int8 and held.shape == (50, 3, 37)
     step = x.double().abs().amax(-1, keepdim=True) / 127
-    assert ((widened(held, torch.float64) - x.double()).abs() <= step * 0.50001).all()
-    found = widened(held, dtype)
+    assert ((dequantize(held, torch.float64) - x.double()).abs() <= step * 0.50001).all()
+    found = dequantize(held, dtype)
     # What is largest stays as it is, but for the rounding of a quotient and of a product.
     at = x.abs().argmax(-1, keepdim=True)
     rtol = 3 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
@@ -199,9 +199,9 @@ def test_int8_error_is_at_most_half_a_step(dtype, scale):
 def test_int8_of_nan_infinity_and_tiny_numbers():
     tiny = torch.finfo(torch.float32).tiny
     x = torch.tensor([[0.0, -0.0], [1e-39, -1e-45], [126 * tiny, 1.0 * tiny], [math.nan, 1.0], [-math.inf, 1.0]])
-    found = widened(narrowed(x), torch.float32)
+    found = dequantize(quantize(x), torch.float32)
     assert (found[:3] == 0).all() and found[3:].isnan().all()
-    assert widened(narrowed(torch.tensor([[128 * tiny, 0.0]])), torch.float32)[0, 0] == pytest.approx(128 * tiny)
+    assert dequantize(quantize(torch.tensor([[128 * tiny, 0.0]])), torch.float32)[0, 0] == pytest.approx(128 * tiny)
 
 
 def test_one_odd_sequence_in_int8_does_not_touch_another():
@@ -256,5 +256,5 @@ def test_backends_are_made_by_name():
     assert isinstance(create("reference"), Reference)
     assert create("reference") is not create("reference")
     check("auto")
-    with pytest.raises(ConfigError, match="unknown attention backend 'flash'; known: auto, cpu, reference"):
+    with pytest.raises(ConfigError, match="unknown attention backend 'flash'; known: auto, cpu, triton, reference"):
         check("flash")

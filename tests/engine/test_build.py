@@ -140,7 +140,7 @@ def test_what_samples_does_not_depend_on_who_computes_the_products(tmp_path):
 def test_given_blocks_are_made_and_lower_the_length(tmp_path):
     _, info, config = build(EngineConfig(model=tiny_llama(tmp_path), device="cpu", num_blocks=3, max_len=60))
     assert (info.num_blocks, info.max_len, config.max_len) == (3, 48, 48)
-    assert info.notes == ("max_model_len lowered from 60 to 48 tokens, which is what the KV cache holds",)
+    assert info.notes == ("max_model_len lowered from 60 to 48 tokens, the capacity of the KV cache",)
 
 
 def test_what_memory_does_not_allow_is_a_config_error_with_ways_out(tmp_path):

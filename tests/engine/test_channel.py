@@ -20,25 +20,22 @@ async def pair() -> tuple[channel.Channel, channel.Channel, socket.socket]:
     return server, engine, theirs
 
 
-def test_messages_arrive_unchanged():
-    async def main():
-        server, engine, _ = await pair()
-        params = SamplingParams(max_tokens=3, seed=2**64 - 1, logit_bias={5: -100.0}, stop_ids=(1, 2), logprobs=2)
-        request = EngineRequest(id=7, prompt_ids=(1, 2, 3), params=params, output_ids=(4,), cache_salt="s")
-        downward = [
-            channel.Load(EngineConfig(model="m", kv_cache_memory=1 << 40), {"NAME": "set", "OTHER": None}),
-            channel.Add(request),
-            channel.Abort(7),
-        ]
-        for message in downward:
-            server.send(message)
-        assert [await engine.receive() for _ in downward] == downward
-        upward = [channel.Alive("loading", 0.25), channel.Started([7]), channel.Failed("ModelError", "no weights")]
-        for message in upward:
-            engine.send(message)
-        assert [await server.receive() for _ in upward] == upward
-
-    asyncio.run(main())
+async def test_messages_arrive_unchanged():
+    server, engine, _ = await pair()
+    params = SamplingParams(max_tokens=3, seed=2**64 - 1, logit_bias={5: -100.0}, stop_ids=(1, 2), logprobs=2)
+    request = EngineRequest(id=7, prompt_ids=(1, 2, 3), params=params, output_ids=(4,), cache_salt="s")
+    downward = [
+        channel.Load(EngineConfig(model="m", kv_cache_memory=1 << 40), {"NAME": "set", "OTHER": None}),
+        channel.Add(request),
+        channel.Abort(7),
+    ]
+    for message in downward:
+        server.send(message)
+    assert [await engine.receive() for _ in downward] == downward
+    upward = [channel.Alive("loading", 0.25), channel.Started([7]), channel.Failed("ModelError", "no weights")]
+    for message in upward:
+        engine.send(message)
+    assert [await server.receive() for _ in upward] == upward
 
 
 def test_deltas_survive_packing_into_columns():
@@ -79,36 +76,27 @@ def test_deltas_survive_packing_into_columns():
     assert tokens.stats == stats
 
 
-def test_dead_peer_is_end_of_file_even_within_a_frame():
-    async def main():
-        server, _, theirs = await pair()
-        theirs.sendall((100).to_bytes(4, "little") + b"abc")
-        theirs.close()
-        assert await server.receive() is None
-
-    asyncio.run(main())
+async def test_dead_peer_is_end_of_file_even_within_a_frame():
+    server, _, theirs = await pair()
+    theirs.sendall((100).to_bytes(4, "little") + b"abc")
+    theirs.close()
+    assert await server.receive() is None
 
 
-def test_malformed_frame_is_refused():
-    async def main():
-        server, _, theirs = await pair()
-        body = msgspec.msgpack.encode(["Nonsense", 1])
-        theirs.sendall(len(body).to_bytes(4, "little") + body)
-        with pytest.raises(msgspec.ValidationError):
-            await server.receive()
-
-    asyncio.run(main())
+async def test_malformed_frame_is_refused():
+    server, _, theirs = await pair()
+    body = msgspec.msgpack.encode(["Nonsense", 1])
+    theirs.sendall(len(body).to_bytes(4, "little") + body)
+    with pytest.raises(msgspec.ValidationError):
+        await server.receive()
 
 
-def test_sender_waits_while_its_peer_does_not_read():
-    async def main():
-        server, engine, _ = await pair()
-        big = channel.Failed("ModelError", "x" * (channel.HIGH_WATER + (4 << 20)))
-        engine.send(big)
-        waiting = asyncio.create_task(engine.drained())
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        assert await server.receive() == big
-        await asyncio.wait_for(waiting, WAIT_S)
-
-    asyncio.run(main())
+async def test_sender_waits_while_its_peer_does_not_read():
+    server, engine, _ = await pair()
+    big = channel.Failed("ModelError", "x" * (channel.HIGH_WATER + (4 << 20)))
+    engine.send(big)
+    waiting = asyncio.create_task(engine.drained())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    assert await server.receive() == big
+    await asyncio.wait_for(waiting, WAIT_S)

@@ -23,6 +23,8 @@ from engine import (
 )
 from server.__main__ import main as pequod
 
+pytestmark = pytest.mark.timeout(60)
+
 CONFIG = EngineConfig(model="builtin", num_blocks=64, debug=True)
 PROMPT = (5, 6, 7)
 
@@ -41,85 +43,64 @@ async def read(engine, asked: EngineRequest) -> tuple[list[int], str | None]:
     return tokens, reason
 
 
-def run(main) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await main()
-
-    asyncio.run(limited())
-
-
-def test_a_reader_with_unread_tokens_gets_these_and_then_the_error():
-    async def main() -> None:
-        engine = ProcessEngine(CONFIG)
-        stream = engine.generate(request(1))
-        waiting = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0)
-        engine._receive([TokenDelta(id=1, token_ids=(5,))], None)
-        assert (await waiting).token_ids == (5,)
-        engine._receive([TokenDelta(id=1, token_ids=(6,)), TokenDelta(id=1, token_ids=(7,))], None)
-        engine._fail(EngineDied("the engine died"))
-        assert (await anext(stream)).token_ids == (6, 7)
-        with pytest.raises(EngineDied):
-            await asyncio.wait_for(anext(stream), 10)
-
-    run(main)
+async def test_a_reader_with_unread_tokens_gets_these_and_then_the_error():
+    engine = ProcessEngine(CONFIG)
+    stream = engine.generate(request(1))
+    waiting = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    engine._receive([TokenDelta(id=1, token_ids=(5,))], None)
+    assert (await waiting).token_ids == (5,)
+    engine._receive([TokenDelta(id=1, token_ids=(6,)), TokenDelta(id=1, token_ids=(7,))], None)
+    engine._fail(EngineDied("the engine died"))
+    assert (await anext(stream)).token_ids == (6, 7)
+    with pytest.raises(EngineDied):
+        await asyncio.wait_for(anext(stream), 10)
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, ProcessEngine])
-def test_closed_engine_raises_for_every_request(kind):
-    async def main() -> None:
-        engine = kind(CONFIG)
-        await engine.start()
+async def test_closed_engine_raises_for_every_request(kind):
+    engine = kind(CONFIG)
+    await engine.start()
+    await engine.ready()
+    reader = asyncio.create_task(read(engine, request(1)))
+    await asyncio.sleep(0.05)
+    await engine.close()
+    with pytest.raises(EngineDied, match="closed"):
+        await reader
+    with pytest.raises(EngineDied, match="closed"):
+        await read(engine, request(2))
+    with pytest.raises(EngineDied, match="closed"):
         await engine.ready()
-        reader = asyncio.create_task(read(engine, request(1)))
-        await asyncio.sleep(0.05)
-        await engine.close()
-        with pytest.raises(EngineDied, match="closed"):
-            await reader
-        with pytest.raises(EngineDied, match="closed"):
-            await read(engine, request(2))
-        with pytest.raises(EngineDied, match="closed"):
-            await engine.ready()
-
-    run(main)
 
 
-def test_closing_a_loading_engine_wakes_its_waiters():
-    async def main() -> None:
-        for turns in (0, 1, 3):
-            engine = ProcessEngine(CONFIG)
-            await engine.start()
-            waiting = asyncio.create_task(engine.ready())
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            await engine.close()
-            with pytest.raises(EngineDied):
-                await waiting
-            assert engine._child is None or engine._child.process.returncode is not None, "the child was not reaped"
-
-    run(main)
-
-
-def test_prestarted_child_serves(monkeypatch):
-    monkeypatch.setenv("PEQUOD_TEST_EARLY", "set before")
-
-    async def main() -> None:
-        child = Child()
-        assert child.news() == {}
-        monkeypatch.delenv("PEQUOD_TEST_EARLY")
-        monkeypatch.setenv("PEQUOD_TEST_LATE", "set since")
-        assert child.news() == {"PEQUOD_TEST_LATE": "set since", "PEQUOD_TEST_EARLY": None}
-        engine = ProcessEngine(CONFIG, child)
+async def test_closing_a_loading_engine_wakes_its_waiters():
+    for turns in (0, 1, 3):
+        engine = ProcessEngine(CONFIG)
         await engine.start()
-        try:
-            await engine.ready()
-            assert engine.pid == child.process.pid
-            assert (await read(engine, request(1, max_tokens=3)))[1] == "length"
-        finally:
-            await engine.close()
+        waiting = asyncio.create_task(engine.ready())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineDied):
+            await waiting
+        assert engine._child is None or engine._child.process.returncode is not None, "the child was not reaped"
 
-    run(main)
+
+async def test_prestarted_child_serves(monkeypatch):
+    monkeypatch.setenv("PEQUOD_TEST_EARLY", "set before")
+    child = Child()
+    assert child.changed_environment() == {}
+    monkeypatch.delenv("PEQUOD_TEST_EARLY")
+    monkeypatch.setenv("PEQUOD_TEST_LATE", "set since")
+    assert child.changed_environment() == {"PEQUOD_TEST_LATE": "set since", "PEQUOD_TEST_EARLY": None}
+    engine = ProcessEngine(CONFIG, child)
+    await engine.start()
+    try:
+        await engine.ready()
+        assert engine.pid == child.process.pid
+        assert (await read(engine, request(1, max_tokens=3)))[1] == "length"
+    finally:
+        await engine.close()
 
 
 def test_environment_changes_reach_a_prestarted_child():
@@ -171,53 +152,41 @@ def test_unused_prestarted_child_ends_with_its_parent():
         time.sleep(0.05)
 
 
-def test_invalid_model_folder_is_reported_and_leaves_no_process(tmp_path):
-    async def main() -> None:
-        with pytest.raises(ModelError, match=r"config\.json"):
-            async with LocalEngine(EngineConfig(model=str(tmp_path))):
-                pass
-        assert [task for task in asyncio.all_tasks() if task.get_name() == "engine"] == []
-
-    run(main)
+async def test_invalid_model_folder_is_reported_and_leaves_no_process(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json"):
+        async with LocalEngine(EngineConfig(model=str(tmp_path))):
+            pass
+    assert [task for task in asyncio.all_tasks() if task.get_name() == "engine"] == []
 
 
-def test_abort_by_another_task_ends_the_reader():
-    async def main() -> None:
-        async with LocalEngine(CONFIG) as engine:
-            reader = asyncio.create_task(read(engine, request(1, max_tokens=1900)))
-            await asyncio.sleep(0.05)
-            engine.abort(1)
-            assert (await reader)[1] == "abort"
-            assert (await read(engine, request(2, max_tokens=3)))[1] == "length"
-
-    run(main)
+async def test_abort_by_another_task_ends_the_reader():
+    async with LocalEngine(CONFIG) as engine:
+        reader = asyncio.create_task(read(engine, request(1, max_tokens=1900)))
+        await asyncio.sleep(0.05)
+        engine.abort(1)
+        assert (await reader)[1] == "abort"
+        assert (await read(engine, request(2, max_tokens=3)))[1] == "length"
 
 
-def test_reader_with_unread_tokens_gets_engine_died():
-    async def main() -> None:
-        async with LocalEngine(CONFIG) as engine:
-            stream = engine.generate(request(1, max_tokens=1900))
-            await anext(stream)
-            await asyncio.sleep(0.1)
-            await engine.close()
-            with pytest.raises(EngineDied):
-                while True:
-                    await anext(stream)
-
-    run(main)
+async def test_reader_with_unread_tokens_gets_engine_died():
+    async with LocalEngine(CONFIG) as engine:
+        stream = engine.generate(request(1, max_tokens=1900))
+        await anext(stream)
+        await asyncio.sleep(0.1)
+        await engine.close()
+        with pytest.raises(EngineDied):
+            while True:
+                await anext(stream)
 
 
-def test_a_value_that_does_not_encode_hurts_only_its_own_request():
-    async def main() -> None:
-        engine = ProcessEngine(CONFIG)
-        await engine.start()
-        try:
-            bad = asyncio.create_task(read(engine, request(1, seed=1 << 70)))
-            good = asyncio.create_task(read(engine, request(2, max_tokens=3)))
-            with pytest.raises(Exception, match="cannot be sent"):
-                await bad
-            assert (await good)[1] == "length"
-        finally:
-            await engine.close()
-
-    run(main)
+async def test_a_value_that_does_not_encode_hurts_only_its_own_request():
+    engine = ProcessEngine(CONFIG)
+    await engine.start()
+    try:
+        bad = asyncio.create_task(read(engine, request(1, seed=1 << 70)))
+        good = asyncio.create_task(read(engine, request(2, max_tokens=3)))
+        with pytest.raises(Exception, match="cannot be sent"):
+            await bad
+        assert (await good)[1] == "length"
+    finally:
+        await engine.close()

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine import ConfigError, EngineConfig
 from engine.attention import AttentionMeta, LayerCache, choose, cpu, create
 from engine.attention.cpu import Paged
-from engine.attention.reference import Reference, narrowed, widened
+from engine.attention.reference import Reference, dequantize, quantize
 from engine.kernels import build, library
 from engine.kernels.library import ISAS
 from tests.engine.test_attention import Pool, dense, layer_of, spoil
@@ -308,7 +308,7 @@ def test_logits_have_the_same_bits_in_any_schedule(tmp_path, dtype, name):
 
 
 def test_int8_cache_equals_that_of_the_reference(kind):
-    """Attention over a single key returns its value: that of `narrowed`, for numbers of every magnitude."""
+    """Attention over a single key returns its value: that of `quantize`, for numbers of every magnitude."""
     paged, dtype, held = kind
     if held != torch.int8:
         pytest.skip("not a cache of int8")
@@ -320,7 +320,7 @@ def test_int8_cache_equals_that_of_the_reference(kind):
         spoil(cache.tensor)
         plan = paged.plan(AttentionMeta.of([([block], 0, 1) for block in range(10)], block_size))
         out = paged.attend(cache, q, k, v, plan)
-        assert torch.equal(out, widened(narrowed(v), dtype))
+        assert torch.equal(out, dequantize(quantize(v), dtype))
         v[3, 0, 0], v[4, 1, dim - 1] = math.nan, -math.inf
         none = paged.attend(cache, q, k, v, plan).isnan()
         assert none[3, 0].all() and none[4, 1].all() and none.sum() == 2 * dim
@@ -396,8 +396,8 @@ def test_auto_takes_the_kernel_where_it_can():
     assert choose("reference", CPU, same, torch.float32) == choose("auto", torch.device("cuda"), same, torch.float32)
     for layers, dtype, isa, reason in [
         (same, torch.float16, "auto", "in float32 and bfloat16, not in float16"),
-        (other, torch.float32, "auto", "here they have 8 and 4 numbers"),
-        (same, torch.float32, "torch", "no CPU kernels are wanted"),
+        (other, torch.float32, "auto", "these have 8 and 4 numbers"),
+        (same, torch.float32, "torch", "`cpu_isa=torch` disables the CPU kernels"),
     ]:
         found = choose("auto", CPU, layers, dtype, isa)
         assert found.name == "reference" and reason in found.note

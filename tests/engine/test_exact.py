@@ -61,13 +61,13 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         ("bfloat16", "int8", "int8"),
     ],
 )
-def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, dtype, quantization, kv_dtype):
+async def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, dtype, quantization, kv_dtype):
     if quantization != "none" and not choose("auto", torch.device("cpu"), torch.float32).invariant:
         pytest.skip("no kernels here")
     folder = make("qwen3", tmp_path, dtype=getattr(torch, dtype))
     base = {"model": str(folder), "device": "cpu", "dtype": dtype, "num_blocks": 64, "max_seqs": 8}
     base |= {"quantization": quantization, "kv_dtype": kv_dtype}
-    alone, exact, _ = asyncio.run(serve(EngineConfig(**base, prefix_caching=False, threads=1), together=False))
+    alone, exact, _ = await serve(EngineConfig(**base, prefix_caching=False, threads=1), together=False)
     if not exact:
         pytest.skip("torch computes here")
     assert all(len(tokens) == 12 and len(logprobs) >= 48 for tokens, logprobs in alone)
@@ -79,7 +79,7 @@ def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, dtype,
     ):
         before = torch.get_num_threads()
         try:
-            found, _, preempted = asyncio.run(serve(EngineConfig(**{**base, **settings}), together=True))
+            found, _, preempted = await serve(EngineConfig(**{**base, **settings}), together=True)
             assert found == alone
             assert preempted or settings.get("num_blocks") != FEW
         finally:

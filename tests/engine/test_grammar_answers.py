@@ -31,12 +31,12 @@ from tests.engine.grammars import (
 from tests.live import WAIT_S
 
 
-def test_every_answer_that_stops_follows_its_grammar():
+async def test_every_answer_that_stops_follows_its_grammar():
     asked = [request(i, SCHEMA) for i in range(1, 9)]
     asked += [request(i, WORDS) for i in range(11, 19)]
     asked += [request(i, ("choice", '["yes", "no", "perhaps so"]')) for i in range(21, 29)]
     asked += [request(i, ("lark", 'start: "(" start ")" | "x"')) for i in range(31, 39)]
-    seen = dict(zip((each.id for each in asked), run(*asked), strict=True))
+    seen = dict(zip((each.id for each in asked), await run(*asked), strict=True))
     for number, (ids, reason) in seen.items():
         assert reason == "stop" or number > 30, (number, text(ids))
         if number < 10:
@@ -51,7 +51,7 @@ def test_every_answer_that_stops_follows_its_grammar():
     assert len({text(ids) for ids, _ in seen.values()}) > 15
 
 
-def test_public_schemas_are_followed(data):
+async def test_public_schemas_are_followed(data):
     closing = [i for i in range(TOKENS.get_vocab_size()) if set('"]}') & set(TOKENS.decode([i]))]
     params = {"logit_bias": {i: 5.0 for i in closing}, "max_tokens": 300}
     schemas = []
@@ -61,7 +61,7 @@ def test_public_schemas_are_followed(data):
     assert len(schemas) > 40
     asked = [request(i, ("json_schema", json.dumps(each)), **params) for i, each in enumerate(schemas, 1)]
     reasons = []
-    for schema, (ids, reason) in zip(schemas, run(*asked), strict=True):
+    for schema, (ids, reason) in zip(schemas, await run(*asked), strict=True):
         reasons.append(reason)
         assert reason in ("stop", "length")
         if reason == "stop":
@@ -70,11 +70,11 @@ def test_public_schemas_are_followed(data):
     assert reasons.count("stop") > 25
 
 
-def test_rows_without_grammar_sample_the_same_beside_grammar_rows():
+async def test_rows_without_grammar_sample_the_same_beside_grammar_rows():
     free = [request(i, None, max_tokens=30) for i in (1, 2, 3)]
-    mixed = run(free[0], request(11, SCHEMA), free[1], request(12, WORDS), free[2], request(13, SCHEMA))
-    assert run(*free) == [mixed[0], mixed[2], mixed[4]]
-    assert run(request(12, WORDS)) == [mixed[3]]
+    mixed = await run(free[0], request(11, SCHEMA), free[1], request(12, WORDS), free[2], request(13, SCHEMA))
+    assert await run(*free) == [mixed[0], mixed[2], mixed[4]]
+    assert await run(request(12, WORDS)) == [mixed[3]]
 
 
 @pytest.mark.parametrize(
@@ -86,100 +86,86 @@ def test_rows_without_grammar_sample_the_same_beside_grammar_rows():
     ],
     ids=lambda grammar: grammar[1][:30],
 )  # fmt: skip
-def test_the_same_tokens_and_the_same_end_with_and_without_jumps(grammar):
+async def test_the_same_tokens_and_the_same_end_with_and_without_jumps(grammar):
     """With log-probabilities every token is sampled."""
     ways = [(number, most, told) for number in (1, 2, 3) for most in (120, 6, 5, 4, 1) for told in (None, 0)]
     asked = [request(number, grammar, max_tokens=most, logprobs=told) for number, most, told in ways]
-    seen = run(*(replace(each, id=place) for place, each in enumerate(asked)))
+    seen = await run(*(replace(each, id=place) for place, each in enumerate(asked)))
     assert seen[::2] == seen[1::2]
 
 
-def test_an_output_that_is_forced_from_its_beginning_has_no_end_token():
-    [(ids, reason)] = run(request(1, ("choice", '["a whale in the sea"]')))
+async def test_an_output_that_is_forced_from_its_beginning_has_no_end_token():
+    [(ids, reason)] = await run(request(1, ("choice", '["a whale in the sea"]')))
     assert (TOKENS.decode(ids, skip_special_tokens=False), reason) == ("a whale in the sea", "stop")
 
 
-def test_forced_tokens_are_sent_with_the_sampled_one_and_counted():
-    async def main():
-        async with LocalEngine(CONFIG) as engine:
-            steps = []
-            engine.on_step.append(steps.append)
-            seen = await deltas(engine, request(1, SCHEMA))
-            count = sum(len(delta.token_ids) for delta in seen)
-            assert sum(step.forced_tokens for step in steps) == count - len(seen) > 5
-            assert text(list(seen[0].token_ids)).startswith('{"name":')
-            assert seen[-1].stats.output_tokens == count
-            assert all(step.seconds["masks"] >= 0 for step in steps if step.rows and step.rows[0][1] == 1)
-
-    asyncio.run(main())
+async def test_forced_tokens_are_sent_with_the_sampled_one_and_counted():
+    async with LocalEngine(CONFIG) as engine:
+        steps = []
+        engine.on_step.append(steps.append)
+        seen = await deltas(engine, request(1, SCHEMA))
+        count = sum(len(delta.token_ids) for delta in seen)
+        assert sum(step.forced_tokens for step in steps) == count - len(seen) > 5
+        assert text(list(seen[0].token_ids)).startswith('{"name":')
+        assert seen[-1].stats.output_tokens == count
+        assert all(step.seconds["masks"] >= 0 for step in steps if step.rows and step.rows[0][1] == 1)
 
 
 @pytest.mark.parametrize("grammar", [SCHEMA, ("regex", "[a-z]{5}( [a-z]{5}){8}")])
-def test_preemption_does_not_change_an_answer(grammar):
+async def test_preemption_does_not_change_an_answer(grammar):
     asked = [request(i, grammar) for i in range(1, 7)]
-    roomy = run(*asked, config=replace(CONFIG, prefix_caching=False))
+    roomy = await run(*asked, config=replace(CONFIG, prefix_caching=False))
     tight = replace(CONFIG, num_blocks=20, block_size=4, max_len=80, prefix_caching=False)
-
-    async def main():
-        async with LocalEngine(tight) as engine:
-            preempted = []
-            engine.on_step.append(lambda stats: preempted.append(stats.preempted))
-            seen = await asyncio.gather(*(output(engine, each) for each in asked))
-            return seen, sum(preempted)
-
-    seen, preempted = asyncio.run(main())
-    assert preempted > 0
+    async with LocalEngine(tight) as engine:
+        preempted = []
+        engine.on_step.append(lambda stats: preempted.append(stats.preempted))
+        seen = await asyncio.gather(*(output(engine, each) for each in asked))
+    assert sum(preempted) > 0
     assert seen == roomy
 
 
 @pytest.mark.parametrize("params", [{}, {"logprobs": 0}])
-def test_resumed_answer_continues_from_any_token(params):
-    async def main():
-        async with LocalEngine(CONFIG) as engine:
-            asked = request(1, SCHEMA, **params)
-            parts = [delta.token_ids for delta in await deltas(engine, asked)]
-            whole = [token for part in parts for token in part]
-            for cut in range(1, len(parts)):
-                told = tuple(token for part in parts[:cut] for token in part)
-                ids, reason = await output(engine, replace(asked, id=cut + 1, output_ids=told))
-                assert [*told, *ids] == whole
-                assert reason == "stop"
-            seen = await deltas(engine, replace(asked, id=99, output_ids=(PROMPT[0],) * 3))
-            assert (seen[-1].finish_reason, seen[-1].field) == ("error", "grammar")
-
-    asyncio.run(main())
+async def test_resumed_answer_continues_from_any_token(params):
+    async with LocalEngine(CONFIG) as engine:
+        asked = request(1, SCHEMA, **params)
+        parts = [delta.token_ids for delta in await deltas(engine, asked)]
+        whole = [token for part in parts for token in part]
+        for cut in range(1, len(parts)):
+            told = tuple(token for part in parts[:cut] for token in part)
+            ids, reason = await output(engine, replace(asked, id=cut + 1, output_ids=told))
+            assert [*told, *ids] == whole
+            assert reason == "stop"
+        seen = await deltas(engine, replace(asked, id=99, output_ids=(PROMPT[0],) * 3))
+        assert (seen[-1].finish_reason, seen[-1].field) == ("error", "grammar")
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_answer_has_no_more_tokens_than_asked_for(number):
-    [(whole, _)] = run(request(number, SCHEMA))
+async def test_an_answer_has_no_more_tokens_than_asked_for(number):
+    [(whole, _)] = await run(request(number, SCHEMA))
     text_tokens = [token for token in whole if token not in ENDS]
     for most in (1, 2, 5, 7, len(text_tokens) - 1):
-        assert run(request(number, SCHEMA, max_tokens=most)) == [(whole[:most], "length")]
-    assert run(request(number, SCHEMA, max_tokens=len(text_tokens))) == [(text_tokens, "stop")]
+        assert await run(request(number, SCHEMA, max_tokens=most)) == [(whole[:most], "length")]
+    assert await run(request(number, SCHEMA, max_tokens=len(text_tokens))) == [(text_tokens, "stop")]
 
 
-def test_an_answer_that_is_whole_ends_whatever_else_was_asked():
+async def test_an_answer_that_is_whole_ends_whatever_else_was_asked():
     choice = ("choice", '["yes"]')
     for params in ({"min_tokens": 50}, {"stop_ids": ()}, {"min_tokens": 50, "stop_ids": ()}):
-        [(ids, reason)] = run(request(1, choice, **params))
+        [(ids, reason)] = await run(request(1, choice, **params))
         assert (text(ids), reason) == ("yes", "stop")
-    [(ids, reason)] = run(request(1, ("choice", '[""]'), min_tokens=3))
+    [(ids, reason)] = await run(request(1, ("choice", '[""]'), min_tokens=3))
     assert (text(ids), reason) == ("", "stop")
 
 
-def test_a_prompt_can_be_scored_and_its_answer_follow_a_grammar():
-    async def main():
-        async with LocalEngine(CONFIG) as engine:
-            seen = await deltas(engine, request(1, SCHEMA, prompt_logprobs=0, logprobs=1))
-            assert len(seen[0].prompt_logprobs) == len(PROMPT) - 1
-            assert all(len(delta.logprobs) == len(delta.token_ids) for delta in seen)
-
-    asyncio.run(main())
+async def test_a_prompt_can_be_scored_and_its_answer_follow_a_grammar():
+    async with LocalEngine(CONFIG) as engine:
+        seen = await deltas(engine, request(1, SCHEMA, prompt_logprobs=0, logprobs=1))
+        assert len(seen[0].prompt_logprobs) == len(PROMPT) - 1
+        assert all(len(delta.logprobs) == len(delta.token_ids) for delta in seen)
 
 
-def test_row_without_an_allowed_token_fails():
-    [(_, reason)] = run(request(1, SCHEMA, allowed_ids=(ENDS[0],)))
+async def test_row_without_an_allowed_token_fails():
+    [(_, reason)] = await run(request(1, SCHEMA, allowed_ids=(ENDS[0],)))
     assert reason == "error"
 
 
@@ -205,8 +191,8 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_hostile_grammars_do_not_affect_other_requests():
-    async def main():
+async def test_hostile_grammars_do_not_affect_other_requests():
+    async with asyncio.timeout(WAIT_S):
         async with LocalEngine(CONFIG) as engine:
             alone = await output(engine, request(1000, None, max_tokens=100, stop_ids=()))
             bystander = asyncio.create_task(output(engine, request(1000, None, max_tokens=100, stop_ids=())))
@@ -220,31 +206,24 @@ def test_hostile_grammars_do_not_affect_other_requests():
             assert [delta[-1].finish_reason for delta in seen].count("error") >= 4
             assert await bystander == alone
 
-    asyncio.run(asyncio.wait_for(main(), WAIT_S))
 
-
-def test_answer_continues_its_grammar_after_the_engine_is_killed():
+async def test_answer_continues_its_grammar_after_the_engine_is_killed():
     array = {"type": "array", "items": PERSON, "minItems": 8, "maxItems": 8}
     asked = replace(request(1, ("json_schema", json.dumps(array)), max_tokens=300))
-    [(expected, _)] = run(asked)
-
-    async def main():
-        engine = ProcessEngine(CONFIG)
-        await engine.start()
-        try:
-            await engine.ready()
-            ids, reason, pid = [], None, engine.pid
-            async for delta in engine.generate(asked):
-                ids += delta.token_ids
-                reason = delta.finish_reason
-                if pid is not None and len(ids) > 40:
-                    os.kill(pid, signal.SIGKILL)
-                    pid = None
-            return ids, reason, engine.status.restarts
-        finally:
-            await engine.close()
-
-    ids, reason, restarts = asyncio.run(main())
-    assert (restarts, reason) == (1, "stop")
+    [(expected, _)] = await run(asked)
+    engine = ProcessEngine(CONFIG)
+    await engine.start()
+    try:
+        await engine.ready()
+        ids, reason, pid = [], None, engine.pid
+        async for delta in engine.generate(asked):
+            ids += delta.token_ids
+            reason = delta.finish_reason
+            if pid is not None and len(ids) > 40:
+                os.kill(pid, signal.SIGKILL)
+                pid = None
+    finally:
+        await engine.close()
+    assert (engine.status.restarts, reason) == (1, "stop")
     assert ids == expected
     jsonschema.validate(json.loads(text(ids)), array)

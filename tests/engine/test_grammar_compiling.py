@@ -32,120 +32,93 @@ class Held:
         monkeypatch.setattr(Grammars, "_make", wait)
 
 
-def test_compiled_grammars_are_kept_within_bytes(monkeypatch):
+async def test_compiled_grammars_are_kept_within_bytes(monkeypatch):
     monkeypatch.setattr("engine.grammar.compiler.CACHED_BYTES", 3 * (64 << 10) + 10_000)
     monkeypatch.setattr("engine.grammar.grammars.LARGE", 1 << 20)
-
-    async def main():
-        grammars = Grammars(CONFIG, 2048)
-        for i in (0, 1, 2, 0, 3):
-            await grammars.compile(request(1, ("regex", f"a{i}")))
-        assert [text for _, text in grammars.quick.known] == ["a2", "a0", "a3"]
-        for i in range(3):
-            await grammars.compile(request(1, ("choice", json.dumps([f"value {i} {k}" for k in range(3000)]))))
-        assert len(grammars.quick.known) == 1
-        grammars.close()
-
-    asyncio.run(main())
+    grammars = Grammars(CONFIG, 2048)
+    for i in (0, 1, 2, 0, 3):
+        await grammars.compile(request(1, ("regex", f"a{i}")))
+    assert [text for _, text in grammars.quick.known] == ["a2", "a0", "a3"]
+    for i in range(3):
+        await grammars.compile(request(1, ("choice", json.dumps([f"value {i} {k}" for k in range(3000)]))))
+    assert len(grammars.quick.known) == 1
+    grammars.close()
 
 
-def test_invalid_grammar_is_compiled_once(monkeypatch):
+async def test_invalid_grammar_is_compiled_once(monkeypatch):
     tried = []
-
-    async def main():
-        grammars = Grammars(CONFIG, 2048)
-        compiled = compiler_module.compiled
-        monkeypatch.setattr(compiler_module, "compiled", lambda *args: (tried.append(args), compiled(*args))[1])
-        for _ in range(3):
-            with pytest.raises(GrammarError):
-                await grammars.compile(request(1, ("lark", "start: nothing")))
-        grammars.close()
-
-    asyncio.run(main())
+    grammars = Grammars(CONFIG, 2048)
+    compiled = compiler_module.compiled
+    monkeypatch.setattr(compiler_module, "compiled", lambda *args: (tried.append(args), compiled(*args))[1])
+    for _ in range(3):
+        with pytest.raises(GrammarError):
+            await grammars.compile(request(1, ("lark", "start: nothing")))
+    grammars.close()
     assert len(tried) == 1
 
 
-def test_small_grammar_does_not_wait_for_large_ones(monkeypatch):
+async def test_small_grammar_does_not_wait_for_large_ones(monkeypatch):
     held = Held(monkeypatch, large_only=True)
     large = ("choice", json.dumps(["whale" * 1000]))
-
-    async def main():
-        grammars = Grammars(CONFIG, 2048)
-        waiting = asyncio.create_task(grammars.compile(request(1, large)))
-        await asyncio.to_thread(held.begun.wait, WAIT_S)
-        matcher = await asyncio.wait_for(grammars.compile(request(2, ("choice", '["a"]'))), WAIT_S)
-        assert not matcher.is_accepting and not waiting.done()
-        held.go.set()
-        await waiting
-        grammars.close()
-
-    asyncio.run(main())
+    grammars = Grammars(CONFIG, 2048)
+    waiting = asyncio.create_task(grammars.compile(request(1, large)))
+    await asyncio.to_thread(held.begun.wait, WAIT_S)
+    matcher = await asyncio.wait_for(grammars.compile(request(2, ("choice", '["a"]'))), WAIT_S)
+    assert not matcher.is_accepting and not waiting.done()
+    held.go.set()
+    await waiting
+    grammars.close()
 
 
-def test_grammar_that_waits_too_long_is_a_server_error(monkeypatch):
+async def test_grammar_that_waits_too_long_is_a_server_error(monkeypatch):
     monkeypatch.setattr("engine.grammar.grammars.WAIT_S", 0.05)
     held = Held(monkeypatch)
-
-    async def main():
-        async with LocalEngine(CONFIG) as engine:
-            [delta] = await deltas(engine, request(1, SCHEMA))
-            assert (delta.finish_reason, delta.code, delta.field) == ("error", ErrorCode.GRAMMARS_BUSY, None)
-            held.go.set()
-
-    asyncio.run(main())
+    async with LocalEngine(CONFIG) as engine:
+        [delta] = await deltas(engine, request(1, SCHEMA))
+        assert (delta.finish_reason, delta.code, delta.field) == ("error", ErrorCode.GRAMMARS_BUSY, None)
+        held.go.set()
 
 
-def test_abort_during_compilation_ends_the_request(monkeypatch):
+async def test_abort_during_compilation_ends_the_request(monkeypatch):
     held = Held(monkeypatch)
-
-    async def main():
-        async with LocalEngine(CONFIG) as engine:
-            seen = []
-            send = engine._receive
-            engine._receive = lambda deltas, stats: (seen.extend(deltas), send(deltas, stats))
-            task = asyncio.create_task(deltas(engine, request(1, SCHEMA)))
-            await asyncio.to_thread(held.begun.wait, WAIT_S)
-            free = await output(engine, request(2, None, max_tokens=5, stop_ids=()))
-            assert free[1] == "length", "nobody else waits for it"
-            engine.abort(1)
-            assert [(delta.id, delta.finish_reason) for delta in seen if delta.id == 1] == [(1, "abort")]
-            held.go.set()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert (await output(engine, request(1, SCHEMA)))[1] == "stop", "the id is free again"
-            assert [delta.finish_reason for delta in seen if delta.id == 1 and delta.finish_reason] == ["abort", "stop"]
-            assert not engine._loop.grammars._matchers and not engine._loop._compiling
-
-    asyncio.run(main())
+    async with LocalEngine(CONFIG) as engine:
+        seen = []
+        send = engine._receive
+        engine._receive = lambda deltas, stats: (seen.extend(deltas), send(deltas, stats))
+        task = asyncio.create_task(deltas(engine, request(1, SCHEMA)))
+        await asyncio.to_thread(held.begun.wait, WAIT_S)
+        free = await output(engine, request(2, None, max_tokens=5, stop_ids=()))
+        assert free[1] == "length", "nobody else waits for it"
+        engine.abort(1)
+        assert [(delta.id, delta.finish_reason) for delta in seen if delta.id == 1] == [(1, "abort")]
+        held.go.set()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert (await output(engine, request(1, SCHEMA)))[1] == "stop", "the id is free again"
+        assert [delta.finish_reason for delta in seen if delta.id == 1 and delta.finish_reason] == ["abort", "stop"]
+        assert not engine._loop.grammars._matchers and not engine._loop._compiling
 
 
-def test_an_engine_that_closes_does_not_wait_for_a_grammar(monkeypatch):
+async def test_an_engine_that_closes_does_not_wait_for_a_grammar(monkeypatch):
     held = Held(monkeypatch)
-
-    async def main():
-        async with LocalEngine(CONFIG) as engine:
-            task = asyncio.create_task(deltas(engine, request(1, SCHEMA)))
-            await asyncio.to_thread(held.begun.wait, WAIT_S)
-        with pytest.raises(Exception, match="closed"):
-            await task
-        assert not [each for each in asyncio.all_tasks() if each.get_name() == "grammar"]
-
     try:
-        asyncio.run(asyncio.wait_for(main(), WAIT_S / 2))
+        async with asyncio.timeout(WAIT_S / 2):
+            async with LocalEngine(CONFIG) as engine:
+                task = asyncio.create_task(deltas(engine, request(1, SCHEMA)))
+                await asyncio.to_thread(held.begun.wait, WAIT_S)
+            with pytest.raises(Exception, match="closed"):
+                await task
+            assert not [each for each in asyncio.all_tasks() if each.get_name() == "grammar"]
     finally:
         held.go.set()
 
 
-def test_an_id_is_not_used_twice_while_its_grammar_compiles(monkeypatch):
+async def test_an_id_is_not_used_twice_while_its_grammar_compiles(monkeypatch):
     held = Held(monkeypatch)
-
-    async def main():
-        async with LocalEngine(CONFIG) as engine:
-            told = []
-            engine._loop.outbox.send = lambda deltas, stats: told.extend(deltas)
-            engine._loop.add(request(1, SCHEMA))
-            engine._loop.add(request(1, SCHEMA))
-            assert [delta.finish_reason for delta in told] == ["error"]
-            held.go.set()
-
-    asyncio.run(main())
+    async with LocalEngine(CONFIG) as engine:
+        told = []
+        engine._loop.outbox.send = lambda deltas, stats: told.extend(deltas)
+        engine._loop.add(request(1, SCHEMA))
+        engine._loop.add(request(1, SCHEMA))
+        assert [delta.finish_reason for delta in told] == ["error"]
+        held.go.set()

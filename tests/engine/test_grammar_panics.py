@@ -67,8 +67,8 @@ def panics(monkeypatch):
         ("is_error", 1),
     ],
 )
-def test_panic_fails_only_its_request(panics, method, at):
-    async def main():
+async def test_panic_fails_only_its_request(panics, method, at):
+    async with asyncio.timeout(60):
         async with LocalEngine(CONFIG) as engine:
             alone = [await output(engine, request(i, grammar)) for i, grammar in ((2, SCHEMA), (3, None))]
             panics(method, at)
@@ -85,65 +85,50 @@ def test_panic_fails_only_its_request(panics, method, at):
             engine._loop.scheduler.check()
             assert (await output(engine, request(4, SCHEMA)))[1] == "stop"
 
-    asyncio.run(asyncio.wait_for(main(), 60))
 
-
-def test_panic_among_parallel_masks_fails_only_its_row(monkeypatch):
+async def test_panic_among_parallel_masks_fails_only_its_row(monkeypatch):
     class Pool:
         def unsafe_compute_mask_ptr(self, libraries, *_):
             for library, _ in libraries:
                 library.unsafe_compute_mask_ptr(0, 0)
 
     monkeypatch.setattr(grammars_module, "MANY_ROWS", 2)
-
-    async def main():
-        grammars = Grammars(CONFIG, 2048)
-        grammars._executor = Pool()
-        for i in range(3):
-            grammars.add(i, await grammars.compile(request(i, ("regex", "ab"))))
-        grammars._matchers[1].library = Panics(grammars._matchers[1].library, "unsafe_compute_mask_ptr", 1)
-        batch = Batch(1, [Row(i, 0, [1], [], 1) for i in range(3)])
-        masks = grammars.masks(batch, grammars.rows(batch))
-        assert [grammars._matchers[i].has_failed for i in range(3)] == [False, True, False]
-        assert (masks.bits[1] == -1).all(), "it draws like any row, and nobody sees what"
-        assert (
-            np.array_equal(masks.bits[0], masks.bits[2]) and 0 < np.unpackbits(masks.bits[0].view(np.uint8)).sum() < 9
-        )
-        grammars.close()
-
-    asyncio.run(main())
+    grammars = Grammars(CONFIG, 2048)
+    grammars._executor = Pool()
+    for i in range(3):
+        grammars.add(i, await grammars.compile(request(i, ("regex", "ab"))))
+    grammars._matchers[1].library = Panics(grammars._matchers[1].library, "unsafe_compute_mask_ptr", 1)
+    batch = Batch(1, [Row(i, 0, [1], [], 1) for i in range(3)])
+    masks = grammars.masks(batch, grammars.rows(batch))
+    assert [grammars._matchers[i].has_failed for i in range(3)] == [False, True, False]
+    assert (masks.bits[1] == -1).all(), "it draws like any row, and nobody sees what"
+    assert np.array_equal(masks.bits[0], masks.bits[2]) and 0 < np.unpackbits(masks.bits[0].view(np.uint8)).sum() < 9
+    grammars.close()
 
 
-def test_an_interrupt_is_no_panic():
-    async def main():
-        grammars = Grammars(CONFIG, 2048)
-        matcher = await grammars.compile(request(1, SCHEMA))
+async def test_an_interrupt_is_no_panic():
+    grammars = Grammars(CONFIG, 2048)
+    matcher = await grammars.compile(request(1, SCHEMA))
 
-        def interrupted(*_):
-            raise KeyboardInterrupt
+    def interrupted(*_):
+        raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt):
-            matcher._ask(interrupted, None)
-        assert not matcher.has_failed
-        grammars.close()
-
-    asyncio.run(main())
+    with pytest.raises(KeyboardInterrupt):
+        matcher._ask(interrupted, None)
+    assert not matcher.has_failed
+    grammars.close()
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_deep_grammar_does_not_overflow_the_stack(name):
+async def test_deep_grammar_does_not_overflow_the_stack(name):
     """Compiled without validation, as when the engine is used alone."""
     kind, make = DEEP[name]
     if name == "repeated terminals":
         pytest.skip("compiles for 20 seconds, and is refused before it gets here")
-
-    async def main():
-        async with LocalEngine(CONFIG) as engine:
-            [*_, last] = await deltas(engine, request(1, (kind, make()), max_tokens=4))
-            assert last.finish_reason in ("stop", "length") or last.field == "grammar", last
-            assert (await output(engine, request(2, None, max_tokens=3, stop_ids=())))[1] == "length"
-
-    asyncio.run(main())
+    async with LocalEngine(CONFIG) as engine:
+        [*_, last] = await deltas(engine, request(1, (kind, make()), max_tokens=4))
+        assert last.finish_reason in ("stop", "length") or last.field == "grammar", last
+        assert (await output(engine, request(2, None, max_tokens=3, stop_ids=())))[1] == "length"
 
 
 def test_smaller_stack_is_used_if_a_large_one_is_refused(monkeypatch):

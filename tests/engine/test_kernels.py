@@ -362,7 +362,7 @@ def test_torch_is_chosen_without_a_library_with_a_note(monkeypatch):
     choice = choose("auto", CPU, torch.bfloat16)
     assert choice.name == "torch" and "no C++ compiler" in choice.note and "install g++" in choice.fix
     assert choose("torch", CPU, torch.float32).note == "", "nothing is lost that was not wanted"
-    with pytest.raises(ConfigError, match="avx2 was asked for, but there are no CPU kernels"):
+    with pytest.raises(ConfigError, match="`cpu_isa=avx2` needs CPU kernels, and there are none"):
         choose("avx2", CPU, torch.bfloat16)
 
 
@@ -384,7 +384,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "MAX_HEAD_ROWS", 4)
     monkeypatch.setattr(bench.attention, "STEPS", [(2, 1, 20), (1, 7, 30)])
     monkeypatch.setattr(bench.attention, "LARGE", 1 << 15)
-    monkeypatch.setattr(bench.vocabulary, "VOCAB", 300)
+    monkeypatch.setattr(bench.logits, "VOCAB", 300)
 
 
 @pytest.mark.parametrize("isa", ["auto", "torch"])
@@ -403,8 +403,8 @@ def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
         assert all(line[f"{name}gb_per_s"] > 0 for name in ("", "int8_", "probe_"))
         assert line["error"] < 0.02 and line["int8_error"] < 0.03
         assert line["invariant"] or line["backend"] == "reference"
-    assert len(found["vocabulary"]) == 12
-    for line in found["vocabulary"]:
+    assert len(found["logits"]) == 12
+    for line in found["logits"]:
         assert line["seconds"] > 0 and line["torch_seconds"] > 0 and line["same"]
         assert line["invariant"] or not choice.invariant
     for line in found["products"]:

@@ -18,7 +18,7 @@ from engine.attention.reference import Reference
 from engine.batch import Batch, Entered, Row
 from engine.kernels import library
 from engine.kernels.library import Choice, Clock, Kernels
-from engine.kernels.logits import NativeVocabulary
+from engine.kernels.logits import NativeLogits
 from engine.models import Forward
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
@@ -152,7 +152,7 @@ def decoder(name: str, dtype: torch.dtype, variant: Kernels | None, weights: tor
     assert spec.decoder is not None
     made = Decoder(spec, CPU, Choice(variant), tied=spec.decoder.tied)
     generator = torch.Generator().manual_seed(1)
-    for place in [*made.places().values(), made.head.weight]:
+    for place in [*made.targets().values(), made.head.weight]:
         around = 1.0 if place.dim() == 1 else 0.0
         drawn = torch.randn(place.shape, generator=generator) * (0.3 if place.dim() == 1 else place.shape[-1] ** -0.5)
         place.copy_((drawn + around).to(weights))
@@ -324,7 +324,7 @@ def test_kernels_count_their_time(variant):
     model = decoder("llama", torch.float32, variant, torch.float32)
     for call in (
         lambda: ours(torch.randn(100, 1000)),
-        lambda: NativeVocabulary(variant).best(torch.randn(3, 5000)),
+        lambda: NativeLogits(variant).best(torch.randn(3, 5000)),
         lambda: Lines(model, variant.isa).step({0: [1, 2, 3]}),
     ):
         call()

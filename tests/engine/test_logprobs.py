@@ -47,7 +47,7 @@ async def generate(config: EngineConfig, requests: list[EngineRequest]) -> tuple
 
 
 @pytest.mark.parametrize("num_blocks", [400, 60], ids=["roomy", "preempting"])
-def test_prompts_and_outputs_score_as_in_transformers(folder, num_blocks):
+async def test_prompts_and_outputs_score_as_in_transformers(folder, num_blocks):
     rng = random.Random(3)
     requests = [
         EngineRequest(
@@ -60,7 +60,7 @@ def test_prompts_and_outputs_score_as_in_transformers(folder, num_blocks):
     config = EngineConfig(
         model=str(folder), dtype="float32", block_size=4, num_blocks=num_blocks, max_batched_tokens=200, debug=True
     )
-    answers, preempted = asyncio.run(generate(config, requests))
+    answers, preempted = await generate(config, requests)
     assert (preempted > 0) == (num_blocks == 60)
     for request, answer in zip(requests, answers, strict=True):
         prompt = list(request.prompt_ids)
@@ -76,19 +76,15 @@ def test_prompts_and_outputs_score_as_in_transformers(folder, num_blocks):
             assert list(entry.top_logprobs) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
 
 
-def test_scored_prompt_skips_the_cache_and_uses_small_chunks(folder):
+async def test_scored_prompt_skips_the_cache_and_uses_small_chunks(folder):
     prompt = tuple(range(1, 200))
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
     config = EngineConfig(model=str(folder), dtype="float32", num_blocks=64, max_batched_tokens=256)
     rows: list[int] = []
-
-    async def main() -> None:
-        async with LocalEngine(config) as engine:
-            engine.on_step.append(lambda stats: rows.extend(count for _, count in stats.rows))
-            for number, params in enumerate((SamplingParams(max_tokens=1), scored)):
-                request = EngineRequest(id=number, prompt_ids=prompt, params=params)
-                last = [delta async for delta in engine.generate(request)][-1]
-                assert last.stats.cached_tokens == 0
-
-    asyncio.run(main())
+    async with LocalEngine(config) as engine:
+        engine.on_step.append(lambda stats: rows.extend(count for _, count in stats.rows))
+        for number, params in enumerate((SamplingParams(max_tokens=1), scored)):
+            request = EngineRequest(id=number, prompt_ids=prompt, params=params)
+            last = [delta async for delta in engine.generate(request)][-1]
+            assert last.stats.cached_tokens == 0
     assert rows == [199, 64, 64, 64, 7]

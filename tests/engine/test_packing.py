@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 from torch import nn
@@ -89,14 +87,10 @@ def test_packed_weights_are_held_once(home, name):
     assert rest == (256 if name == "gpt2" else 300) * 64 * 4
 
 
-def test_a_model_of_transformers_does_not_claim_exactness(home):
+async def test_a_model_of_transformers_does_not_claim_exactness(home):
     folder = make("gpt_neox", home / "gpt_neox")
-
-    async def info():
-        async with LocalEngine(EngineConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=32)) as engine:
-            return engine.info
-
-    told = asyncio.run(info())
+    async with LocalEngine(EngineConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=32)) as engine:
+        told = engine.info
     assert told.product == KERNELS.isa
     assert not told.exact
     assert "can change its last bits with the batch" in told.product_note

@@ -59,7 +59,7 @@ def on(monkeypatch):
 
 
 def answer(**config):
-    return plan._answer(json.dumps(config))
+    return plan._result(json.dumps(config))
 
 
 def ok(**config):
@@ -126,7 +126,7 @@ def test_plain_weights_must_fit_beside_rounded_ones_where_they_are_converted(qwe
 def test_too_large_a_model_may_fit_in_8_bits(qwen3, on):
     on(2.2 * GB)
     found = impossible(model=qwen3, max_len=1024)
-    assert any(line.startswith("`quantization=int8`: weights of 0.6 GB leave room") for line in found["try"])
+    assert any(line.startswith("`quantization=int8`: weights of 0.6 GB leave memory") for line in found["try"])
     assert not any("quantization" in line for line in impossible(model=qwen3, max_len=10**6, device="cpu")["try"])
 
 
@@ -156,14 +156,14 @@ def test_the_models_own_length_is_lowered_to_what_the_pool_holds(qwen3, on):
     found = ok(model=qwen3)
     assert 512 <= found["max_len"] == found["num_tokens"] < 40960
     assert found["notes"] == [
-        f"max_model_len lowered from 40960 to {found['max_len']} tokens, which is what the KV cache holds"
+        f"max_model_len lowered from 40960 to {found['max_len']} tokens, the capacity of the KV cache"
     ]
 
 
 def test_a_length_beyond_the_models_is_lowered_with_a_note(qwen3, on):
     on(64 * GB)
     found = ok(model=qwen3, max_len=50_000)
-    assert found["max_len"] == 40960 and "what the model takes" in found["notes"][0]
+    assert found["max_len"] == 40960 and "the maximum of the model" in found["notes"][0]
 
 
 def test_configured_blocks_and_bytes_are_exact(qwen3, on):
@@ -287,7 +287,7 @@ def test_an_int8_cache_is_offered_where_it_helps(qwen3, on):
 def test_a_cache_larger_than_memory(qwen3, on):
     on(64 * GB, 20 * GB)
     found = impossible(model=qwen3, kv_cache_memory=30 * GB)
-    assert "30.0 GB as asked for" in found["error"] and "18.0 GB" in found["error"]
+    assert "30.0 GB as configured" in found["error"] and "18.0 GB" in found["error"]
     assert found["try"][0].startswith("no `kv_cache_memory`") and len(found["try"]) == 3
     found = impossible(model=qwen3, num_blocks=1_000_000)
     assert found["try"][0].startswith("no `num_blocks`") and len(found["try"]) == 3
@@ -324,9 +324,9 @@ def test_invalid_settings_and_folders_are_reported_in_one_sentence(tmp_path, on)
     assert str(tmp_path / "none") in impossible(model=str(tmp_path / "none"))["error"]
     assert "config.json" in impossible(model=str(tmp_path))["error"]
     assert "block size" in impossible(model=str(tmp_path), block_size=0)["error"]
-    found, code = plan._answer('{"model": 3}')
+    found, code = plan._result('{"model": 3}')
     assert code == 2 and "EngineConfig" in found["error"]
-    assert plan._answer("{")[1] == 2
+    assert plan._result("{")[1] == 2
 
 
 def test_impossible_is_a_config_error_with_its_suggestions():

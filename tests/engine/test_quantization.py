@@ -101,7 +101,7 @@ def test_transformers_models_are_refused(tmp_path, implementation):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"cpu_isa": "torch"}, "`cpu_isa=torch` wants none of them"),
+        ({"cpu_isa": "torch"}, "`cpu_isa=torch` disables them"),
         ({"dtype": "float64"}, "not float64: set `dtype=bfloat16`"),
         ({"dtype": "float16"}, "not float16: set `dtype=bfloat16`"),
     ],

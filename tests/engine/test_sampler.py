@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.batch import Entered
-from engine.runner import vocabulary
+from engine.runner import logits as operations
 from engine.runner.sampler import Sampler, uniform
 from engine.types import ErrorCode, SamplingParams
 
@@ -222,9 +222,9 @@ def test_the_way_through_the_candidates_and_the_full_sort_agree(monkeypatch):
     rng = random.Random(2)
     ask = [params(seed=i, top_k=rng.choice([0, 1, 7, 50]), top_p=rng.choice([0.3, 0.8, 0.99])) for i in range(40)]
     usual = draw(logits, ask).token_ids
-    monkeypatch.setattr(vocabulary, "CANDIDATES", 2)
+    monkeypatch.setattr(operations, "CANDIDATES", 2)
     assert draw(logits, ask).token_ids == usual
-    monkeypatch.setattr(vocabulary, "CANDIDATES", vocab)
+    monkeypatch.setattr(operations, "CANDIDATES", vocab)
     assert draw(logits, ask).token_ids == usual
     assert usual == [oracle(row, p) for row, p in zip(logits, ask, strict=True)]
 
@@ -258,7 +258,7 @@ def test_equal_tokens_at_the_edge_of_top_k_all_stay():
 
 
 def test_equal_tokens_at_the_edge_of_top_p_all_stay_also_beyond_the_candidates(monkeypatch):
-    monkeypatch.setattr(vocabulary, "CANDIDATES", 200)  # half of the mass is reached at the 150th of 300 equals
+    monkeypatch.setattr(operations, "CANDIDATES", 200)  # half of the mass is reached at the 150th of 300 equals
     logits = torch.zeros(6000, VOCAB)
     drawn = draw(logits, [params(seed=i, top_p=0.5) for i in range(6000)])
     assert set(drawn.token_ids) == set(range(VOCAB))
@@ -270,7 +270,7 @@ def test_a_weight_of_zero_is_never_picked_and_edges_belong_to_the_next():
     owners = [place for place, weight in enumerate(weights[0].tolist()) for _ in range(weight)]
     u = torch.arange(total, dtype=torch.float64) / total + 1e-9
     u[0] = 0.0
-    assert vocabulary._pick(weights.expand(total, -1), u).tolist() == owners
+    assert operations._pick(weights.expand(total, -1), u).tolist() == owners
 
 
 def test_filters_never_leave_their_set():

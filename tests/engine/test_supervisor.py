@@ -33,7 +33,7 @@ from engine.supervisor import ending
 from tests.engine.faulty import OTHER_MACHINE, FaultyChild, seed
 from tests.fakes import INFO
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 CONFIG = EngineConfig(model="builtin", num_blocks=256, max_seqs=16, debug=True)
 PROMPT = (5, 6, 7)
@@ -63,14 +63,6 @@ async def undisturbed(numbers: list[int], **fields) -> list[list[int]]:
         return await asyncio.gather(*(read(engine, request(number, **fields)) for number in numbers))
 
 
-def run(main) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(240):
-            await main()
-
-    asyncio.run(limited())
-
-
 async def with_engine(work, stall_s: float = 60.0) -> None:
     engine = ProcessEngine(CONFIG, stall_s=stall_s)
     await engine.start()
@@ -81,92 +73,75 @@ async def with_engine(work, stall_s: float = 60.0) -> None:
         await engine.close()
 
 
-def test_of_sixteen_neighbours_of_a_request_that_kills_fifteen_end_byte_for_byte(caplog):
+async def test_of_sixteen_neighbours_of_a_request_that_kills_fifteen_end_byte_for_byte(caplog):
     numbers = list(range(1, 16))
+    expected = await undisturbed(numbers)
 
-    async def main() -> None:
-        expected = await undisturbed(numbers)
+    async def work(engine: ProcessEngine) -> None:
+        poison = asyncio.create_task(read(engine, request(16, seed=seed("segfault", 7))))
+        others = [asyncio.create_task(read(engine, request(number))) for number in numbers]
+        with pytest.raises(EngineDied, match="while this request was running"):
+            await poison
+        assert await asyncio.gather(*others) == expected
+        assert 2 <= engine.status.restarts <= 8
+        assert await read(engine, request(17)) != [], "the engine works on"
 
-        async def work(engine: ProcessEngine) -> None:
-            poison = asyncio.create_task(read(engine, request(16, seed=seed("segfault", 7))))
-            others = [asyncio.create_task(read(engine, request(number))) for number in numbers]
-            with pytest.raises(EngineDied, match="while this request was running"):
-                await poison
-            assert await asyncio.gather(*others) == expected
-            assert 2 <= engine.status.restarts <= 8
-            assert await read(engine, request(17)) != [], "the engine works on"
-
-        await with_engine(work)
-
-    run(main)
+    await with_engine(work)
     assert any("was killed by SIGSEGV" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("kind", ["stop", "hang", "spin"])
-def test_an_engine_that_hangs_is_replaced_and_its_streams_go_on(kind, caplog):
-    async def main() -> None:
-        expected = await undisturbed([1, 2])
+async def test_an_engine_that_hangs_is_replaced_and_its_streams_go_on(kind, caplog):
+    expected = await undisturbed([1, 2])
 
-        async def work(engine: ProcessEngine) -> None:
-            others = [asyncio.create_task(read(engine, request(number))) for number in (1, 2)]
-            with pytest.raises(EngineDied):
-                await read(engine, request(3, seed=seed(kind, 5)))
-            assert await asyncio.gather(*others) == expected
+    async def work(engine: ProcessEngine) -> None:
+        others = [asyncio.create_task(read(engine, request(number))) for number in (1, 2)]
+        with pytest.raises(EngineDied):
+            await read(engine, request(3, seed=seed(kind, 5)))
+        assert await asyncio.gather(*others) == expected
 
-        await with_engine(work, stall_s=3.0)
-
-    run(main)
+    await with_engine(work, stall_s=3.0)
     reason = "has work and has made no step" if kind == "hang" else "has given no sign of life"
     assert any(reason in record.getMessage() for record in caplog.records)
 
 
-def test_an_engine_that_is_stopped_from_outside_is_replaced_and_nobody_is_lost():
-    async def main() -> None:
-        [expected] = await undisturbed([1], max_tokens=300)
+async def test_an_engine_that_is_stopped_from_outside_is_replaced_and_nobody_is_lost():
+    [expected] = await undisturbed([1], max_tokens=300)
 
-        async def work(engine: ProcessEngine) -> None:
-            stream = asyncio.create_task(read(engine, request(1, max_tokens=300)))
-            while not engine.status.last_step:
-                await asyncio.sleep(0.001)
-            os.kill(engine.pid, signal.SIGSTOP)
-            assert await stream == expected
-            assert engine.status.restarts == 1
+    async def work(engine: ProcessEngine) -> None:
+        stream = asyncio.create_task(read(engine, request(1, max_tokens=300)))
+        while not engine.status.last_step:
+            await asyncio.sleep(0.001)
+        os.kill(engine.pid, signal.SIGSTOP)
+        assert await stream == expected
+        assert engine.status.restarts == 1
 
-        await with_engine(work, stall_s=3.0)
-
-    run(main)
+    await with_engine(work, stall_s=3.0)
 
 
-def test_an_engine_that_hangs_while_it_loads_is_replaced(monkeypatch):
+async def test_an_engine_that_hangs_while_it_loads_is_replaced(monkeypatch):
     monkeypatch.setattr(supervisor, "LOADING_STALL_S", 5.0)
-
-    async def main() -> None:
-        engine = ProcessEngine(CONFIG, stall_s=1.0)
-        await engine.start()
-        try:
-            while engine.pid is None or not engine.status.heartbeat:
-                await asyncio.sleep(0.001)
-            first = engine.pid
-            os.kill(first, signal.SIGSTOP)
-            await engine.ready()
-            assert engine.pid != first
-            assert len(await read(engine, request(1))) == 40
-        finally:
-            await engine.close()
-
-    run(main)
+    engine = ProcessEngine(CONFIG, stall_s=1.0)
+    await engine.start()
+    try:
+        while engine.pid is None or not engine.status.heartbeat:
+            await asyncio.sleep(0.001)
+        first = engine.pid
+        os.kill(first, signal.SIGSTOP)
+        await engine.ready()
+        assert engine.pid != first
+        assert len(await read(engine, request(1))) == 40
+    finally:
+        await engine.close()
 
 
-def test_an_idle_engine_is_no_hanging_one():
-    async def main() -> None:
-        async def work(engine: ProcessEngine) -> None:
-            pid = engine.pid
-            await asyncio.sleep(2.5)
-            assert engine.pid == pid and engine.status.restarts == 0
+async def test_an_idle_engine_is_no_hanging_one():
+    async def work(engine: ProcessEngine) -> None:
+        pid = engine.pid
+        await asyncio.sleep(2.5)
+        assert engine.pid == pid and engine.status.restarts == 0
 
-        await with_engine(work, stall_s=1.0)
-
-    run(main)
+    await with_engine(work, stall_s=1.0)
 
 
 def test_a_slow_machine_has_more_time_for_a_step_than_the_limit():
@@ -183,7 +158,7 @@ def test_a_slow_machine_has_more_time_for_a_step_than_the_limit():
     assert engine._step_limit() == pytest.approx(400, rel=0.01), "four times the time that reading the weights takes"
 
 
-def test_what_the_system_lacks_for_a_moment_is_no_failure_of_the_engine(monkeypatch, caplog):
+async def test_what_the_system_lacks_for_a_moment_is_no_failure_of_the_engine(monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "SCARCE_S", 0.05)
     lacking = 0
 
@@ -196,38 +171,33 @@ def test_what_the_system_lacks_for_a_moment_is_no_failure_of_the_engine(monkeypa
             super().__init__()
 
     monkeypatch.setattr(supervisor, "Child", Scarce)
+    [expected] = await undisturbed([1], max_tokens=200)
 
-    async def main() -> None:
+    async def work(engine: ProcessEngine) -> None:
         nonlocal lacking
-        [expected] = await undisturbed([1], max_tokens=200)
+        lacking = 3 * supervisor.MAX_RESTARTS
+        stream = asyncio.create_task(read(engine, request(1, max_tokens=200)))
+        while not engine.status.last_step:
+            await asyncio.sleep(0.001)
+        os.kill(engine.pid, signal.SIGKILL)
+        assert await stream == expected
+        assert lacking == 0 and engine.status.restarts == 1
 
-        async def work(engine: ProcessEngine) -> None:
-            nonlocal lacking
-            lacking = 3 * supervisor.MAX_RESTARTS
-            stream = asyncio.create_task(read(engine, request(1, max_tokens=200)))
-            while not engine.status.last_step:
-                await asyncio.sleep(0.001)
-            os.kill(engine.pid, signal.SIGKILL)
-            assert await stream == expected
-            assert lacking == 0 and engine.status.restarts == 1
-
-        await with_engine(work)
-
-    run(main)
+    await with_engine(work)
     assert any("Too many open files" in record.getMessage() for record in caplog.records)
 
 
 class Watched(ProcessEngine):
-    """Keeps what each life of its child says when it is ready."""
+    """Records the Ready message of each child process."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.lives: list[channel.Ready] = []
 
-    def _take(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         if isinstance(message, channel.Ready):
             self.lives.append(message)
-        super()._take(message)
+        super()._handle(message)
 
 
 def size_of(info: EngineInfo) -> int:
@@ -247,105 +217,87 @@ async def killed_in_a_stream(engine: ProcessEngine) -> asyncio.Task[list[int]]:
     return stream
 
 
-def test_a_restarted_engine_is_the_first_one_again_on_a_machine_that_has_changed(monkeypatch):
+async def test_a_restarted_engine_is_the_first_one_again_on_a_machine_that_has_changed(monkeypatch):
     """Less memory than a first start would ask for, and other kernels that are measured to be faster."""
+    [expected] = await undisturbed([1], max_tokens=300)
+    engine = Watched(EngineConfig(model="builtin", max_seqs=16, debug=True))
+    await engine.start()
+    try:
+        info = await engine.ready()
+        monkeypatch.setenv(OTHER_MACHINE, str(size_of(info) + (1 << 20)))
+        assert await (await killed_in_a_stream(engine)) == expected
+        first, second = engine.lives
+        assert second.config == first.config == engine.config
+        same = {"load_seconds": 0.0, "roofline": None}
+        assert replace(second.info, **same) == replace(first.info, **same)
+    finally:
+        await engine.close()
 
-    async def main() -> None:
-        [expected] = await undisturbed([1], max_tokens=300)
-        engine = Watched(EngineConfig(model="builtin", max_seqs=16, debug=True))
-        await engine.start()
-        try:
-            info = await engine.ready()
-            monkeypatch.setenv(OTHER_MACHINE, str(size_of(info) + (1 << 20)))
-            assert await (await killed_in_a_stream(engine)) == expected
-            first, second = engine.lives
-            assert second.config == first.config == engine.config
-            same = {"load_seconds": 0.0, "roofline": None}
-            assert replace(second.info, **same) == replace(first.info, **same)
-        finally:
-            await engine.close()
-
-        assert first.config.num_blocks == info.num_blocks
-        for name in ("device", "dtype", "attention", "implementation", "cpu_isa", "products"):
-            assert getattr(first.config, name) != "auto", name
-
-    run(main)
+    assert first.config.num_blocks == info.num_blocks
+    for name in ("device", "dtype", "attention", "implementation", "cpu_isa", "products"):
+        assert getattr(first.config, name) != "auto", name
 
 
-def test_a_restart_waits_for_memory_that_is_not_free_yet(monkeypatch, caplog):
+async def test_a_restart_waits_for_memory_that_is_not_free_yet(monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "SCARCE_S", 0.05)
+    [expected] = await undisturbed([1], max_tokens=300)
 
-    async def main() -> None:
-        [expected] = await undisturbed([1], max_tokens=300)
+    async def work(engine: ProcessEngine) -> None:
+        monkeypatch.setenv(OTHER_MACHINE, str(1 << 20))
+        stream = await killed_in_a_stream(engine)
+        while "cannot be started again" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert engine.status.phase == "restarting"
+        monkeypatch.setenv(OTHER_MACHINE, str(1 << 40))
+        assert await stream == expected
+        assert engine.status.restarts == 1
 
-        async def work(engine: ProcessEngine) -> None:
-            monkeypatch.setenv(OTHER_MACHINE, str(1 << 20))
-            stream = await killed_in_a_stream(engine)
-            while "cannot be started again" not in caplog.text:
-                await asyncio.sleep(0.01)
-            assert engine.status.phase == "restarting"
-            monkeypatch.setenv(OTHER_MACHINE, str(1 << 40))
-            assert await stream == expected
-            assert engine.status.restarts == 1
-
-        await with_engine(work)
-
-    run(main)
+    await with_engine(work)
     assert "of memory that can be had now" in caplog.text
 
 
-def test_an_engine_whose_weights_have_changed_is_not_started_again(monkeypatch, tmp_path):
+async def test_an_engine_whose_weights_have_changed_is_not_started_again(monkeypatch, tmp_path):
     """A stream would go on with another model's tokens."""
     folder = shutil.copytree(hub.fetch("builtin", weights=True).path, tmp_path / "model")
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
-
-    async def main() -> None:
-        engine = ProcessEngine(replace(CONFIG, model=str(folder)))
-        await engine.start()
-        try:
-            await engine.ready()
-            with (folder / "model.safetensors").open("r+b") as file:
-                file.seek(-2, os.SEEK_END)
-                file.write(b"\x00\x00")
-            with pytest.raises(EngineDied, match=r"could not be started again: the weights of .* are others"):
-                await (await killed_in_a_stream(engine))
-        finally:
-            await engine.close()
-
-    run(main)
+    engine = ProcessEngine(replace(CONFIG, model=str(folder)))
+    await engine.start()
+    try:
+        await engine.ready()
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(-2, os.SEEK_END)
+            file.write(b"\x00\x00")
+        with pytest.raises(EngineDied, match=r"could not be started again: the weights of .* have changed"):
+            await (await killed_in_a_stream(engine))
+    finally:
+        await engine.close()
 
 
-def test_an_abort_of_a_request_that_waits_for_its_turn_ends_it():
-    async def main() -> None:
-        async def work(engine: ProcessEngine) -> None:
-            poison = asyncio.create_task(read(engine, request(16, seed=seed("exit", 0))))
-            stream = engine.generate(request(1, max_tokens=1500))
-            reading = asyncio.create_task(anext(stream))
-            while engine.status.restarts < 2:
-                await asyncio.sleep(0.01)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            await stream.aclose()
-            with pytest.raises(EngineDied):
-                await poison
-            assert len(await read(engine, request(2))) == 40
-            assert not engine._open
+async def test_an_abort_of_a_request_that_waits_for_its_turn_ends_it():
+    async def work(engine: ProcessEngine) -> None:
+        poison = asyncio.create_task(read(engine, request(16, seed=seed("exit", 0))))
+        stream = engine.generate(request(1, max_tokens=1500))
+        reading = asyncio.create_task(anext(stream))
+        while engine.status.restarts < 2:
+            await asyncio.sleep(0.01)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await stream.aclose()
+        with pytest.raises(EngineDied):
+            await poison
+        assert len(await read(engine, request(2))) == 40
+        assert not engine._open
 
-        await with_engine(work)
-
-    run(main)
+    await with_engine(work)
 
 
-def test_closing_an_engine_is_no_error_of_its_own(caplog):
+async def test_closing_an_engine_is_no_error_of_its_own(caplog):
     caplog.set_level(logging.INFO)
 
-    async def main() -> None:
-        async def work(engine: ProcessEngine) -> None:
-            await read(engine, request(1))
+    async def work(engine: ProcessEngine) -> None:
+        await read(engine, request(1))
 
-        await with_engine(work)
-
-    run(main)
+    await with_engine(work)
     assert not [record for record in caplog.records if record.name == "pequod.engine"]
 
 

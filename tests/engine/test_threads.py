@@ -18,10 +18,10 @@ from torch import Tensor
 
 from engine.kernels import build
 from engine.kernels.library import ISAS, Kernels
-from engine.kernels.logits import NativeVocabulary
+from engine.kernels.logits import NativeLogits
 from engine.kernels.matmul import Packed, Quantized
 from engine.models.layers import RMSNorm
-from engine.runner.vocabulary import ASKED
+from engine.runner.logits import ROW_PARAMS
 from tests.engine.test_attention import Pool, layer_of
 from tests.engine.test_cpu_attention import backend
 from tests.engine.test_kernels import CPU, drawn, kernels, needs_library
@@ -92,15 +92,15 @@ def results(variant: Kernels, dtype: torch.dtype) -> dict[str, list[Tensor]]:
             )
             found[f"attention, cache of {held}"] = attended(pool)
         rows = torch.randn(9, 8000)
-        asked = np.zeros(9, dtype=ASKED)
+        asked = np.zeros(9, dtype=ROW_PARAMS)
         asked["temperature"], asked["top_p"], asked["top_k"] = 1.0, 0.9, 500
         asked["u"] = np.linspace(0, 0.99, 9)
-        vocabulary = NativeVocabulary(variant)
-        told = vocabulary.distribution(rows, 5)
+        native = NativeLogits(variant)
+        distribution = native.distribution(rows, 5)
         found |= {
-            "best": list(vocabulary.best(rows)),
-            "draw": list(vocabulary.draw(rows, asked)),
-            "distribution": [told.logs, told.values, told.ids],
+            "best": list(native.best(rows)),
+            "sample": list(native.sample(rows, asked)),
+            "distribution": [distribution.logs, distribution.values, distribution.ids],
         }
         return found
     finally:

@@ -87,7 +87,7 @@ def shard(folder: Path) -> list[Path]:
 
 
 def same(a: models.Model, b: models.Model) -> bool:
-    return all(torch.equal(x, b.places()[name]) for name, x in a.places().items())
+    return all(torch.equal(x, b.targets()[name]) for name, x in a.targets().items())
 
 
 def test_every_number_is_loaded(folder, monkeypatch):
@@ -250,7 +250,7 @@ def test_unknown_tensor_is_refused_unless_it_is_a_rotary_buffer(folder):
     save_file({**tensors, "model.layers.0.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
     load(folder)
     save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.ones(128)}, folder / "model.safetensors")
-    assert "for which Qwen3ForCausalLM has no place" in refused(folder)
+    assert "which Qwen3ForCausalLM does not have" in refused(folder)
 
 
 def test_weights_missing_from_a_model_of_transformers(tmp_path):
@@ -270,8 +270,8 @@ def test_weights_missing_from_a_model_of_transformers(tmp_path):
 def test_weights_are_packed_from_the_file_as_from_memory(folder):
     tensors, from_file = load_file(folder / "model.safetensors"), packed(folder)
     model = load(folder)
-    for name, place in model.places().items():
-        place.copy_(tensors[f"model.{name}"])
+    for name, target in model.targets().items():
+        target.copy_(tensors[f"model.{name}"])
     model.product = choose("auto", CPU, torch.float32)
     model.pack()
     assert all(map(torch.equal, from_file, panels(model))) and len(from_file) > 5

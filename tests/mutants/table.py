@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent.parent
 COPIED = ("engine", "server", "tests")
 # State that the sampler keeps from step to step; its arithmetic has tests that take longer.
 SAMPLER = (
-    "splitmix or position_counts or same_seed or min_tokens or penalties_follow or forgets or minus_100"
-    " or bad_word_counts or only_allowed"
+    "splitmix or position_counts or same_seed or min_tokens or penalties_follow or reused_slot or minus_100"
+    " or bad_word_matches or only_allowed"
 )
 CHECKS = {
     "simulation": ["tests.simulation", "--steps", "30000", "--seed", "1", "--workers", "1"],

@@ -169,7 +169,7 @@ def test_flags_may_be_written_with_underscores(pequod):
     assert shown(pequod, "--max_model_len=65")["max_model_len"]["value"] == 65
 
 
-def test_a_misspelt_variable_is_a_warning(pequod, monkeypatch):
+def test_a_misspelled_variable_is_a_warning(pequod, monkeypatch):
     monkeypatch.setenv("PEQUOD_MAX_MODLE_LEN", "5")
     code, _, err = pequod("config", "show")
     assert code == 0

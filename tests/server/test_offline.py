@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import pequod
 from pequod import LLM, APIError, ModelError, SettingsError
 from server.http.in_process import InProcess
 
@@ -112,6 +113,12 @@ def test_settings_of_a_server_on_the_same_machine_do_not_matter(monkeypatch: pyt
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.chat(QUESTION)
+
+
+def test_the_example_in_the_packages_docstring_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pequod.__doc__ is not None
+    exec(pequod.__doc__.split("\n", 1)[1], {})
+    assert "12" in capsys.readouterr().out
 
 
 PROGRAM = """

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 import engine
 from engine import fetch
 from server.settings import Settings
-from server.state import Pequod
+from server.state import AppState
 from tests.fakes import FakeEngine
 
 
@@ -28,7 +28,7 @@ def test_the_text_files_follow_the_commit_of_the_weights(tmp_path, monkeypatch):
 
     async def main() -> None:
         fakes = FakeEngine()
-        app = Pequod(Settings(model="org/model"), fakes, "test")
+        app = AppState(Settings(model="org/model"), fakes, "test")
         await fakes.start()
         info = await fakes.ready()
         moved = replace(info, revision="bbbb")

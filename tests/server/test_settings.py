@@ -11,7 +11,7 @@ from server import settings
 from server.cli.commands import TITLES
 from server.cli.commands import _default as default_text
 from server.settings import Settings, with_flags
-from server.settings_sources import load, misspelt, read_toml
+from server.settings_sources import load, misspelled, read_toml
 from server.settings_values import SettingsError, num_bytes
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -70,9 +70,9 @@ def test_a_value_that_a_higher_source_replaces_is_not_an_error(monkeypatch):
         ("port = true", "my.toml: port must be a whole number, not true"),
         ("port = 1.5", "my.toml: port must be a whole number, not 1.5"),
         ("enable_prefix_caching = 1", "my.toml: enable_prefix_caching must be true or false, not 1"),
-        ("model = 7", "my.toml: model must be a text in quotes, not 7"),
-        ('api_key = "secret-canary"', "my.toml: api_key must be a list of texts"),
-        ("served_model_name = [1]", "my.toml: served_model_name must be a list of texts"),
+        ("model = 7", "my.toml: model must be a string in quotes, not 7"),
+        ('api_key = "secret-canary"', "my.toml: api_key must be a list of strings"),
+        ("served_model_name = [1]", "my.toml: served_model_name must be a list of strings"),
         ("max_num_seqs = 0", "my.toml: max_num_seqs: 0 must be at least 1"),
         ('dtype = "bf16"', "my.toml: dtype: bf16 must be one of auto, float32"),
         ("port = 1\nport = 2", "my.toml: is not TOML"),
@@ -105,7 +105,7 @@ def test_a_toml_file_that_is_not_there_is_named(tmp_path):
         ({"chat_template": "/nowhere/x.jinja"}, "--chat-template /nowhere/x.jinja is not a file"),
         ({"step_log": "/nowhere/steps.jsonl"}, "--step-log"),
         ({"model": ""}, "--model is empty"),
-        ({"api_key": ["good", ""]}, "--api-key holds an empty entry"),
+        ({"api_key": ["good", ""]}, "--api-key has an empty entry"),
         ({"root_path": "llm"}, "--root-path: llm must be a path"),
         ({"seed": str(2**64)}, "--seed"),
         ({"uds": "/tmp/" + "x" * 200}, "--uds is longer"),
@@ -123,14 +123,14 @@ def test_an_environment_error_names_the_variable(monkeypatch):
 
 def test_tls_needs_both_files(tmp_path):
     (tmp_path / "key.pem").write_text("")
-    assert refusal({"ssl_keyfile": str(tmp_path / "key.pem")}) == "--ssl-keyfile needs --ssl-certfile beside it"
+    assert refusal({"ssl_keyfile": str(tmp_path / "key.pem")}) == "--ssl-keyfile needs --ssl-certfile"
 
 
 def test_an_empty_variable_is_absent_but_an_empty_key_is_refused(monkeypatch):
     monkeypatch.setenv("PEQUOD_REVISION", "")
     assert load({}).settings.revision is None
     monkeypatch.setenv("PEQUOD_API_KEY", "")
-    assert "PEQUOD_API_KEY holds an empty entry" in refusal()
+    assert "PEQUOD_API_KEY has an empty entry" in refusal()
 
 
 def test_what_kubernetes_sets_for_a_service_named_pequod_is_not_a_port(monkeypatch):
@@ -172,8 +172,8 @@ def test_keys_stay_out_of_texts():
         assert "canary" not in text
 
 
-def test_a_misspelt_variable_is_told():
-    told = misspelt({"PEQUOD_MAX_MODLE_LEN": "1", "PEQUOD_TEST_DATA": "/d", "PEQUOD_CONFIG": "x", "PATH": "/bin"})
+def test_a_misspelled_variable_is_told():
+    told = misspelled({"PEQUOD_MAX_MODLE_LEN": "1", "PEQUOD_TEST_DATA": "/d", "PEQUOD_CONFIG": "x", "PATH": "/bin"})
     assert told == ["PEQUOD_MAX_MODLE_LEN is not a setting; did you mean PEQUOD_MAX_MODEL_LEN?"]
 
 

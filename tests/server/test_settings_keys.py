@@ -20,9 +20,9 @@ def test_a_key_in_each_line_with_its_weight(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "holds no key"),
-        ("# only a comment\n", "holds no key"),
-        ("canary\ncanary\n", "for the second time in line 2"),
+        ("", "has no key"),
+        ("# only a comment\n", "has no key"),
+        ("canary\ncanary\n", "repeats a key in line 2"),
         ("a\ncanary weight=none\n", "in line 2"),
         ("canary weight=0\n", "in line 1"),
         ("canary weight=-1\n", "in line 1"),

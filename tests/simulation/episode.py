@@ -40,10 +40,10 @@ from server.http.disconnect import while_connected
 from server.http.errors import ApiError
 from server.http.shares import SHARE
 from server.loading import LoadedModel
-from server.observability.tracking import Track
+from server.observability.tracking import RequestTracker
 from server.parsers import Formats
 from server.settings import Settings
-from server.state import CUT_S, Pequod
+from server.state import CUT_S, AppState
 
 from .plan import STEP_FAULTS, Plan
 from .process import NOT_FINITE, Child, Process, World, info_of, undisturbed
@@ -105,13 +105,13 @@ class Engine(ProcessEngine):
         self.convicted.add(entry.request.id)
         super()._end(entry, error)
 
-    def _bury(self) -> None:
+    def _record_death(self) -> None:
         running = {request_id for request_id in self._open if self.processes and request_id in self.processes[-1].ran}
         if self.processes:
             self.processes[-1].ran.clear()
         self.deaths.update(running)
         before = set(self.convicted)
-        super()._bury()
+        super()._record_death()
         for request_id in self.convicted - before:
             assert running == {request_id}, f"request {request_id} is blamed for a death at which it was not alone"
             assert self.deaths[request_id] >= 2, f"request {request_id} is blamed for a single death"
@@ -233,7 +233,7 @@ class Episode:
     async def _main(self) -> None:
         world, plan = self.world, self.plan
         self.engine = Engine(world, self.processes)
-        self.app = Pequod(self.settings, self.engine, "sim")
+        self.app = AppState(self.settings, self.engine, "sim")
         self.app.metrics.clock = self.app.limits._clock = self.loop.time
         self.limits = self.app.limits
         self.limits.max_queued = plan.max_queued
@@ -398,8 +398,8 @@ class Episode:
         finally:
             if timer is not None:
                 timer.cancel()
-            limits.bytes.give_back(caller.flow, num_bytes)
-            caller.leave()
+            limits.bytes.release(caller.flow, num_bytes)
+            caller.release()
             self._close(visit)
 
     async def _answer(self, visit: Visit, request: Any) -> None:
@@ -417,7 +417,7 @@ class Episode:
         visit.started_at = self.loop.now
         visit.due_at = max(self.loop.now, due.at) if due is not None else math.inf
         streams = self._streams(visit)
-        track = Track(app.metrics, str(visit.number), visit.n, [len(prompt) for prompt in visit.prompts], 1)
+        track = RequestTracker(app.metrics, str(visit.number), visit.n, [len(prompt) for prompt in visit.prompts], 1)
         fields: dict[str, Any] = {}
         if visit.is_pooled:
             fields = {"window": INPUTS_DEPTH * self.limits.max_seqs, "places": self.limits.input_places}
@@ -550,14 +550,14 @@ class Episode:
             for ticket in visit.caller.tickets:
                 tokens += ticket.prompt_tokens if ticket.is_open else 0
         assert limits.open_choices == choices, "the open choices are counted wrongly"
-        assert limits.open_inputs == inputs, "the open inputs are counted wrongly"
-        assert limits.open_tokens == tokens, "the open prompt tokens are counted wrongly"
+        assert limits.inputs.open == inputs, "the open inputs are counted wrongly"
+        assert limits.tokens.open == tokens, "the open prompt tokens are counted wrongly"
         assert choices <= limits.max_choices, "more is open than may be"
         alone = math.ceil(limits.max_queued * SHARE / (1 + SHARE))
         assert max(held.values(), default=0) <= limits.max_seqs + alone, "a caller holds what is kept for others"
         for name, shared in (("choices", limits.choices), ("tokens", limits.tokens), ("bytes", limits.bytes)):
-            assert 0 <= shared.open == sum(shared._taken.values()), f"{name} are not whose they seem to be"
-            assert set(shared._taken) == set(shared._weights), f"{name} have a caller with no weight"
+            assert 0 <= shared.open == sum(shared._held.values()), f"{name} are not whose they seem to be"
+            assert set(shared._held) == set(shared._weights), f"{name} have a caller with no weight"
 
     def _check_end(self) -> None:
         """Everybody has gone: everything must have been given back."""
@@ -565,7 +565,7 @@ class Episode:
         for name, shared in (
             ("choices", limits.choices), ("tokens", limits.tokens), ("inputs", limits.inputs), ("bytes", limits.bytes),
         ):  # fmt: skip
-            assert not shared.open and not shared._taken and not shared._weights, f"{name} were leaked"
+            assert not shared.open and not shared._held and not shared._weights, f"{name} were leaked"
         assert not engine._open, f"requests are open at the client: {[*engine._open]}"
         suspects = engine._suspects
         for name in ("_ran", "_deaths", "_came", "_doubtful", "_group", "_groups"):

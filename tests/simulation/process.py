@@ -216,7 +216,7 @@ class Worker(worker._Worker):
         self.tasks = [loop.create_task(work) for work in (self._listen(), self._beat(), self._engine(load))]
 
     async def _listen(self) -> None:
-        await self._take_mail()
+        await self._receive_all()
         self.process.die(0)  # the server has died or has closed its end
 
     async def _engine(self, load: channel.Load) -> None:

@@ -21,8 +21,8 @@ from ...http.disconnect import while_connected
 from ...http.errors import CONTEXT_CODE, deadline, invalid
 from ...http.openapi import JsonObject
 from ...loading import LoadedModel
-from ...observability.tracking import Track
-from ...state import Pequod
+from ...observability.tracking import RequestTracker
+from ...state import AppState
 from .request import EmbeddingRequest
 
 VECTOR = msgspec.Meta(extra_json_schema={"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "string"}]})
@@ -53,7 +53,7 @@ class EmbeddingList(JsonObject):
     usage: EmbeddingUsage
 
 
-async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
+async def embed(app: AppState, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
     """Admit a request and return its response, of which nothing has been sent; raises ApiError."""
     began = app.metrics.clock()
     name = app.check_model(body.model)
@@ -69,7 +69,7 @@ async def embed(app: Pequod, caller: Caller, request: Request, body: EmbeddingRe
         raise deadline() from None
     check_lengths(model.info, prompts)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
-    track = Track(app.metrics, request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
+    track = RequestTracker(app.metrics, request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
     track.began = began
     requests = engine_requests(app, caller, body, prompts)
     vectors = [Vector(index, each, body) for index, each in enumerate(requests)]
@@ -111,7 +111,9 @@ def check_lengths(info: EngineInfo, prompts: list[Prompt]) -> None:
             raise invalid(f"Input {index} has {lengths}; truncate_prompt_tokens cuts it.", "input", CONTEXT_CODE)
 
 
-def engine_requests(app: Pequod, caller: Caller, body: EmbeddingRequest, prompts: list[Prompt]) -> list[EngineRequest]:
+def engine_requests(
+    app: AppState, caller: Caller, body: EmbeddingRequest, prompts: list[Prompt]
+) -> list[EngineRequest]:
     """One request per input."""
     pooling = Pooling(kind=body.pooling or "last", dimensions=body.dimensions)
     params = SamplingParams(max_tokens=0, pooling=pooling)

@@ -21,7 +21,7 @@ from ...http.errors import OPENAI_ERRORS
 from ...http.fields import FieldRow, Kind, Wire, table
 from ...loading import fingerprint
 from ...observability.metrics import CONTENT_TYPE
-from ...state import AppDep, Pequod
+from ...state import AppDep, AppState
 
 router = APIRouter(tags=["operation"])
 PUBLIC = [Depends(public)]
@@ -91,7 +91,7 @@ class Cards(Wire):
     data: list[Card]
 
 
-def card(app: Pequod, name: str) -> Card:
+def card(app: AppState, name: str) -> Card:
     """One served name."""
     info = app.engine.info
     length = info.max_len if info is not None else app.settings.max_model_len
@@ -133,7 +133,7 @@ async def capabilities(request: Request) -> list[Capability]:
     of object have a field of one name, the path has the kind: `messages[role=tool].content`,
     `thinking{type=adaptive}.display`; `tools[type=custom]` is a kind that is refused. Fields not listed are refused.
     """
-    state: Pequod = request.app.state.pequod
+    state: AppState = request.app.state.pequod
     return [
         Capability(endpoint=path, field=row.field, **for_model(state, row))
         for path, model in models_of(request.app.routes).items()
@@ -141,7 +141,7 @@ async def capabilities(request: Request) -> list[Capability]:
     ]
 
 
-def for_model(app: Pequod, row: FieldRow) -> dict[str, Any]:
+def for_model(app: AppState, row: FieldRow) -> dict[str, Any]:
     """Return the kind of a field and its note for this model."""
     if row.field in EFFORTS and app.model is not None and not app.model.prompts.takes_effort:
         return {"kind": "label", "note": "Accepted: the model's chat template knows no levels of thinking."}
@@ -171,7 +171,7 @@ async def openapi(request: Request) -> Response:
 
 def description(app: FastAPI) -> bytes:
     """Return the description as JSON, which is encoded once: it has hundreds of kilobytes."""
-    state: Pequod = app.state.pequod
+    state: AppState = app.state.pequod
     if not state.description:
         prefix = state.settings.root_path
         schema = {**app.openapi(), "servers": [{"url": prefix}]} if prefix else app.openapi()

@@ -14,7 +14,7 @@ from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS
 from ...http.openapi import described
 from ...loading import LoadedModel
-from ...state import AppDep, Pequod
+from ...state import AppDep, AppState
 from ...tokenization.encoder import Prompts, TextTooLong
 from ...tokenization.renderer import TemplateError
 from ..chat.request import as_dicts
@@ -68,7 +68,7 @@ async def apply_template(payload: TemplateBody, app: AppDep, caller: UserDep, re
         raise text_error(error, "messages") from None
 
 
-def loaded(app: Pequod, name: str | None) -> LoadedModel:
+def loaded(app: AppState, name: str | None) -> LoadedModel:
     """Return the model of this name; raises 404 and 503."""
     app.check_model(name)
     return app.require_ready()

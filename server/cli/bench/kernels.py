@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..child import run_python
+from ...child import run_python
 from ..commands import Parser
 from . import options
 

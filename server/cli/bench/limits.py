@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ...child import child_environment
 from ...settings import with_flags
-from ..child import child_environment
 from ..commands import Failure
 
 if TYPE_CHECKING:

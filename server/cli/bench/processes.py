@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..child import child_environment
+from ...child import child_environment
 from ..commands import Failure
 
 POLL_S = 0.01

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ... import settings
-from ...settings_sources import Loaded, load, misspelt
+from ...settings_sources import Loaded, load, misspelled
 from ...settings_values import SettingsError, nearest, split
 from ..argv import hide
 
@@ -131,7 +131,7 @@ def settings_from(arguments: argparse.Namespace) -> Loaded:
     config = arguments.config
     if config is None and os.environ.get("PEQUOD_CONFIG"):
         config = Path(os.environ["PEQUOD_CONFIG"])
-    for sentence in misspelt(os.environ):
+    for sentence in misspelled(os.environ):
         warn(sentence)
     loaded = load(given, config)
     secrets = (*loaded.settings.api_key, loaded.settings.metrics_key)

@@ -21,8 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...child import run_python
 from ...settings import with_flags
-from ..child import run_python
 from ..machine import cpu_facts
 from . import Failure, Parser, add_settings, settings_from, wants_colour
 

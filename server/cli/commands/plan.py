@@ -8,8 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ...child import run_python
 from ...settings import with_flags
-from ..child import run_python
 from . import Failure, Parser, add_settings, settings_from, warn
 
 if TYPE_CHECKING:

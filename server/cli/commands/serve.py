@@ -56,13 +56,13 @@ def serve(settings: Settings, listener: socket.socket, began: float, child: Chil
 
     gc.disable()  # nothing of what is imported is garbage; looking for it took a tenth of the time
     from ...app import build_app
-    from ...http.server import GracefulServer
+    from ...http.server import Server
     from ...observability import logs
     from .. import banner
 
     lines = logs.configure(settings.log_format, settings.log_level)
     app = build_app(settings, engine)
-    server = GracefulServer(app, engine, settings, began, banner, most_connections=max(1, most_connections))
+    server = Server(app, engine, settings, began, banner, max_connections=max(1, most_connections))
     gc.freeze()  # what was imported stays: later collections need not look at it
     gc.enable()
     try:

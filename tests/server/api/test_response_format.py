@@ -304,7 +304,7 @@ def test_fields_that_leave_nothing_to_draw_are_the_clients_error(server, more, p
     response = server.client.post(CHAT, json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
-    assert "leave no token that could be drawn" in response.json()["error"]["message"]
+    assert "leave no token that could be sampled" in response.json()["error"]["message"]
 
 
 def test_the_openai_sdk_parses_what_it_asks_for(server):

@@ -396,12 +396,12 @@ def test_a_server_that_is_stopped_at_once_stops_the_work(folder, stream):
             driver.may_send.set()
             task = asyncio.create_task(driver.run())
             await until(lambda: engine.status.last_step)
-            assert app.state.pequod.limits.open_tokens == len(ids("the sea"))
+            assert app.state.pequod.limits.tokens.open == len(ids("the sea"))
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
             assert engine.open == []
-            assert app.state.pequod.limits.open_choices == app.state.pequod.limits.open_tokens == 0
+            assert app.state.pequod.limits.open_choices == app.state.pequod.limits.tokens.open == 0
             assert await metric(client, "vllm:request_success_total", finished_reason="abort") == 1
 
     asyncio.run(main())

@@ -66,10 +66,10 @@ def test_a_ticket_is_released_once():
     caller = Caller()
     with limits.admit(caller, 2, 10) as ticket:
         ticket.add_prompt(5)
-        assert (limits.open_choices, limits.open_tokens) == (2, 15)
+        assert (limits.open_choices, limits.tokens.open) == (2, 15)
     ticket.release()
-    caller.leave()
-    assert (limits.open_choices, limits.open_tokens) == (0, 0)
+    caller.release()
+    assert (limits.open_choices, limits.tokens.open) == (0, 0)
 
 
 def test_a_request_that_ends_gives_back_what_it_held():
@@ -77,8 +77,8 @@ def test_a_request_that_ends_gives_back_what_it_held():
     caller = Caller()
     limits.admit(caller, 1, 7)
     limits.admit(caller, 1, 8)
-    caller.leave()
-    assert (limits.open_choices, limits.open_tokens) == (0, 0)
+    caller.release()
+    assert (limits.open_choices, limits.tokens.open) == (0, 0)
 
 
 def test_what_is_handed_over_outlives_the_request():
@@ -86,10 +86,10 @@ def test_what_is_handed_over_outlives_the_request():
     caller = Caller()
     limits.admit(caller, 1, 7)
     [ticket] = caller.hand_over()
-    caller.leave()
-    assert (limits.open_choices, limits.open_tokens) == (1, 7)
+    caller.release()
+    assert (limits.open_choices, limits.tokens.open) == (1, 7)
     ticket.release()
-    assert (limits.open_choices, limits.open_tokens) == (0, 0)
+    assert (limits.open_choices, limits.tokens.open) == (0, 0)
 
 
 def test_prompt_tokens_are_bounded_but_one_prompt_alone_always_gets_in(monkeypatch):
@@ -103,7 +103,7 @@ def test_prompt_tokens_are_bounded_but_one_prompt_alone_always_gets_in(monkeypat
         with pytest.raises(ApiError):
             ticket.add_prompt(60)
         ticket.add_prompt(40)
-    assert limits.open_tokens == 60
+    assert limits.tokens.open == 60
     assert limits.rejections["prompt_tokens"] == 2
 
 
@@ -193,7 +193,7 @@ def test_a_body_over_the_limit_is_refused_by_its_length_and_by_counting(tmp_path
                 assert answer.status_code == 413
                 assert answer.json()["error"]["code"] == "body_too_large"
                 assert answer.headers["connection"] == "close"
-            assert app.state.pequod.limits.open_bytes == 0
+            assert app.state.pequod.limits.bytes.open == 0
 
     asyncio.run(run())
 
@@ -203,11 +203,11 @@ def test_bodies_of_all_requests_are_bounded_together(tmp_path):
         async with serving(model_folder(tmp_path / "m"), max_body_bytes=2000) as (client, app):
             add_probes(app)
             limits = app.state.pequod.limits
-            limits.bytes.take("others", limits.bytes.total - 1000)
+            limits.bytes.acquire("others", limits.bytes.total - 1000)
             answer = await client.post("/probe", content=b"x" * 1500)
             assert answer.status_code == 503
             assert int(answer.headers["retry-after"]) >= 1
-            assert limits.open_bytes == limits.bytes.total - 1000
+            assert limits.bytes.open == limits.bytes.total - 1000
 
     asyncio.run(run())
 
@@ -226,7 +226,7 @@ def test_a_body_that_trickles_is_cut_off(tmp_path, monkeypatch):
                 writer.close()
                 assert b" 408 " in answer.split(b"\r\n")[0]
                 assert b"body_timeout" in answer
-            assert app.state.pequod.limits.open_bytes == 0
+            assert app.state.pequod.limits.bytes.open == 0
 
     asyncio.run(run())
 
@@ -269,10 +269,10 @@ def test_idle_uploads_of_one_client_keep_nobody_else_out(tmp_path, monkeypatch):
                     writer.write(head + b"x" * 99_999)
                     idle.append(writer)
                 await until(lambda: limits.rejections["share"] >= 6)
-                assert 24 * 100_000 < limits.open_bytes < 26 * 100_000
+                assert 24 * 100_000 < limits.bytes.open < 26 * 100_000
                 monkeypatch.setattr("server.http.auth.address_of", lambda scope: "elsewhere")
                 assert (await client.post("/probe", content=b"x" * 50_000)).json() == {"bytes": 50_000}
-                await until(lambda: limits.open_bytes == 0, 30)  # they made no progress
+                await until(lambda: limits.bytes.open == 0, 30)  # they made no progress
                 for writer in idle:
                     writer.close()
 

@@ -35,7 +35,7 @@ def sockets(request, tmp_path):
                 host, port = url.removeprefix("http://").split(":")
                 await use(lambda: asyncio.open_connection(host, int(port)), app, engine)
                 limits = app.state.pequod.limits
-                await until(lambda: limits.open_bytes == limits.open_choices == 0)
+                await until(lambda: limits.bytes.open == limits.open_choices == 0)
 
         request.param(main())
 
@@ -294,10 +294,10 @@ def test_a_bad_chunk_ends_the_request_that_it_belongs_to(sockets, patient):
     async def use(connect, app, engine):
         reader, writer = await connect()
         writer.write(head(JSON, "Transfer-Encoding: chunked") + b"5\r\naaaaa\r\n")
-        await until(lambda: app.state.pequod.limits.open_bytes)
+        await until(lambda: app.state.pequod.limits.bytes.open)
         writer.write(b"zz\r\n")
         assert (await read_answer(reader))[0] == 400
-        await until(lambda: app.state.pequod.limits.open_bytes == 0)
+        await until(lambda: app.state.pequod.limits.bytes.open == 0)
         writer.close()
 
     sockets(use)

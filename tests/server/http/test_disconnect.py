@@ -128,7 +128,7 @@ def test_a_large_text_is_encoded_no_further_than_the_context_goes(made, monkeypa
         assert gate.pieces < 5
         assert len(await prompts.encode(text, fits=False)) > 100_000
         with pytest.raises(TextTooLong):
-            await prompts.echoed(text)
+            await prompts.encode_with_offsets(text)
         prompts.close()
 
     asyncio.run(main())

@@ -14,18 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from engine import EngineDied, ModelError, RequestError
 from server.api.chat.request import ChatRequest
 from server.http.body import (
-    FEW_MARKS,
+    FEW_QUOTES,
     MAX_ELEMENTS,
     MAX_NODES,
-    MAX_TEXTS,
+    MAX_STRINGS,
     NODES,
-    count,
-    described,
     is_suspect,
     parse,
-    without_texts,
+    without_strings,
 )
 from server.http.errors import ApiError, from_engine, from_exception, from_validation, invalid
+from server.http.openapi import described
 
 
 class Strict(BaseModel):
@@ -177,9 +176,10 @@ def test_the_count_of_names_arrays_and_objects_is_exact(value, monkeypatch):
             return 1 + sum(1 + nodes(item) for item in value.values())
         return 1 + sum(map(nodes, value)) if isinstance(value, list) else 0
 
-    for few in (FEW_MARKS, 0):  # escaped marks one by one, and all at once
-        monkeypatch.setattr("server.http.body.FEW_MARKS", few)
-        assert count(without_texts(json.dumps(value).encode()), NODES) == nodes(value)
+    for few in (FEW_QUOTES, 0):  # escaped marks one by one, and all at once
+        monkeypatch.setattr("server.http.body.FEW_QUOTES", few)
+        bare = without_strings(json.dumps(value).encode())
+        assert sum(map(bare.count, NODES)) == nodes(value)
 
 
 def test_a_text_without_an_end_is_refused():
@@ -191,8 +191,8 @@ def test_a_body_of_very_many_numbers_is_refused():
     numbers = b'{"anything": [' + b"1," * MAX_ELEMENTS
     assert refusal(numbers + b"1]}").param == "messages"  # so many are read
     assert refusal(numbers + b"1,1]}").code == "body_too_complex"
-    assert refusal({**OK, "anything": [""] * (MAX_TEXTS + 1)}).code == "body_too_complex"
-    text = json.dumps({**OK, "anything": "1," * 2 * MAX_ELEMENTS + '"' * 3 * MAX_TEXTS})
+    assert refusal({**OK, "anything": [""] * (MAX_STRINGS + 1)}).code == "body_too_complex"
+    text = json.dumps({**OK, "anything": "1," * 2 * MAX_ELEMENTS + '"' * 3 * MAX_STRINGS})
     assert parse(Ask, text.encode()).anything.startswith("1,1")
 
 

@@ -1,4 +1,4 @@
-"""GracefulServer in a process of its own: drain, second signal, a model that cannot be loaded, an engine that dies."""
+"""Server in a process of its own: drain, second signal, a model that cannot be loaded, an engine that dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from engine import EngineDied, EngineInfo, EngineStatus, ModelError
 from server.cli import banner
 from server.cli.commands.serve import listen
-from server.http.server import GracefulServer
+from server.http.server import Server
 from server.settings import Settings
 
 case = sys.argv[1]
@@ -76,7 +76,7 @@ if case == "death":
     state.failure.set()
 settings = Settings(port=int(sys.argv[2]), drain_seconds=100)
 with listen(settings) as listener:
-    failure = GracefulServer(app, engine, settings, time.monotonic(), banner).serve_on(listener)
+    failure = Server(app, engine, settings, time.monotonic(), banner).serve_on(listener)
 if failure: print(failure[0], flush=True)
 sys.exit(failure[1] if failure else 0)
 """

@@ -8,7 +8,7 @@ from server.http import admission as limits_module
 from server.http.admission import SMALL_BODY, Caller, Limits
 from server.http.auth import address_of
 from server.http.errors import ApiError
-from server.http.shares import Shared
+from server.http.shares import FairShares
 from server.settings import Settings
 
 MB = 1 << 20
@@ -36,26 +36,26 @@ def refusal(limits: Limits, flow: str, choices: int = 1) -> ApiError:
 
 @pytest.mark.parametrize(("others", "share"), [(0, 80), (1, 45), (2, 31), (3, 24), (9, 10)])
 def test_the_more_callers_are_at_work_the_less_is_one_callers_share(others, share):
-    shared = Shared(100)
+    shared = FairShares(100)
     for i in range(others):
-        shared.take(f"other {i}", 1)
+        shared.acquire(f"other {i}", 1)
     assert shared.share("mine") == share
 
 
 def test_a_share_goes_by_weight():
-    shared = Shared(90)
-    shared.take("one", 1, 1.0)
-    shared.take("heavy", 1, 2.0)
+    shared = FairShares(90)
+    shared.acquire("one", 1, 1.0)
+    shared.acquire("heavy", 1, 2.0)
     assert (shared.share("heavy", 2.0), shared.share("one", 1.0)) == (54, 27)
 
 
 def test_what_is_given_back_is_nobodys():
-    shared = Shared(10)
-    shared.take("a", 4)
-    shared.take("a", 2)
-    shared.give_back("a", 4)
+    shared = FairShares(10)
+    shared.acquire("a", 4)
+    shared.acquire("a", 2)
+    shared.release("a", 4)
     assert (shared.open, shared.of("a")) == (2, 2)
-    shared.give_back("a", 2)
+    shared.release("a", 2)
     assert (shared.open, shared.of("a"), shared.share("b")) == (0, 0, 8)
 
 

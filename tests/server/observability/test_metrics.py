@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from engine import EngineRequest, RequestStats, Roofline, SamplingParams, StepStats
 from server.http.admission import Caller, Limits
 from server.observability.metrics import FINE, Metrics, decades
-from server.observability.tracking import Track
+from server.observability.tracking import RequestTracker
 from server.settings import Settings
 from tests.fakes import INFO, FakeEngine, model_folder, serving, until
 
@@ -62,7 +62,7 @@ class Bench:
     def answer(
         self, *, tokens: int = 3, prompt: int = 5, gap: float = 0.02, cached: int = 0, reason: str = "length"
     ) -> None:
-        track = Track(self.metrics, "req-1", 1, [prompt], 16)
+        track = RequestTracker(self.metrics, "req-1", 1, [prompt], 16)
         arrived = self.clock.now
         for _ in range(tokens):
             self.clock.now += gap
@@ -111,7 +111,7 @@ def test_times_are_those_that_passed():
 
 def test_tokens_that_come_together_share_the_time():
     bench = Bench()
-    track = Track(bench.metrics, "a", 1, [3], 16)
+    track = RequestTracker(bench.metrics, "a", 1, [3], 16)
     bench.clock.now += 1
     track.delivered(2)
     bench.clock.now += 0.9
@@ -127,7 +127,7 @@ def test_tokens_that_come_together_share_the_time():
 
 def test_several_prompts_and_choices_count_each_prompt_once():
     bench = Bench()
-    track = Track(bench.metrics, "a", 2, [10, 20], 16)
+    track = RequestTracker(bench.metrics, "a", 2, [10, 20], 16)
     for choice in range(4):
         track.delivered(3, choice)
         stats = RequestStats(prompt_tokens=1, cached_tokens=choice + 1, output_tokens=3, arrived=1.0)
@@ -143,7 +143,7 @@ def test_several_prompts_and_choices_count_each_prompt_once():
 
 def test_an_end_counts_once_and_nothing_after_it():
     bench = Bench()
-    track = Track(bench.metrics, "a", 1, [3], 16)
+    track = RequestTracker(bench.metrics, "a", 1, [3], 16)
     track.delivered(1)
     track.finished("stop")
     track.finished("length")
@@ -158,13 +158,13 @@ def test_an_end_counts_once_and_nothing_after_it():
 
 def test_an_abort_counts_its_cause_once_and_each_open_choice():
     bench = Bench()
-    track = Track(bench.metrics, "a", 3, [3], 16)
+    track = RequestTracker(bench.metrics, "a", 3, [3], 16)
     track.delivered(1, 0)
     track.finished("stop", None, 0)
     track.aborted("timeout")
     track.aborted("drain")
-    Track(bench.metrics, "b", 1, [9], 16).close()
-    Track(bench.metrics, "c", 1, [9], 16).aborted("error")
+    RequestTracker(bench.metrics, "b", 1, [9], 16).close()
+    RequestTracker(bench.metrics, "c", 1, [9], 16).aborted("error")
     page = bench.page()
     assert page("pequod:request_aborts_total", cause="timeout") == 1
     assert page("pequod:request_aborts_total", cause="drain") == 0
@@ -322,7 +322,7 @@ def test_one_line_per_request_with_figures_and_no_content(caplog):
     bench = Bench()
     with caplog.at_level("INFO", logger="pequod.request"):
         bench.answer(tokens=3, prompt=5, gap=0.25, cached=4)
-        track = Track(bench.metrics, "two", 2, [8], 16)
+        track = RequestTracker(bench.metrics, "two", 2, [8], 16)
         track.delivered(1, 0)
         track.finished("length", None, 0)
         assert len(caplog.records) == 1

@@ -202,7 +202,7 @@ def test_continue_final_message(source: str, content: Any, expected: str) -> Non
 
 
 def test_what_cannot_be_continued_is_refused() -> None:
-    with pytest.raises(TemplateError, match="exclude each other"):
+    with pytest.raises(TemplateError, match="cannot both be set"):
         render(PLAIN, continue_final_message=True)
     with pytest.raises(TemplateError, match="cannot be continued"):
         render("{{ messages[0].role }}", add_generation_prompt=False, continue_final_message=True)

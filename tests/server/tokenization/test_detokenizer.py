@@ -1,4 +1,4 @@
-"""TextStream against the slow obvious version: decode everything, look for the stop strings."""
+"""Detokenizer against the slow obvious version: decode everything, look for the stop strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.tokenization.detokenizer import Piece, Stop, TextStream
+from server.tokenization.detokenizer import Detokenizer, StopMatcher, TextDelta
 from server.tokenization.tokenizer import Tokenizer
 
 Make = Callable[[str], Tokenizer]
@@ -24,7 +24,7 @@ PROPERTY = settings(
 )
 
 
-def run(stream: TextStream, feeds: Sequence[Sequence[int]]) -> tuple[str, bool, int, list[int]]:
+def run(stream: Detokenizer, feeds: Sequence[Sequence[int]]) -> tuple[str, bool, int, list[int]]:
     """Feed, finish, and put together: text, stopped, tokens that count, their offsets."""
     pieces = [stream.feed(ids) for ids in feeds]
     pieces.append(stream.finish())
@@ -109,7 +109,7 @@ def test_equals_the_slow_version(tokenizer: Tokenizer, draw: st.DataObject) -> N
         "context": context,
         "min_tokens": min_tokens,
     }
-    stream = TextStream(tokenizer, stops, **options)
+    stream = Detokenizer(tokenizer, stops, **options)
     assert run(stream, cut(ids, places)) == slow(tokenizer, ids, stops, **options)
 
 
@@ -125,7 +125,7 @@ def test_equals_the_library(tokenizer: Tokenizer, draw: st.DataObject) -> None:
     )
     if "\ufffd" not in whole and "\ufffd" not in prompt:
         text, *_ = run(
-            TextStream(tokenizer, hidden=tokenizer.special_ids if skip_special else (), context=context),
+            Detokenizer(tokenizer, hidden=tokenizer.special_ids if skip_special else (), context=context),
             [[i] for i in ids],
         )
         assert prompt + text == whole
@@ -134,48 +134,48 @@ def test_equals_the_library(tokenizer: Tokenizer, draw: st.DataObject) -> None:
 def test_stop_finds_every_occurrence() -> None:
     text = "".join(random.Random(1).choices("ab", k=600))
     for stop in ("".join(letters) for size in range(1, 8) for letters in itertools.product("ab", repeat=size)):
-        finder = Stop(stop)
+        finder = StopMatcher(stop)
         found = [at + end for at in range(0, len(text), 7) for end in finder.feed(text[at : at + 7])]
         assert found == [end for end in range(len(text) + 1) if text[:end].endswith(stop)]
 
 
 def test_half_characters_wait(made: Make) -> None:
     tokenizer = made("byte fallback")
-    stream = TextStream(tokenizer, context=tokenizer.encode("the"))
+    stream = Detokenizer(tokenizer, context=tokenizer.encode("the"))
     whale = [3 + byte for byte in "🐳".encode()]
     assert [stream.feed([i]).text for i in whale] == ["", "", "", "🐳"]
     assert stream.feed(whale[:2]).text == ""
-    assert stream.finish() == Piece("\ufffd")
+    assert stream.finish() == TextDelta("\ufffd")
 
 
 @pytest.mark.parametrize(("character", "given"), [("é", 1), ("€", 1), ("€", 2), ("🐳", 1), ("🐳", 2), ("🐳", 3)])
 def test_output_completes_the_prompts_half_character(made: Make, character: str, given: int) -> None:
     tokenizer = made("byte fallback")
     data = [3 + byte for byte in character.encode()]
-    assert TextStream(tokenizer, context=data[:given]).feed(data[given:]).text == character
+    assert Detokenizer(tokenizer, context=data[:given]).feed(data[given:]).text == character
     # Never completed, it is the prompt's U+FFFD and not the output's.
     the = tokenizer.encode("the", add_special=False)
-    assert TextStream(tokenizer, context=data[:given]).feed(the).text == " the"
+    assert Detokenizer(tokenizer, context=data[:given]).feed(the).text == " the"
 
 
 def test_half_a_surrogate_in_the_prompt_is_the_prompts(made: Make) -> None:
     tokenizer = made("byte fallback")
     half = [3 + byte for byte in b"\xed\xa0"]  # the decoder waits for a third byte, and shows two marks without one
-    assert TextStream(tokenizer, context=half).finish().text == ""
-    assert TextStream(tokenizer, context=half).feed(tokenizer.encode("the", add_special=False)).text == " the"
+    assert Detokenizer(tokenizer, context=half).finish().text == ""
+    assert Detokenizer(tokenizer, context=half).feed(tokenizer.encode("the", add_special=False)).text == " the"
 
 
 def test_leading_space_stays_behind_a_prompt(made: Make) -> None:
     tokenizer = made("byte fallback")
     sea = tokenizer.encode("sea", add_special=False)
     assert tokenizer.decode(sea) == "sea"
-    assert TextStream(tokenizer, context=tokenizer.encode("the")).feed(sea).text == " sea"
-    assert TextStream(tokenizer, context=[1]).feed(sea).text == "sea"  # behind <s> alone a text begins
+    assert Detokenizer(tokenizer, context=tokenizer.encode("the")).feed(sea).text == " sea"
+    assert Detokenizer(tokenizer, context=[1]).feed(sea).text == "sea"  # behind <s> alone a text begins
 
 
 def test_stop_text_is_held_until_decided(made: Make) -> None:
     tokenizer = made("byte level")
-    stream = TextStream(tokenizer, ["abc"])
+    stream = Detokenizer(tokenizer, ["abc"])
     letters = [tokenizer.encode(letter)[0] for letter in "xabab"]
     assert [stream.feed([i]).text for i in letters] == ["x", "", "", "ab", ""]
     assert stream.finish().text == "ab"
@@ -184,20 +184,20 @@ def test_stop_text_is_held_until_decided(made: Make) -> None:
 def test_stop_in_one_token_ends_and_counts(made: Make) -> None:
     tokenizer = made("byte level")
     ids = tokenizer.encode("a b. the sea")
-    stream = TextStream(tokenizer, ["."])
+    stream = Detokenizer(tokenizer, ["."])
     piece = stream.feed(ids)
     assert piece.text == "a b"
     assert piece.stopped
     assert tokenizer.decode(ids[: piece.num_tokens]) == "a b."
-    assert stream.feed(ids) == Piece(stopped=True)
-    assert stream.finish() == Piece(stopped=True)
+    assert stream.feed(ids) == TextDelta(stopped=True)
+    assert stream.finish() == TextDelta(stopped=True)
     assert stream.stop == "."
 
 
 def test_the_stop_string_that_ended_the_text_is_known(made: Make) -> None:
     tokenizer = made("byte level")
     for stops, found in ((["ship", "sea"], "sea"), (["the sea", "sea"], "the sea"), (["whale"], None)):
-        stream = TextStream(tokenizer, stops)
+        stream = Detokenizer(tokenizer, stops)
         stream.feed(tokenizer.encode("a b. the sea"))
         stream.finish()
         assert stream.stop == found
@@ -206,14 +206,14 @@ def test_the_stop_string_that_ended_the_text_is_known(made: Make) -> None:
 def test_first_complete_stop_wins_then_the_first_to_begin(made: Make) -> None:
     tokenizer = made("byte level")
     letters = [tokenizer.encode(letter)[0] for letter in "abcd"]
-    assert TextStream(tokenizer, ["abcd", "bc"]).feed(letters).text == "a"
+    assert Detokenizer(tokenizer, ["abcd", "bc"]).feed(letters).text == "a"
     (whole,) = tokenizer.encode(" the")
-    assert TextStream(tokenizer, ["e", "th"]).feed([whole]).text == " "
+    assert Detokenizer(tokenizer, ["e", "th"]).feed([whole]).text == " "
 
 
 def test_include_stop_holds_nothing(made: Make) -> None:
     tokenizer = made("byte level")
-    stream = TextStream(tokenizer, ["abc"], include_stop=True)
+    stream = Detokenizer(tokenizer, ["abc"], include_stop=True)
     letters = [tokenizer.encode(letter)[0] for letter in "xabcd"]
     assert [stream.feed([i]).text for i in letters] == ["x", "a", "b", "c", ""]
 
@@ -222,15 +222,15 @@ def test_special_tokens_are_hidden_or_shown(made: Make) -> None:
     tokenizer = made("byte level")
     end = next(i for i in tokenizer.special_ids if tokenizer.tokens([i]) == ["<|end|>"])
     ids = [*tokenizer.encode("a"), end, *tokenizer.encode("b")]
-    assert TextStream(tokenizer).feed(ids).text == "ab"
-    assert TextStream(tokenizer, hidden=()).feed(ids).text == "a<|end|>b"
-    assert TextStream(tokenizer, ["ab"]).feed(ids) == Piece("", True, 3, (0, 1, 1))
+    assert Detokenizer(tokenizer).feed(ids).text == "ab"
+    assert Detokenizer(tokenizer, hidden=()).feed(ids).text == "a<|end|>b"
+    assert Detokenizer(tokenizer, ["ab"]).feed(ids) == TextDelta("", True, 3, (0, 1, 1))
 
 
 def test_ids_beyond_the_vocabulary_are_silent(made: Make) -> None:
     tokenizer = made("byte level")
-    piece = TextStream(tokenizer, ["x"]).feed([tokenizer.vocab_size, 10**6, 2**40, -1])
-    assert piece == Piece("", False, 4, (0, 0, 0, 0))
+    piece = Detokenizer(tokenizer, ["x"]).feed([tokenizer.vocab_size, 10**6, 2**40, -1])
+    assert piece == TextDelta("", False, 4, (0, 0, 0, 0))
 
 
 @pytest.mark.parametrize("length", [1_000, 8_000])
@@ -248,6 +248,6 @@ def test_work_is_linear(made: Make, length: int) -> None:
 
     tokenizer.decoder = Counting()
     letter = tokenizer.encode("a")[0]
-    stream = TextStream(tokenizer, ["a" * length + "b"])
+    stream = Detokenizer(tokenizer, ["a" * length + "b"])
     assert "".join(stream.feed([letter]).text for _ in range(length + 5)) == "a" * 5
     assert calls == length + 5

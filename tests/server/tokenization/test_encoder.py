@@ -41,7 +41,7 @@ def test_encode_decode_tokens(made: Make) -> None:
 
 @pytest.mark.parametrize("text", ["", "the sea", " the  sea; the whale", "the 🐳🐋 sea", "日本語 the sea\n"])
 def test_a_text_is_echoed_with_the_place_of_each_token(tokenizer: Tokenizer, text: str) -> None:
-    ids, offsets = asyncio.run(Prompts(tokenizer).echoed(text))
+    ids, offsets = asyncio.run(Prompts(tokenizer).encode_with_offsets(text))
     assert ids == tokenizer.encode(text)
     assert len(offsets) == len(ids)
     assert offsets == sorted(offsets)
@@ -59,17 +59,17 @@ def test_a_text_is_echoed_with_the_place_of_each_token(tokenizer: Tokenizer, tex
 def test_ids_are_spelt_with_the_place_of_each_token(made: Make) -> None:
     tokenizer = made("byte level")
     ids = tokenizer.encode("the sea<|end|> whale")
-    assert asyncio.run(Prompts(tokenizer).spelt(ids)) == ("the sea whale", [0, 3, 7, 7])
-    assert asyncio.run(Prompts(tokenizer).spelt(ids, False)) == ("the sea<|end|> whale", [0, 3, 7, 14])
+    assert asyncio.run(Prompts(tokenizer).decode_with_offsets(ids)) == ("the sea whale", [0, 3, 7, 7])
+    assert asyncio.run(Prompts(tokenizer).decode_with_offsets(ids, False)) == ("the sea<|end|> whale", [0, 3, 7, 14])
 
 
 def test_words_are_spelt_at_the_start_of_a_text_and_behind_a_space(made: Make) -> None:
     tokenizer = made("byte level")
     prompts = Prompts(tokenizer)
     both = [tuple(tokenizer.encode(text)) for text in ("whale", " whale")]
-    assert asyncio.run(prompts.spellings(["whale", " whale"])) == both
+    assert asyncio.run(prompts.encode_words(["whale", " whale"])) == both
     marked = made("byte fallback")
-    assert asyncio.run(Prompts(marked).spellings(["sea"])) == [tuple(marked.encode("sea", False))]
+    assert asyncio.run(Prompts(marked).encode_words(["sea"])) == [tuple(marked.encode("sea", False))]
 
 
 def test_a_chat_begins_with_bos_once(folder: Callable[..., Path]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from server.tokenization import split as pieces_module
-from server.tokenization.split import Cuts
+from server.tokenization.split import TextSplitter
 from server.tokenization.tokenizer import Tokenizer
 from tests.toys import byte_level
 
@@ -35,17 +35,17 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(tokenizer: Tokenizer, s
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback, no strip", "metaspace"])
 def test_ordinary_texts_are_cut(made: Callable[[str], Tokenizer], small_pieces, kind: str) -> None:
-    cut = list(made(kind).cuts.pieces("the sea and\nthe whale a1 " * 40))
+    cut = list(made(kind).splitter.pieces("the sea and\nthe whale a1 " * 40))
     assert len(cut) > 20 and max(map(len, cut)) < 60
 
 
 def test_hexadecimal_is_cut_where_digits_follow_letters(made: Callable[[str], Tokenizer], small_pieces) -> None:
-    assert len(list(made("byte level").cuts.pieces("c0ffee12" * 100))) > 20
+    assert len(list(made("byte level").splitter.pieces("c0ffee12" * 100))) > 20
 
 
 def test_where_nothing_can_be_cut_a_text_is_one_piece(made: Callable[[str], Tokenizer], small_pieces) -> None:
     for text in ("", "a" * 1000, " " * 1000, "日本" * 500):
-        assert list(made("byte level").cuts.pieces(text)) == [text]
+        assert list(made("byte level").splitter.pieces(text)) == [text]
 
 
 def test_no_cut_goes_through_a_token_that_has_a_space_within(folder, small_pieces) -> None:
@@ -63,4 +63,6 @@ def test_a_tokenizer_that_looks_across_words_is_not_cut() -> None:
     def by_length(text: str) -> list[int]:
         return [len(text)]  # every token depends on all of the text
 
-    assert list(Cuts(by_length, ["a"]).pieces("word word\nword a1 " * 10_000)) == ["word word\nword a1 " * 10_000]
+    assert list(TextSplitter(by_length, ["a"]).pieces("word word\nword a1 " * 10_000)) == [
+        "word word\nword a1 " * 10_000
+    ]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine import ModelError
-from server.tokenization.detokenizer import TextStream
+from server.tokenization.detokenizer import Detokenizer
 from server.tokenization.tokenizer import ByteDecoder, PairDecoder, Tokenizer
 from tests.toys import byte_fallback, byte_level
 
@@ -36,7 +36,7 @@ def test_naughty_strings_come_back(data: Path, name: str) -> None:
         text = json.loads(line)["text"]
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
-        stream = TextStream(tokenizer)
+        stream = Detokenizer(tokenizer)
         assert "".join(stream.feed([token_id]).text for token_id in ids) + stream.finish().text == text
 
 

@@ -219,7 +219,7 @@ def test_many_requests_share_the_engine_and_leave_the_queue_to_others(folder):
             engine.hold()
             given = [[f"{letter} {number}" for number in range(40)] for letter in "abcdefghi"]
             asking = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": texts})) for texts in given]
-            await until(lambda: len(engine.open) == WINDOW and app.state.pequod.limits.open_inputs == 9 * 40)
+            await until(lambda: len(engine.open) == WINDOW and app.state.pequod.limits.inputs.open == 9 * 40)
             other = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "the whale", "max_tokens": 2}))
             await until(lambda: len(engine.open) == WINDOW + 1)
             assert len(engine.requests) == WINDOW + 1, "of nine requests no more inputs than of one"
@@ -230,7 +230,7 @@ def test_many_requests_share_the_engine_and_leave_the_queue_to_others(folder):
             fed = [list(request.prompt_ids) for request in engine.requests]
             first = [fed.index(ids(texts[0])) for texts in given]
             assert max(first) <= 9 * WINDOW < fed.index(ids(given[0][-1]))
-            assert app.state.pequod.limits.open_inputs == app.state.pequod.limits.open_choices == 0
+            assert app.state.pequod.limits.inputs.open == app.state.pequod.limits.open_choices == 0
 
     asyncio.run(main())
 

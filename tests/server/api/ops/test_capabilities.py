@@ -248,4 +248,4 @@ def test_refused_notes_say_what_passes():
         unsupported: typing.ClassVar = {"field": refused(False, 1.5, hint="Send another.")}
 
     [row] = table(Odd)
-    assert row.note == "Not supported: only what asks for nothing is accepted (null, false, 1.5). Send another."
+    assert row.note == "Not supported; allowed values: null, false, 1.5. Send another."

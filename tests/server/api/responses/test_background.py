@@ -43,7 +43,7 @@ def test_background_work_goes_on_without_the_connection(folder):
             done = await poll(client, made["id"], "completed")
             assert done["output"][0]["content"][0]["text"] == "the whale"
             assert done["usage"]["output_tokens"] == 3
-            await until(lambda: (limits.open_choices, limits.open_tokens) == (0, 0))
+            await until(lambda: (limits.open_choices, limits.tokens.open) == (0, 0))
             assert engine.aborted == []
 
     asyncio.run(main())

@@ -98,7 +98,7 @@ def test_a_burst_of_connections_is_accepted_in_few_turns_of_the_loop():
     """As many as there are descriptors of the listening socket, in each turn."""
     code = """
 import asyncio, contextlib, socket, threading, uvloop
-from server.http.server import ACCEPTS_PER_TURN
+from server.http.server import ACCEPTS_PER_ITERATION
 
 async def main(doubles):
     listener = socket.socket()
@@ -118,7 +118,7 @@ async def main(doubles):
     return turns
 
 one = uvloop.run(main(0))
-many = uvloop.run(main(ACCEPTS_PER_TURN - 1))
+many = uvloop.run(main(ACCEPTS_PER_ITERATION - 1))
 print(one, many)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

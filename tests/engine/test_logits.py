@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.batch import Entered
 from engine.kernels import library
 from engine.kernels.library import Kernels
-from engine.kernels.logits import NativeVocabulary
+from engine.kernels.logits import NativeLogits
+from engine.runner.logits import ROW_PARAMS, TorchLogits
 from engine.runner.sampler import Sampler
-from engine.runner.vocabulary import ASKED, TorchVocabulary
 from engine.types import SamplingParams
 from tests.engine.test_kernels import kernels, needs_library
 
@@ -33,8 +33,8 @@ def variant(request) -> Kernels:
 
 
 @pytest.fixture
-def native(variant) -> NativeVocabulary:
-    return NativeVocabulary(variant)
+def native(variant) -> NativeLogits:
+    return NativeLogits(variant)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def same_threads_after() -> Iterator[None]:
 
 
 def check_best(variant: Kernels, x: Tensor) -> None:
-    values, places = NativeVocabulary(variant).best(x)
+    values, places = NativeLogits(variant).best(x)
     want_values, want_places = x.max(dim=1)
     want_places = want_places.where(want_values.isfinite(), -1)
     assert torch.equal(places, want_places)
@@ -111,16 +111,16 @@ def ask(rng: random.Random, size: int) -> tuple[float, ...]:
 
 def cases(rng: random.Random, size: int, rows: int) -> tuple[Tensor, NDArray]:
     x = torch.stack([logits_of(rng, size) for _ in range(rows)])
-    return x, np.array([ask(rng, size) for _ in range(rows)], ASKED)
+    return x, np.array([ask(rng, size) for _ in range(rows)], ROW_PARAMS)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sampling_equals_torch(native, size):
     rng = random.Random(size)
-    oracle = TorchVocabulary(size, CPU)
+    oracle = TorchLogits(size, CPU)
     for rows in (1, 2, 7, 30):
         x, asked = cases(rng, size, rows)
-        for found, want in zip(native.draw(x, asked), oracle.draw(x, asked), strict=True):
+        for found, want in zip(native.sample(x, asked), oracle.sample(x, asked), strict=True):
             assert torch.equal(found, want), asked[found != want]
 
 
@@ -133,7 +133,7 @@ def test_edges_of_filters_equal_torch(native):
         asked = np.repeat(asked, len(u))
         asked["u"] = u
         x = x.repeat(len(u), 1)
-        assert torch.equal(native.draw(x, asked)[1], TorchVocabulary(size, CPU).draw(x, asked)[1]), asked[0]
+        assert torch.equal(native.sample(x, asked)[1], TorchLogits(size, CPU).sample(x, asked)[1]), asked[0]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -141,24 +141,24 @@ def test_row_samples_the_same_alone_in_any_order_and_on_any_threads(native, thre
     rng = random.Random(7)
     x, asked = cases(rng, 20011, 21)
     torch.set_num_threads(1)
-    alone = torch.cat([native.draw(x[i : i + 1], asked[i : i + 1])[1] for i in range(len(x))])
+    alone = torch.cat([native.sample(x[i : i + 1], asked[i : i + 1])[1] for i in range(len(x))])
     torch.set_num_threads(threads)
     for _ in range(5):
         order = rng.sample(range(len(x)), rng.randrange(1, len(x) + 1))
-        assert torch.equal(native.draw(x[order], asked[order])[1], alone[order])
-    assert torch.equal(native.draw(x.T.contiguous().T, asked)[1], alone)
+        assert torch.equal(native.sample(x[order], asked[order])[1], alone[order])
+    assert torch.equal(native.sample(x.T.contiguous().T, asked)[1], alone)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_row_without_a_finite_maximum_gets_index_minus_1_and_affects_no_other(native, value):
     x, asked = cases(random.Random(3), 3000, 6)
-    want = native.draw(x, asked)[1]
+    want = native.sample(x, asked)[1]
     x[1, 70], x[4] = value, -math.inf
-    top, places = native.draw(x, asked)
+    top, places = native.sample(x, asked)
     assert torch.equal(places[[0, 2, 3, 5]], want[[0, 2, 3, 5]])
     assert not top[[1, 4]].isfinite().any() and places[[1, 4]].tolist() == [-1, -1]
-    oracle = TorchVocabulary(3000, CPU)
-    assert torch.equal(oracle.draw(x, asked)[1], places)
+    oracle = TorchLogits(3000, CPU)
+    assert torch.equal(oracle.sample(x, asked)[1], places)
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_log_probabilities_are_those_in_float64(native, size):
         ids = torch.tensor([rng.randrange(size) for _ in range(6)])
         found = native.distribution(x, count).columns(ids)
         exact = x.double().log_softmax(1)
-        want = TorchVocabulary(size, CPU).distribution(x.double(), count).columns(ids)
+        want = TorchLogits(size, CPU).distribution(x.double(), count).columns(ids)
         torch.testing.assert_close(found[:, 0], exact.gather(1, ids.unsqueeze(1)).squeeze(1), rtol=1e-7, atol=1e-7)
         torch.testing.assert_close(found[:, 1 : 1 + count], want[:, 1 : 1 + count], rtol=1e-7, atol=1e-7)
         order = (-x).sort(dim=1, stable=True).indices
@@ -211,7 +211,7 @@ def test_masks_equal_torch(native, size):
         bits = rng.integers(-(2**31), 2**31, (len(chosen), -(-size // 32))).astype(np.int32)
         want = x.clone()
         native.forbid(x, np.array(chosen), bits)
-        TorchVocabulary(size, CPU).forbid(want, np.array(chosen), bits)
+        TorchLogits(size, CPU).forbid(want, np.array(chosen), bits)
         assert torch.equal(x, want)
 
 
@@ -220,8 +220,8 @@ def test_masks_equal_torch(native, size):
 
 @pytest.mark.parametrize("x", [torch.randn(2, 9).double(), torch.randn(9), torch.randn(2, 9).bfloat16()])
 def test_kernels_refuse_unsupported_tensors(native, x):
-    asked, bits = np.zeros(2, ASKED), np.zeros((2, 1), np.int32)
-    calls = native.best, lambda x: native.draw(x, asked), lambda x: native.distribution(x, 1)
+    asked, bits = np.zeros(2, ROW_PARAMS), np.zeros((2, 1), np.int32)
+    calls = native.best, lambda x: native.sample(x, asked), lambda x: native.distribution(x, 1)
     for call in (*calls, lambda x: native.forbid(x, np.arange(2), bits)):
         with pytest.raises(ValueError, match="not \\[rows, vocab\\] of float32"):
             call(x)

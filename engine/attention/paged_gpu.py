@@ -1,0 +1,308 @@
+"""Paged attention on a GPU, by our own Triton kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import EngineConfig
+from .backend import AttentionBackend, LayerCache
+from .layer import AttentionLayer, stored_size
+from .metadata import AttentionMeta
+from .reference import Reference
+
+MAX_DIM = 256
+PROGRAMS = 4  # per multiprocessor: as many as fit with the tiles below
+# Tokens of context per part of a row with one query. Fixed, so that a row's result does not depend on other rows.
+SPLIT = 256
+MAX_PARTS = 4096  # of one launch: bounds the memory for partial results
+# Queries times the heads that share a KV head, in an item of a longer row. Larger tiles of float32, whose products run
+# without matrix units, do not fit into the registers.
+TILE_ROWS, FLOAT32_TILE_ROWS = 128, 32
+ITEM = 8  # int32 numbers per work item, as the kernel reads them
+# By dtype, the relative difference from the reference above which the kernels are not used.
+MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TRIAL_BLOCK = 16  # tokens per block in the trial
+
+
+class Work:
+    """The work items of one launch, on the device: [items + 1, ITEM] int32."""
+
+    def __init__(self, items: Sequence[tuple[int, ...]], num_parts: int, device: torch.device) -> None:
+        table = np.zeros((len(items) + 1, ITEM), np.int32)
+        table[0, 0] = len(items)
+        for place, item in enumerate(items, 1):
+            table[place, : len(item)] = item
+        self.count = len(items)
+        self.num_parts = num_parts
+        self.table = torch.from_numpy(table).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launches:
+    """What a step launches for layers of one kind."""
+
+    decodes: list[Work]  # rows of one query
+    chunks: list[Work]  # longer rows
+
+
+class Plan:
+    """The work items of a step, made for the first layer of each kind."""
+
+    def __init__(self, meta: AttentionMeta) -> None:
+        self.meta = meta
+        self._launches: dict[tuple[int | None, int], _Launches] = {}
+
+    def launches(self, window: int | None, queries: int) -> _Launches:
+        """Return the launches for layers with this window, whose items of longer rows have this many queries."""
+        found = self._launches.get((window, queries))
+        if found is None:
+            found = self._launches[window, queries] = self._made(window, queries)
+        return found
+
+    def _made(self, window: int | None, queries: int) -> _Launches:
+        meta = self.meta
+        device = meta.block_table.device
+        decodes: list[Work] = []
+        parts: list[tuple[int, ...]] = []
+        chunks: list[tuple[int, int, int]] = []  # tokens of context, row, first query
+        for row, length in enumerate(meta.seq_lens_list):
+            new = meta.query_start_list[row + 1] - meta.query_start_list[row]
+            if new == 1:
+                begin = 0 if window is None else max(0, length - window) // SPLIT
+                count = -(-length // SPLIT) - begin
+                if parts and len(parts) + count > MAX_PARTS:
+                    decodes.append(Work(parts, len(parts), device))
+                    parts = []
+                base = len(parts)
+                parts += [(row, 0, part, count, base) for part in range(count)]
+            else:
+                chunks += [(length - new + first, row, first) for first in range(0, new, queries)]
+        if parts:
+            decodes.append(Work(parts, len(parts), device))
+        # Long items first, so that the last ones to end are short.
+        items = [(row, first) for _, row, first in sorted(chunks, reverse=True)]
+        return _Launches(decodes, [Work(items, 0, device)] if items else [])
+
+
+class PagedGPU:
+    """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream."""
+
+    drawback = ""  # no backend is preferred to it
+    invariant = False  # a token that is computed in a chunk is rounded otherwise than one computed alone
+    library: ctypes.CDLL | None = None
+
+    def __init__(self) -> None:
+        self._sums = torch.empty(0)
+        self._weights = torch.empty(0)
+        self._arrived = torch.empty(0)
+
+    @classmethod
+    def objection(
+        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
+    ) -> str | None:
+        if device.type != "cuda" and not is_interpreted():
+            return "the Triton kernels need a CUDA device"
+        if dtype not in MAX_ERROR:
+            return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
+        if any(max(layer.head_dim, layer.v_head_dim) > MAX_DIM for layer in layers):
+            return f"the Triton kernels serve heads of up to {MAX_DIM} numbers"
+        if any(layer.num_heads // layer.num_kv_heads > TILE_ROWS for layer in layers):
+            return f"the Triton kernels serve up to {TILE_ROWS} query heads per KV head"
+        return lack() or trial(layers, dtype, device)
+
+    @classmethod
+    def workspace_bytes(
+        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, config: EngineConfig
+    ) -> int:
+        """Return the bytes of partial results and of work items."""
+        assert config.max_len and config.max_seqs and config.max_batched_tokens
+        parts = min(MAX_PARTS, config.max_seqs * -(-config.max_len // SPLIT))
+        per_part = max(4 * layer.num_heads * (layer.v_head_dim + 2) + 4 * layer.num_kv_heads for layer in layers)
+        kinds = len({(layer.window, queries_of(layer, dtype)) for layer in layers})
+        items = config.max_seqs * -(-config.max_len // SPLIT) + config.max_batched_tokens
+        return parts * per_part + kinds * items * ITEM * 4
+
+    @classmethod
+    def create(cls, isa: str) -> PagedGPU:
+        return cls()
+
+    def allocate(
+        self,
+        layer: AttentionLayer,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sinks: Tensor | None = None,
+    ) -> LayerCache:
+        """Return a cache [blocks, kv_heads, bytes of a head's share of a block in the cache's dtype].
+
+        A share is the keys, then the values, and in int8 then the keys' scales and the values' scales.
+        """
+        line = stored_size(layer.head_dim, dtype) + stored_size(layer.v_head_dim, dtype)
+        # A share's scales are aligned to four bytes.
+        padding = -block_size * (layer.head_dim + layer.v_head_dim) % 4 if dtype == torch.int8 else 0
+        tensor = torch.empty(num_blocks, layer.num_kv_heads, block_size * line + padding, dtype=dtype, device=device)
+        return LayerCache(layer, block_size, tensor, None if sinks is None else sinks.float().contiguous())
+
+    def plan(self, meta: AttentionMeta) -> Plan:
+        return Plan(meta)
+
+    def kernel_address(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int | None:
+        return None
+
+    def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        from ..kernels.gpu import attention as kernels
+
+        layer, tensor, meta = cache.layer, cache.tensor, plan.meta
+        is_int8 = tensor.dtype == torch.int8
+        scales = tensor.view(torch.float32) if is_int8 else tensor
+        sizes = {
+            "DIM": layer.head_dim,
+            "V_DIM": layer.v_head_dim,
+            "DIM_P": padded(layer.head_dim),
+            "V_DIM_P": padded(layer.v_head_dim),
+            "BLOCK": cache.block_size,
+            "INT8": is_int8,
+        }
+        strides = tensor.stride(0), tensor.stride(1), scales.stride(0), scales.stride(1)
+        kernels.store[k.shape[0], layer.num_kv_heads](
+            k, v, meta.slot_mapping, tensor, scales, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *strides,
+            **sizes, num_warps=1, enable_fp_fusion=False,  # rounding to int8 is exact
+        )  # fmt: skip
+        out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
+        queries = queries_of(layer, q.dtype)
+        launches = plan.launches(layer.window, queries)
+        for works, most, split in ((launches.decodes, 1, SPLIT), (launches.chunks, queries, 0)):
+            for work in works:
+                self._reserve(work.num_parts, layer, q.device)
+                rows = tile_rows(layer, most)
+                kernels.attend[programs(work.count, layer.num_kv_heads, q.device), layer.num_kv_heads](
+                    q, tensor, scales, meta.block_table, work.table, meta.query_start, meta.seq_lens, out,
+                    self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
+                    layer.scale, layer.softcap or 0.0,
+                    q.stride(0), q.stride(1), *strides, meta.block_table.stride(0), out.stride(0),
+                    HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, QUERIES=most, ROWS=rows,
+                    TILE=tile(layer, q.dtype), SPLIT=split, WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None,
+                    SINKS=cache.sinks is not None, WIDEN=is_interpreted(), **sizes,
+                    num_warps=8 if rows > 64 else 4, enable_fp_fusion=True,
+                )  # fmt: skip
+        return out
+
+    def _reserve(self, num_parts: int, layer: AttentionLayer, device: torch.device) -> None:
+        """Make sure that the workspace has room for the partial results of a launch."""
+        sums, weights, arrived = (
+            num_parts * layer.num_heads * layer.v_head_dim,
+            num_parts * layer.num_heads * 2,
+            num_parts * layer.num_kv_heads,
+        )
+        if self._sums.numel() < sums or self._sums.device != device:
+            self._sums = torch.empty(sums, dtype=torch.float32, device=device)
+        if self._weights.numel() < weights or self._weights.device != device:
+            self._weights = torch.empty(weights, dtype=torch.float32, device=device)
+        if self._arrived.numel() < arrived or self._arrived.device != device:
+            self._arrived = torch.zeros(arrived, dtype=torch.int32, device=device)
+
+
+def queries_of(layer: AttentionLayer, dtype: torch.dtype) -> int:
+    """Return the number of queries in a work item of a longer row."""
+    rows = FLOAT32_TILE_ROWS if dtype == torch.float32 else TILE_ROWS
+    return max(1, rows * layer.num_kv_heads // layer.num_heads)
+
+
+def tile_rows(layer: AttentionLayer, queries: int) -> int:
+    """Return the height of the tile of this many queries: a power of two, at least what a product of tiles needs."""
+    return padded(queries * layer.num_heads // layer.num_kv_heads)
+
+
+def padded(dim: int) -> int:
+    """Return the width of a tile for heads of `dim` numbers: a power of two, at least what a product of tiles needs."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def tile(layer: AttentionLayer, dtype: torch.dtype) -> int:
+    """Return the number of keys that are multiplied at once: what registers and shared memory allow without spills."""
+    dim = padded(max(layer.head_dim, layer.v_head_dim))
+    if dtype == torch.float32:
+        return 32 if dim <= MAX_DIM // 2 else 16
+    return 64 if dim <= MAX_DIM // 2 else 32
+
+
+def programs(items: int, kv_heads: int, device: torch.device) -> int:
+    """Return the number of programs per KV head that share the work items of a launch."""
+    if device.type != "cuda":
+        return min(items, 3)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(items, PROGRAMS * multiprocessors // kv_heads))
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton runs kernels in its interpreter, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def lack() -> str | None:
+    """Return what this machine lacks to compile Triton kernels, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (`pip install triton`)"
+    if is_interpreted():
+        return None
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler: install gcc"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "Triton needs Python's headers: install the package python3-dev"
+    return None
+
+
+def trial(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Compile and run the kernels for each kind of layer; return why they cannot be used, or None.
+
+    The compiled kernels are kept, so this costs a start no more than their first use would.
+    """
+    for layer in dict.fromkeys(layers):
+        try:
+            error = _error(layer, dtype, device)
+        except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
+            first = (str(problem).strip().splitlines() or [""])[0]
+            return f"the Triton kernels do not run on this device: {type(problem).__name__}: {first[:200]}"
+        if not error < MAX_ERROR[dtype]:
+            return f"the Triton kernels compute wrong results on this device (relative error {error:.2g})"
+    return None
+
+
+def _error(layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the relative difference from the reference, for a chunk of two tiles and then a decode of two parts."""
+    draw = torch.Generator().manual_seed(0)
+    length = SPLIT + 2
+    blocks = list(range(-(-length // TRIAL_BLOCK)))
+
+    def numbers(heads: int, dim: int) -> Tensor:
+        return torch.randn(length, heads, dim, generator=draw).to(device, dtype)
+
+    q = numbers(layer.num_heads, layer.head_dim)
+    k, v = numbers(layer.num_kv_heads, layer.head_dim), numbers(layer.num_kv_heads, layer.v_head_dim)
+    sinks = None if layer.sinks is None else torch.zeros(layer.num_heads, dtype=dtype, device=device)
+    results = []
+    with torch.inference_mode():
+        backends: list[AttentionBackend] = [PagedGPU(), Reference()]
+        for backend in backends:
+            cache = backend.allocate(layer, len(blocks), TRIAL_BLOCK, dtype, device, sinks=sinks)
+            found = []
+            for first, last in ((0, length - 1), (length - 1, length)):
+                plan = backend.plan(AttentionMeta.of([(blocks, first, last - first)], TRIAL_BLOCK, device))
+                found.append(backend.attend(cache, q[first:last], k[first:last], v[first:last], plan).double())
+            results.append(torch.cat(found))
+    ours, reference = results
+    return float((ours - reference).norm() / reference.norm())

@@ -1,0 +1,123 @@
+// Ways to multiply a unit (pages.h) of queries by one of keys, or one of weights by one of values: one for each pair of
+// types.
+//
+// step: sum[m][j] += x[m] * w[j] over one unit. Number `half` of query m's unit is x[m * A + half * B].
+#pragma once
+#include "pages.h"
+
+namespace {
+
+#define UNROLLED _Pragma("GCC unroll 8")
+#define INLINE inline __attribute__((always_inline))
+
+struct Floats {
+  typedef float Number;
+  typedef Number Held;
+  static const int X_BYTES = 4;
+  template <int A, int B, int M, int J>
+  static INLINE void step(V (&sum)[M][J], const char* x, const char* const (&w)[J], int64_t at) {
+    V b[J];
+    UNROLLED for (int j = 0; j < J; ++j) b[j] = load((const float*)(w[j] + at));
+    UNROLLED for (int m = 0; m < M; ++m) {
+      const V a = set1(((const float*)x)[m * A]);
+      UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
+    }
+  }
+  // Store unit u of query m of a group of `tall` queries.
+  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) { ((uint32_t*)x)[u * tall + m] = unit; }
+  // Store softmax weights, rounded to the type they are multiplied in; returns the rounded weights.
+  static V store_weights(char* p, int lane, V e) {
+    store((float*)p + lane, e);
+    return e;
+  }
+};
+
+// Widens bfloat16 to float by shifts, which is exact, and computes in floats.
+struct Widened {
+  typedef uint16_t Number;
+  typedef Number Held;
+  static const int X_BYTES = 8;
+  template <int A, int B, int M, int J>
+  static INLINE void step(V (&sum)[M][J], const char* x, const char* const (&w)[J], int64_t at) {
+    V b[J];
+    UNROLLED for (int j = 0; j < J; ++j) b[j] = lower(load_units(w[j] + at));
+    UNROLLED for (int m = 0; m < M; ++m) {
+      const V a = set1(((const float*)x)[m * A]);
+      UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
+    }
+    UNROLLED for (int j = 0; j < J; ++j) b[j] = upper(load_units(w[j] + at));
+    UNROLLED for (int m = 0; m < M; ++m) {
+      const V a = set1(((const float*)x)[m * A + B]);
+      UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
+    }
+  }
+  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) {
+    ((uint32_t*)x)[2 * u * tall + m] = unit << 16;
+    ((uint32_t*)x)[(2 * u + 1) * tall + m] = unit & 0xffff0000;
+  }
+  static V store_weights(char* p, int lane, V e) { return Floats::store_weights(p, lane, e); }
+};
+
+#if defined(HAS_DOT)
+struct Dotted {
+  typedef uint16_t Number;
+  typedef Number Held;
+  static const int X_BYTES = 4;
+  template <int A, int B, int M, int J>
+  static INLINE void step(V (&sum)[M][J], const char* x, const char* const (&w)[J], int64_t at) {
+    U b[J];
+    UNROLLED for (int j = 0; j < J; ++j) b[j] = load_units(w[j] + at);
+    UNROLLED for (int m = 0; m < M; ++m) {
+      uint32_t pair;
+      memcpy(&pair, x + m * (A == 1 ? 4 : A * 2), 4);
+      const U a = set1_units(pair);
+      UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = dot(sum[m][j], a, b[j]);
+    }
+  }
+  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) { Floats::put(x, u, m, tall, unit); }
+  // The weights' sum adds the rounded weights, so that they still sum to 1.
+  static V store_weights(char* p, int lane, V e) {
+    const U halves = to_bf16_units(e);
+    store_halves((uint16_t*)p + lane, halves);
+    return lower(halves);
+  }
+};
+typedef Dotted Halves;
+#else
+typedef Widened Halves;
+#endif
+
+// Widens int8 to float, which is exact; queries and weights are floats.
+template <class Model>
+struct Bytes {
+  typedef Model Number;
+  typedef int8_t Held;
+  static const int X_BYTES = 4;
+  template <int A, int B, int M, int J>
+  static INLINE void step(V (&sum)[M][J], const char* x, const char* const (&w)[J], int64_t at) {
+    V b[J];
+    UNROLLED for (int j = 0; j < J; ++j) b[j] = load_bytes((const int8_t*)w[j] + at);
+    UNROLLED for (int m = 0; m < M; ++m) {
+      const V a = set1(((const float*)x)[m * A]);
+      UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = fma(a, b[j], sum[m][j]);
+    }
+  }
+  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) {
+    Floats::put(x, u, m, tall, sizeof(Number) == 2 ? unit << 16 : unit);
+  }
+  static V store_weights(char* p, int lane, V e) { return Floats::store_weights(p, lane, e); }
+};
+
+// sum[m][j] += x[m] * w[j] over all units. Prefetches the same offsets from `ahead` unless it is null: every EACH-th of
+// its vectors starts a cache line, as do units at multiples of 64 bytes.
+template <class Kind, int A, int B, int EACH, int M, int J>
+INLINE void accumulate(V (&sum)[M][J], const char* x, int64_t x_bytes, const char* const (&w)[J], int64_t w_bytes,
+                       int64_t units, const char* const* ahead) {
+  for (int64_t u = 0, at = 0; u < units; ++u, at += w_bytes, x += x_bytes) {
+    if (ahead && at % 64 == 0)
+      UNROLLED for (int j = 0; j < J; j += EACH) __builtin_prefetch(ahead[j] + at, 0, 2);
+    Kind::template step<A, B>(sum, x, w, at);
+  }
+}
+
+}  // namespace

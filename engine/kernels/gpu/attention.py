@@ -1,0 +1,214 @@
+"""Triton kernels of paged attention: `store` writes keys and values to the cache, `attend` reads them.
+
+A block of the cache holds for each KV head its keys, then its values, and in int8 then the scales of both. Strides
+count numbers of the tensor that they belong to. Sums are in float32.
+
+`attend` computes the softmax online as in Dao 2023, "FlashAttention-2". Its programs take work items from a list that
+the host makes, because it knows the length of every row. A row of one query is split over its context into parts of a
+fixed size; the program that finishes the last part adds all of them up in their order, so that the result does not
+depend on how many rows a step has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds a small float32, ties to even
+ITEM = tl.constexpr(8)  # int32 numbers per work item; the first item is the header, which starts with their number
+
+
+@triton.jit
+def _quantized(x):
+    """Return a vector as int8 numbers and their scale, as engine.attention.reference.quantize does."""
+    top = tl.max(tl.abs(x), 0)  # ignores NaN
+    small = top < 127 * 1.1754943508222875e-38
+    finite = (top < float("inf")) & (tl.sum((x != x).to(tl.int32), 0) == 0)
+    inverse = tl.where(small | (finite == 0), 0.0, tl.div_rn(127.0, top))
+    scale = tl.where(small, 0.0, tl.div_rn(top, 127.0))
+    scale = tl.where(finite, scale, float("nan"))
+    whole = x * inverse
+    whole = tl.where(whole == whole, whole, 0.0)
+    return (whole + ROUND - ROUND).to(tl.int8), scale
+
+
+@triton.jit
+def store(
+    k_ptr, v_ptr, slots_ptr, cache_ptr, scales_ptr,
+    k_token, k_head, v_token, v_head, cache_block, cache_head, scales_block, scales_head,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr,
+    INT8: tl.constexpr,
+):  # fmt: skip
+    """Store one KV head's key and value of one token. Tokens with a negative slot are padding.
+
+    k, v: [tokens, kv_heads, dim]. slots: [tokens] int64. cache: [blocks, kv_heads, BLOCK * (DIM + V_DIM)].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        block = slot // BLOCK
+        offset = slot % BLOCK
+        share = cache_ptr + block * cache_block + head * cache_head
+        d = tl.arange(0, DIM_P)
+        e = tl.arange(0, V_DIM_P)
+        k = tl.load(k_ptr + token * k_token + head * k_head + d, mask=d < DIM, other=0.0)
+        v = tl.load(v_ptr + token * v_token + head * v_head + e, mask=e < V_DIM, other=0.0)
+        if INT8:
+            scales = scales_ptr + block * scales_block + head * scales_head + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
+            k, k_scale = _quantized(k.to(tl.float32))
+            v, v_scale = _quantized(v.to(tl.float32))
+            tl.store(scales, k_scale)
+            tl.store(scales + BLOCK, v_scale)
+        tl.store(share + offset * DIM + d, k, mask=d < DIM)
+        tl.store(share + BLOCK * DIM + offset * V_DIM + e, v, mask=e < V_DIM)
+
+
+@triton.jit
+def attend(
+    q_ptr, cache_ptr, scales_ptr, table_ptr, work_ptr, starts_ptr, lengths_ptr, out_ptr,
+    sums_ptr, weights_ptr, arrived_ptr, sinks_ptr, scale, softcap,
+    q_token, q_head, cache_block, cache_head, scales_block, scales_head, table_row, out_token,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
+    V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, INT8: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend causally from the queries of work items, for the KV head of the program.
+
+    q: [tokens, HEADS, DIM]. out: [tokens, HEADS, V_DIM]. table: [rows, blocks]. starts: [rows + 1], a prefix sum.
+    lengths: [rows] tokens in the cache, new ones included. work: items of (row, first query, part, number of parts,
+    index of the first part among all). SPLIT: tokens per part; 0: rows are not split, and an item has QUERIES queries,
+    else one. sums: [parts, HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results; arrived: [parts,
+    KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the height of a tile.
+    WIDEN: multiply in float32, as the interpreter must.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(1)
+    count = tl.load(work_ptr)
+    m = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM_P)
+    e = tl.arange(0, V_DIM_P)
+    t = tl.arange(0, TILE)
+    head = kv_head * GROUP + m % GROUP
+    for item in range(tl.program_id(0), count, tl.num_programs(0)):
+        work = work_ptr + (item + 1) * ITEM
+        row = tl.load(work)
+        first_query = tl.load(work + 1)
+        start = tl.load(starts_ptr + row)
+        new = tl.load(starts_ptr + row + 1) - start
+        length = tl.load(lengths_ptr + row)
+        query = first_query + m // GROUP
+        valid = (query < new) & (m < QUERIES * GROUP)
+        token = (start + query).to(tl.int64)
+        q_at = q_ptr + token[:, None] * q_token + head[:, None] * q_head + d[None, :]
+        q = tl.load(q_at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
+        position = length - new + query
+        first = length - new + first_query
+        begin = 0
+        end = tl.minimum(length, first + QUERIES)
+        if WINDOW:
+            begin = tl.maximum(0, first - WINDOW + 1)
+        if SPLIT:
+            part = tl.load(work + 2)
+            parts = tl.load(work + 3)
+            base = tl.load(work + 4)
+            # Parts are counted from the one in which the window begins.
+            low = (begin // SPLIT + part) * SPLIT
+            begin = tl.maximum(begin, low)
+            end = tl.minimum(end, low + SPLIT)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        values = tl.zeros([ROWS, V_DIM_P], tl.float32)
+        for at in range(begin // TILE * TILE, end, TILE):
+            key = at + t
+            live = key < end
+            block = tl.load(table_ptr + row.to(tl.int64) * table_row + key // BLOCK, mask=live, other=0).to(tl.int64)
+            offset = key % BLOCK
+            share = cache_ptr + block * cache_block + kv_head * cache_head
+            k_at = (share + offset * DIM)[None, :] + d[:, None]
+            v_at = (share + BLOCK * DIM + offset * V_DIM)[:, None] + e[None, :]
+            k = tl.load(k_at, mask=live[None, :] & (d < DIM)[:, None], other=0.0)
+            v = tl.load(v_at, mask=live[:, None] & (e < V_DIM)[None, :], other=0.0)
+            if WIDEN:
+                scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
+            else:
+                scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+            if INT8:
+                scales = (
+                    scales_ptr
+                    + block * scales_block
+                    + kv_head * scales_head
+                    + (BLOCK * (DIM + V_DIM) + 3) // 4
+                    + offset
+                )
+                scores *= tl.load(scales, mask=live, other=0.0)[None, :]
+                v_scale = tl.load(scales + BLOCK, mask=live, other=0.0)
+            scores *= scale
+            if SOFTCAP:
+                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+            seen = (key[None, :] <= position[:, None]) & live[None, :]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores * LOG2E, float("-inf"))
+            highest = tl.maximum(top, tl.max(scores, 1))
+            shift = tl.where(highest == float("-inf"), 0.0, highest)
+            weights = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(top - shift)
+            total = total * decay + tl.sum(weights, 1)
+            if INT8:
+                weights = weights * v_scale[None, :]
+            if WIDEN:
+                values = values * decay[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
+            else:
+                v = v.to(q.dtype)
+                values = tl.dot(weights.to(q.dtype), v, values * decay[:, None], input_precision="ieee")
+            top = highest
+        missing = row - row  # parts that have not been stored yet
+        if SPLIT:
+            if parts > 1:
+                index = (base + part).to(tl.int64) * HEADS + head
+                tl.store(weights_ptr + index * 2, top, mask=valid)
+                tl.store(weights_ptr + index * 2 + 1, total, mask=valid)
+                tl.store(
+                    sums_ptr + index[:, None] * V_DIM + e[None, :], values,
+                    mask=valid[:, None] & (e < V_DIM)[None, :],
+                )  # fmt: skip
+                tl.debug_barrier()  # all threads have stored before one of them counts the part
+                counter = arrived_ptr + base * KV_HEADS + kv_head
+                missing = parts - 1 - tl.atomic_add(counter, 1, sem="acq_rel")
+                if missing == 0:
+                    tl.store(counter, 0)
+                    top = tl.full([ROWS], float("-inf"), tl.float32)
+                    total = tl.zeros([ROWS], tl.float32)
+                    values = tl.zeros([ROWS, V_DIM_P], tl.float32)
+                    for other in range(0, parts):
+                        index = (base + other).to(tl.int64) * HEADS + head
+                        # Past the first-level cache, which other programs' stores do not reach.
+                        its_top = tl.load(
+                            weights_ptr + index * 2, mask=valid, other=float("-inf"), cache_modifier=".cg"
+                        )
+                        its_total = tl.load(weights_ptr + index * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+                        its_values = tl.load(
+                            sums_ptr + index[:, None] * V_DIM + e[None, :],
+                            mask=valid[:, None] & (e < V_DIM)[None, :], other=0.0, cache_modifier=".cg",
+                        )  # fmt: skip
+                        highest = tl.maximum(top, its_top)
+                        shift = tl.where(highest == float("-inf"), 0.0, highest)
+                        mine = tl.exp2(top - shift)
+                        its = tl.exp2(its_top - shift)
+                        total = total * mine + its_total * its
+                        values = values * mine[:, None] + its_values * its[:, None]
+                        top = highest
+        if missing == 0:
+            if SINKS:
+                sink = tl.load(sinks_ptr + head, mask=valid, other=0.0) * LOG2E
+                highest = tl.maximum(top, sink)
+                shift = tl.where(highest == float("-inf"), 0.0, highest)
+                decay = tl.exp2(top - shift)
+                total = total * decay + tl.exp2(sink - shift)
+                values = values * decay[:, None]
+            result = values / total[:, None]
+            out_at = out_ptr + token[:, None] * out_token + (head * V_DIM)[:, None] + e[None, :]
+            tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (e < V_DIM)[None, :])

@@ -1,0 +1,27 @@
+"""Starts child processes that run modules of ours, mostly because these import torch or transformers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child that runs a module of ours, from any directory.
+
+    The child imports nothing from the current directory, which may be an untrusted model folder.
+    """
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def run_python(
+    *arguments: str, timeout_s: float | None = None, capture: bool = True, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python until it ends. Raises subprocess.TimeoutExpired."""
+    command = [sys.executable, *arguments]
+    environment = child_environment() | dict(variables or {})
+    return subprocess.run(command, capture_output=capture, text=True, timeout=timeout_s, check=False, env=environment)

@@ -1,0 +1,134 @@
+"""Compile the Triton kernels for a GPU, without one, and print what each takes, as JSON lines.
+
+python -m tests.engine.gpu_resources --arch 90
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.attention.layer import AttentionLayer
+from engine.attention.paged_gpu import SPLIT, padded, queries_of, tile, tile_rows
+from engine.kernels.gpu import attention
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8"}
+# Strides of blocks and tokens are multiples of 16 for the heads below, as the launcher finds when it runs.
+ALIGNED = re.compile(r".*_(ptr|token|head|block|row)$")
+
+
+def layer(heads: int, kv_heads: int, dim: int, **more: Any) -> AttentionLayer:
+    return AttentionLayer(heads, kv_heads, dim, dim, scale=1.0, **more)
+
+
+LAYERS = {
+    "Qwen3 0.6B": layer(16, 8, 128),
+    "Llama 8B": layer(32, 8, 128),
+    "Gemma 3 with a window": layer(8, 4, 256, window=1024, softcap=50.0),
+    "gpt-oss": layer(64, 8, 64, window=128, sinks="sinks"),
+    "Phi-3": layer(32, 32, 96),
+}
+
+
+def attend(
+    layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, decodes: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the types of the arguments and the constants of a launch, as PagedGPU makes it."""
+    queries = 1 if decodes else queries_of(layer, dtype)
+    types = {
+        "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache == torch.int8 else cache,
+        "out_ptr": dtype,
+    }  # fmt: skip
+    signature = {name: "*" + NAMES[each] for name, each in types.items()}
+    signature |= dict.fromkeys(("table_ptr", "work_ptr", "starts_ptr", "lengths_ptr", "arrived_ptr"), "*i32")
+    signature |= dict.fromkeys(("sums_ptr", "weights_ptr", "sinks_ptr"), "*fp32")
+    signature |= {"scale": "fp32", "softcap": "fp32"}
+    constants = {
+        "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
+        "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
+        "ROWS": tile_rows(layer, queries), "TILE": tile(layer, dtype), "SPLIT": SPLIT if decodes else 0,
+        "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
+        "INT8": cache == torch.int8, "WIDEN": False,
+    }  # fmt: skip
+    return signature, constants
+
+
+def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    signature = {"k_ptr": "*" + NAMES[dtype], "v_ptr": "*" + NAMES[dtype], "slots_ptr": "*i64"}
+    signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache == torch.int8 else "*" + NAMES[cache]}
+    constants = {
+        "DIM": layer.head_dim, "V_DIM": layer.v_head_dim, "DIM_P": padded(layer.head_dim),
+        "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "INT8": cache == torch.int8,
+    }  # fmt: skip
+    return signature, constants
+
+
+def kernels() -> Iterator[tuple[str, Any, tuple[dict[str, Any], dict[str, Any]], int]]:
+    """Yield (name, kernel, its arguments, warps) for the shapes and dtypes that are compiled."""
+    for name, each in LAYERS.items():
+        for dtype, cache in (
+            (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8), (torch.float32, torch.float32),
+        ):  # fmt: skip
+            label = f"{name} {NAMES[dtype]} {NAMES[cache]}"
+            for decodes in (True, False):
+                arguments = attend(each, dtype, cache, decodes=decodes)
+                warps = 8 if arguments[1]["ROWS"] > 64 else 4
+                yield f"{'decode' if decodes else 'chunk'} {label}", attention.attend, arguments, warps
+            yield f"store {label}", attention.store, store(each, dtype, cache), 1
+
+
+def resources(kernel: Any, arguments: tuple[dict[str, Any], dict[str, Any]], warps: int, arch: int) -> dict[str, Any]:
+    """Compile a kernel; return its registers and stack per thread, its shared memory, and its matrix instructions."""
+    types, constants = arguments
+    signature = {name: types.get(name, "i32") if name not in constants else "constexpr" for name in kernel.arg_names}
+    hints = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and ALIGNED.match(name)
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
+    options = {"num_warps": warps, "enable_fp_fusion": kernel is attention.attend}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+        code = subprocess.run([TOOLS / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "shared": compiled.metadata.shared,
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        "HMMA": len(re.findall(r"\bHMMA", code)),
+        "HGMMA": len(re.findall(r"\bHGMMA", code)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    args = parser.parse_args()
+    for name, kernel, arguments, warps in kernels():
+        if args.only in name:
+            print(json.dumps({"kernel": name, **resources(kernel, arguments, warps, args.arch)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The Triton kernels in Triton's interpreter, on the CPU.
+
+test_paged_gpu.py runs this file in a process of its own: Triton decides whether to interpret when it is imported.
+
+    TRITON_INTERPRET=1 python -m pytest tests/engine/interpreted.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+import torch
+
+from engine import ConfigError, EngineConfig, EngineRequest, LocalEngine, SamplingParams
+from engine.attention import AttentionLayer, AttentionMeta, check, choice, paged_gpu
+from engine.attention.paged_gpu import PagedGPU
+from engine.attention.reference import quantize
+from tests.engine.test_attention import CPU, Pool, layer_of
+from tests.models import make
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Parts and tiles that short sequences fill, so that the interpreter has little to do."""
+    monkeypatch.setattr(paged_gpu, "SPLIT", 32)
+    monkeypatch.setattr(paged_gpu, "TILE_ROWS", 16)
+    monkeypatch.setattr(paged_gpu, "FLOAT32_TILE_ROWS", 16)
+    monkeypatch.setattr(paged_gpu, "tile", lambda *_: 16)
+
+
+@pytest.mark.parametrize(
+    "shape, block_size, held, rules",
+    [
+        ((2, 2, 8, 8), 16, torch.float32, {}),
+        ((1, 12, 16, 16), 4, torch.float32, {"window": 20}),
+        ((2, 3, 24, 8), 5, torch.float32, {"softcap": 5.0, "sinks": True}),
+        ((1, 1, 40, 40), 16, torch.float32, {"window": 5, "sinks": True}),
+        ((2, 2, 16, 16), 16, torch.int8, {}),
+        ((1, 3, 24, 7), 5, torch.int8, {"window": 20, "softcap": 5.0, "sinks": True}),
+    ],
+)
+def test_mixed_rows_equal_dense_attention(small, shape, block_size, held, rules):
+    kv_heads, group, dim, v_dim = shape
+    values = torch.linspace(-1, 2, kv_heads * group) if "sinks" in rules else None
+    layer = layer_of(kv_heads, dim, v_dim, group=group, window=rules.get("window"), softcap=rules.get("softcap"))
+    pool = Pool(
+        1, [40, 3, 67], layer, block_size=block_size, dtype=torch.float32, held=held, sinks=values, backend=PagedGPU()
+    )
+    assert pool.run() < 1e-5
+
+
+def test_float16_is_as_exact_as_its_rounding(small):
+    assert Pool(2, [40, 70], layer_of(2, 16, 16), block_size=16, dtype=torch.float16, backend=PagedGPU()).run() < 4e-3
+
+
+def test_decodes_are_the_same_beside_any_other_rows(small):
+    """A part's size is fixed, and the parts are added in order, whichever program finishes last."""
+
+    def last_token(others: dict[int, int]) -> torch.Tensor:
+        lengths = [70, 33, 40]
+        pool = Pool(3, lengths, layer_of(2, 16, 16), block_size=16, dtype=torch.float32, backend=PagedGPU())
+        for row, length in enumerate(lengths):
+            pool.step({row: length - 1})
+        rows = {0: 1, **others}
+        meta = AttentionMeta.of([(pool.blocks[row], lengths[row] - 1, new) for row, new in rows.items()], 16)
+        q, k, v = (torch.cat([each[row][-1:] for row in rows]) for each in (pool.q, pool.k, pool.v))
+        return pool.cache.attend(0, q, k, v, pool.cache.plan(meta))[0]
+
+    alone = last_token({})
+    assert torch.equal(alone, last_token({1: 1}))
+    assert torch.equal(alone, last_token({2: 1, 1: 1}))
+
+
+def test_more_parts_than_the_workspace_holds_are_launched_one_after_another(small, monkeypatch):
+    monkeypatch.setattr(paged_gpu, "MAX_PARTS", 4)
+    layer = layer_of(1, 16, 16)
+    pool = Pool(4, [70, 69, 68], layer, block_size=16, dtype=torch.float32, backend=PagedGPU())
+    pool.step({0: 69, 1: 68, 2: 67})
+    plan = pool.cache.plan(AttentionMeta.of([(blocks, 67, 1) for blocks in pool.blocks], 16))
+    assert [work.num_parts for work in plan.launches(None, 8).decodes] == [3, 3, 3]
+    assert pool.step({0: 1, 1: 1, 2: 1}) < 1e-5
+
+
+def test_int8_holds_the_same_numbers_and_scales_as_the_reference(small):
+    backend, layer = PagedGPU(), layer_of(1, 24, 16)
+    cache = backend.allocate(layer, 2, 4, torch.int8, CPU)
+    k, v = torch.randn(4, 1, 24), torch.randn(4, 1, 16)
+    k[1] = 0
+    k[2, 0, 3] = float("nan")
+    v[3] = 1e-40
+    meta = AttentionMeta.of([([1], 0, 4)], 4)
+    backend.attend(cache, torch.randn(4, 2, 24), k, v, backend.plan(meta))
+    share = cache.tensor[1, 0]
+    keys, values = share[:96].view(4, 24), share[96:160].view(4, 16)
+    scales = share[160:].view(torch.float32).view(2, 4)
+    for found, scale, wanted in ((keys, scales[0], quantize(k)[:, 0]), (values, scales[1], quantize(v)[:, 0])):
+        assert torch.equal(found, wanted[:, :-4])
+        assert torch.equal(scale.nan_to_num(-1), wanted[:, -4:].contiguous().view(torch.float32)[:, 0].nan_to_num(-1))
+
+
+def test_padding_tokens_are_not_stored(small):
+    backend, layer = PagedGPU(), layer_of(1, 16, 16)
+    cache = backend.allocate(layer, 1, 4, torch.float32, CPU)
+    cache.tensor.fill_(7)
+    meta = AttentionMeta.of([([0], 0, 2)], 4)
+    meta.slot_mapping[1] = -1
+    backend.attend(cache, torch.zeros(2, 2, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16), backend.plan(meta))
+    assert (cache.tensor == 0).sum() == 32 and (cache.tensor == 7).sum() == 4 * 32 - 32
+
+
+@pytest.mark.parametrize(
+    "layer, dtype, words",
+    [
+        (layer_of(1, 512, 512), torch.bfloat16, "heads of up to 256"),
+        (layer_of(1, 64, 64), torch.float64, "do not compute in float64"),
+        (layer_of(1, 16, 16, group=256), torch.bfloat16, "up to 128 query heads"),
+    ],
+)
+def test_models_that_the_kernels_cannot_serve_are_declined(layer, dtype, words):
+    assert words in PagedGPU.objection([layer], dtype, CPU, "auto")
+    with pytest.raises(ConfigError, match=words):
+        choice.choose("triton", CPU, [layer], dtype)
+
+
+def test_kernels_that_fail_or_err_are_declined(small, monkeypatch):
+    layer = AttentionLayer(2, 1, 16, 16, scale=0.25)
+    assert PagedGPU.objection([layer], torch.float32, CPU, "auto") is None
+    check("triton")
+    monkeypatch.setattr(paged_gpu, "programs", lambda *_: 1 / 0)
+    assert "do not run on this device: ZeroDivisionError" in PagedGPU.objection([layer], torch.float32, CPU, "auto")
+    monkeypatch.undo()
+    monkeypatch.setattr(paged_gpu.Reference, "attend", lambda self, cache, q, k, v, plan: q.new_ones(q.shape))
+    assert "wrong results on this device" in PagedGPU.objection([layer], torch.float32, CPU, "auto")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_an_engine_samples_the_tokens_of_the_reference(tmp_path, name):
+    """Prompts in chunks beside decodes, in our own decoder and in transformers' code."""
+    folder = make(name, tmp_path, seed=5)
+
+    def outputs(attention: str) -> list[tuple[int, ...]]:
+        config = EngineConfig(
+            model=str(folder), dtype="float32", attention=attention, block_size=4, num_blocks=64, max_batched_tokens=16
+        )
+
+        async def run() -> list[tuple[int, ...]]:
+            async with LocalEngine(config) as engine:
+                return await asyncio.gather(*(output(engine, number, 7 * number) for number in (1, 2, 3)))
+
+        return asyncio.run(run())
+
+    async def output(engine: LocalEngine, number: int, length: int) -> tuple[int, ...]:
+        prompt = tuple(number + place for place in range(length))
+        request = EngineRequest(id=number, prompt_ids=prompt, params=SamplingParams(max_tokens=6, temperature=0.0))
+        return tuple([token async for delta in engine.generate(request) for token in delta.token_ids])
+
+    found = outputs("triton")
+    assert found == outputs("reference") and [len(tokens) for tokens in found] == [6, 6, 6]

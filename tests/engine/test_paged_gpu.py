@@ -1,0 +1,50 @@
+"""The Triton kernels without a GPU: in Triton's interpreter, and compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention import paged_gpu
+from engine.attention.paged_gpu import PagedGPU
+from tests.engine.test_attention import CPU, layer_of
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernels_in_the_interpreter_equal_the_reference():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/engine/interpreted.py"]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+
+
+def test_without_a_gpu_or_a_compiler_there_is_a_reason(monkeypatch):
+    layers = [layer_of(1, 16, 16)]
+    assert PagedGPU.objection(layers, torch.bfloat16, CPU, "auto") == "the Triton kernels need a CUDA device"
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert paged_gpu.lack() == "Triton needs a C compiler: install gcc"
+
+
+@pytest.mark.parametrize("arch, only", [(90, "Llama 8B bf16 bf16"), (90, "window bf16 i8"), (80, "Llama 8B bf16 bf16")])
+def test_compiled_kernels_spill_no_registers(arch, only, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.gpu_resources", "--arch", str(arch), "--only", only]
+    done = subprocess.run(
+        command, env={**env, "TRITON_CACHE_DIR": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {each["kernel"].split()[0] for each in found} == {"decode", "chunk", "store"}
+    for each in found:
+        assert each["stack"] == each["spills"] == 0, each
+        assert each["shared"] <= (227 if arch == 90 else 163) * 1024, each
+    chunk = next(each for each in found if each["kernel"].startswith("chunk"))
+    assert chunk["HGMMA" if arch == 90 else "HMMA"], "prompts are not multiplied by the matrix units"
