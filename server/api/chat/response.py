@@ -184,7 +184,7 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
 
     def prompt_logprobs(self, output: Output) -> PromptLogprobs | UnsetType:
         """Only the first choice has them."""
-        return UNSET if output.choice else super().prompt_logprobs(output)
+        return UNSET if output.choice or output.prompt_logprobs is None else super().prompt_logprobs(output)
 
     def _service_tier(self) -> Literal["default"] | UnsetType:
         return UNSET if self.request.service_tier is None else "default"
