@@ -1,17 +1,20 @@
-"""What an answer must look like, on the wire: OpenAI's response_format and vLLM's structured_outputs."""
+"""The format of the output: OpenAI's response_format and vLLM's structured_outputs."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from ..generation.request import GenerationRequest
 from ..grammar.schemas import MAX_SOURCE, Grammar, of_schema
 from ..http.fields import LABEL, Wire, clash
-from .sampling import Sampling, Text
+from . import notes
+from .sampling import CompletionFields, Text
 
-MAX_CHOICES = 8192  # of which the source's size allows fewer
+MAX_CHOICES = 8192  # the size of the grammar may allow fewer
 ANY_OBJECT = '{"type": "object"}'
 
 Source = Annotated[str, Field(max_length=MAX_SOURCE)]
@@ -31,16 +34,16 @@ class JsonObjectFormat(Wire):
 
 
 class NamedSchema(Wire):
-    """A JSON schema. Every answer that ends by itself follows it, with `strict` and without."""
+    """A JSON schema. Every output that is not cut off follows it, with `strict` and without."""
 
     name: Annotated[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")], LABEL]
     """Accepted."""
     description: Annotated[Text | None, LABEL] = None
-    """Accepted: the prompt does not tell of the schema."""
+    """Accepted: the schema is not part of the prompt."""
     schema_: Annotated[Schema, Field(alias="schema")]
-    """The answer follows it."""
+    """The output follows it."""
     strict: Annotated[bool | None, LABEL] = None
-    """Accepted: every schema is held strictly."""
+    """Accepted: every schema is enforced."""
 
 
 class JsonSchemaFormat(Wire):
@@ -60,13 +63,13 @@ class StructuredOutputs(Wire):
     json_: Annotated[Schema | Source | None, Field(alias="json")] = None
     """A JSON schema, as an object or as its text."""
     regex: Source | None = None
-    """A regular expression that the whole answer matches."""
+    """A regular expression that the whole output matches."""
     choice: Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
-    """The answer is one of these texts."""
+    """The output is one of these texts."""
     grammar: Source | None = None
     """A context-free grammar in Lark's notation."""
     json_object: bool | None = None
-    """true: the answer is a JSON object, of any kind."""
+    """true: the output is any JSON object."""
 
     @field_validator("regex", "choice", "grammar", "json_object")
     @classmethod
@@ -83,13 +86,11 @@ class StructuredOutputs(Wire):
         return self
 
 
-class Structured(Sampling):
-    """Fields of requests whose answers can be made to follow a grammar."""
+class FormatFields(CompletionFields):
+    """Fields of requests whose output can be constrained by a grammar."""
 
-    response_format: ResponseFormat | None = None
-    """text, json_object (any JSON object), or json_schema: the answer follows the schema, with strict or without."""
-    structured_outputs: StructuredOutputs | None = None
-    """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
+    response_format: Annotated[ResponseFormat | None, notes.FORMAT] = None
+    structured_outputs: Annotated[StructuredOutputs | None, notes.STRUCTURED] = None
 
     @field_validator("structured_outputs")
     @classmethod
@@ -98,13 +99,14 @@ class Structured(Sampling):
             raise clash("must be absent where response_format names a format")
         return value
 
-    @property
-    def answer_grammar(self) -> Grammar | None:
-        return of_format(self.response_format) or of_outputs(self.structured_outputs)
+    def resolve(self) -> GenerationRequest:
+        return replace(
+            super().resolve(), grammar=of_format(self.response_format) or of_outputs(self.structured_outputs)
+        )
 
 
 def of_format(value: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Grammar | None:
-    """The grammar that a response_format means."""
+    """Return the grammar of a response_format."""
     if isinstance(value, JsonObjectFormat):
         return Grammar("json_schema", ANY_OBJECT, "response_format")
     if isinstance(value, JsonSchemaFormat):
@@ -113,7 +115,7 @@ def of_format(value: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) ->
 
 
 def of_outputs(value: StructuredOutputs | None) -> Grammar | None:
-    """The grammar that a structured_outputs means."""
+    """Return the grammar of a structured_outputs."""
     if value is None:
         return None
     field = "structured_outputs"

@@ -1,44 +1,52 @@
-"""What requests for generated text share: how tokens are drawn, what ends an answer, what bounds it."""
+"""What requests for generated text share: how tokens are sampled, what ends the output, and its limits."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from ..generation.request import UNLIMITED, ConversationPrompt, GenerationRequest, TextPrompts
-from ..grammar.schemas import Grammar
 from ..http.fields import LABEL, MAX_LABEL, Wire, clash
+from . import notes
 from .extensions import LlamaCppFields, VllmFields
 
 MAX_TEXT = 8_000_000  # characters; the longest body that the server reads by default
 MAX_INT = 2**31 - 1
 MAX_CHOICES = 16
 MAX_STOPS = 16
-MAX_STOP_TEXT = 1024  # characters; as much may be held back at the end of a stream
+MAX_STOP_TEXT = 1024  # characters; as many may be withheld at the end of a stream
 MAX_STOP_IDS = 256
 MAX_BIASES = 1024
 MIN_PENALTY = 1e-9  # logits are divided by it, and must stay finite in float32
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_ALLOWED = 4096  # 16 rows of it are as much work in a step as one row of logits
-MAX_BAD_WORDS = 128  # each is compared with the end of the output before each draw
+MAX_BAD_WORDS = 128  # each is compared with the end of the output before each token is sampled
 MAX_BAD_WORD = 128  # characters
 
 
 def token_name(value: str) -> int:
-    """A token id that is a JSON name: its decimal digits as they stand, and nothing that Python would read as them."""
+    """Return the token id that a JSON name spells in plain decimal digits; raises for other spellings of numbers."""
     if not (value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_INT)) and str(int(value)) == value):
         raise clash("the names must be token ids")
     return int(value)
 
 
+ModelName = Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, notes.MODEL]
+Priority = Annotated[Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None, notes.PRIORITY]
+CacheSalt = Annotated[Annotated[str, Field(min_length=1, max_length=MAX_LABEL)] | None, notes.CACHE_SALT]
+User = Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL, notes.ACCOUNTING]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenName = Annotated[TokenId, BeforeValidator(token_name)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_TEXT)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD, pattern=r"\S")]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 
 
@@ -52,53 +60,76 @@ Limit = Annotated[int, Field(ge=UNLIMITED, le=MAX_INT), AfterValidator(_some)]
 
 
 def _not_empty(value: Any) -> Any:
-    """Stop texts without the empty ones, which some clients send for none."""
+    """Return the stop texts without the empty ones, which some clients send for none."""
     if isinstance(value, list):
         return [text for text in value if text != ""]
     return None if value == "" else value
 
 
-Stop = Annotated[
-    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
-    BeforeValidator(_not_empty),
-]
+Stop = Annotated[StopText | StopTexts | None, BeforeValidator(_not_empty)]
+
+
+def same_as(field: str) -> Callable[[Any, ValidationInfo], Any]:
+    """Return a validator that raises if another field has another value."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        other = info.data.get(field)
+        if value is not None and other is not None and value != other:
+            raise PydanticCustomError("clash", "must be the same as {field} where both are given", {"field": field})
+        return value
+
+    return check
+
+
+def only_with(field: str) -> Callable[[Any, ValidationInfo], Any]:
+    """Return a validator that raises unless another field is true."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value and not info.data.get(field):
+            raise PydanticCustomError("clash", "must be absent unless {field} is true", {"field": field})
+        return value
+
+    return check
+
+
+def stop_texts(stop: str | list[str] | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else stop or []
 
 
 class StreamOptions(Wire):
-    """What a stream tells beside the answer."""
+    """What a stream contains besides the output."""
 
     include_usage: bool | None = None
-    """A last chunk tells the token counts of the whole answer; the others say `usage: null`."""
+    """true: a last chunk has the token counts of the whole response; the others have `usage: null`."""
     continuous_usage_stats: bool | None = None
-    """Every chunk with text has the token counts so far; only beside include_usage."""
+    """true: every chunk has the token counts so far; only with include_usage."""
     include_obfuscation: Annotated[bool | None, LABEL] = None
-    """Accepted: no chunk is padded either way."""
+    """Accepted: chunks are never padded."""
 
 
-class Drawing(Wire):
-    """A request for generated text: the fields that every such API has, and what the server asks of each."""
+class GenerationFields(Wire):
+    """A request for generated text: the fields that every such API has."""
 
-    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
-    """One of the served names; absent: the first of them. Another name is a 404."""
+    model: ModelName = None
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """0 always takes the most likely token; 1 draws from the model's own distribution."""
+    """0 always selects the most likely token; 1 samples from the model's own distribution."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Sample among the most likely tokens that together have at least this probability; 0: the most likely one."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """Draw among this many most likely tokens; -1 and 0: all."""
+    """Sample among this many most likely tokens; -1 and 0: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Draw among tokens at least this likely, as a share of the most likely one's probability."""
+    """Sample among tokens at least this likely, as a share of the most likely one's probability."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Taken once from the logit of each token that is in the output."""
+    """Subtracted once from the logit of each token that is in the output."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Taken from a token's logit for each time that it is in the output."""
+    """Subtracted from a token's logit for each time that it is in the output."""
     repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
     repeat_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=2)] | None = None
     """repetition_penalty, under llama.cpp's name."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    """The same seed and request draw the same tokens; with n, each choice draws with one of its own."""
+    """The same seed and request sample the same tokens; with n, each choice has a seed of its own derived from it."""
     logit_bias: (
         Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
@@ -106,105 +137,48 @@ class Drawing(Wire):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None = (
         None
     )
-    """Only these tokens can be drawn."""
+    """Only these tokens can be sampled."""
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-    """Texts that are not drawn, as the tokenizer spells them at the start of a text and behind a space."""
+    """Texts that are not generated, as the tokenizer encodes them at the start of a text and after a space."""
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    """Nothing ends the answer before this many tokens."""
+    """Nothing ends the output before this many tokens."""
     ignore_eos: bool | None = None
-    """The model's own end tokens do not end the answer."""
+    """true: the model's own end tokens do not end the output."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
-    """Tokens that end the answer beside the model's own; they have no text."""
+    """Tokens that end the output besides the model's own; they have no text."""
     include_stop_str_in_output: bool | None = None
-    """The stop text that ended the answer is part of it."""
+    """true: the stop text that ended the output is part of it."""
     skip_special_tokens: bool | None = None
-    """false: special tokens are written out in the text."""
+    """false: the text contains special tokens."""
     stream: bool | None = None
-    """The answer comes in pieces, as server-sent events."""
-    priority: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
-    """Lower is served first; only under --scheduling-policy priority."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL)] | None = None
-    """Cached prefixes are shared only among requests with the same salt."""
+    """true: the response arrives in pieces, as server-sent events."""
+    priority: Priority = None
+    cache_salt: CacheSalt = None
 
-    @field_validator("repeat_penalty")
-    @classmethod
-    def _one_penalty(cls, value: float | None, info: ValidationInfo) -> float | None:
-        other = info.data.get("repetition_penalty")
-        if value is not None and other is not None and value != other:
-            raise clash("must be the same as repetition_penalty where both are given")
-        return value
-
-    @property
-    def prompt_field(self) -> str:
-        """The field that the prompts come from."""
-        return "prompt"
+    _one_penalty = field_validator("repeat_penalty")(same_as("repetition_penalty"))
 
     @property
     @abstractmethod
     def prompt_source(self) -> TextPrompts | ConversationPrompt:
         """The prompts, before they are token ids."""
 
-    @property
-    def num_choices(self) -> int:
-        return 1
-
-    @property
-    @abstractmethod
-    def limit(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value; -1: as many tokens as fit. More than fit mean the same."""
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many alternatives are told per token; None: no log-probabilities at all. Each API has its own way."""
-        return None
-
-    @property
-    def answer_grammar(self) -> Grammar | None:
-        """What the answer must look like; None: it may be any text."""
-        return None
-
-    @property
-    def scoring(self) -> tuple[str, int] | None:
-        """The field that asks for the prompt's own log-probabilities, and for how many alternatives."""
-        return None
-
-    @property
-    def only_scores(self) -> bool:
-        """Whether the answer has no token of its own."""
-        return False
-
-    @property
-    def stop_field(self) -> str:
-        """The field that the stop strings come from."""
-        return "stop"
-
-    @property
-    def stops(self) -> list[str]:
-        """Texts that end the answer."""
-        return []
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk tells the usage so far."""
-        return False
-
     def resolve(self) -> GenerationRequest:
-        """Everything that generation asks of the request, worked out once."""
+        """Return what the request asks for, in the one form that generation reads; each API adds its own fields."""
         penalty = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
         allowed = self.allowed_token_ids
         return GenerationRequest(
             model=self.model,
             prompt=self.prompt_source,
-            prompt_field=self.prompt_field,
-            num_choices=self.num_choices,
-            limit=self.limit,
+            prompt_field="prompt",
+            num_choices=1,
+            limit=("max_tokens", None),
             min_tokens=self.min_tokens or 0,
-            stop_field=self.stop_field,
-            stops=self.stops,
+            stop_field="stop",
+            stops=[],
             include_stop=bool(self.include_stop_str_in_output),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            grammar=self.answer_grammar,
+            grammar=None,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -216,48 +190,40 @@ class Drawing(Wire):
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=self.bad_words or [],
-            num_logprobs=self.num_logprobs,
-            scoring=self.scoring,
-            only_scores=self.only_scores,
+            num_logprobs=None,
+            scoring=None,
+            only_scores=False,
             skip_special_tokens=self.skip_special_tokens is not False,
             stream=bool(self.stream),
-            continuous_usage=self.continuous_usage,
+            continuous_usage=False,
             priority=self.priority or 0,
             cache_salt=self.cache_salt,
         )
 
 
-class Sampling(Drawing, VllmFields, LlamaCppFields):
-    """Fields that chat and completions share beside those of every API."""
+class CompletionFields(GenerationFields, VllmFields, LlamaCppFields):
+    """Fields that only chat and completions have."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Answers to each prompt."""
+    """The number of completions of each prompt."""
     max_tokens: Limit | None = None
-    """The most tokens of a completion; more than fit, and -1, mean as many as fit."""
-    stop: Stop = None
-    """Texts that end the answer, and are not part of it."""
+    """The largest number of tokens of a completion; -1: as many as the context holds."""
+    stop: Annotated[Stop, notes.STOP] = None
     prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
     """The response has the log-probability of each prompt token, and of this many most likely ones at its position; -1:
-    of all tokens, as far as one response holds them."""
+    of all tokens, within the limit of one response."""
 
     return_token_ids: bool | None = None
-    """The answer has prompt_token_ids and, per choice, token_ids."""
+    """true: the response has prompt_token_ids and, per choice, token_ids."""
 
-    stream_options: StreamOptions | None = None
-    """What a stream tells beside the answer; only with stream true."""
+    stream_options: Annotated[StreamOptions | None, notes.STREAM_OPTIONS] = None
 
-    user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
+    user: User = None
 
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Accepted where it equals n; to choose among more completions, ask for them with logprobs."""
+    """Accepted if it equals n; to choose among more completions, request them with logprobs."""
 
-    @field_validator("stream_options")
-    @classmethod
-    def _options_of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if value is not None and not info.data.get("stream"):
-            raise clash("must be absent unless stream is true")
-        return value
+    _options_of_a_stream = field_validator("stream_options")(only_with("stream"))
 
     @field_validator("best_of")
     @classmethod
@@ -271,21 +237,16 @@ class Sampling(Drawing, VllmFields, LlamaCppFields):
         return self.n or 1
 
     @property
-    def limit(self) -> tuple[str, int | None]:
-        return "max_tokens", self.max_tokens
-
-    @property
-    def scoring(self) -> tuple[str, int] | None:
-        return None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs)
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    @property
-    def continuous_usage(self) -> bool:
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+    def resolve(self) -> GenerationRequest:
+        return replace(
+            super().resolve(),
+            num_choices=self.num_choices,
+            limit=("max_tokens", self.max_tokens),
+            stops=stop_texts(self.stop),
+            scoring=None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs),
+            continuous_usage=self.include_usage
+            and bool(self.stream_options and self.stream_options.continuous_usage_stats),
+        )

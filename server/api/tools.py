@@ -1,4 +1,4 @@
-"""Tools on the wire, in the form of chat completions: functions that the model may call, and which of them it must."""
+"""Tools in the form of chat completions: functions that the model may call, and which of them it must call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ..generation.request import Calling, Tool
 from ..http.fields import OneError, RefusedKinds, Wire, clash
+from . import notes
 from .conversation import calling_of, check_choice
 from .sampling import Text
 
@@ -18,20 +19,16 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-
 
 
 class Function(Wire):
-    """A function: its name, what it is for, and the JSON schema of its arguments."""
+    """A function: its name, its description, and the JSON schema of its arguments."""
 
-    name: FunctionName
-    """Part of the prompt, and what a call has."""
-    description: Text | None = None
-    """Part of the prompt."""
-    parameters: dict[str, Any] | None = None
-    """The JSON schema of the arguments, an object; absent: there are none."""
-    strict: bool | None = None
-    """true: arguments follow the schema also where the model is free to call the function or not."""
+    name: Annotated[FunctionName, notes.PROMPT_AND_CALL]
+    description: Annotated[Text | None, notes.PROMPT] = None
+    parameters: Annotated[dict[str, Any] | None, notes.PARAMETERS] = None
+    strict: Annotated[bool | None, notes.STRICT] = None
 
 
 class FunctionTool(Wire):
-    """A tool of the only kind that there is."""
+    """A tool; functions are the only supported kind."""
 
     type: Literal["function"]
     function: Function
@@ -41,8 +38,7 @@ class FunctionTool(Wire):
 class NamedFunction(Wire):
     """The name of a function among the tools."""
 
-    name: FunctionName
-    """One of the tools' names."""
+    name: Annotated[FunctionName, notes.TOOL_NAME]
 
 
 class NamedTool(Wire):
@@ -56,10 +52,8 @@ class NamedTool(Wire):
 class AllowedTools(Wire):
     """Some of the tools, and whether one of them must be called."""
 
-    mode: Literal["auto", "required"]
-    """auto: the model decides; required: at least one call."""
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-    """Those that may be called."""
+    mode: Annotated[Literal["auto", "required"], notes.MODE]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True), notes.ALLOWED]
 
 
 class AllowedToolsChoice(Wire):
@@ -67,7 +61,7 @@ class AllowedToolsChoice(Wire):
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
-    """Which, and whether one of them must be."""
+    """The tools, and whether one of them must be called."""
 
 
 NOT_CUSTOM = RefusedKinds("type", ("custom",))
@@ -95,18 +89,15 @@ class ToolsField(Wire):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools as the rest of the server knows them."""
-        return tuple(described(tool, index) for index, tool in enumerate(self.tools or ()))
+        functions = [tool.function for tool in self.tools or ()]
+        return tuple(as_tool(each, each.name, f"tools[{index}].function") for index, each in enumerate(functions))
 
 
 class ToolChoiceFields(ToolsField):
-    """What a chat request says about tools."""
+    """The tools of a conversation and how they may be called."""
 
-    tool_choice: ToolChoice | None = None
-    """auto: the model decides; none: no call, and the prompt does not tell of the tools; required: at least one call;
-    or a function that must be called, or allowed_tools: those that may or must be."""
-    parallel_tool_calls: bool | None = None
-    """false: at most one call."""
+    tool_choice: Annotated[ToolChoice | None, notes.TOOL_CHOICE] = None
+    parallel_tool_calls: Annotated[bool | None, notes.ONE_CALL] = None
 
     @field_validator("tool_choice")
     @classmethod
@@ -116,26 +107,20 @@ class ToolChoiceFields(ToolsField):
 
     @property
     def calling(self) -> Calling | None:
-        """The tools that the answer may call; None: none."""
+        """The tools that the response may call; None: none."""
         choice = self.tool_choice
         mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else None
         return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
 
 
 def chosen_names(choice: str | NamedTool | AllowedToolsChoice | None) -> list[str]:
-    """The functions that a choice names."""
+    """Return the names of the functions that a choice contains."""
     if isinstance(choice, NamedTool):
         return [choice.function.name]
     return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedToolsChoice) else []
 
 
-def described(tool: FunctionTool, index: int) -> Tool:
-    """A tool as the rest of the server knows it."""
-    function = tool.function
-    return Tool(
-        function.name,
-        function.description,
-        NO_PARAMETERS if function.parameters is None else function.parameters,
-        bool(function.strict),
-        f"tools[{index}].function.parameters",
-    )
+def as_tool(function: Function, name: str, field: str) -> Tool:
+    """Return a function in the form that generation reads; `field` is where it is in the request."""
+    parameters = NO_PARAMETERS if function.parameters is None else function.parameters
+    return Tool(name, function.description, parameters, bool(function.strict), f"{field}.parameters")

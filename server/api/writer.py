@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 from msgspec import UNSET, UnsetType
 
 from ..generation.output import Output, Prompt, PromptLogprobs, Usage, Writer
-from .sampling import Sampling
+from .sampling import CompletionFields
 
-R = TypeVar("R", bound=Sampling)
+R = TypeVar("R", bound=CompletionFields)
 
 
-class SamplingWriter(Writer[R]):
-    """A Writer of a request that has the fields of `Sampling`."""
+class CompletionsWriter(Writer[R]):
+    """A Writer of a request that has the fields of `CompletionFields`."""
 
     @abstractmethod
     def chunk(self, choices: list[Any], usage: Usage | None) -> Any:

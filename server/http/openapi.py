@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from .errors import ENVELOPE
 
@@ -19,16 +19,24 @@ class JsonObject(msgspec.Struct, forbid_unknown_fields=True):
     """
 
 
+def examples(*bodies: dict[str, Any]) -> ConfigDict:
+    """Return the configuration of a request model that has these examples in /openapi.json."""
+    return ConfigDict(json_schema_extra={"examples": [*bodies]})
+
+
 def described(model: type[BaseModel]) -> dict[str, Any]:
     """Return the request body of a model, for a route's `openapi_extra`."""
     schema = model.model_json_schema(ref_template=REF + "{model}")
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def returned(model: type[JsonObject], description: str, **streamed: Any) -> dict[int | str, dict[str, Any]]:
-    """Return the description of a response with status 200, for a route's `responses`; `streamed` is from `events`."""
+Responses = dict[int | str, dict[str, Any]]  # by status, for a route's `responses`
+
+
+def returned(model: type[JsonObject], description: str, errors: Responses, **streamed: Any) -> Responses:
+    """Return the description of a JSON response with status 200 and of errors; `streamed` is from `events`."""
     content = {"application/json": {"schema": reference(model)}, **streamed}
-    return {200: {"description": description, "content": content}}
+    return {200: {"description": description, "content": content}, **errors}
 
 
 def events(event: type[JsonObject], example: str, *, is_typed: bool = False) -> dict[str, Any]:

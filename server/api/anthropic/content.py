@@ -1,4 +1,4 @@
-"""What messages hold in Anthropic's form, and what becomes of it: turns as chat templates read them."""
+"""The content of messages in Anthropic's form, and its translation into turns that chat templates read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import Field
 
 from ...generation.output import Json
 from ...http.fields import LABEL, Refused, RefusedKinds, Wire, refused
+from .. import notes
 from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
 from ..sampling import Text
 
@@ -18,12 +19,12 @@ MAX_NAME = 128  # of a tool: agents put the name of the tool's server before it
 
 ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=r"^[a-zA-Z0-9_.-]+$")]
 
-# Claude Code's first system block. It tells accounting what has changed since the last request; as a part of the
-# prompt it would only keep every prompt from beginning like the one before.
+# Claude Code's first system block. It reports what has changed since the last request; as a part of the
+# prompt it would only prevent prefix cache hits.
 ACCOUNTING = "x-anthropic-billing-header:"
 
 
-# What Anthropic's own tools leave in a conversation, what is no text, and what steers a conversation there.
+# Blocks of Anthropic's own tools, blocks that are not text, and blocks that control a conversation.
 OTHER_BLOCKS = """
     advisor_tool_result bash_code_execution_tool_result code_execution_tool_result compaction container_upload document
     fallback image mcp_tool_listing mcp_tool_result mcp_tool_use search_result server_tool_use
@@ -35,29 +36,24 @@ OTHER_BLOCKS = """
 class Block(Wire):
     """A part of a message."""
 
-    cache_control: Annotated[CacheMark | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    cache_control: Annotated[CacheMark | None, LABEL, notes.CACHE] = None
 
 
 class TextBlock(Block):
     """Text."""
 
     type: Literal["text"]
-    text: Text
-    """Part of the prompt."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "citations": refused([]),
-    }
+    text: Annotated[Text, notes.PROMPT]
+    unsupported: ClassVar[dict[str, Refused]] = {"citations": refused([])}
 
 
 class ThinkingBlock(Block):
-    """What the model thought, as an earlier answer had it; the signature is not looked at."""
+    """Thinking of an earlier response; its signature is not checked."""
 
     type: Literal["thinking"]
-    thinking: Text
-    """Told to the template, which may leave it out of the prompt."""
+    thinking: Annotated[Text, notes.THOUGHT]
     signature: Annotated[Text | None, LABEL] = None
-    """Accepted, and not looked at."""
+    """Accepted, and not checked."""
 
 
 class RedactedThinkingBlock(Block):
@@ -73,15 +69,10 @@ class ToolUseBlock(Block):
 
     type: Literal["tool_use"]
     id: Name
-    """What its result names; told to the template, few of which write it."""
-    name: ToolName
-    """Part of the prompt."""
-    input: dict[str, Any]
-    """Part of the prompt."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "caller": refused({"type": "direct"}),
-        "toolset_name": refused(),
-    }
+    """The id that its result refers to, passed to the chat template; few templates use it."""
+    name: Annotated[ToolName, notes.PROMPT]
+    input: Annotated[dict[str, Any], notes.PROMPT]
+    unsupported: ClassVar[dict[str, Refused]] = {"caller": refused({"type": "direct"}), "toolset_name": refused()}
 
 
 ResultBlocks = Annotated[
@@ -95,18 +86,15 @@ ResultBlocks = Annotated[
 
 
 class ToolResultBlock(Block):
-    """What a tool gave back."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    """Which call it answers; told to the template with the call's name."""
-    content: Text | ResultBlocks | None = None
-    """Part of the prompt."""
+    """The id of its call, passed to the chat template with the call's name."""
+    content: Annotated[Text | ResultBlocks | None, notes.PROMPT] = None
     is_error: bool | None = None
-    """true: the model reads `Error: ` before the content, and `Error` where there is none."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "toolset_name": refused(),
-    }
+    """true: the prompt has `Error: ` before the content, or `Error` if there is none."""
+    unsupported: ClassVar[dict[str, Refused]] = {"toolset_name": refused()}
 
 
 UserBlock = Annotated[
@@ -122,19 +110,19 @@ AssistantBlock = Annotated[
 
 
 class UserTurn(Wire):
-    """What the person says, and what the tools gave back."""
+    """A message of the user with results of tools."""
 
     role: Literal["user"]
-    content: Text | Annotated[list[UserBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
-    """Part of the prompt."""
+    content: Annotated[Text | Annotated[list[UserBlock], Field(max_length=MAX_PARTS, fail_fast=True)], notes.PROMPT]
 
 
 class AssistantTurn(Wire):
-    """What the model said before; the content of an earlier answer can be sent back as it came."""
+    """A message of the model; the content of an earlier response can be sent back unchanged."""
 
     role: Literal["assistant"]
-    content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
-    """Part of the prompt."""
+    content: Annotated[
+        Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)], notes.PROMPT
+    ]
 
 
 SystemBlock = Annotated[TextBlock, RefusedKinds("type", ("tool_addition", "tool_removal"))]
@@ -142,11 +130,11 @@ Texts = Text | Annotated[list[SystemBlock], Field(max_length=MAX_PARTS, fail_fas
 
 
 class SystemTurn(Wire):
-    """What the application tells the model in the middle of the conversation."""
+    """A message of the application in the middle of the conversation."""
 
     role: Literal["system"]
     content: Texts
-    """Part of the prompt, where it stands, as a reminder in the person's turn."""
+    """Part of the prompt at its position, as a reminder in the user's turn."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "clear_at": refused("never"),
@@ -159,24 +147,24 @@ Messages = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fa
 
 
 def turns(system: str | list[TextBlock] | None, messages: list[Turn]) -> list[Json]:
-    """The conversation in the form of chat completions; neighbouring messages of one role are one turn."""
-    told = [text for text in texts(system or []) if not text.startswith(ACCOUNTING)]
-    made: list[Json] = [{"role": "system", "content": content(told)}] if told else []
+    """Return the conversation in the form of chat completions; successive messages of one role are one turn."""
+    instructions = [text for text in texts(system or []) if not text.startswith(ACCOUNTING)]
+    made: list[Json] = [{"role": "system", "content": content(instructions)}] if instructions else []
     names: dict[str, str] = {}  # of the tools, by the id of the call
     for is_answer, group in itertools.groupby(messages, lambda message: message.role == "assistant"):
         parts = [part for message in group for part in blocks(message)]
         if is_answer:
-            made.append(said(parts))
+            made.append(assistant_turn(parts))
             names |= {part.id: part.name for part in parts if isinstance(part, ToolUseBlock)}
         else:
-            made += asked(parts, names)
+            made += user_turns(parts, names)
     return made
 
 
 def blocks(message: UserTurn | AssistantTurn | SystemTurn) -> list[Block]:
-    """The parts of a message.
+    """Return the parts of a message.
 
-    A late system message stays where it is, as text of the person's turn: few templates take one there, and moved to
+    A late system message stays where it is, as text of the user's turn: few templates accept one there, and moved to
     the front, where the server puts those of chat completions, it would change the beginning of every prompt.
     """
     if isinstance(message, SystemTurn):
@@ -187,8 +175,8 @@ def blocks(message: UserTurn | AssistantTurn | SystemTurn) -> list[Block]:
     return list(message.content)
 
 
-def said(parts: list[Block]) -> Json:
-    """The assistant's turn."""
+def assistant_turn(parts: list[Block]) -> Json:
+    """Return the assistant's turn."""
     turn: Json = {"role": "assistant", "content": content(texts(parts))}
     thinking = "\n".join(part.thinking for part in parts if isinstance(part, ThinkingBlock) and part.thinking)
     if thinking:
@@ -202,8 +190,8 @@ def said(parts: list[Block]) -> Json:
     return turn
 
 
-def asked(parts: list[Block], names: dict[str, str]) -> Iterator[Json]:
-    """The turns of what the person says and the tools gave back, in their order."""
+def user_turns(parts: list[Block], names: dict[str, str]) -> Iterator[Json]:
+    """Yield the turns of the user's texts and of the tools' results, in their order."""
     for is_result, group in itertools.groupby(parts, lambda part: isinstance(part, ToolResultBlock)):
         if not is_result:
             yield {"role": "user", "content": content(texts(group))}
@@ -219,10 +207,10 @@ def asked(parts: list[Block], names: dict[str, str]) -> Iterator[Json]:
 
 
 def texts(parts: str | Iterable[Block]) -> list[str]:
-    """The texts among the parts."""
+    """Return the texts among the parts."""
     return [parts] if isinstance(parts, str) else [part.text for part in parts if isinstance(part, TextBlock)]
 
 
 def content(texts: list[str]) -> str | list[Json]:
-    """Texts as the content of a message."""
+    """Return texts as the content of a message."""
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)

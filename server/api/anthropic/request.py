@@ -1,26 +1,28 @@
-"""POST /v1/messages on the wire, in Anthropic's form: what comes in; what goes out is in response.py."""
+"""Requests for messages, in Anthropic's form."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from ...generation.output import Json
-from ...generation.request import Calling, Tool
+from ...generation.request import Calling, ConversationPrompt, GenerationRequest, Tool
 from ...grammar.schemas import Grammar, of_schema
 from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, clash, refused
+from ...http.openapi import examples
+from .. import notes
 from ..chat.request import CacheMark
-from ..conversation import Conversation, thinking_variables
+from ..conversation import thinking_variables
 from ..response_format import Schema, StructuredOutputs, of_outputs
-from ..sampling import MAX_INT, MAX_STOPS, Count, StopText, Text
+from ..sampling import MAX_INT, Count, GenerationFields, ModelName, StopTexts, Text
 from ..tools import MAX_TOOLS
 from .content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns
 
 if TYPE_CHECKING:
     from ...tokenization.encoder import RenderOptions
 
-# What Claude Code sends with every request: it asks for nothing.
+# Claude Code sends this with every request; it has no effect here.
 KEEP_THINKING = [{"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})]
 
 
@@ -36,22 +38,19 @@ BUILT_IN_TOOLS = """
 
 
 class MessagesTool(Wire):
-    """A tool that the client runs, of the only kind that there is: its name, what it is for, and its input's schema."""
+    """A tool that the client runs: its name, its description, and the JSON schema of its input."""
 
     type: Literal["custom"] | None = None
-    """custom: the client runs it; the only kind."""
-    name: ToolName
-    """Part of the prompt, and what a call has."""
-    description: Text | None = None
-    """Part of the prompt."""
+    """custom: the client runs it; the only supported kind."""
+    name: Annotated[ToolName, notes.PROMPT_AND_CALL]
+    description: Annotated[Text | None, notes.PROMPT] = None
     input_schema: Schema
     """The JSON schema of the input, an object."""
     strict: bool | None = None
-    """true: the input follows the schema also where the model is free to call the tool or not."""
-    cache_control: Annotated[CacheMark | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    """true: the input follows the schema even if the model is free to call the tool or not."""
+    cache_control: Annotated[CacheMark | None, LABEL, notes.CACHE] = None
     eager_input_streaming: Annotated[bool | None, LABEL] = None
-    """Accepted: the input of a call is streamed as it is written."""
+    """Accepted: the input of a call is always streamed as it is generated."""
     unsupported: ClassVar[dict[str, Refused]] = {
         "allowed_callers": refused(["direct"]),
         "defer_loading": refused(False),
@@ -79,10 +78,9 @@ class OneToolChoice(Wire):
     """One call of this tool."""
 
     type: Literal["tool"]
-    name: ToolName
-    """One of the tools' names."""
+    name: Annotated[ToolName, notes.TOOL_NAME]
     disable_parallel_tool_use: Annotated[bool | None, LABEL] = None
-    """Accepted: it is one call in any case."""
+    """Accepted: it is always one call."""
 
 
 class NoToolChoice(Wire):
@@ -92,31 +90,27 @@ class NoToolChoice(Wire):
 
 
 class ThinkingEnabled(Wire):
-    """The model thinks, for at most so many tokens."""
+    """The model reasons, for at most budget_tokens tokens."""
 
     type: Literal["enabled"]
     budget_tokens: Count
-    """The thinking ends after this many tokens at the latest."""
+    """The largest number of tokens of the thinking."""
     display: Literal["summarized", "omitted"] | None = None
-    """omitted: the answer is without the text of its thinking."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "block_binding": refused({}),
-    }
+    """omitted: the response does not contain the text of its thinking."""
+    unsupported: ClassVar[dict[str, Refused]] = {"block_binding": refused({})}
 
 
 class ThinkingAdaptive(Wire):
-    """The model thinks as much as it wants."""
+    """The model reasons without a limit."""
 
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] | None = None
-    """omitted: the answer is without the text of its thinking."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "block_binding": refused({}),
-    }
+    """omitted: the response does not contain the text of its thinking."""
+    unsupported: ClassVar[dict[str, Refused]] = {"block_binding": refused({})}
 
 
 class ThinkingDisabled(Wire):
-    """The model does not think, if its template knows how to tell it."""
+    """The model does not reason, if its chat template can turn that off."""
 
     type: Literal["disabled"]
 
@@ -127,29 +121,27 @@ class MessagesFormat(Wire):
     type: Literal["json_schema"]
     """The only format."""
     schema_: Annotated[Schema, Field(alias="schema")]
-    """The answer follows it."""
+    """The output follows it."""
 
 
 class OutputConfig(Wire):
-    """How much effort goes into the answer, and what it looks like."""
+    """The reasoning effort and the format of the output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """How much the model is to think, where its template knows `reasoning_effort`; agents send it to every model."""
+    """How much the model is to reason, if its chat template reads `reasoning_effort`; agents send it to every model."""
     format: MessagesFormat | None = None
-    """The answer's text follows a JSON schema."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "task_budget": refused(),
-    }
+    """The output text follows a JSON schema."""
+    unsupported: ClassVar[dict[str, Refused]] = {"task_budget": refused()}
 
 
 class MessagesPrompt(Wire):
-    """What makes the prompt: the fields that messages and the counting of their tokens share."""
+    """The fields that make the prompt, which messages and count_tokens share."""
 
     system: Text | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
-    """What the application tells the model. A block with Claude Code's accounting header is left out."""
+    """The application's message. A block with Claude Code's accounting header is left out."""
     messages: Messages
-    """The conversation: texts, tool calls, their results and earlier thinking. After a last message of the assistant
-    the answer goes on with it."""
+    """The conversation: texts, tool calls, their results and earlier thinking. A last message of the assistant is
+    continued by the response."""
     tools: (
         Annotated[
             list[Annotated[MessagesTool, RefusedKinds("type", tuple(BUILT_IN_TOOLS.split()))]],
@@ -162,7 +154,7 @@ class MessagesPrompt(Wire):
         Annotated[AutoToolChoice | AnyToolChoice | OneToolChoice | NoToolChoice, Field(discriminator="type")] | None
     ) = None
     """auto: the model decides; any: at least one call; tool: one call of this one; none: no call, and the prompt does
-    not tell of the tools. disable_parallel_tool_use: at most one call."""
+    not contain the tools. disable_parallel_tool_use: at most one call."""
     thinking: (
         Annotated[
             ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled,
@@ -171,14 +163,13 @@ class MessagesPrompt(Wire):
         ]
         | None
     ) = None
-    """Told to the template as `enable_thinking`; absent: as the template has it, and at most half of max_tokens where
-    the answer must follow a schema or be a call. budget_tokens ends the thinking; display omitted leaves its text out
-    of the answer."""
+    """Passed to the chat template as `enable_thinking`; absent: the template's default, and at most half of max_tokens
+    if the output must follow a schema or be a call. budget_tokens limits the thinking; display omitted leaves its text
+    out of the response."""
     output_config: OutputConfig | None = None
-    """How much effort goes into the answer, and what it looks like."""
+    """The reasoning effort and the format of the output."""
 
-    cache_control: Annotated[CacheMark | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    cache_control: Annotated[CacheMark | None, LABEL, notes.CACHE] = None
     unsupported: ClassVar[dict[str, Refused]] = {
         "billing_policy": refused(),
         "compaction": refused(),
@@ -215,8 +206,9 @@ class MessagesPrompt(Wire):
         return value
 
     @property
-    def turns(self) -> list[Json]:
-        return turns(self.system, self.messages)
+    def prompt_source(self) -> ConversationPrompt:
+        own = turns(self.system, self.messages)
+        return ConversationPrompt(own, self.render_options, self.calling, self.thinks, self.thinking_budget)
 
     @property
     def render_options(self) -> RenderOptions:
@@ -230,8 +222,14 @@ class MessagesPrompt(Wire):
 
     @property
     def thinks(self) -> bool:
-        # As Anthropic's models, which think only where the request says so.
+        # Like Anthropic's models, which reason only if the request says so.
         return self.thinking is not None and not isinstance(self.thinking, ThinkingDisabled)
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        if isinstance(self.thinking, ThinkingEnabled):
+            return "thinking.budget_tokens", self.thinking.budget_tokens
+        return None
 
     @property
     def calling(self) -> Calling | None:
@@ -247,41 +245,35 @@ class MessagesPrompt(Wire):
 
 
 def described(tool: MessagesTool, index: int) -> Tool:
-    """A tool as the rest of the server knows it."""
+    """Return a tool in the form that generation reads."""
     return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), f"tools[{index}].input_schema")
 
 
-class MessagesRequest(MessagesPrompt, Conversation):
+class MessagesRequest(MessagesPrompt, GenerationFields):
     """POST /v1/messages."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "model": "builtin",
-                    "max_tokens": 100,
-                    "messages": [{"role": "user", "content": "What is continuous batching?"}],
-                },
-                {
-                    "model": "builtin",
-                    "max_tokens": 32000,
-                    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-                    "messages": [{"role": "user", "content": [{"type": "text", "text": "What is 7 + 5?"}]}],
-                    "temperature": 0,
-                    "stream": True,
-                },
-            ]
-        }
+    model_config = examples(
+        {
+            "model": "builtin",
+            "max_tokens": 100,
+            "messages": [{"role": "user", "content": "What is continuous batching?"}],
+        },
+        {
+            "model": "builtin",
+            "max_tokens": 32000,
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "What is 7 + 5?"}]}],
+            "temperature": 0,
+            "stream": True,
+        },
     )
 
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)]
-    """The most tokens of the answer; more than fit mean as many as fit. 0: the prompt is only read into the cache."""
-    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    """Texts that end the answer, and are not part of it."""
+    """The largest number of tokens of the output, within the context. 0: the prompt is only computed into the cache."""
+    stop_sequences: Annotated[StopTexts | None, notes.STOP] = None
     output_format: MessagesFormat | None = None
-    """output_config.format, where older clients have it."""
-    structured_outputs: StructuredOutputs | None = None
-    """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
+    """The same as output_config.format, for older clients."""
+    structured_outputs: Annotated[StructuredOutputs | None, notes.STRUCTURED] = None
 
     metadata: Annotated[
         Annotated[
@@ -296,7 +288,7 @@ class MessagesRequest(MessagesPrompt, Conversation):
         Annotated[dict[Literal["previous_message_id"], Annotated[str, Field(max_length=MAX_LABEL)] | None], ()] | None,
         LABEL,
     ] = None
-    """Accepted: what the cache saved is in the usage."""
+    """Accepted: cache hits are in the usage."""
     service_tier: Annotated[Literal["auto", "standard_only"] | None, LABEL] = None
     """There is one tier; the usage says standard."""
 
@@ -316,28 +308,18 @@ class MessagesRequest(MessagesPrompt, Conversation):
             raise clash("must be absent where another field says what the answer looks like")
         return value
 
-    @property
-    def prompt_field(self) -> str:
-        return "messages"
+    def resolve(self) -> GenerationRequest:
+        return replace(
+            super().resolve(),
+            prompt_field="messages",
+            limit=("max_tokens", self.max_tokens),
+            only_scores=self.max_tokens == 0,
+            stop_field="stop_sequences",
+            stops=self.stop_sequences or [],
+            grammar=self._grammar(),
+        )
 
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        return "max_tokens", self.max_tokens
-
-    @property
-    def only_scores(self) -> bool:
-        return self.max_tokens == 0
-
-    @property
-    def stop_field(self) -> str:
-        return "stop_sequences"
-
-    @property
-    def stops(self) -> list[str]:
-        return self.stop_sequences or []
-
-    @property
-    def answer_grammar(self) -> Grammar | None:
+    def _grammar(self) -> Grammar | None:
         config = self.output_config
         if config is not None and config.format is not None:
             return of_schema(config.format.schema_, "output_config.format.schema")
@@ -346,30 +328,14 @@ class MessagesRequest(MessagesPrompt, Conversation):
         return of_outputs(self.structured_outputs)
 
     @property
-    def thinking_budget(self) -> tuple[str, int] | None:
-        if isinstance(self.thinking, ThinkingEnabled):
-            return "thinking.budget_tokens", self.thinking.budget_tokens
-        return None
-
-    @property
     def tells_thinking(self) -> bool:
-        """Whether the answer has the text of its thinking."""
+        """Whether the response contains the text of its thinking."""
         return getattr(self.thinking, "display", None) != "omitted"
 
 
 class CountTokensRequest(MessagesPrompt):
     """POST /v1/messages/count_tokens."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"model": "builtin", "messages": [{"role": "user", "content": "What is 7 + 5?"}]}]
-        }
-    )
+    model_config = examples({"model": "builtin", "messages": [{"role": "user", "content": "What is 7 + 5?"}]})
 
-    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
-    """One of the served names; absent: the first of them. Another name is a 404."""
-
-    @property
-    def message(self) -> MessagesRequest:
-        """A request with this prompt."""
-        return MessagesRequest.model_construct(**dict(self), max_tokens=1)
+    model: ModelName = None

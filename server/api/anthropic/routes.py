@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's form, which coding agents speak."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's form, which coding agents use."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from ...generation.http_response import answer
-from ...generation.prepare import encode_conversation, text_error
 from ...http.auth import UserDep
 from ...http.body import body
-from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS
 from ...http.openapi import described, events, returned
 from ...state import AppDep
-from ...tokenization.encoder import TextTooLong
-from ...tokenization.renderer import TemplateError
+from .. import conversation
 from .errors import MessagesError
 from .request import CountTokensRequest, MessagesRequest
 from .response import Message, MessagesEvent, MessagesWriter, TokenCount
 
 router = APIRouter(tags=["generation"])
+
+MessagesBody = Annotated[MessagesRequest, Depends(body(MessagesRequest))]
+CountTokensBody = Annotated[CountTokensRequest, Depends(body(CountTokensRequest))]
 
 STREAM = (
     'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_1","type":"message","role":"assistant",'
@@ -40,45 +40,27 @@ STREAM = (
     'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 )
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: returned(MessagesError, error["description"])[200] for status, error in OPENAI_ERRORS.items()
+    status: returned(MessagesError, error["description"], {})[200] for status, error in OPENAI_ERRORS.items()
 }
-RETURNS = (
-    returned(
-        Message,
-        "The message; with stream true the events that make it",
-        **events(MessagesEvent, STREAM, is_typed=True),
-    )
-    | ERRORS
+RETURNS = returned(
+    Message,
+    "The message; with stream true the events that make it",
+    ERRORS,
+    **events(MessagesEvent, STREAM, is_typed=True),
 )
 COUNT_ERRORS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (400, 401, 404, 413, 503)}
 
 
 @router.post("/v1/messages", response_class=Response, responses=RETURNS, openapi_extra=described(MessagesRequest))
-async def messages(
-    asked: Annotated[MessagesRequest, Depends(body(MessagesRequest))], app: AppDep, caller: UserDep, request: Request
-) -> Response:
-    """The next message of a conversation, in Anthropic's form."""
-    return await answer(app, caller, request, asked.resolve(), write=partial(MessagesWriter, asked), prefix="msg_")
+async def messages(payload: MessagesBody, app: AppDep, caller: UserDep, request: Request) -> Response:
+    """Generate the next message of a conversation, in Anthropic's form."""
+    return await answer(app, caller, request, payload.resolve(), write=partial(MessagesWriter, payload), prefix="msg_")
 
 
-@router.post(
-    "/v1/messages/count_tokens",
-    responses=COUNT_ERRORS,
-    openapi_extra=described(CountTokensRequest),
-)
-async def count_tokens(
-    asked: Annotated[CountTokensRequest, Depends(body(CountTokensRequest))],
-    app: AppDep,
-    caller: UserDep,
-    request: Request,
-) -> TokenCount:
-    """How many tokens the prompt of such a message has, without generating."""
-    app.check_model(asked.model)
-    model = app.require_ready()
-    try:
-        [prompt] = await while_connected(
-            request, encode_conversation(model, caller, asked.message.prompt_source, fits=False)
-        )
-    except (TemplateError, TextTooLong) as error:
-        raise text_error(error, "messages") from None
-    return TokenCount(input_tokens=len(prompt.ids))
+@router.post("/v1/messages/count_tokens", responses=COUNT_ERRORS, openapi_extra=described(CountTokensRequest))
+async def count_tokens(payload: CountTokensBody, app: AppDep, caller: UserDep, request: Request) -> TokenCount:
+    """Count the tokens of the prompt of such a message, without generating."""
+    count = await conversation.count_tokens(
+        app, caller, request, payload.model, payload.prompt_source, field="messages"
+    )
+    return TokenCount(input_tokens=count)

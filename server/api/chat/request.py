@@ -1,17 +1,21 @@
-"""Chat completions on the wire: the conversation that comes in; what goes out is in response.py."""
+"""Requests for chat completions: the conversation and how it is continued."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
+from ...generation.request import ConversationPrompt, GenerationRequest
 from ...http.fields import LABEL, MAX_LABEL, OneError, Refused, RefusedKinds, Wire, clash, refused
-from ..conversation import Conversation, Effort, by_effort, is_thinking, thinking_variables
-from ..response_format import Structured
-from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Text
+from ...http.openapi import examples
+from .. import notes
+from ..conversation import Effort, by_effort, is_thinking, thinking_variables
+from ..response_format import FormatFields
+from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Text, only_with, same_as
 from ..tools import ToolChoiceFields, ToolsField
 
 if TYPE_CHECKING:
@@ -21,7 +25,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOL_CALLS = 256
 MAX_TEMPLATE_KWARGS = 64
-# What the server itself tells the template; the fields of the request are the way to set them.
+# Variables of the chat template that fields of the request set.
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 ONLY_TEXT = "The models read text alone."
@@ -29,22 +33,20 @@ ONLY_TEXT = "The models read text alone."
 Name = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
 
-# What is worth caching is marked with it; here equal beginnings of prompts are always found.
+# Clients mark what is worth caching with it; here cached prefixes are always found.
 CacheMark = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=64)]], Field(max_length=8)
 ]
 
 
 class TextPart(Wire):
-    """A part of a message's content; text is the only kind that this server takes."""
+    """A part of a message's content; text is the only supported kind."""
 
     type: Literal["text"]
     text: Text
-    """Part of the prompt; the template puts the parts together."""
-    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
-    """Accepted: equal beginnings of prompts are found without it."""
-    cache_control: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    """Part of the prompt; the template joins the parts."""
+    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True), notes.CACHE] = None
+    cache_control: Annotated[CacheMark | None, LABEL, Field(exclude=True), notes.CACHE] = None
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "file": refused(hint=ONLY_TEXT),
@@ -62,46 +64,40 @@ Content = Text | Parts
 
 
 class Instruction(Wire):
-    """What the application tells the model."""
+    """A message of the application."""
 
     role: Literal["system", "developer"]
     content: Content
-    """Part of the prompt; late ones are read together with the first."""
-    name: Name | None = None
-    """Told to the template, few of which write it."""
+    """Part of the prompt; later ones are joined to the first."""
+    name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
 
 
 class UserMessage(Wire):
-    """What the person says."""
+    """A message of the user."""
 
     role: Literal["user"]
-    content: Content
-    """Part of the prompt."""
-    name: Name | None = None
-    """Told to the template, few of which write it."""
+    content: Annotated[Content, notes.PROMPT]
+    name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
 
 
 class CalledFunction(Wire):
     """A function that the model called, with its arguments as JSON text."""
 
-    name: Name
-    """Part of the prompt."""
-    arguments: Text
-    """A JSON object as text; part of the prompt."""
+    name: Annotated[Name, notes.PROMPT]
+    arguments: Annotated[Text, notes.ARGUMENTS]
     parsed_arguments: Annotated[Any, LABEL, Field(exclude=True)] = None
-    """Accepted: the arguments once more, which the streaming helper of OpenAI's SDK sends back."""
+    """Accepted: the parsed arguments, which the streaming helper of OpenAI's SDK sends back."""
 
 
 class ToolCall(Wire):
     """One call that the model made."""
 
     type: Literal["function"] = "function"
-    id: Name
-    """Told to the template, few of which write it."""
+    id: Annotated[Name, notes.FOR_TEMPLATE]
     function: CalledFunction
-    """The function, and what it was called with."""
+    """The function and its arguments."""
     index: Annotated[Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)] | None, LABEL, Field(exclude=True)] = None
-    """Accepted: clients that send streamed calls back keep it; the order of the calls is that of the list."""
+    """Accepted: clients that send streamed calls back keep it; the list decides the order."""
 
 
 ToolCalls = Annotated[
@@ -114,35 +110,33 @@ class ReasoningDetail(Wire):
 
     type: Literal["reasoning.text", "reasoning.summary", "reasoning.encrypted"]
     text: Text | None = None
-    """What the model thought; told to the template."""
+    """The model's reasoning, passed to the chat template."""
     summary: Text | None = None
-    """The same in short."""
+    """A summary of it."""
     data: Annotated[Text | None, LABEL] = None
-    """Accepted: what is encrypted is nobody's to read here."""
+    """Accepted: encrypted reasoning cannot be read here."""
     id: Annotated[Name | None, LABEL] = None
-    """Accepted: names the piece."""
+    """Accepted: the id of the piece."""
     format: Annotated[Name | None, LABEL] = None
-    """Accepted: says which provider wrote it."""
+    """Accepted: the provider that wrote it."""
     index: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, LABEL] = None
-    """Accepted: the order of the pieces is that of the list."""
+    """Accepted: the list decides the order."""
     signature: Annotated[Text | None, LABEL] = None
-    """Accepted: pieces are not signed here."""
+    """Accepted: signatures are not checked."""
 
 
 class AssistantMessage(Wire):
-    """What the model said before; a message of an earlier answer can be sent back as it came."""
+    """A message of the model; one of an earlier response can be sent back unchanged."""
 
     role: Literal["assistant"]
     content: Content | None = None
-    """Part of the prompt; absent only beside tool_calls."""
-    name: Name | None = None
-    """Told to the template, few of which write it."""
-    reasoning_content: Text | None = None
-    """What the model thought; told to the template, which may leave it out of the prompt."""
+    """Part of the prompt; may be absent only with tool_calls."""
+    name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
+    reasoning_content: Annotated[Text | None, notes.THOUGHT] = None
     reasoning: Text | None = None
-    """The same under the name that other servers have for it; told to the template."""
+    """The same under the name that other servers use."""
     reasoning_details: Annotated[list[ReasoningDetail], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    """The same in OpenRouter's form; told to the template where neither of the other two is there."""
+    """The same in OpenRouter's form; used if neither of the other two is there."""
     tool_calls: ToolCalls | None = None
     """The calls that the model made; part of the prompt."""
     unsupported: ClassVar[dict[str, Refused]] = {
@@ -151,11 +145,11 @@ class AssistantMessage(Wire):
         "audio": refused(),
         "function_call": refused(),
     }
-    # What clients add to the messages that they give their users, who send them back as they are.
+    # Clients add these to the messages that they return, and their users send them back.
     parsed: Annotated[Any, LABEL, Field(exclude=True)] = None
-    """Accepted: the content once more, which `.parse()` of OpenAI's SDK adds."""
+    """Accepted: the parsed content, which `.parse()` of OpenAI's SDK adds."""
     provider_specific_fields: Annotated[Any, LABEL, Field(exclude=True)] = None
-    """Accepted: LiteLLM adds the fields that it does not know."""
+    """Accepted: LiteLLM puts fields there that are not OpenAI's."""
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -165,15 +159,12 @@ class AssistantMessage(Wire):
 
 
 class ToolMessage(Wire):
-    """What a tool gave back."""
+    """The result of a tool."""
 
     role: Literal["tool"]
-    content: Content
-    """Part of the prompt."""
-    tool_call_id: Name
-    """Which call it answers; told to the template, few of which write it."""
-    name: Name | None = None
-    """Told to the template, few of which write it."""
+    content: Annotated[Content, notes.PROMPT]
+    tool_call_id: Annotated[Name, notes.CALL_ID]
+    name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
 
 
 Message = Annotated[
@@ -197,14 +188,13 @@ TemplateKwargs = Annotated[
 
 
 class TemplateOptions(ToolsField):
-    """How the chat template is to render the messages."""
+    """How the chat template renders the messages."""
 
-    chat_template_kwargs: TemplateKwargs | None = None
-    """Variables for the chat template."""
+    chat_template_kwargs: Annotated[TemplateKwargs | None, notes.TEMPLATE_VARIABLES] = None
     add_generation_prompt: bool | None = None
     """false: the prompt does not begin the assistant's message."""
     continue_final_message: bool | None = None
-    """The answer goes on with the last message."""
+    """true: the response continues the last message."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "chat_template": refused(hint="The server has --chat-template."),
@@ -220,11 +210,11 @@ class TemplateOptions(ToolsField):
 
     @property
     def render_options(self) -> RenderOptions:
-        """Arguments for Prompts.chat and Prompts.render. What is continued gets no new answer's beginning."""
+        """Arguments for Prompts.chat and Prompts.render. A message that is continued gets no generation prompt."""
         continued = bool(self.continue_final_message)
-        begun = self.add_generation_prompt
+        prompted = self.add_generation_prompt
         return {
-            "add_generation_prompt": not continued if begun is None else begun,
+            "add_generation_prompt": not continued if prompted is None else prompted,
             "continue_final_message": continued,
             "template_kwargs": self.chat_template_kwargs,
         }
@@ -236,93 +226,79 @@ Metadata = Annotated[
 
 
 class Labels(Wire):
-    """What OpenAI's own server reads and nobody else, of chat completions and responses alike."""
+    """Fields of chat completions and responses that only OpenAI's own server uses."""
 
     metadata: Annotated[Metadata | None, LABEL] = None
-    """Accepted, and part of the answer."""
-    prompt_cache_key: Annotated[Name | None, LABEL] = None
-    """Accepted: equal beginnings of prompts are found without it."""
-    safety_identifier: Annotated[Name | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
+    """Accepted, and part of the response."""
+    prompt_cache_key: Annotated[Name | None, LABEL, notes.CACHE] = None
+    safety_identifier: Annotated[Name | None, LABEL, notes.ACCOUNTING] = None
     service_tier: Annotated[Literal["auto", "default", "flex", "priority", "scale"] | None, LABEL] = None
     """There is one tier; the response says default."""
 
 
 class ThinkingSwitch(Wire):
-    """Whether the model is to think, as agents that know Anthropic's models say it."""
+    """Whether the model is to reason, in the form of agents that were written for Anthropic's models."""
 
     type: Literal["enabled", "disabled"]
-    """Told to the template as enable_thinking."""
-    budget_tokens: Count | None = None
-    """The reasoning ends after this many tokens at the latest."""
+    """Passed to the chat template as enable_thinking."""
+    budget_tokens: Annotated[Count | None, notes.REASONING_LIMIT] = None
 
 
 class ReasoningSettings(Wire):
-    """How the model is to think, in OpenRouter's form."""
+    """How the model is to reason, in OpenRouter's form."""
 
     effort: Effort | None = None
     """As reasoning_effort."""
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    """The reasoning ends after this many tokens at the latest."""
+    max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, notes.REASONING_LIMIT] = None
     enabled: bool | None = None
-    """Told to the template as enable_thinking."""
+    """Passed to the chat template as enable_thinking."""
     exclude: bool | None = None
-    """true: the response is without its reasoning, which is thought and counted nevertheless."""
+    """true: the response does not contain its reasoning, which is still generated and counted."""
 
 
-class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Conversation):
+class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, FormatFields):
     """POST /v1/chat/completions."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"model": "builtin", "messages": [{"role": "user", "content": "What is continuous batching?"}]},
-                {
-                    "model": "builtin",
-                    "messages": [
-                        {"role": "system", "content": "Answer in one sentence."},
-                        {"role": "user", "content": "What is 7 + 5?"},
-                    ],
-                    "temperature": 0.7,
-                    "max_completion_tokens": 64,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                },
-            ]
-        }
+    model_config = examples(
+        {"model": "builtin", "messages": [{"role": "user", "content": "What is continuous batching?"}]},
+        {
+            "model": "builtin",
+            "messages": [
+                {"role": "system", "content": "Answer in one sentence."},
+                {"role": "user", "content": "What is 7 + 5?"},
+            ],
+            "temperature": 0.7,
+            "max_completion_tokens": 64,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
     )
 
     messages: Messages
-    """The conversation; contents are texts or parts of type text."""
+    """The conversation; the content of a message is a text or parts of type text."""
 
     max_completion_tokens: Limit | None = None
-    """The most tokens of a completion; absent, -1 or more than fit: as many as fit."""
+    """The largest number of tokens of a completion; absent or -1: as many as the context holds."""
     logprobs: bool | None = None
-    """The answer has the log-probability of each token, in the model's own distribution."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Beside it those of this many most likely tokens."""
+    """true: the response has the log-probability of each token, in the model's own distribution."""
+    top_logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, notes.TOP_LOGPROBS] = None
 
-    reasoning_effort: Effort | None = None
-    """How much the model is to think: told to the template. Where that can only turn thinking on or off, none turns it
-    off and every other effort on; where it cannot do that either, the effort changes nothing."""
+    reasoning_effort: Annotated[Effort | None, notes.EFFORT] = None
     enable_thinking: bool | None = None
-    """Whether the model is to think, where its template knows that; the same as in chat_template_kwargs."""
+    """Whether the model is to reason, if its chat template can turn that on and off; as in chat_template_kwargs."""
     thinking: ThinkingSwitch | None = None
     """The same in the form of some agents."""
     reasoning: ReasoningSettings | None = None
     """The same in OpenRouter's form."""
     include_reasoning: bool | None = None
-    """false: the answer is without its reasoning, which is thought and counted nevertheless."""
-    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
-    must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
+    """false: the response does not contain its reasoning, which is still generated and counted."""
+    thinking_token_budget: Annotated[Annotated[int, Field(ge=-1, le=MAX_INT)] | None, notes.REASONING_BUDGET] = None
 
     store: Annotated[bool | None, LABEL] = None
     """Accepted: nothing is stored."""
     prediction: Annotated[Any, LABEL] = None
-    """Accepted: it could make the response faster, and changes none of its tokens."""
-    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL] = None
-    """Accepted: models here are not told how much to say."""
+    """Accepted: it could only make the response faster."""
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL, notes.VERBOSITY] = None
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "add_special_tokens": refused(False),
@@ -340,37 +316,28 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
         "web_search_options": refused(),
     }
 
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _one_limit(cls, value: int | None, info: ValidationInfo) -> int | None:
-        older = info.data.get("max_tokens")
-        if value is not None and older is not None and value != older:
-            raise clash("must be the same as max_tokens where both are given")
-        return value
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value and not info.data.get("logprobs"):
-            raise clash("must be absent unless logprobs is true")
-        return value
+    _one_limit = field_validator("max_completion_tokens")(same_as("max_tokens"))
+    _with_logprobs = field_validator("top_logprobs")(only_with("logprobs"))
 
     @property
-    def prompt_field(self) -> str:
-        return "messages"
+    def prompt_source(self) -> ConversationPrompt:
+        turns = as_dicts(self.messages)
+        return ConversationPrompt(turns, self.render_options, self.calling, self.thinks, self.thinking_budget)
 
-    @property
-    def turns(self) -> list[Json]:
-        return as_dicts(self.messages)
+    def resolve(self) -> GenerationRequest:
+        request = replace(super().resolve(), prompt_field="messages", num_logprobs=self.num_logprobs)
+        if self.max_completion_tokens is None:
+            return request
+        return replace(request, limit=("max_completion_tokens", self.max_completion_tokens))
 
     @property
     def render_options(self) -> RenderOptions:
-        told = thinking_variables(self.thinks, self.effort, self.chat_template_kwargs)
-        return {**super().render_options, "template_kwargs": told}
+        variables = thinking_variables(self.thinks, self.effort, self.chat_template_kwargs)
+        return {**super().render_options, "template_kwargs": variables}
 
     @property
     def effort(self) -> Effort | None:
-        """How much the model is to think."""
+        """How much the model is to reason."""
         return self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
 
     @property
@@ -392,15 +359,9 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
 
     @property
     def tells_reasoning(self) -> bool:
-        """Whether the response has the text of the reasoning."""
+        """Whether the response contains the text of the reasoning."""
         is_excluded = self.reasoning is not None and self.reasoning.exclude is True
         return self.include_reasoning is not False and not is_excluded
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -408,14 +369,14 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, Structured, Convers
 
 
 def as_dicts(messages: list[Message]) -> list[Json]:
-    """Messages as chat templates read them."""
+    """Return messages as chat templates read them."""
     return [_as_dict(message) for message in messages]
 
 
 def _as_dict(message: Message) -> Json:
-    told = message.model_dump(exclude_none=True)
-    details = told.pop("reasoning_details", ())
-    if details and not ("reasoning" in told or "reasoning_content" in told):
+    turn = message.model_dump(exclude_none=True)
+    details = turn.pop("reasoning_details", ())
+    if details and not ("reasoning" in turn or "reasoning_content" in turn):
         texts = (detail.get("text") or detail.get("summary") for detail in details)
-        told["reasoning_content"] = "\n".join(text for text in texts if text)
-    return told
+        turn["reasoning_content"] = "\n".join(text for text in texts if text)
+    return turn

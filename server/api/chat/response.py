@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from ...generation.output import FinishReason, Logprob, Output, PromptLogprobs, Usage
 from ...http.openapi import JsonObject
 from ...parsers import Arguments, Call, Content, Part, Reasoning, join
-from ..writer import SamplingWriter
+from ..writer import CompletionsWriter
 from .request import ChatRequest
 
 
@@ -128,7 +128,7 @@ class ChatCompletionChunk(JsonObject, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class ChatWriter(SamplingWriter[ChatRequest]):
+class ChatWriter(CompletionsWriter[ChatRequest]):
     """Writes a ChatCompletion or its chunks."""
 
     def opening(self, usage: Usage | None) -> list[ChatCompletionChunk]:
@@ -184,7 +184,7 @@ class ChatWriter(SamplingWriter[ChatRequest]):
 
     def prompt_logprobs(self, output: Output) -> PromptLogprobs | UnsetType:
         """Only the first choice has them."""
-        return UNSET if output.choice else super().prompt_logprobs(output)
+        return UNSET if output.choice or output.prompt_logprobs is None else super().prompt_logprobs(output)
 
     def _service_tier(self) -> Literal["default"] | UnsetType:
         return UNSET if self.request.service_tier is None else "default"

@@ -18,24 +18,22 @@ from .response import ChatCompletion, ChatCompletionChunk, ChatWriter
 
 router = APIRouter(tags=["generation"])
 
+ChatBody = Annotated[ChatRequest, Depends(body(ChatRequest))]
+
 STREAM = (
     'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1767225600,"model":"builtin",'
     '"system_fingerprint":"fp_0","choices":[{"index":0,"delta":{"content":"Hello"},"logprobs":null,'
     '"finish_reason":null}]}\n\ndata: [DONE]\n\n'
 )
-RETURNS = (
-    returned(
-        ChatCompletion,
-        "The completion; with stream true its pieces, as events that each hold a chat.completion.chunk",
-        **events(ChatCompletionChunk, STREAM),
-    )
-    | OPENAI_ERRORS
+RETURNS = returned(
+    ChatCompletion,
+    "The completion; with stream true its pieces, as events that each hold a chat.completion.chunk",
+    OPENAI_ERRORS,
+    **events(ChatCompletionChunk, STREAM),
 )
 
 
 @router.post("/v1/chat/completions", response_class=Response, responses=RETURNS, openapi_extra=described(ChatRequest))
-async def chat(
-    asked: Annotated[ChatRequest, Depends(body(ChatRequest))], app: AppDep, caller: UserDep, request: Request
-) -> Response:
-    """The next message of a conversation."""
-    return await answer(app, caller, request, asked.resolve(), write=partial(ChatWriter, asked), prefix="chatcmpl-")
+async def chat(payload: ChatBody, app: AppDep, caller: UserDep, request: Request) -> Response:
+    """Generate the next message of a conversation."""
+    return await answer(app, caller, request, payload.resolve(), write=partial(ChatWriter, payload), prefix="chatcmpl-")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-from ...generation.request import UNLIMITED, TextPrompts
+from ...generation.request import UNLIMITED, GenerationRequest, TextPrompts
 from ...http.fields import Refused, refused
-from ..response_format import Structured
+from ...http.openapi import examples
+from ..response_format import FormatFields
 from ..sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
 
 MAX_PROMPTS = 256  # of one request: as many as wait in the default queue
@@ -21,7 +23,7 @@ IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_
 
 
 def form(value: Any) -> str:
-    """Which form a prompt has, by its first element: trying all of them would cost an error per token."""
+    """Return the form of a prompt, by its first element: trying all of them would cost an error per token."""
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else ""
@@ -29,27 +31,16 @@ def form(value: Any) -> str:
 
 
 def listed(value: Any) -> list[str] | list[list[int]]:
-    """The prompts of a value of any form, each by itself."""
+    """Return the prompts of a value of any form as a list."""
     return [value] if form(value) in ("text", "ids") else value
 
 
-class CompletionRequest(Structured):
+class CompletionRequest(FormatFields):
     """POST /v1/completions."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"model": "builtin", "prompt": "The sea is", "max_tokens": 16},
-                {
-                    "model": "builtin",
-                    "prompt": [[11, 12], [13]],
-                    "temperature": 0,
-                    "n": 2,
-                    "stop": ["."],
-                    "logprobs": 2,
-                },
-            ]
-        }
+    model_config = examples(
+        {"model": "builtin", "prompt": "The sea is", "max_tokens": 16},
+        {"model": "builtin", "prompt": [[11, 12], [13]], "temperature": 0, "n": 2, "stop": ["."], "logprobs": 2},
     )
 
     prompt: Annotated[
@@ -60,17 +51,17 @@ class CompletionRequest(Structured):
         Discriminator(form),
     ]
 
-    """A text, token ids, or a list of either; each is answered n times."""
+    """A text, token ids, or a list of either; each gets n completions."""
 
     max_tokens: Annotated[int, Field(ge=UNLIMITED, le=MAX_INT)] | None = None
-    """The most tokens of a completion; absent: 16; more than fit, and -1: as many as fit. 0 goes with echo: the prompt
-    is scored and nothing is added."""
+    """The largest number of tokens of a completion; absent: 16; -1: as many as the context holds. 0 only with echo: the
+    prompt is scored and nothing is generated."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The answer has the log-probability of each token, and of this many most likely ones in its place."""
+    """The response has the log-probability of each token, and of this many most likely ones at its position."""
     echo: bool | None = None
-    """The answer begins with the prompt; with logprobs, these begin with the prompt's."""
+    """The completion begins with the prompt; with logprobs, these begin with the prompt's."""
     add_special_tokens: bool | None = None
-    """false: a prompt that is a text does not get the tokens that the tokenizer puts around one."""
+    """false: the tokenizer adds no special tokens to a prompt that is a text."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "prompt_embeds": refused(),
@@ -80,7 +71,7 @@ class CompletionRequest(Structured):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, each by itself."""
+        """The prompts as a list."""
         return listed(self.prompt)
 
     @property
@@ -93,16 +84,14 @@ class CompletionRequest(Structured):
         )
 
     @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
+    def is_scored(self) -> bool:
+        """Whether the completion waits for the prompt's log-probabilities."""
+        return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
 
-    @property
-    def scoring(self) -> tuple[str, int] | None:
-        own = super().scoring
-        if not self.echo or self.logprobs is None or (own is not None and not 0 <= own[1] < self.logprobs):
-            return own
-        return "logprobs", self.logprobs
-
-    @property
-    def only_scores(self) -> bool:
-        return bool(self.echo) and self.max_tokens == 0
+    def resolve(self) -> GenerationRequest:
+        request = super().resolve()
+        scoring = request.scoring
+        if self.echo and self.logprobs is not None and (scoring is None or 0 <= scoring[1] < self.logprobs):
+            scoring = "logprobs", self.logprobs
+        only_scores = bool(self.echo) and self.max_tokens == 0
+        return replace(request, num_logprobs=self.logprobs, scoring=scoring, only_scores=only_scores)

@@ -11,7 +11,7 @@ from engine import TokenLogprob
 
 from ...generation.output import FinishReason, Output, PromptLogprobs, Usage, number
 from ...http.openapi import JsonObject
-from ..writer import SamplingWriter
+from ..writer import CompletionsWriter
 from .request import CompletionRequest
 
 
@@ -48,12 +48,12 @@ class Completion(JsonObject):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionWriter(SamplingWriter[CompletionRequest]):
+class CompletionWriter(CompletionsWriter[CompletionRequest]):
     """Writes a Completion, whole or in chunks. Choices are numbered prompt by prompt."""
 
     def opening(self, usage: Usage | None) -> list[Completion]:
         """The prompts, if the completion begins with them and they need not wait for their log-probabilities."""
-        if self.request.scoring is not None or not (self.request.echo or self.request.return_token_ids):
+        if self.request.is_scored or not (self.request.echo or self.request.return_token_ids):
             return []
         return [self.chunk([self._beginning(i)], usage) for i in range(len(self.prompts) * self.request.num_choices)]
 

@@ -18,35 +18,30 @@ from .response import Completion, CompletionWriter
 
 router = APIRouter(tags=["generation"])
 
+CompletionBody = Annotated[CompletionRequest, Depends(body(CompletionRequest))]
+
 STREAM = (
     'data: {"id":"cmpl-1","object":"text_completion","created":1767225600,"model":"builtin",'
     '"system_fingerprint":"fp_0","choices":[{"index":0,"text":" the sea","logprobs":null,"finish_reason":null}]}\n\n'
     "data: [DONE]\n\n"
 )
-RETURNS = (
-    returned(
-        Completion,
-        "The continuations; with stream true their pieces, as events that each hold a text_completion",
-        **events(Completion, STREAM),
-    )
-    | OPENAI_ERRORS
+RETURNS = returned(
+    Completion,
+    "The continuations; with stream true their pieces, as events that each hold a text_completion",
+    OPENAI_ERRORS,
+    **events(Completion, STREAM),
 )
 
 
 @router.post("/v1/completions", response_class=Response, responses=RETURNS, openapi_extra=described(CompletionRequest))
-async def completions(
-    asked: Annotated[CompletionRequest, Depends(body(CompletionRequest))],
-    app: AppDep,
-    caller: UserDep,
-    request: Request,
-) -> Response:
-    """Continuations of prompts that are texts or token ids."""
+async def completions(payload: CompletionBody, app: AppDep, caller: UserDep, request: Request) -> Response:
+    """Generate continuations of prompts that are texts or token ids."""
     return await answer(
         app,
         caller,
         request,
-        asked.resolve(),
-        write=partial(CompletionWriter, asked),
+        payload.resolve(),
+        write=partial(CompletionWriter, payload),
         prefix="cmpl-",
         default_max_tokens=DEFAULT_MAX_TOKENS,
     )

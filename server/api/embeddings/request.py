@@ -7,15 +7,16 @@ import struct
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ...http.fields import LABEL, MAX_LABEL, Refused, Wire, clash, refused
+from ...http.fields import Refused, Wire, clash, refused
+from ...http.openapi import examples
 from ..completions.request import MAX_PROMPT_IDS, form, listed
-from ..sampling import MAX_INT, MAX_TEXT, Count, TokenId
+from ..sampling import MAX_INT, MAX_TEXT, CacheSalt, Count, ModelName, Priority, TokenId, User
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
-AS_TEXT = "Send as input what /apply-template makes of the messages."
+AS_TEXT = "Send the prompt that /apply-template returns as input."
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)]
@@ -26,17 +27,12 @@ IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_INPUTS, fail_f
 class EmbeddingRequest(Wire):
     """POST /v1/embeddings."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"model": "builtin", "input": "The sea is", "dimensions": 8},
-                {"model": "builtin", "input": ["a whale", "a ship"], "pooling": "mean", "encoding_format": "base64"},
-            ]
-        }
+    model_config = examples(
+        {"model": "builtin", "input": "The sea is", "dimensions": 8},
+        {"model": "builtin", "input": ["a whale", "a ship"], "pooling": "mean", "encoding_format": "base64"},
     )
 
-    model: Annotated[str, Field(max_length=MAX_LABEL)] | None = None
-    """One of the served names; absent: the first of them. Another name is a 404."""
+    model: ModelName = None
     input: Annotated[
         Annotated[Text, Tag("text")]
         | Annotated[Texts, Tag("texts")]
@@ -44,29 +40,26 @@ class EmbeddingRequest(Wire):
         | Annotated[IdLists, Tag("id_lists")],
         Discriminator(form),
     ]
-    """A text, token ids, or a list of either; each gets a vector, in their order."""
+    """A text, token ids, or a list of either; the response has a vector for each, in their order."""
     encoding_format: Literal["float", "base64"] | None = None
-    """float: numbers; base64: the bytes of float32, little-endian, which clients ask for because they are shorter."""
+    """float: numbers; base64: the bytes of little-endian float32, which are shorter."""
     dimensions: Count | None = None
-    """Only this many numbers, the first ones, at length 1 again; at most the model's hidden size."""
+    """The number of leading components to return, normalized to length 1; at most the model's hidden size."""
     pooling: Literal["last", "mean"] | None = None
-    """last: the last token's hidden state; mean: the mean over all tokens, which are then computed without the prefix
-    cache, as it holds keys and values and no hidden states."""
+    """last: the last token's hidden state; mean: the mean over all tokens, which does not use the prefix cache, since
+    that has no hidden states."""
 
     add_special_tokens: bool | None = None
-    """false: a text does not get the tokens that the tokenizer puts around one."""
+    """false: the tokenizer adds no special tokens to a text."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """Longer inputs are cut to this many tokens; -1: to as many as the model takes. Absent: they are a 400."""
+    """The length in tokens to which longer inputs are cut; -1: the context's. Absent: they are a 400."""
     truncation_side: Literal["left", "right"] | None = None
-    """Which end is cut off: left, the default, keeps the last tokens, right the first; only with
+    """The end that is cut off: left, the default, keeps the last tokens, right the first; only with
     truncate_prompt_tokens."""
-    priority: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
-    """Lower is served first; only under --scheduling-policy priority."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL)] | None = None
-    """Cached prefixes are shared only among requests with the same salt."""
+    priority: Priority = None
+    cache_salt: CacheSalt = None
 
-    user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
+    user: User = None
 
     # vLLM's and llama.cpp's
     unsupported: ClassVar[dict[str, Refused]] = {
@@ -104,11 +97,11 @@ class EmbeddingRequest(Wire):
 
     @property
     def inputs(self) -> list[str] | list[list[int]]:
-        """The inputs, each by itself."""
+        """The inputs as a list."""
         return listed(self.input)
 
     def cut(self, ids: list[int], longest: int) -> list[int]:
-        """An input of at most the length asked for; `longest` is what the model takes."""
+        """Return the ids cut to the requested length; `longest` is that of the context."""
         most = self.truncate_prompt_tokens
         if most is None:
             return ids
@@ -116,7 +109,7 @@ class EmbeddingRequest(Wire):
         return ids[:most] if self.truncation_side == "right" else ids[-most:]
 
     def written(self, embedding: bytes) -> msgspec.Raw:
-        """A vector (float32, little-endian) as JSON; 9 significant digits give a float32 back bit for bit."""
+        """Return a vector (float32, little-endian) as JSON; 9 significant digits represent a float32 exactly."""
         if self.encoding_format == "base64":
             return msgspec.Raw(b'"' + base64.b64encode(embedding) + b'"')
         numbers = struct.unpack(f"<{len(embedding) // 4}f", embedding)

@@ -1,4 +1,4 @@
-"""From a request for embeddings to the bytes of its answer: the line of http_response.py, with vectors for text."""
+"""Generates embeddings and writes the response, as generation/http_response.py does for text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EmbeddingList(JsonObject):
 
 
 async def embed(app: AppState, caller: Caller, request: Request, body: EmbeddingRequest) -> Response:
-    """Take a request in, or raise the ApiError that it deserves; nothing has been sent when this returns."""
+    """Admit a request and return its response, of which nothing has been sent; raises ApiError."""
     began = app.metrics.clock()
     name = app.check_model(body.model)
     model = app.require_ready()
@@ -71,7 +71,8 @@ async def embed(app: AppState, caller: Caller, request: Request, body: Embedding
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     track = RequestTracker(app.metrics, request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
     track.began = began
-    vectors = [Vector(index, asked, body) for index, asked in enumerate(engine_requests(app, caller, body, prompts))]
+    requests = engine_requests(app, caller, body, prompts)
+    vectors = [Vector(index, each, body) for index, each in enumerate(requests)]
     window = INPUTS_DEPTH * app.limits.max_seqs
     generation = Generation(
         app.engine, vectors, 1, track, due, cut=app.deadline_passed, window=window, places=app.limits.input_places
@@ -80,12 +81,12 @@ async def embed(app: AppState, caller: Caller, request: Request, body: Embedding
 
 
 def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:
-    """Raise 400 unless the model has vectors of the size asked for."""
+    """Raise 400 unless the model has vectors of the requested size."""
     if not info.hidden_size:
         raise invalid(f"There are no embeddings here: {info.architecture} tells no hidden states.", "model")
     if (body.dimensions or 0) > info.hidden_size:
-        told = f"{body.dimensions} are asked for, and this model's vectors have {info.hidden_size}"
-        raise invalid(f"Invalid 'dimensions': {told}.", "dimensions")
+        message = f"{body.dimensions} are asked for, and this model's vectors have {info.hidden_size}"
+        raise invalid(f"Invalid 'dimensions': {message}.", "dimensions")
 
 
 async def encode(model: LoadedModel, caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
@@ -103,11 +104,11 @@ async def encode(model: LoadedModel, caller: Caller, body: EmbeddingRequest) -> 
 
 
 def check_lengths(info: EngineInfo, prompts: list[Prompt]) -> None:
-    """Raise 400 when an input is longer than what the model takes. It may be as long: nothing is drawn behind it."""
+    """Raise 400 if an input is longer than the context. It may fill the context, since nothing is sampled after it."""
     for index, prompt in enumerate(prompts):
         if len(prompt.ids) > info.max_len:
-            told = f"Input {index} has {len(prompt.ids)} tokens, and the context holds {info.max_len} (--max-model-len)"
-            raise invalid(f"{told}; truncate_prompt_tokens cuts it.", "input", CONTEXT_CODE)
+            lengths = f"{len(prompt.ids)} tokens, and the context holds {info.max_len} (--max-model-len)"
+            raise invalid(f"Input {index} has {lengths}; truncate_prompt_tokens cuts it.", "input", CONTEXT_CODE)
 
 
 def engine_requests(
@@ -132,7 +133,7 @@ def engine_requests(
 
 
 class Vector(Reader):
-    """The vector of one input, written as JSON when it comes: all at the end would hold up every other stream."""
+    """The vector of one input, encoded when it arrives: encoding all at the end would delay every other stream."""
 
     def __init__(self, index: int, request: EngineRequest, body: EmbeddingRequest) -> None:
         super().__init__(index, request)
@@ -148,7 +149,7 @@ class Vector(Reader):
 
 
 class Embeddings(Response):
-    """Waits for all vectors and sends them; an error leaves as an ordinary exception."""
+    """Waits for all vectors and sends them; errors are raised as exceptions."""
 
     def __init__(self, generation: Generation, vectors: list[Vector], model: str) -> None:
         super().__init__()

@@ -16,12 +16,12 @@ from .response import EmbeddingList, embed
 
 router = APIRouter(tags=["generation"])
 
-RETURNS = returned(EmbeddingList, "A vector of length 1 for each input") | OPENAI_ERRORS
+EmbeddingBody = Annotated[EmbeddingRequest, Depends(body(EmbeddingRequest))]
+
+RETURNS = returned(EmbeddingList, "A vector of length 1 for each input", OPENAI_ERRORS)
 
 
 @router.post("/v1/embeddings", response_class=Response, responses=RETURNS, openapi_extra=described(EmbeddingRequest))
-async def embeddings(
-    asked: Annotated[EmbeddingRequest, Depends(body(EmbeddingRequest))], app: AppDep, caller: UserDep, request: Request
-) -> Response:
-    """Vectors of texts or token ids, from the last hidden states of the model that is served."""
-    return await embed(app, caller, request, asked)
+async def embeddings(payload: EmbeddingBody, app: AppDep, caller: UserDep, request: Request) -> Response:
+    """Compute vectors of texts or token ids from the model's last hidden states."""
+    return await embed(app, caller, request, payload)

@@ -1,4 +1,4 @@
-"""What operators and tools ask: health, version, models, metrics, and the page about the API."""
+"""Routes for operators and tools: health, version, models, metrics, and the API page."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ USER = [Depends(user)]
 
 
 def healthy(good: str, bad: str) -> dict[int | str, dict[str, Any]]:
-    """For the `responses=` of the health routes."""
+    """Return the description of a health route's responses."""
     return {200: {"description": good, "model": Health}, 503: {"description": bad, "model": Health}}
 
 
 @router.get("/live", dependencies=PUBLIC, responses=healthy("The process works", "Only a new process can help"))
 async def live(app: AppDep) -> Response:
-    """200 unless only a new process can help: the engine has failed for good."""
+    """200 unless the engine has failed for good, so that the process must be restarted."""
     return JSONResponse(app.health().body(), 200 if app.is_alive() else 503)
 
 
@@ -45,7 +45,7 @@ READY = healthy("New work is taken", "New work is refused; state says why")
 @router.get("/ready", dependencies=PUBLIC, responses=READY)
 @router.get("/health", dependencies=PUBLIC, responses=READY)
 async def ready(app: AppDep) -> Response:
-    """200 when new work is taken and gets on; otherwise 503. `state` says why."""
+    """200 if new requests are admitted and make progress, otherwise 503; `state` has the reason."""
     health = app.health()
     if health.is_ready:
         return JSONResponse(health.body())
@@ -54,10 +54,10 @@ async def ready(app: AppDep) -> Response:
 
 @router.get("/version", dependencies=PUBLIC)
 async def version(app: AppDep) -> dict[str, Any]:
-    """What serves: version, and once it is loaded the model, the device and whether results are exact."""
-    told: dict[str, Any] = {"version": app.version, "model": app.model_names[0]}
+    """The server's version, and once it is loaded the model, the device and whether results are exact."""
+    facts: dict[str, Any] = {"version": app.version, "model": app.model_names[0]}
     if (info := app.engine.info) is not None:
-        told |= {
+        facts |= {
             "architecture": info.architecture,
             "implementation": info.implementation,
             "attention": info.attention,
@@ -71,11 +71,11 @@ async def version(app: AppDep) -> dict[str, Any]:
             "weights_hash": info.weights_hash,
             "system_fingerprint": fingerprint(info, app.version),
         }
-    return told
+    return facts
 
 
 class Card(Wire):
-    """A model as /v1/models tells it."""
+    """A model in the list of /v1/models."""
 
     id: str
     object: Literal["model"] = "model"
@@ -85,7 +85,7 @@ class Card(Wire):
 
 
 class Cards(Wire):
-    """The names under which requests may ask for the model."""
+    """The names under which the model is served."""
 
     object: Literal["list"] = "list"
     data: list[Card]
@@ -100,7 +100,7 @@ def card(app: AppState, name: str) -> Card:
 
 @router.get("/v1/models", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
 async def models(app: AppDep) -> Cards:
-    """The names under which requests may ask for the model."""
+    """The names under which the model is served."""
     return Cards(data=[card(app, name) for name in app.model_names])
 
 
@@ -120,29 +120,29 @@ class Capability(Wire):
     endpoint: str
     field: str
     kind: Kind
-    """effect; label: accepted, without influence on the tokens; refused: 400 with its place as param
+    """effect; label: accepted, without influence on the tokens; refused: 400 with its path as param
     (messages.0.content.0.image_url)"""
     note: str
 
 
 @router.get("/v1/capabilities", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
 async def capabilities(request: Request) -> list[Capability]:
-    """The fields of each request, of the objects in it and of the elements of its lists, and what becomes of them.
+    """The fields of each request, of its objects and of the elements of its lists, and how the server handles them.
 
-    `messages[].tool_calls` is a field of a list's elements, `thinking.budget_tokens` one of an object. Where several
-    kinds of object have a field of one name the path says whose it is: `messages[role=tool].content`,
-    `thinking{type=adaptive}.display`; `tools[type=custom]` is a kind that is refused. What is not told here is refused.
+    `messages[].tool_calls` is a field of a list's elements, `thinking.budget_tokens` one of an object. If several kinds
+    of object have a field of one name, the path has the kind: `messages[role=tool].content`,
+    `thinking{type=adaptive}.display`; `tools[type=custom]` is a kind that is refused. Fields not listed are refused.
     """
     state: AppState = request.app.state.pequod
     return [
-        Capability(endpoint=path, field=row.field, **told(state, row))
+        Capability(endpoint=path, field=row.field, **for_model(state, row))
         for path, model in models_of(request.app.routes).items()
         for row in table(model)
     ]
 
 
-def told(app: AppState, row: FieldRow) -> dict[str, Any]:
-    """The kind of a field and its note, with this model."""
+def for_model(app: AppState, row: FieldRow) -> dict[str, Any]:
+    """Return the kind of a field and its note for this model."""
     if row.field in EFFORTS and app.model is not None and not app.model.prompts.takes_effort:
         return {"kind": "label", "note": "Accepted: the model's chat template knows no levels of thinking."}
     return {"kind": row.kind, "note": row.note}
@@ -159,18 +159,18 @@ METRICS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/metrics", dependencies=[Depends(metrics_reader)], response_class=Response, responses=METRICS)
 async def metrics(app: AppDep) -> Response:
-    """Everything measured, for Prometheus; never waits for the engine."""
+    """All metrics, for Prometheus; never waits for the engine."""
     return Response(app.metrics.render(), media_type=CONTENT_TYPE)
 
 
 @router.get("/openapi.json", dependencies=PUBLIC, include_in_schema=False)
 async def openapi(request: Request) -> Response:
-    """The description of this API."""
+    """The OpenAPI description of this API."""
     return Response(description(request.app), media_type="application/json")
 
 
 def description(app: FastAPI) -> bytes:
-    """The description as JSON, written once: it has hundreds of kilobytes."""
+    """Return the description as JSON, which is encoded once: it has hundreds of kilobytes."""
     state: AppState = app.state.pequod
     if not state.description:
         prefix = state.settings.root_path
@@ -181,7 +181,7 @@ def description(app: FastAPI) -> bytes:
 
 @router.get("/docs", dependencies=PUBLIC, include_in_schema=False)
 async def docs() -> Response:
-    """The same, to read and to try, from this server alone."""
+    """The API page, to read and to try; it loads nothing from other servers."""
     page, policy = docs_page()
     headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
     return Response(page, media_type="text/html", headers=headers)
@@ -194,7 +194,7 @@ async def index(request: Request) -> Response:
 
 @cache
 def docs_page() -> tuple[str, str]:
-    """The page, and the policy that lets a browser run its own script and style and nothing else."""
+    """Return the page, and the policy with which a browser runs only its own script and style."""
     page = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
 
     def hashed(tag: str) -> str:

@@ -1,4 +1,4 @@
-"""Background: responses whose work goes on without a connection."""
+"""Background responses, which are generated without a connection."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Cancelled(Exception):
-    """Somebody has asked for the work to be stopped."""
+    """The response was cancelled by a request."""
 
 
 class Job:
-    """One response on its way. Its writer has it kept whenever its status changes."""
+    """One response in progress. Its writer has it kept whenever its status changes."""
 
     def __init__(self, generation: Generation, writer: ResponsesWriter) -> None:
         self.generation = generation
         self.writer = writer
 
     async def run(self) -> None:
-        """Work until the response has come to its end, however that is."""
+        """Generate until the response has ended or failed."""
         failure: Exception | None = None
         self.generation.start(no_client)
         try:
@@ -63,7 +63,7 @@ class Background:
         self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
 
     def start(self, id: str, job: Job, tickets: list[Ticket]) -> None:
-        """Begin; the tickets are released when the work has ended."""
+        """Start a job; the tickets are released when it has ended."""
 
         async def work() -> None:
             try:
@@ -76,17 +76,17 @@ class Background:
         self._jobs[id] = job, asyncio.create_task(work(), name="background")
 
     async def cancel(self, id: str) -> None:
-        """Stop a job; when this returns the engine has been told, and the response is kept. Unknown ids are ignored."""
+        """Stop a job, abort its engine requests and keep the response as it is. Unknown ids are ignored."""
         if id in self._jobs:
             await self._stop(id, Cancelled(), "cancelled")
 
     async def close(self) -> None:
-        """Stop all jobs: the server ends."""
+        """Stop all jobs before the server exits."""
         error = unavailable("The server shut down before the response was complete.", "draining", retry.DRAINING_S)
         await asyncio.gather(*(self._stop(id, error, "drain") for id in [*self._jobs]))
 
     async def _stop(self, id: str, failure: Exception, cause: str) -> None:
-        if id not in self._jobs:  # it has come to its end meanwhile
+        if id not in self._jobs:  # it has ended meanwhile
             return
         job, task = self._jobs[id]
         job.generation.stop(failure, cause)
@@ -94,6 +94,6 @@ class Background:
 
 
 async def no_client() -> Message:
-    """What a client says that never hangs up."""
+    """Receive as if from a client that never disconnects."""
     await asyncio.Event().wait()
     raise AssertionError

@@ -1,4 +1,4 @@
-"""The items of a response's input: what was said, thought and called so far, and the messages that they make."""
+"""The items of a response's input, and how they become the messages of a chat."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pydantic import BeforeValidator, Field
 
 from ...generation.output import Json
 from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, refused
+from .. import notes
 from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
 from ..sampling import Text
 
-MAX_ITEMS = MAX_MESSAGES  # of one request, and of a conversation with all that came before
+MAX_ITEMS = MAX_MESSAGES  # of one request, and of a whole conversation
 
 ItemId = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 NOT_TEXT = RefusedKinds("type", ("input_file", "input_image"))
-# What OpenAI's own tools leave in a conversation, and what steers it.
+# Items of OpenAI's own tools, and items that control a conversation.
 OTHER_ITEMS = """
     additional_tools apply_patch_call apply_patch_call_output code_interpreter_call compaction compaction_trigger
     computer_call computer_call_output configuration_update custom_tool_call custom_tool_call_output file_search_call
@@ -30,129 +31,100 @@ class InputText(Wire):
     """Text that the model reads."""
 
     type: Literal["input_text"]
-    text: Text
-    """Part of the prompt."""
-    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True)] = None
-    """Accepted: equal beginnings of prompts are found without it."""
+    text: Annotated[Text, notes.PROMPT]
+    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True), notes.CACHE] = None
 
 
 class OutputText(Wire):
-    """Text of an earlier answer, as it came."""
+    """Text of an earlier response, unchanged."""
 
     type: Literal["output_text"]
-    text: Text
-    """Part of the prompt."""
-    annotations: Annotated[list[Any] | None, LABEL] = None
-    """Accepted, and kept with the item."""
-    logprobs: Annotated[list[Any] | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    text: Annotated[Text, notes.PROMPT]
+    annotations: Annotated[list[Any] | None, LABEL, notes.KEPT] = None
+    logprobs: Annotated[list[Any] | None, LABEL, notes.KEPT] = None
 
 
 class Refusal(Wire):
-    """An earlier answer that declined; the model reads it as text."""
+    """A refusal of an earlier response, which becomes text."""
 
     type: Literal["refusal"]
-    refusal: Text
-    """Part of the prompt."""
+    refusal: Annotated[Text, notes.PROMPT]
 
 
+InputTexts = Annotated[list[Annotated[InputText, NOT_TEXT]], Field(max_length=MAX_PARTS, fail_fast=True)]
 MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type"), NOT_TEXT]
 MessageParts = Annotated[list[MessagePart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class MessageItem(Wire):
-    """What somebody says; a message of an earlier answer can be sent back as it came."""
+    """A message; one of an earlier response can be sent back unchanged."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: Text | MessageParts
-    """Part of the prompt."""
-    id: ItemId | None = None
-    """The name under which the item is stored and found again; absent: one that the server makes."""
-    status: Annotated[ItemStatus | None, LABEL] = None
-    """Accepted, and kept with the item."""
-    phase: Annotated[Literal["commentary", "final_answer"] | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    content: Annotated[Text | MessageParts, notes.PROMPT]
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, LABEL, notes.KEPT] = None
 
 
 class FunctionCallItem(Wire):
     """A call that the model made, with its arguments as JSON text."""
 
     type: Literal["function_call"]
-    call_id: Name
-    """Told to the template, few of which write it."""
-    name: Name
-    """Part of the prompt."""
-    arguments: Text
-    """A JSON object as text; part of the prompt."""
-    id: ItemId | None = None
-    """The name under which the item is stored and found again; absent: one that the server makes."""
-    status: Annotated[ItemStatus | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    call_id: Annotated[Name, notes.FOR_TEMPLATE]
+    name: Annotated[Name, notes.PROMPT]
+    arguments: Annotated[Text, notes.ARGUMENTS]
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
 
     namespace: Name | None = None
-    """The group of functions that the function is one of; part of the prompt."""
+    """The group that the function belongs to; part of the prompt."""
 
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "async": refused(False),
-        "caller": refused({"type": "direct"}),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"async": refused(False), "caller": refused({"type": "direct"})}
 
 
 class FunctionCallOutputItem(Wire):
-    """What a called function gave back."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
-    call_id: Name
-    """Which call it answers; told to the template, few of which write it."""
-    output: Text | Annotated[list[Annotated[InputText, NOT_TEXT]], Field(max_length=MAX_PARTS, fail_fast=True)]
-    """Part of the prompt."""
-    id: ItemId | None = None
-    """The name under which the item is stored and found again; absent: one that the server makes."""
-    status: Annotated[ItemStatus | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    call_id: Annotated[Name, notes.CALL_ID]
+    output: Annotated[Text | InputTexts, notes.PROMPT]
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
 
     name: Annotated[Name | None, LABEL] = None
-    """Accepted: the call has it."""
+    """Accepted: the call already has it."""
     namespace: Annotated[Name | None, LABEL] = None
-    """Accepted: the call has it."""
+    """Accepted: the call already has it."""
 
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "caller": refused({"type": "direct"}),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"caller": refused({"type": "direct"})}
 
 
 class ReasoningText(Wire):
-    """What the model thought."""
+    """Text of the model's reasoning."""
 
     type: Literal["reasoning_text"]
-    text: Text
-    """Told to the template, which may leave it out of the prompt."""
+    text: Annotated[Text, notes.THOUGHT]
 
 
 class SummaryText(Wire):
-    """What the model thought, in short."""
+    """A summary of the model's reasoning."""
 
     type: Literal["summary_text"]
-    text: Text
-    """Told to the template, which may leave it out of the prompt."""
+    text: Annotated[Text, notes.THOUGHT]
 
 
 class ReasoningItem(Wire):
-    """What the model thought before it answered; where it has no content the template gets its summary."""
+    """The model's reasoning; if it has no content, the chat template gets its summary."""
 
     type: Literal["reasoning"]
-    id: ItemId | None = None
-    """The name under which the item is stored and found again; absent: one that the server makes."""
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
     summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    """What the template is told where there is no content."""
+    """Passed to the chat template if there is no content."""
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    """What the model thought; told to the template, which may leave it out of the prompt."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "encrypted_content": refused(),
-    }
-    status: Annotated[ItemStatus | None, LABEL] = None
-    """Accepted, and kept with the item."""
+    """The model's reasoning, passed to the chat template, which may leave it out of the prompt."""
+    unsupported: ClassVar[dict[str, Refused]] = {"encrypted_content": refused()}
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
 
 
 class ItemReference(Wire):
@@ -160,11 +132,11 @@ class ItemReference(Wire):
 
     type: Literal["item_reference"] = "item_reference"
     id: ItemId
-    """Of an item of the conversation that is gone on with, or of a stored response."""
+    """The id of an item of the continued conversation, or of another stored response."""
 
 
 def typed(value: Any) -> Any:
-    """An item that has a role and no type is a message, and one that has only an id a reference."""
+    """Add the type of an item without one: with a role it is a message, with only an id a reference."""
     if not isinstance(value, dict) or value.get("type") is not None:
         return value
     return {**value, "type": "item_reference" if value.keys() - {"type"} == {"id"} else "message"}
@@ -180,7 +152,7 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fas
 
 
 def as_turns(items: list[Json]) -> list[Json]:
-    """Items as messages of a chat: what the model thought, said and called in one go is one message.
+    """Return items as messages of a chat: successive reasoning, text and calls of the model are one message.
 
     A thought that was cut off before the model said anything is a message of its own.
     """
@@ -196,10 +168,10 @@ def as_turns(items: list[Json]) -> list[Json]:
             thought = []
         if kind == "function_call":
             call = {"name": in_namespace(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
-            asked = {"id": item["call_id"], "type": "function", "function": call}
+            tool_call = {"id": item["call_id"], "type": "function", "function": call}
             if thought or not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": ""})
-            turns[-1].setdefault("tool_calls", []).append(asked)
+            turns[-1].setdefault("tool_calls", []).append(tool_call)
         elif kind == "function_call_output":
             turns.append({"role": "tool", "tool_call_id": item["call_id"], "content": plain(item["output"])})
         else:
@@ -211,17 +183,17 @@ def as_turns(items: list[Json]) -> list[Json]:
 
 
 def in_namespace(namespace: str | None, name: str) -> str:
-    """What the model knows a function by, which may be one of a group."""
+    """Return the name under which the prompt has a function, which may belong to a group."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def reasoning_text(item: Json) -> str:
-    """What a reasoning item says."""
+    """Return the text of a reasoning item."""
     return "\n".join(part["text"] for part in item.get("content") or item.get("summary") or ())
 
 
 def plain(content: str | list[Json]) -> str | list[Json]:
-    """Content as chat templates read it."""
+    """Return content as chat templates read it."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part["refusal" if part["type"] == "refusal" else "text"]} for part in content]

@@ -6,18 +6,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-ROW_BYTES = 512  # what a row costs beside its texts
+ROW_BYTES = 512  # of a row besides its texts
 
 
 class Record(NamedTuple):
     """A stored response, and the conversation that led to it."""
 
     id: str
-    owner: str  # who alone may see it: a hash of the API key
-    is_open: bool  # its work goes on
+    owner: str  # the only one who may see it: a hash of the API key
+    is_open: bool  # it is still being generated
     answer: bytes  # the response as JSON
     items: bytes  # the conversation before it as JSON
-    payer: str = ""  # whose share it counts against: the owner, unless all owners are the same for want of keys
+    payer: str = (
+        ""  # whose share it counts against; the owner, unless all owners are the same because there are no keys
+    )
 
     @property
     def share(self) -> str:
@@ -28,18 +30,13 @@ class Record(NamedTuple):
         return len(self.answer) + len(self.items) + ROW_BYTES
 
 
-def packed(value: Any) -> bytes:
-    """JSON as a record holds it."""
-    return msgspec.json.encode(value)
-
-
 def unpacked(data: bytes | msgspec.Raw) -> Any:
-    """The value of a record's JSON."""
+    """Decode a record's JSON."""
     return msgspec.json.decode(data)
 
 
 def elements(data: bytes) -> list[msgspec.Raw]:
-    """The elements of a record's JSON array, not decoded.
+    """Return the elements of a record's JSON array, not decoded.
 
     Decoding them one by one lets other threads run in between; msgspec holds the interpreter's lock during a call.
     """

@@ -1,27 +1,23 @@
-"""Responses on the wire: what is asked for. Its items are in items.py, the response in response.py."""
+"""Requests for responses; the items of their input are in items.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
-from ...generation.request import Calling, Tool
+from ...generation.request import Calling, ConversationPrompt, GenerationRequest, Tool
 from ...grammar.schemas import Grammar, of_schema
-from ...http.fields import LABEL, MAX_LABEL, Refused, Wire, clash, refused
+from ...http.fields import LABEL, Refused, Wire, clash, refused
+from ...http.openapi import examples
+from .. import notes
 from ..chat.request import Labels, Metadata, TemplateKwargs
-from ..conversation import Conversation, Effort, by_effort, calling_of, check_choice, is_thinking, thinking_variables
-from ..response_format import (
-    ANY_OBJECT,
-    JsonObjectFormat,
-    NamedSchema,
-    StructuredOutputs,
-    TextFormat,
-    of_outputs,
-)
-from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Stop, Text
+from ..conversation import Effort, by_effort, calling_of, check_choice, is_thinking, thinking_variables
+from ..response_format import ANY_OBJECT, JsonObjectFormat, NamedSchema, StructuredOutputs, TextFormat, of_outputs
+from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, Stop, Text, User, only_with, stop_texts
 from ..tools import MAX_TOOLS
 from .items import ItemId, Items, as_turns, in_namespace
 from .tools import AnyTool, FlatAllowed, FlatChoice, FlatFunction, NamespaceTool, chosen_names, functions
@@ -48,117 +44,98 @@ Summary = Literal["auto", "concise", "detailed", "none"]
 
 
 class FlatSchemaFormat(NamedSchema):
-    """JSON that follows a schema. Every answer that ends by itself follows it, with `strict` and without."""
+    """JSON that follows a schema. Every output that is not cut off follows it, with `strict` and without."""
 
     type: Literal["json_schema"]
 
 
-class TextOptions(Wire):
-    """What the answer's text must look like."""
+AnyFormat = Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")]
 
-    format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
-    """text, json_object (any JSON object), or json_schema: the answer follows the schema, with strict or without."""
-    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL] = None
-    """Accepted: models here are not told how much to say."""
+
+class TextOptions(Wire):
+    """The format of the output text."""
+
+    format: Annotated[AnyFormat | None, notes.FORMAT] = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, LABEL, notes.VERBOSITY] = None
 
 
 class ReasoningOptions(Wire):
-    """How the model is to think."""
+    """How the model is to reason."""
 
-    effort: Effort | None = None
-    """How much the model is to think: told to the template. Where that can only turn thinking on or off, none turns it
-    off and every other effort on; where it cannot do that either, the effort changes nothing."""
+    effort: Annotated[Effort | None, notes.EFFORT] = None
     unsupported: ClassVar[dict[str, Refused]] = {
         "context": refused("auto", hint="What the chat template keeps of it is rendered."),
         "mode": refused("standard"),
     }
-    generate_summary: Annotated[Summary | None, LABEL] = None
-    """Accepted: the response has the whole reasoning."""
-    summary: Annotated[Summary | None, LABEL] = None
-    """Accepted: the response has the whole reasoning."""
+    generate_summary: Annotated[Summary | None, LABEL, notes.ALL_REASONING] = None
+    summary: Annotated[Summary | None, LABEL, notes.ALL_REASONING] = None
 
 
 class ResponseStreamOptions(Wire):
-    """What a stream tells beside the answer."""
+    """What a stream contains besides the output."""
 
     include_obfuscation: Annotated[bool | None, LABEL] = None
-    """Accepted: no event is padded either way."""
+    """Accepted: events are never padded."""
 
 
-class ResponsesRequest(Labels, Conversation):
+class ResponsesRequest(Labels, GenerationFields):
     """POST /v1/responses."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"model": "builtin", "input": "What is continuous batching?"},
-                {
-                    "model": "builtin",
-                    "instructions": "Answer in one sentence.",
-                    "input": [{"role": "user", "content": "What is 7 + 5?"}],
-                    "temperature": 0.7,
-                    "max_output_tokens": 64,
-                    "stream": True,
-                },
-            ]
-        }
+    model_config = examples(
+        {"model": "builtin", "input": "What is continuous batching?"},
+        {
+            "model": "builtin",
+            "instructions": "Answer in one sentence.",
+            "input": [{"role": "user", "content": "What is 7 + 5?"}],
+            "temperature": 0.7,
+            "max_output_tokens": 64,
+            "stream": True,
+        },
     )
 
     input: Text | Items
-    """What the answer is to: a text, or items: messages, function calls and their outputs, reasoning, references."""
+    """A text, or items: messages, function calls and their outputs, reasoning, references."""
     instructions: Text | None = None
-    """What the application tells the model, before the input; not carried over to responses that follow."""
+    """A system message before the input; not carried over to later responses."""
     previous_response_id: ItemId | None = None
-    """The stored response that this one goes on with: its whole conversation comes before the input."""
+    """The stored response that this one continues: its whole conversation is put before the input."""
     store: bool | None = None
-    """false: the response cannot be asked for later, nor gone on with."""
+    """false: the response cannot be retrieved or continued later."""
     background: bool | None = None
-    """true: the answer comes at once with status queued, and the work goes on without the connection."""
+    """true: the response is returned at once with status queued and is generated without the connection."""
 
     max_output_tokens: Limit | None = None
-    """The most tokens of an output, with its reasoning and calls; absent, -1 or more than fit: as many as fit."""
+    """The largest number of tokens of the output with its reasoning; absent or -1: as many as the context holds."""
     include: Annotated[list[Included], Field(max_length=16)] | None = None
     """message.output_text.logprobs: the text has the log-probability of each of its tokens.
-    reasoning.encrypted_content: accepted, as clients that store nothing send it; the reasoning is told as plain text,
-    and goes on when it is sent back. The others are accepted too: they add to items that there are none of."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Beside it those of this many most likely tokens."""
+    reasoning.encrypted_content: accepted, as clients that store nothing send it; the reasoning is plain text,
+    and continues when it is sent back. The others are accepted too: they concern items that are never returned."""
+    top_logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, notes.TOP_LOGPROBS] = None
     text: TextOptions | None = None
-    """What the answer's text must look like."""
+    """The format of the output text."""
     reasoning: ReasoningOptions | None = None
-    """How the model is to think."""
+    """How the model is to reason."""
 
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Functions that the model may call, alone or in groups. Tools that OpenAI runs are left out of the prompt."""
-    tool_choice: FlatChoice | None = None
-    """auto: the model decides; none: no call, and the prompt does not tell of the tools; required: at least one call;
-    or a function that must be called, or allowed_tools: those that may or must be."""
-    parallel_tool_calls: bool | None = None
-    """false: at most one call."""
+    """Functions that the model may call, single or in groups. Tools that OpenAI runs are left out of the prompt."""
+    tool_choice: Annotated[FlatChoice | None, notes.TOOL_CHOICE] = None
+    parallel_tool_calls: Annotated[bool | None, notes.ONE_CALL] = None
 
-    stream_options: ResponseStreamOptions | None = None
-    """What a stream tells beside the answer; only with stream true."""
+    stream_options: Annotated[ResponseStreamOptions | None, notes.STREAM_OPTIONS] = None
 
-    stop: Stop = None
-    """Texts that end the answer, and are not part of it."""
-    structured_outputs: StructuredOutputs | None = None
-    """The answer follows a grammar: one of json, regex, choice, grammar and json_object."""
-    chat_template_kwargs: TemplateKwargs | None = None
-    """Variables for the chat template."""
-    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """The reasoning ends after this many tokens at the latest; -1: whenever the model ends it. Absent: where the answer
-    must follow a schema or be a call it is half of the tokens that the request asks for, and -1 elsewhere."""
+    stop: Annotated[Stop, notes.STOP] = None
+    structured_outputs: Annotated[StructuredOutputs | None, notes.STRUCTURED] = None
+    chat_template_kwargs: Annotated[TemplateKwargs | None, notes.TEMPLATE_VARIABLES] = None
+    thinking_token_budget: Annotated[Annotated[int, Field(ge=-1, le=MAX_INT)] | None, notes.REASONING_BUDGET] = None
     return_token_ids: bool | None = None
-    """The response has prompt_token_ids and token_ids."""
+    """true: the response has prompt_token_ids and token_ids."""
 
     max_tool_calls: Annotated[Count | None, LABEL] = None
-    """Accepted: it bounds the calls of built-in tools, of which there are none."""
-    user: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
-    client_metadata: Annotated[Metadata | None, LABEL] = None
-    """Accepted for accounting elsewhere."""
+    """Accepted: it limits calls of built-in tools, which this server does not have."""
+    user: User = None
+    client_metadata: Annotated[Metadata | None, LABEL, notes.ACCOUNTING] = None
     truncation: Annotated[Literal["auto", "disabled"] | None, LABEL] = None
-    """Accepted: nothing is taken from the input; what is too long gets a 400 either way."""
+    """Accepted: the input is never truncated; a prompt that is too long is a 400."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "access_programs": refused(),
@@ -207,14 +184,7 @@ class ResponsesRequest(Labels, Conversation):
         check_choice(value, chosen_names(value), [tool.name for tool in functions(info.data.get("tools"))])
         return value
 
-    @field_validator("stream_options")
-    @classmethod
-    def _options_of_a_stream(
-        cls, value: ResponseStreamOptions | None, info: ValidationInfo
-    ) -> ResponseStreamOptions | None:
-        if value is not None and not info.data.get("stream"):
-            raise clash("must be absent unless stream is true")
-        return value
+    _options_of_a_stream = field_validator("stream_options")(only_with("stream"))
 
     @field_validator("structured_outputs")
     @classmethod
@@ -237,30 +207,39 @@ class ResponsesRequest(Labels, Conversation):
 
     @property
     def items(self) -> list[Json]:
-        """The whole conversation up to the answer."""
+        """The whole conversation before the output."""
         return [*self._before, *self.given]
 
     def expand(self, before: list[Json], own: list[Json]) -> None:
-        """Tell what came before the input, and the input with its references replaced."""
+        """Set the conversation before the input, and the input with its references replaced."""
         self._before, self._own = before, own
 
     @property
     def is_stored(self) -> bool:
         return self.store is not False
 
-    # What the server asks
+    # For generation
 
     @property
-    def prompt_field(self) -> str:
-        return "input"
+    def prompt_source(self) -> ConversationPrompt:
+        budget = self.thinking_token_budget
+        return ConversationPrompt(
+            turns=self.turns,
+            render_options=self.render_options,
+            calling=self.calling,
+            thinks=self.thinks,
+            thinking_budget=None if budget is None else ("thinking_token_budget", budget),
+        )
 
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        return "max_output_tokens", self.max_output_tokens
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+    def resolve(self) -> GenerationRequest:
+        return replace(
+            super().resolve(),
+            prompt_field="input",
+            limit=("max_output_tokens", self.max_output_tokens),
+            stops=stop_texts(self.stop),
+            num_logprobs=self.num_logprobs,
+            grammar=self._grammar(),
+        )
 
     @property
     def num_logprobs(self) -> int | None:
@@ -268,8 +247,8 @@ class ResponsesRequest(Labels, Conversation):
 
     @property
     def turns(self) -> list[Json]:
-        told: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        return told + as_turns(self.items)
+        first: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return first + as_turns(self.items)
 
     @property
     def thinks(self) -> bool | None:
@@ -283,13 +262,7 @@ class ResponsesRequest(Labels, Conversation):
     def _effort(self) -> Effort | None:
         return self.reasoning.effort if self.reasoning else None
 
-    @property
-    def thinking_budget(self) -> tuple[str, int] | None:
-        most = self.thinking_token_budget
-        return None if most is None else ("thinking_token_budget", most)
-
-    @property
-    def answer_grammar(self) -> Grammar | None:
+    def _grammar(self) -> Grammar | None:
         format = self.text.format if self.text else None
         if isinstance(format, JsonObjectFormat):
             return Grammar("json_schema", ANY_OBJECT, "text.format")
@@ -299,7 +272,7 @@ class ResponsesRequest(Labels, Conversation):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools as the rest of the server knows them."""
+        """The tools in the form that generation reads."""
         return tuple(functions(self.tools))
 
     def called(self, name: str) -> tuple[str, str | None]:

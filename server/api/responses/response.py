@@ -16,24 +16,8 @@ from ...generation.request import UNLIMITED
 from ...http import sse
 from ...http.errors import ApiError
 from ...parsers import Arguments, Call, Content, Part, Reasoning
+from . import schema
 from .request import ResponsesRequest
-from .schema import (
-    IncompleteDetails,
-    InputTokensDetails,
-    ItemStatus,
-    ReasoningContent,
-    ReasoningEffort,
-    ResponseCall,
-    ResponseError,
-    ResponseEvent,
-    ResponseItem,
-    ResponseMessage,
-    ResponseObject,
-    ResponseReasoning,
-    ResponseText,
-    ResponseUsage,
-    Status,
-)
 from .tools import AnyTool, FlatFunction
 
 
@@ -62,14 +46,14 @@ class ResponsesWriter(Writer[ResponsesRequest]):
         prompts: list[Prompt],
         token_text: TokenText,
         *,
-        keep: Callable[[ResponseObject], None],
+        keep: Callable[[schema.ResponseObject], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(request, head, prompts, token_text)
         self._keep = keep
         self._clock = clock
         self._number = 0  # of the next event
-        self._items: list[ResponseItem] = []
+        self._items: list[schema.ResponseItem] = []
         self._is_open = False  # the last item is not complete
         self._held: list[Logprob] = []  # of tokens whose text is still withheld
         self._ids: list[int] = []  # tokens
@@ -78,34 +62,30 @@ class ResponsesWriter(Writer[ResponsesRequest]):
 
     # Writer
 
-    def opening(self, usage: Usage | None) -> list[ResponseEvent]:
+    def opening(self, usage: Usage | None) -> list[schema.ResponseEvent]:
         response = self.response("in_progress")
         return [self._event("created", response=response), self._event("in_progress", response=response)]
 
-    def chunks(self, output: Output, usage: Usage | None) -> list[ResponseEvent]:
+    def chunks(self, output: Output, usage: Usage | None) -> list[schema.ResponseEvent]:
         return list(self._read(output))
 
-    def closing(self, usage: Usage) -> list[ResponseEvent]:
+    def closing(self, usage: Usage) -> list[schema.ResponseEvent]:
         response = self._ended(usage)
         return [self._event(response.status, response=response)]
 
-    def whole(self, outputs: list[Output], usage: Usage) -> ResponseObject:
+    def whole(self, outputs: list[Output], usage: Usage) -> schema.ResponseObject:
         for output in outputs:
             for _ in self._read(output):
                 pass
         return self._ended(usage)
 
-    def frame(self, event: ResponseEvent) -> bytes:
+    def frame(self, event: schema.ResponseEvent) -> bytes:
         return sse.frame(msgspec.json.encode(event), event.type)
 
     def failure(self, error: ApiError, usage: Usage) -> bytes:
         events = [
-            ResponseEvent(
-                type="error",
-                code=error.code,
-                message=error.message,
-                param=error.param,
-                sequence_number=self._next(),
+            schema.ResponseEvent(
+                type="error", code=error.code, message=error.message, param=error.param, sequence_number=self._next()
             ),
             self._event("failed", response=self.failed(error, usage)),
         ]
@@ -113,12 +93,12 @@ class ResponsesWriter(Writer[ResponsesRequest]):
 
     # The response
 
-    def response(self, status: Status, usage: Usage | None = None) -> ResponseObject:
+    def response(self, status: schema.Status, usage: Usage | None = None) -> schema.ResponseObject:
         """Return the response as it is now, with this status."""
         request, head = self.request, self.head
         format = request.text.format if request.text else None
         choice = request.tool_choice or "auto"
-        return ResponseObject(
+        return schema.ResponseObject(
             id=head.id,
             created_at=head.created,
             status=status,
@@ -134,7 +114,7 @@ class ResponsesWriter(Writer[ResponsesRequest]):
             presence_penalty=request.presence_penalty or 0.0,
             previous_response_id=request.previous_response_id,
             prompt_cache_key=request.prompt_cache_key,
-            reasoning=ReasoningEffort(request.reasoning.effort if request.reasoning else None),
+            reasoning=schema.ReasoningEffort(request.reasoning.effort if request.reasoning else None),
             safety_identifier=request.safety_identifier,
             store=request.is_stored,
             temperature=self._chosen("temperature"),
@@ -153,31 +133,33 @@ class ResponsesWriter(Writer[ResponsesRequest]):
             token_ids=list(self._ids) if request.return_token_ids else UNSET,
         )
 
-    def keep(self, status: Status) -> ResponseObject:
+    def keep(self, status: schema.Status) -> schema.ResponseObject:
         """Have the response kept as it is now, with this status."""
         return self._kept(self.response(status))
 
-    def failed(self, error: ApiError, usage: Usage | None) -> ResponseObject:
+    def failed(self, error: ApiError, usage: Usage | None) -> schema.ResponseObject:
         """Return the response that could not be finished."""
         self._leave_open()
         response = self.response("failed", usage)
-        response.error = ResponseError("invalid_prompt" if error.status == 400 else "server_error", error.message)
+        response.error = schema.ResponseError(
+            "invalid_prompt" if error.status == 400 else "server_error", error.message
+        )
         return self._kept(response)
 
-    def cancelled(self, usage: Usage | None) -> ResponseObject:
+    def cancelled(self, usage: Usage | None) -> schema.ResponseObject:
         """Return the response as far as it was generated when it was cancelled."""
         self._leave_open()
         return self._kept(self.response("cancelled", usage))
 
-    def _ended(self, usage: Usage) -> ResponseObject:
+    def _ended(self, usage: Usage) -> schema.ResponseObject:
         response = self.response("incomplete" if self._finish == "length" else "completed", usage)
         if self._finish == "length":
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
+            response.incomplete_details = schema.IncompleteDetails("max_output_tokens")
         else:
             response.completed_at = int(self._clock())
         return self._kept(response)
 
-    def _kept(self, response: ResponseObject) -> ResponseObject:
+    def _kept(self, response: schema.ResponseObject) -> schema.ResponseObject:
         self._keep(response)
         return response
 
@@ -187,7 +169,7 @@ class ResponsesWriter(Writer[ResponsesRequest]):
 
     # Items
 
-    def _read(self, output: Output) -> Iterator[ResponseEvent]:
+    def _read(self, output: Output) -> Iterator[schema.ResponseEvent]:
         """Yield the events of an output token by token, so that nothing depends on how many arrived together."""
         self._ids += output.token_ids
         begin = 0
@@ -203,7 +185,7 @@ class ResponsesWriter(Writer[ResponsesRequest]):
                 yield from self._begin_message()
             yield from self._close("incomplete" if output.finish_reason == "length" else "completed")
 
-    def _add(self, parts: tuple[Part, ...]) -> Iterator[ResponseEvent]:
+    def _add(self, parts: tuple[Part, ...]) -> Iterator[schema.ResponseEvent]:
         if parts and not any(isinstance(part, Content) for part in parts):
             self._held = []  # only the text has log-probabilities
         for part in parts:
@@ -216,7 +198,7 @@ class ResponsesWriter(Writer[ResponsesRequest]):
                     yield from self._close()
                     name, namespace = self.request.called(part.name)
                     yield from self._begin(
-                        ResponseCall(
+                        schema.ResponseCall(
                             id=self._new_id("fc"),
                             status="in_progress",
                             call_id=part.id,
@@ -227,61 +209,61 @@ class ResponsesWriter(Writer[ResponsesRequest]):
                     )
                 case Arguments():
                     call = self._items[-1]
-                    assert isinstance(call, ResponseCall)
+                    assert isinstance(call, schema.ResponseCall)
                     call.arguments += part.text
                     yield self._of_item("function_call_arguments.delta", delta=part.text)
 
-    def _text(self, text: str) -> Iterator[ResponseEvent]:
-        if not (self._is_open and isinstance(self._items[-1], ResponseMessage)):
+    def _text(self, text: str) -> Iterator[schema.ResponseEvent]:
+        if not (self._is_open and isinstance(self._items[-1], schema.ResponseMessage)):
             yield from self._close()
             yield from self._begin_message()
             self._held = since(text, self._held)
         logprobs, self._held = self._held, []
         message = self._items[-1]
-        assert isinstance(message, ResponseMessage)
+        assert isinstance(message, schema.ResponseMessage)
         message.content[0].text += text
         message.content[0].logprobs += logprobs
         yield self._of_part("output_text.delta", delta=text, logprobs=logprobs)
 
-    def _thought(self, text: str) -> Iterator[ResponseEvent]:
-        if not (self._is_open and isinstance(self._items[-1], ResponseReasoning)):
+    def _thought(self, text: str) -> Iterator[schema.ResponseEvent]:
+        if not (self._is_open and isinstance(self._items[-1], schema.ResponseReasoning)):
             yield from self._close()
-            item = ResponseReasoning(self._new_id("rs"), "in_progress", [], [])
+            item = schema.ResponseReasoning(self._new_id("rs"), "in_progress", [], [])
             yield from self._begin(item)
-            yield self._of_part("content_part.added", part=ReasoningContent(""))
-            item.content = [ReasoningContent("")]
+            yield self._of_part("content_part.added", part=schema.ReasoningContent(""))
+            item.content = [schema.ReasoningContent("")]
         thought = self._items[-1]
-        assert isinstance(thought, ResponseReasoning)
+        assert isinstance(thought, schema.ResponseReasoning)
         thought.content[0].text += text
         yield self._of_part("reasoning_text.delta", delta=text)
 
-    def _begin_message(self) -> Iterator[ResponseEvent]:
-        item = ResponseMessage(self._new_id("msg"), "in_progress", "assistant", [])
+    def _begin_message(self) -> Iterator[schema.ResponseEvent]:
+        item = schema.ResponseMessage(self._new_id("msg"), "in_progress", "assistant", [])
         yield from self._begin(item)
-        yield self._of_part("content_part.added", part=ResponseText("", [], []))
-        item.content = [ResponseText("", [], [])]
+        yield self._of_part("content_part.added", part=schema.ResponseText("", [], []))
+        item.content = [schema.ResponseText("", [], [])]
 
     def _new_id(self, prefix: str) -> str:
         return item_id(prefix, self.head.id, self._first + len(self._items))
 
-    def _begin(self, item: ResponseItem) -> Iterator[ResponseEvent]:
+    def _begin(self, item: schema.ResponseItem) -> Iterator[schema.ResponseEvent]:
         self._items.append(item)
         self._is_open = True
         # Events are encoded later than they are made.
         yield self._event("output_item.added", output_index=self._index, item=copy(item))
 
-    def _close(self, status: ItemStatus = "completed") -> Iterator[ResponseEvent]:
+    def _close(self, status: schema.ItemStatus = "completed") -> Iterator[schema.ResponseEvent]:
         """Complete the open item, if there is one."""
         if not self._is_open:
             return
         item = self._items[-1]
         match item:
-            case ResponseCall():
+            case schema.ResponseCall():
                 yield self._of_item("function_call_arguments.done", arguments=item.arguments)
-            case ResponseMessage(content=[text]):
+            case schema.ResponseMessage(content=[text]):
                 yield self._of_part("output_text.done", text=text.text, logprobs=text.logprobs)
                 yield self._of_part("content_part.done", part=text)
-            case ResponseReasoning(content=[thought]):
+            case schema.ResponseReasoning(content=[thought]):
                 yield self._of_part("reasoning_text.done", text=thought.text)
                 yield self._of_part("content_part.done", part=thought)
         item.status = status
@@ -304,13 +286,13 @@ class ResponsesWriter(Writer[ResponsesRequest]):
         self._number += 1
         return self._number - 1
 
-    def _event(self, name: str, **fields: Any) -> ResponseEvent:
-        return ResponseEvent(type=f"response.{name}", sequence_number=self._next(), **fields)
+    def _event(self, name: str, **fields: Any) -> schema.ResponseEvent:
+        return schema.ResponseEvent(type=f"response.{name}", sequence_number=self._next(), **fields)
 
-    def _of_item(self, name: str, **fields: Any) -> ResponseEvent:
+    def _of_item(self, name: str, **fields: Any) -> schema.ResponseEvent:
         return self._event(name, item_id=self._items[-1].id, output_index=self._index, **fields)
 
-    def _of_part(self, name: str, **fields: Any) -> ResponseEvent:
+    def _of_part(self, name: str, **fields: Any) -> schema.ResponseEvent:
         return self._of_item(name, content_index=0, **fields)
 
 
@@ -328,7 +310,7 @@ def since(text: str, entries: list[Logprob]) -> list[Logprob]:
 
 def interrupted(response: bytes) -> bytes:
     """Return a stored response as failed, because the server's process ended before it was complete."""
-    error = ResponseError("server_error", "The server was restarted before the response was complete.")
+    error = schema.ResponseError("server_error", "The server was restarted before the response was complete.")
     return msgspec.json.encode({**msgspec.json.decode(response), "status": "failed", "error": error})
 
 
@@ -336,14 +318,14 @@ def tool_as_json(tool: AnyTool) -> Json:
     """Return a tool as the response has it."""
     if not isinstance(tool, FlatFunction):
         return tool.model_dump(exclude_none=True)
-    return {"description": None, **tool.model_dump(), "strict": bool(tool.strict)}
+    return {"description": None, "type": tool.type, **tool.model_dump(), "strict": bool(tool.strict)}
 
 
-def response_usage(usage: Usage) -> ResponseUsage:
+def response_usage(usage: Usage) -> schema.ResponseUsage:
     """Return a Usage in the form of the Responses API."""
-    return ResponseUsage(
+    return schema.ResponseUsage(
         usage.prompt_tokens,
-        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        schema.InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
         usage.completion_tokens,
         usage.completion_tokens_details,
         usage.total_tokens,

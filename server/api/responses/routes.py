@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be done with a stored response."""
+"""POST /v1/responses, and the routes of stored responses."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 
 from ...generation.http_response import answer
 from ...generation.output import Head, Json, Prompt, TokenText
-from ...generation.prepare import encode_conversation, text_error
 from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body
-from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS, ApiError, invalid, not_found
 from ...http.excerpt import shown
 from ...http.openapi import described, events, returned
 from ...state import AppDep
-from ...tokenization.encoder import TextTooLong
-from ...tokenization.renderer import TemplateError
+from .. import conversation
 from .background import Job
 from .items import MAX_ITEMS
-from .records import Record, elements, packed, unpacked
+from .records import Record, elements, unpacked
 from .request import ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
 from .schema import InputItems, InputTokens, ResponseDeleted, ResponseEvent, ResponseObject
@@ -35,7 +32,7 @@ PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc
 
 
 async def check_query(request: Request, _: UserDep) -> None:
-    """Raise 400 for a query parameter that the route does not have; only for those who may know what it has."""
+    """Raise 400 for an unknown query parameter; callers without a valid key get a 401 instead."""
     known = {param.alias for param in request.scope["route"].dependant.query_params}
     for name in request.query_params:
         if name not in known:
@@ -44,17 +41,17 @@ async def check_query(request: Request, _: UserDep) -> None:
 
 router = APIRouter(tags=["responses"], dependencies=[Depends(check_query)])
 
+ResponsesBody = Annotated[ResponsesRequest, Depends(body(ResponsesRequest))]
+
 STREAM = (
     'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":4,'
     '"item_id":"msg_1","output_index":0,"content_index":0,"delta":"Hello","logprobs":[]}\n\n'
 )
-RETURNS = (
-    returned(
-        ResponseObject,
-        "The response; with stream true its typed events; with background true as it begins, queued",
-        **events(ResponseEvent, STREAM, is_typed=True),
-    )
-    | OPENAI_ERRORS
+RETURNS = returned(
+    ResponseObject,
+    "The response; with stream true its typed events; with background true as it begins, queued",
+    OPENAI_ERRORS,
+    **events(ResponseEvent, STREAM, is_typed=True),
 )
 SAME_BODY = {
     "type": "object",
@@ -66,27 +63,23 @@ STORED: dict[int | str, dict[str, Any]] = {
     **{status: OPENAI_ERRORS[status] for status in (400, 401, 503)},
     404: {**OPENAI_ERRORS[404], "description": "No such response, or not the caller's"},
 }
-ONE = returned(ResponseObject, "The response as it is now") | STORED
+ONE = returned(ResponseObject, "The response as it is now", STORED)
 
 
 @router.post("/v1/responses", response_class=Response, responses=RETURNS, openapi_extra=described(ResponsesRequest))
 async def create(
-    asked: Annotated[ResponsesRequest, Depends(body(ResponsesRequest))],
-    app: AppDep,
-    responses: ResponsesDep,
-    caller: UserDep,
-    request: Request,
+    payload: ResponsesBody, app: AppDep, responses: ResponsesDep, caller: UserDep, request: Request
 ) -> Response:
-    """The answer to a text or to a conversation, which goes on from a stored one where that is asked for."""
-    await resolve(responses.store, caller, asked)
-    keeper = Keeper(responses.store, app.keys.payer(caller), caller, asked)
-    made = await answer(app, caller, request, asked.resolve(), write=keeper.writer, prefix="resp_")
-    if not asked.background:
+    """Generate a response to a text or a conversation, which may continue a stored one."""
+    await resolve(responses.store, caller, payload)
+    keeper = Keeper(responses.store, app.keys.payer(caller), caller, payload)
+    made = await answer(app, caller, request, payload.resolve(), write=keeper.writer, prefix="resp_")
+    if not payload.background:
         return made
     assert isinstance(made.writer, ResponsesWriter)
     queued = made.writer.keep("queued")
     responses.background.start(queued.id, Job(made.generation, made.writer), caller.hand_over())
-    return reply(packed(queued))
+    return reply(msgspec.json.encode(queued))
 
 
 @router.post(
@@ -95,26 +88,17 @@ async def create(
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": SAME_BODY}}}},
 )
 async def input_tokens(
-    asked: Annotated[ResponsesRequest, Depends(body(ResponsesRequest))],
-    app: AppDep,
-    responses: ResponsesDep,
-    caller: UserDep,
-    request: Request,
+    payload: ResponsesBody, app: AppDep, responses: ResponsesDep, caller: UserDep, request: Request
 ) -> InputTokens:
-    """How many tokens the prompt of such a response has, without generating or storing anything."""
-    app.check_model(asked.model)
-    model = app.require_ready()
-    await resolve(responses.store, caller, asked)
-    try:
-        [prompt] = await while_connected(request, encode_conversation(model, caller, asked.prompt_source, fits=False))
-    except (TemplateError, TextTooLong) as error:
-        raise text_error(error, "input") from None
-    return InputTokens(input_tokens=len(prompt.ids))
+    """Count the tokens of the prompt of such a response, without generating or storing anything."""
+    await resolve(responses.store, caller, payload)
+    count = await conversation.count_tokens(app, caller, request, payload.model, payload.prompt_source, field="input")
+    return InputTokens(input_tokens=count)
 
 
 @router.post("/v1/responses/compact", responses={status: OPENAI_ERRORS[status] for status in (401, 404)})
 async def compact(_: UserDep) -> None:
-    """Not supported: a 404. What a compacted conversation holds, only the model that made it can read."""
+    """Not supported: a 404. Only the model that compacted a conversation could read the result."""
     raise not_found("This server does not compact conversations; leave out older items of the input instead.", None)
 
 
@@ -127,7 +111,7 @@ async def retrieve(
     stream: bool = False,
     include_obfuscation: bool | None = None,
 ) -> Response:
-    """A stored response, as it is now; include_obfuscation is accepted: no event is padded either way."""
+    """Return a stored response as it is now; include_obfuscation is accepted: events are never padded."""
     if stream:
         raise invalid("Unsupported field: 'stream'; ask again until status tells the end.", "stream")
     return reply((await found(responses.store, caller, response_id)).answer)
@@ -135,7 +119,7 @@ async def retrieve(
 
 @router.post("/v1/responses/{response_id}/cancel", response_class=Response, responses=ONE)
 async def cancel(response_id: str, responses: ResponsesDep, caller: UserDep) -> Response:
-    """Stop the work on a background response; what has come to its end stays as it is."""
+    """Stop a background response; one that has ended stays as it is."""
     record = await found(responses.store, caller, response_id)
     if not await asyncio.to_thread(is_background, record.answer):
         raise invalid("Only a response with background true can be cancelled; to stop another, hang up.", "response_id")
@@ -145,7 +129,7 @@ async def cancel(response_id: str, responses: ResponsesDep, caller: UserDep) -> 
 
 @router.delete("/v1/responses/{response_id}", responses=STORED)
 async def delete(response_id: str, responses: ResponsesDep, caller: UserDep) -> ResponseDeleted:
-    """Forget a response; work that goes on for it is stopped. Responses that went on from it stay whole."""
+    """Delete a response and stop it if it is still being generated. Responses that continue it keep its items."""
     if await responses.store.get(response_id, caller.key) is not None:
         await responses.background.cancel(response_id)
     if not await responses.store.delete(response_id, caller.key):
@@ -156,7 +140,7 @@ async def delete(response_id: str, responses: ResponsesDep, caller: UserDep) -> 
 @router.get(
     "/v1/responses/{response_id}/input_items",
     response_class=Response,
-    responses=returned(InputItems, "One page of the items") | STORED,
+    responses=returned(InputItems, "One page of the items", STORED),
 )
 async def input_items(
     *,
@@ -167,42 +151,42 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(max_length=512)] = None,
 ) -> Response:
-    """The conversation before a response, what it went on from included; `after` is the last item of a page."""
+    """List the conversation before a response, with what it continues; `after` is the last item of a page."""
     record = await found(responses.store, caller, response_id)
     return reply(await asyncio.to_thread(page_of, record.items, limit, order, after))
 
 
 class Keeper:
-    """Has one request's response kept in the store, with the conversation that led to it, unless store is false."""
+    """Stores one request's response with the conversation before it, unless store is false."""
 
-    def __init__(self, store: Store, payer: str, caller: Caller, asked: ResponsesRequest) -> None:
+    def __init__(self, store: Store, payer: str, caller: Caller, payload: ResponsesRequest) -> None:
         self.store = store
         self.owner = caller.key
         self.payer = payer
-        self.asked = asked
-        self._items = b""  # the conversation; made once, it can be long
+        self.payload = payload
+        self._items = b""  # the conversation; encoded once, since it can be long
 
     def writer(self, head: Head, prompts: list[Prompt], token_text: TokenText) -> ResponsesWriter:
-        return ResponsesWriter(self.asked, head, prompts, token_text, keep=self.keep)
+        return ResponsesWriter(self.payload, head, prompts, token_text, keep=self.keep)
 
     def keep(self, response: ResponseObject) -> None:
-        if self.asked.is_stored:
+        if self.payload.is_stored:
             is_replacement = bool(self._items)
-            self._items = self._items or packed(named(self.asked, response.id))
+            self._items = self._items or msgspec.json.encode(named(self.payload, response.id))
             is_open = response.status in OPEN
-            record = Record(response.id, self.owner, is_open, packed(response), self._items, self.payer)
+            record = Record(response.id, self.owner, is_open, msgspec.json.encode(response), self._items, self.payer)
             self.store.put(record, is_replacement)
 
 
-def named(asked: ResponsesRequest, response_id: str) -> list[Json]:
-    """The conversation up to the answer; what the request brought gets ids where it has none."""
-    own = asked.given
-    ids = [item_id(PREFIXES[item["type"]], response_id, place) for place, item in enumerate(own)]
-    return asked.items[: -len(own)] + [{"id": id, **item} for id, item in zip(ids, own, strict=True)]
+def named(payload: ResponsesRequest, response_id: str) -> list[Json]:
+    """Return the conversation before the output, whose items all have ids."""
+    own = payload.given
+    ids = [item_id(PREFIXES[item["type"]], response_id, index) for index, item in enumerate(own)]
+    return payload.items[: -len(own)] + [{"id": id, **item} for id, item in zip(ids, own, strict=True)]
 
 
 async def found(store: Store, caller: Caller, response_id: str) -> Record:
-    """A caller's own stored response; raises 404."""
+    """Return a caller's own stored response; raises 404."""
     record = await store.get(response_id, caller.key)
     if record is None:
         raise no_response(response_id)
@@ -210,7 +194,7 @@ async def found(store: Store, caller: Caller, response_id: str) -> Record:
 
 
 def no_response(response_id: str) -> ApiError:
-    """404: no response of this id, or not the caller's."""
+    """Return a 404 for an id that is unknown or another caller's."""
     return not_found(f"There is no stored response '{shown(response_id)}'.", "response_id", "response_not_found")
 
 
@@ -218,24 +202,24 @@ def reply(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def resolve(store: Store, caller: Caller, asked: ResponsesRequest) -> None:
-    """Find what comes before a request's input, and what its references mean; raises 400 where it is not there."""
+async def resolve(store: Store, caller: Caller, payload: ResponsesRequest) -> None:
+    """Look up what a request continues and the items that it refers to; raises 400 for unknown ids."""
     before: list[Json] = []
-    if asked.previous_response_id is not None:
-        before = await conversation(store, caller, asked.previous_response_id)
+    if payload.previous_response_id is not None:
+        before = await stored_items(store, caller, payload.previous_response_id)
     known = {item["id"]: item for item in before}
     own = []
-    for place, item in enumerate(asked.given):
+    for index, item in enumerate(payload.given):
         is_reference = item["type"] == "item_reference"
-        own.append(await referred(store, caller, item["id"], known, f"input.{place}.id") if is_reference else item)
+        own.append(await referred(store, caller, item["id"], known, f"input.{index}.id") if is_reference else item)
     if len(before) + len(own) > MAX_ITEMS:
         message = f"Invalid 'input': the conversation has {len(before) + len(own)} items, and may have {MAX_ITEMS}."
         raise invalid(message, "input")
-    asked.expand(before, own)
+    payload.expand(before, own)
 
 
-async def conversation(store: Store, caller: Caller, response_id: str) -> list[Json]:
-    """All items of a stored response, its own output included."""
+async def stored_items(store: Store, caller: Caller, response_id: str) -> list[Json]:
+    """Return all items of a stored response, including its own output."""
     record = await store.get(response_id, caller.key)
     field = "previous_response_id"
     if record is None:
@@ -246,7 +230,7 @@ async def conversation(store: Store, caller: Caller, response_id: str) -> list[J
 
 
 async def referred(store: Store, caller: Caller, id: str, known: dict[str, Json], field: str) -> Json:
-    """The item of an id. `known` are the items found so far; those of its response come in with it."""
+    """Return the item of an id. `known` has the items found so far; all items of its response are added to it."""
     if id not in known:
         record = await store.get(response_of(id), caller.key)
         items = [] if record is None else await asyncio.to_thread(all_items, record)
@@ -256,7 +240,7 @@ async def referred(store: Store, caller: Caller, id: str, known: dict[str, Json]
     return known[id]
 
 
-# A stored conversation can be tens of MB: what follows runs on a thread.
+# The rest runs on a thread, since a stored conversation can have tens of megabytes.
 
 
 class Identified(msgspec.Struct):
@@ -265,7 +249,7 @@ class Identified(msgspec.Struct):
     id: str
 
 
-class Begun(msgspec.Struct):
+class Background(msgspec.Struct):
     """A response, of which only this field is decoded."""
 
     background: bool
@@ -273,11 +257,11 @@ class Begun(msgspec.Struct):
 
 def is_background(answer: bytes) -> bool:
     """Whether a stored response was requested with background true."""
-    return msgspec.json.decode(answer, type=Begun).background
+    return msgspec.json.decode(answer, type=Background).background
 
 
 def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
-    """A page of a stored conversation as JSON; only its own items are decoded whole."""
+    """Return a page of a stored conversation as JSON; only the items of the page are decoded whole."""
     items = elements(data)
     if order == "desc":
         items.reverse()
@@ -289,15 +273,15 @@ def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
         items = items[index + 1 :]
     page = listed([unpacked(item) for item in items[:limit]])
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return packed(InputItems("list", page, first, last, len(items) > limit))
+    return msgspec.json.encode(InputItems("list", page, first, last, len(items) > limit))
 
 
 def all_items(record: Record) -> list[Json]:
-    """A response's conversation and output, as what comes next is to see them."""
+    """Return a response's conversation and output as the next response reads them."""
     items: list[Json] = [unpacked(item) for item in elements(record.items)]
     for item in unpacked(record.answer)["output"]:
         if item["type"] == "function_call" and item["status"] != "completed":
-            continue  # what was cut off is not a call
+            continue  # a call that was cut off cannot be run
         if item["type"] == "message":
             item["content"] = [{**part, "logprobs": []} for part in item["content"]]
         items.append(item)
@@ -305,7 +289,7 @@ def all_items(record: Record) -> list[Json]:
 
 
 def listed(items: list[Json]) -> list[Json]:
-    """Items as they are listed: a message's text is a list of parts."""
+    """Return items as the list of items shows them: a message's text is a list of parts."""
     return [
         {**item, "content": [{"type": "input_text", "text": item["content"]}]}
         if isinstance(item.get("content"), str)

@@ -1,4 +1,4 @@
-"""What the Responses API keeps between requests: stored responses, and the work on those in the background."""
+"""The state of the Responses API: stored responses and background jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .store import Store
 
 
 class ResponsesState:
-    """Lives in `app.state.responses` from build_app on."""
+    """The state in `app.state.responses`, which build_app creates."""
 
     def __init__(self, settings: Settings) -> None:
         self.background = Background()
@@ -23,12 +23,12 @@ class ResponsesState:
         )
 
     async def close(self) -> None:
-        """Write what the store still holds; the background work has been stopped before."""
+        """Write what the store still holds; background jobs must have been stopped before."""
         await asyncio.to_thread(self.store.close)
 
 
 async def responses_state(request: Request) -> ResponsesState:
-    """The state for a request's app. A coroutine: FastAPI would call a function in a thread."""
+    """Return the state of a request's app. A coroutine, since FastAPI would call a function in a thread."""
     state: ResponsesState = request.app.state.responses
     return state
 

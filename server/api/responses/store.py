@@ -30,22 +30,22 @@ from .store_file import open_database
 T = TypeVar("T")
 Json = dict[str, Any]
 
-# Between attempts to write what was refused: doubled after each failure. A new change brings the next attempt forward,
-# but never closer than the first delay to the last failure.
+# Delay between attempts to write, doubled after each failure. A new change brings the next attempt forward,
+# but never to less than the first delay after the last failure.
 FIRST_DELAY_S = 2.0
 MAX_DELAY_S = 30.0
 MAX_UNWRITTEN_BYTES = 512 << 20  # in memory; --max-stored-bytes may be meant for a large disk
 MAX_FAILURES = 10  # in one attempt; a full disk refuses all, so there is no point in trying thousands of changes
-SLICE_S = 0.1  # of writing before those who wait to read have their turn
+SLICE_S = 0.1  # of writing before waiting readers are served
 CLOSE_S = 5.0  # to write what is left
-INTERRUPT_S = 1.0  # for the statement that was running then to end
+INTERRUPT_S = 1.0  # for the statement that is running then to end
 
 log = logging.getLogger("pequod.store")
 
 
 @dataclass(slots=True, eq=False)
 class Change:
-    """A record that the database does not hold yet, or one that it must delete."""
+    """A record that is not in the database yet, or one that must be deleted from it."""
 
     id: str
     owner: str
@@ -56,15 +56,15 @@ class Change:
 
     @property
     def priority(self) -> tuple[int, int]:
-        """Sort key: what has not failed yet comes first, then deletions, which free space, then small records."""
+        """Sort key: changes that have not failed yet first, then deletions, which free space, then small records."""
         return self.failures, self.record.num_bytes if self.record else 0
 
 
 class Shares:
-    """Numbers and bytes of the records of each owner, and who has to give one up when a total exceeds its bound.
+    """Numbers and bytes of each owner's records, and the owner whose record is evicted if a total exceeds its limit.
 
-    That is the owner with the largest share of what there is too much of, so that nobody loses a record to an owner who
-    has more; among equals the one whose share has not changed for longest. All operations take O(log owners) steps,
+    That is the owner with the largest share of the exceeded total, so that no owner loses a record to one that has
+    more; among equals the one whose share has not changed for longest. All operations take O(log owners) steps,
     besides moving pointers in a list.
     """
 
@@ -94,7 +94,7 @@ class Shares:
             self._owners[owner] = new
 
     def victim(self) -> str | None:
-        """The owner who has to give up a record; None while both totals are within their bounds."""
+        """Return the owner whose record is to be evicted; None: both totals are within their limits."""
         if self.num_bytes > self._max_bytes:
             return self._by_bytes[-1][2]
         return self._by_count[-1][2] if self.count > self._max_count else None
@@ -160,7 +160,7 @@ class Store:
                     self._changes[record.id] = Change(record.id, record.owner)
             else:
                 self._hold(Change(record.id, record.owner, record, is_replacement, self._tick()))
-            # Where nothing can be written they pile up. One alone stays, however large: it may be about to be written.
+            # Unwritten records are limited too. A single one stays, however large: it may be about to be written.
             while self._waiting.count > 1 and (owner := self._waiting.victim()) is not None:
                 evicted = next(iter(self._unwritten[owner].values()))
                 self._forget(evicted.id)
@@ -169,7 +169,7 @@ class Store:
             self._flush_soon()
 
     async def get(self, id: str, owner: str) -> Record | None:
-        """A record, unless there is none or it is somebody else's; raises 503 where the file cannot be read."""
+        """Return a record; None: there is none, or it is another owner's. Raises 503 if the file cannot be read."""
         with self._wake:
             change = self._changes.get(id)
             if change is not None:
@@ -223,7 +223,7 @@ class Store:
                       "in the file: %d", self._path, records, deletions)  # fmt: skip
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Let the thread do some work."""
+        """Run a function on the store's thread."""
         future: Future[T] = Future()
 
         def job() -> None:
@@ -270,14 +270,14 @@ class Store:
         return change
 
     def _flush_soon(self) -> None:
-        """Have the thread write the changes: now, or when the last failure is FIRST_DELAY_S ago."""
+        """Have the thread write the changes now, or FIRST_DELAY_S after the last failure."""
         at = max(time.monotonic(), self._failed_at + FIRST_DELAY_S)
         self._flush_at = at if self._flush_at is None else min(at, self._flush_at)
         self._wake_thread()
 
     def _wake_thread(self) -> threading.Thread:
         if self._thread is None:
-            # A daemon: a disk that hangs must not keep the process from ending.
+            # A daemon, because a disk that hangs must not keep the process from exiting.
             self._thread = threading.Thread(target=self._work, name="store", daemon=True)
             self._thread.start()
         self._wake.notify_all()
@@ -286,7 +286,7 @@ class Store:
     # On the thread
 
     def _work(self) -> None:
-        """Write changes when they are due, and do other work in its order, until the store is closed."""
+        """Write changes when they are due and run jobs in order, until the store is closed."""
         while True:
             with self._wake:
                 while not (self._jobs or self._is_closed or self._wait_s() == 0):
@@ -307,11 +307,11 @@ class Store:
             log.error("--response-store %s could not be closed: %s", self._path, error)
 
     def _wait_s(self) -> float | None:
-        """Seconds until changes are to be written; None: there are none."""
+        """Return the seconds until changes are due; None: there are none."""
         return None if self._flush_at is None else max(0.0, self._flush_at - time.monotonic())
 
     def _flush(self) -> None:
-        """Write changes for SLICE_S, and plan the next attempt where some are left."""
+        """Write changes for SLICE_S, and schedule the next attempt if some are left."""
         with self._wake:
             self._flush_at = None
         is_done, error = self._write_changes(time.monotonic() + SLICE_S)
@@ -332,7 +332,7 @@ class Store:
             log.info("all stored responses are written to --response-store again")
 
     def _write_changes(self, until: float) -> tuple[bool, Exception | None]:
-        """Write changes until time.monotonic() is `until`; return whether all had their turn, and the last failure."""
+        """Write changes until time.monotonic() is `until`; return whether all were tried, and the last failure."""
         with self._wake:
             changes = list(self._changes.values())
         failures: list[Exception] = []
@@ -341,18 +341,18 @@ class Store:
                 return False, failures[-1] if failures else None
             try:
                 self._save(change)
-            except Exception as error:  # whatever it is, the thread must go on
+            except Exception as error:  # the thread must survive any failure
                 change.failures += 1
                 failures.append(error)
         return True, failures[-1] if failures else None
 
     def _num_pending(self) -> tuple[int, int]:
-        """Records that are not written, and deletions that are not."""
+        """Return the numbers of unwritten records and of unwritten deletions."""
         with self._wake:
             return self._waiting.count, len(self._changes) - self._waiting.count
 
     def _save(self, change: Change) -> None:
-        """Write a change, unless another has taken its place."""
+        """Write a change, unless it was replaced by another."""
         with self._wake:
             if self._changes.get(change.id) is not change:
                 return
@@ -366,7 +366,7 @@ class Store:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Commit what is done within, or roll it back; the shares go with it."""
+        """Commit or roll back the block's statements, and the shares with them."""
         self._moved = []
         try:
             with self._db:
@@ -393,7 +393,7 @@ class Store:
             self._move(owner, -1, -size)
 
     def _trim(self) -> None:
-        """Keep within the bounds."""
+        """Evict records until both totals are within their limits."""
         while (owner := self._stored.victim()) is not None:
             oldest = self._db.execute("SELECT id FROM responses WHERE share = ? ORDER BY used LIMIT 1", (owner,))
             self._remove(oldest.fetchone()[0])
@@ -416,7 +416,7 @@ class Store:
     # At the start
 
     def _close_interrupted(self, interrupted: Callable[[bytes], bytes]) -> None:
-        """What was under way when the last process ended will never be finished."""
+        """Close the records that were still open when the last process ended."""
         rows = self._db.execute("SELECT id, answer FROM responses WHERE is_open").fetchall()
         with self._db:
             for id, answer in rows:

@@ -1,4 +1,4 @@
-"""The store's SQLite file: who may use it, and the version of its tables."""
+"""The store's SQLite file: its permissions, its lock, and the version of its tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 APPLICATION_ID = 0x50657164  # "Peqd"
 VERSION = 2  # 1 had another index
-BUSY_S = 1.0  # for another process to let go of the file
+BUSY_S = 1.0  # for another process to release its lock
 OWNER_ONLY = 0o600
 SOMETHING_ELSE = "it is a database of something else"
 
@@ -36,7 +36,7 @@ def open_database(path: Path | None) -> sqlite3.Connection:
 
 
 def prepared(db: sqlite3.Connection) -> sqlite3.Connection:
-    """Lock a database and bring it to this version; it is closed where that fails."""
+    """Lock a database and migrate it to this version; closes it on failure."""
     try:
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
@@ -54,7 +54,7 @@ def prepared(db: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def migrate(db: sqlite3.Connection) -> None:
-    """Create the table of a new database, or bring an older one to this version; raises DatabaseError."""
+    """Create the table of a new database, or migrate an older one to this version; raises DatabaseError."""
     kind, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
     if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
         db.execute(
@@ -78,12 +78,12 @@ def migrate(db: sqlite3.Connection) -> None:
 
 
 def claim(path: Path) -> int:
-    """Open the file of a store, new or checked, and keep other users from it and from what SQLite keeps beside it.
+    """Open the file of a store, new or checked, and deny other users access to it and to SQLite's files beside it.
 
     Returns its descriptor; raises OSError.
     """
     beside = [path.with_name(path.name + suffix) for suffix in ("-journal", "-shm", "-wal")]
-    # What a killed process has left there may hold the application's id, which the file then lacks.
+    # The file of a killed process may lack the application's id, which is then in one of these.
     is_whole = not any(os.path.lexists(other) for other in beside)
     file = open_private(path, os.O_CREAT, lambda file: check_header(file, is_whole))
     try:
@@ -97,7 +97,7 @@ def claim(path: Path) -> int:
 
 
 def check_header(file: int, is_whole: bool) -> None:
-    """Raise OSError for a file of another program: it must stay as it is, its mode included."""
+    """Raise OSError for a file of another program, which must not be changed, not even its mode."""
     header = os.pread(file, 100, 0)
     if header and not header.startswith(b"SQLite format 3\0"):
         raise OSError(errno.EINVAL, "file is not a database")

@@ -1,20 +1,18 @@
-"""Tools in the form of the Responses API, and what tool_choice means there."""
+"""Tools and tool_choice in the form of the Responses API."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from ...generation.request import Tool
 from ...http.fields import LABEL, OneError, Refused, RefusedKinds, Wire, refused
+from .. import notes
 from ..sampling import Text
-from ..tools import MAX_TOOLS, NO_PARAMETERS, FunctionName
+from ..tools import MAX_TOOLS, Function, FunctionName, as_tool
 from .items import in_namespace
-
-if TYPE_CHECKING:
-    pass
 
 BUILT_IN_CHOICES = """
     apply_patch code_interpreter computer computer_use computer_use_preview custom file_search image_generation mcp
@@ -22,18 +20,10 @@ BUILT_IN_CHOICES = """
 """
 
 
-class FlatFunction(Wire):
-    """A function that the model may call: its name, what it is for, and the JSON schema of its arguments."""
+class FlatFunction(Function):
+    """A function that the model may call: its name, its description, and the JSON schema of its arguments."""
 
     type: Literal["function"]
-    name: FunctionName
-    """Part of the prompt, and what a call has."""
-    description: Text | None = None
-    """Part of the prompt."""
-    parameters: dict[str, Any] | None = None
-    """The JSON schema of the arguments, an object; absent: there are none."""
-    strict: bool | None = None
-    """true: arguments follow the schema also where the model is free to call the function or not."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "async": refused(False),
@@ -44,9 +34,9 @@ class FlatFunction(Wire):
 
 
 class HostedTool(Wire):
-    """A tool that OpenAI runs, or that is called in a notation of its own: left out of the prompt.
+    """A tool that OpenAI runs, or whose calls have a notation of their own: left out of the prompt.
 
-    With tool_choice auto the model may answer without any tool, so that this is such an answer.
+    With tool_choice auto a model may always respond without any tool.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -72,7 +62,7 @@ class HostedTool(Wire):
 
 
 class NamespaceTool(Wire):
-    """A group of functions. The model knows each by the names of both, as in `group__function`."""
+    """A group of functions. The prompt has each under the names of both, as in `group__function`."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -83,7 +73,7 @@ class NamespaceTool(Wire):
         list[Annotated[FlatFunction | HostedTool, Field(discriminator="type")]],
         Field(max_length=MAX_TOOLS, fail_fast=True),
     ]
-    """The functions. Tools in a notation of their own are left out of the prompt."""
+    """The functions. Tools whose calls have a notation of their own are left out of the prompt."""
 
 
 AnyTool = Annotated[FlatFunction | NamespaceTool | HostedTool, Field(discriminator="type")]
@@ -93,18 +83,15 @@ class FlatNamed(Wire):
     """A function that must be called, by its name."""
 
     type: Literal["function"]
-    name: FunctionName
-    """One of the tools' names."""
+    name: Annotated[FunctionName, notes.TOOL_NAME]
 
 
 class FlatAllowed(Wire):
     """The model sees all tools and may call only some."""
 
     type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    """auto: the model decides; required: at least one call."""
-    tools: Annotated[list[FlatNamed], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-    """Those that may be called."""
+    mode: Annotated[Literal["auto", "required"], notes.MODE]
+    tools: Annotated[list[FlatNamed], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True), notes.ALLOWED]
 
 
 FlatChoice = Annotated[
@@ -117,28 +104,22 @@ FlatChoice = Annotated[
 
 
 def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
-    """The functions that a choice names."""
+    """Return the names of the functions that a choice contains."""
     if isinstance(choice, FlatNamed):
         return [choice.name]
     return [tool.name for tool in choice.tools] if isinstance(choice, FlatAllowed) else []
 
 
 def functions(tools: Sequence[AnyTool] | None) -> list[Tool]:
-    """The functions among the tools, as the rest of the server knows them."""
+    """Return the functions among the tools in the form that generation reads."""
     found = []
     for index, tool in enumerate(tools or ()):
         if isinstance(tool, FlatFunction):
-            found.append(described(tool, tool.name, f"tools[{index}]"))
+            found.append(as_tool(tool, tool.name, f"tools[{index}]"))
         elif isinstance(tool, NamespaceTool):
             found += [
-                described(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{place}]")
-                for place, own in enumerate(tool.tools)
+                as_tool(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{number}]")
+                for number, own in enumerate(tool.tools)
                 if isinstance(own, FlatFunction)
             ]
     return found
-
-
-def described(tool: FlatFunction, name: str, field: str) -> Tool:
-    """A function as the rest of the server knows it, under this name."""
-    parameters = NO_PARAMETERS if tool.parameters is None else tool.parameters
-    return Tool(name, tool.description, parameters, bool(tool.strict), f"{field}.parameters")

@@ -1,41 +1,34 @@
-"""Token ids on the wire: text to ids, ids to text, and the prompt that a chat template makes."""
+"""Requests and responses about tokens: text to ids, ids to text, and the prompt that a chat template renders."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from ...http.fields import MAX_LABEL, Refused, Wire, clash, refused
+from ...http.fields import Refused, Wire, clash, refused
+from ...http.openapi import examples
 from ..chat.request import Messages, TemplateOptions
 from ..completions.request import MAX_PROMPT_IDS
-from ..sampling import Text, TokenId
-
-ModelName = Annotated[str, Field(max_length=MAX_LABEL)]
+from ..sampling import ModelName, Text, TokenId
 
 
 class TokenizeRequest(TemplateOptions):
     """POST /tokenize: a text, or a conversation."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"prompt": "The sea is", "return_token_strs": True},
-                {"messages": [{"role": "user", "content": "Hello"}]},
-            ]
-        }
+    model_config = examples(
+        {"prompt": "The sea is", "return_token_strs": True}, {"messages": [{"role": "user", "content": "Hello"}]}
     )
 
-    model: ModelName | None = None
-    """One of the served names."""
+    model: ModelName = None
     prompt: Text | None = None
     """The text; instead of messages."""
     messages: Messages | None = None
-    """The conversation, as the chat template writes it; instead of prompt."""
+    """The conversation, which the chat template renders; instead of prompt."""
     add_special_tokens: bool | None = None
     """false: the text does not get the tokens that the tokenizer puts around one."""
     return_token_strs: bool | None = None
-    """The answer has the vocabulary's spelling of each token."""
+    """true: the response has the vocabulary's spelling of each token."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeRequest:
@@ -50,7 +43,7 @@ class TokenizeRequest(TemplateOptions):
 
 
 class Tokens(Wire):
-    """Token ids, how many, and how many of them the model takes."""
+    """Token ids, their number, and the length of the context."""
 
     count: int
     max_model_len: int
@@ -61,16 +54,15 @@ class Tokens(Wire):
 class DetokenizeRequest(Wire):
     """POST /detokenize."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [11, 12]}]})
+    model_config = examples({"tokens": [11, 12]})
 
-    model: ModelName | None = None
-    """One of the served names."""
+    model: ModelName = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
     """The token ids."""
 
 
 class Detokenized(Wire):
-    """The tokens' text, special tokens written out."""
+    """The tokens' text, including special tokens."""
 
     prompt: str
 
@@ -78,19 +70,16 @@ class Detokenized(Wire):
 class TemplateRequest(TemplateOptions):
     """POST /apply-template."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}]}]})
+    model_config = examples({"messages": [{"role": "user", "content": "Hello"}]})
 
-    model: ModelName | None = None
-    """One of the served names."""
+    model: ModelName = None
     messages: Messages
     """The conversation."""
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "add_special_tokens": refused(False),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"add_special_tokens": refused(False)}
 
 
 class Templated(Wire):
-    """The prompt that the model would see."""
+    """The prompt that the chat template renders."""
 
     prompt: str
     count: int

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /apply-template: what the model sees, without generating."""
+"""POST /tokenize, /detokenize and /apply-template: prompts, without generating."""
 
 from __future__ import annotations
 
@@ -21,46 +21,44 @@ from ..chat.request import as_dicts
 from .request import Detokenized, DetokenizeRequest, Templated, TemplateRequest, TokenizeRequest, Tokens
 
 router = APIRouter(tags=["tokens"])
+
+TokenizeBody = Annotated[TokenizeRequest, Depends(body(TokenizeRequest))]
+DetokenizeBody = Annotated[DetokenizeRequest, Depends(body(DetokenizeRequest))]
+TemplateBody = Annotated[TemplateRequest, Depends(body(TemplateRequest))]
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: OPENAI_ERRORS[status] for status in (400, 401, 404, 408, 413, 429, 503)
 }
 
 
 @router.post("/tokenize", responses=ERRORS, openapi_extra=described(TokenizeRequest))
-async def tokenize(
-    asked: Annotated[TokenizeRequest, Depends(body(TokenizeRequest))], app: AppDep, caller: UserDep, request: Request
-) -> Tokens:
-    """Token ids of a text, or of a conversation as the chat template writes it."""
-    model = loaded(app, asked.model)
-    ids = await while_connected(request, encode(model.prompts, caller, asked))
+async def tokenize(payload: TokenizeBody, app: AppDep, caller: UserDep, request: Request) -> Tokens:
+    """Return the token ids of a text, or of a conversation as the chat template renders it."""
+    model = loaded(app, payload.model)
+    ids = await while_connected(request, encode(model.prompts, caller, payload))
     return Tokens(
         count=len(ids),
         max_model_len=model.info.max_len,
         tokens=ids,
-        token_strs=await model.prompts.tokens(ids, caller=caller.flow) if asked.return_token_strs else None,
+        token_strs=await model.prompts.tokens(ids, caller=caller.flow) if payload.return_token_strs else None,
     )
 
 
 @router.post("/detokenize", responses=ERRORS, openapi_extra=described(DetokenizeRequest))
-async def detokenize(
-    asked: Annotated[DetokenizeRequest, Depends(body(DetokenizeRequest))], app: AppDep, caller: UserDep
-) -> Detokenized:
-    """The text of token ids, special tokens written out."""
-    model = loaded(app, asked.model)
-    check_token_ids(model.info, asked.tokens, "tokens")
-    return Detokenized(prompt=await model.prompts.decode(asked.tokens, skip_special=False, caller=caller.flow))
+async def detokenize(payload: DetokenizeBody, app: AppDep, caller: UserDep) -> Detokenized:
+    """Return the text of token ids, including special tokens."""
+    model = loaded(app, payload.model)
+    check_token_ids(model.info, payload.tokens, "tokens")
+    return Detokenized(prompt=await model.prompts.decode(payload.tokens, skip_special=False, caller=caller.flow))
 
 
 @router.post("/apply-template", responses=ERRORS, openapi_extra=described(TemplateRequest))
-async def apply_template(
-    asked: Annotated[TemplateRequest, Depends(body(TemplateRequest))], app: AppDep, caller: UserDep, request: Request
-) -> Templated:
-    """The prompt that the chat template makes of a conversation."""
-    prompts = loaded(app, asked.model).prompts
+async def apply_template(payload: TemplateBody, app: AppDep, caller: UserDep, request: Request) -> Templated:
+    """Return the prompt that the chat template renders for a conversation."""
+    prompts = loaded(app, payload.model).prompts
 
     async def work() -> Templated:
-        messages, tools = as_dicts(asked.messages), as_tools(asked.offered)
-        text = await prompts.render(messages, tools, caller=caller.flow, **asked.render_options)
+        messages, tools = as_dicts(payload.messages), as_tools(payload.offered)
+        text = await prompts.render(messages, tools, caller=caller.flow, **payload.render_options)
         ids = await prompts.encode(text, add_special=False, caller=caller.flow, fits=False)
         return Templated(prompt=text, count=len(ids))
 
@@ -71,17 +69,17 @@ async def apply_template(
 
 
 def loaded(app: AppState, name: str | None) -> LoadedModel:
-    """The model of this name; raises 404 and 503."""
+    """Return the model of this name; raises 404 and 503."""
     app.check_model(name)
     return app.require_ready()
 
 
-async def encode(prompts: Prompts, caller: Caller, asked: TokenizeRequest) -> list[int]:
+async def encode(prompts: Prompts, caller: Caller, payload: TokenizeRequest) -> list[int]:
     try:
-        if asked.prompt is not None:
-            special = asked.add_special_tokens is not False
-            return await prompts.encode(asked.prompt, special, caller=caller.flow, fits=False)
-        messages, tools = as_dicts(asked.messages or []), as_tools(asked.offered)
-        return await prompts.chat(messages, tools, caller=caller.flow, fits=False, **asked.render_options)
+        if payload.prompt is not None:
+            special = payload.add_special_tokens is not False
+            return await prompts.encode(payload.prompt, special, caller=caller.flow, fits=False)
+        messages, tools = as_dicts(payload.messages or []), as_tools(payload.offered)
+        return await prompts.chat(messages, tools, caller=caller.flow, fits=False, **payload.render_options)
     except (TemplateError, TextTooLong) as error:
-        raise text_error(error, "messages" if asked.prompt is None else "prompt") from None
+        raise text_error(error, "messages" if payload.prompt is None else "prompt") from None

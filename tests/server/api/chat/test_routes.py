@@ -360,4 +360,4 @@ def test_what_clients_add_to_their_messages_is_taken_back_and_not_rendered():
     added = {**call, "function": {**call["function"], "parsed_arguments": {"a": [1]}}}
     turn = {"role": "assistant", "content": "4", "tool_calls": [call]}
     sent = {**turn, "tool_calls": [added], "parsed": {"sum": 4}, "provider_specific_fields": {"refusal": None}}
-    assert ChatRequest.model_validate({"messages": [sent]}).turns == [turn]
+    assert ChatRequest.model_validate({"messages": [sent]}).prompt_source.turns == [turn]

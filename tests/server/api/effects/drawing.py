@@ -1,4 +1,4 @@
-"""What the fields of `Drawing` and `Sampling` do; APIs that take only some of them name those."""
+"""What the fields of `GenerationFields` and `CompletionFields` do; APIs that take only some of them name those."""
 
 import concurrent.futures
 import json
