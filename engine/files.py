@@ -20,8 +20,8 @@ MAX_VALUES = 2_000_000
 VALUE_DELIMITERS = (b",", b"[", b"{")
 
 
-def read_file(path: Path, most: int) -> bytes | None:
-    """Return the content of a regular file of at most `most` bytes, or None if it does not exist.
+def read_file(path: Path, max_bytes: int) -> bytes | None:
+    """Return the content of a regular file of at most `max_bytes` bytes, or None if it does not exist.
 
     Raises ModelError for a file that is larger, cannot be read, or is a directory, pipe or device.
     """
@@ -32,10 +32,10 @@ def read_file(path: Path, most: int) -> bytes | None:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise ModelError(f"{path} is not a regular file")
-            if found.st_size > most:
-                raise ModelError(f"{path} is larger than the {most >> 20} MiB that such a file may have")
+            if found.st_size > max_bytes:
+                raise ModelError(f"{path} is larger than the {max_bytes >> 20} MiB that such a file may have")
             with open(descriptor, "rb", closefd=False) as file:
-                return file.read(most)
+                return file.read(max_bytes)
         finally:
             os.close(descriptor)
     except FileNotFoundError:
@@ -53,9 +53,9 @@ def read_text(path: Path) -> str | None:
         raise ModelError(f"{path} is not text in UTF-8") from None
 
 
-def read_json(path: Path, most: int = SMALL_BYTES) -> dict[str, Any] | None:
-    """Return the JSON object in a file of at most `most` bytes, or None if it does not exist. Raises ModelError."""
-    data = read_file(path, most)
+def read_json(path: Path, max_bytes: int = SMALL_BYTES) -> dict[str, Any] | None:
+    """Return the JSON object in a file of at most `max_bytes`, or None if it does not exist. Raises ModelError."""
+    data = read_file(path, max_bytes)
     if data is None:
         return None
     check_values(path, data)

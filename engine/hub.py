@@ -67,7 +67,7 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Folder:
         ) from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no")
-        raise ModelError(f"{hub} answered with status {status} when asked for {model}{named}") from None
+        raise ModelError(f"{hub} returned status {status} for {model}{named}") from None
     except (OSError, ValueError) as error:  # for example a full disk, or an invalid name
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(f"cannot download {model}{named} from {hub}: {first}") from None

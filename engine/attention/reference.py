@@ -59,9 +59,9 @@ class Plan:
             known = self._slots[block_size] = slots // block_size, slots % block_size
         return known
 
-    def decodes(self, window: int | None, kv_heads: int, block_size: int, most: int) -> list[_Decode]:
+    def decodes(self, window: int | None, kv_heads: int, block_size: int, max_keys: int) -> list[_Decode]:
         """Return the step's rows of one token in groups; see `_decode_rows`."""
-        key = window, kv_heads, block_size, most
+        key = window, kv_heads, block_size, max_keys
         known = self._decodes.get(key)
         if known is None:
             known = self._decodes[key] = _decode_rows(self.meta, *key)
@@ -130,8 +130,8 @@ class Reference:
         out = q.new_empty(q.shape[0], q.shape[1], v_head_dim)
         sink = None if sinks is None else sinks.view(kv_heads, group)
 
-        most = max(1, GATHER_NUMBERS // max(head_dim, v_head_dim))
-        for decode in plan.decodes(window, kv_heads, block_size, most):
+        max_keys = max(1, GATHER_NUMBERS // max(head_dim, v_head_dim))
+        for decode in plan.decodes(window, kv_heads, block_size, max_keys):
             keys, values = self._gather(tensor, decode.pages, k, v)
             if decode.hidden is not None:
                 # What follows a sequence's end may be NaN, and 0 * NaN is NaN: clear it, masking is not enough.
@@ -231,10 +231,12 @@ def _pages(blocks: Tensor, kv_heads: int) -> Tensor:
     return blocks[:, None, :] * kv_heads + torch.arange(kv_heads, device=blocks.device)[:, None]
 
 
-def _decode_rows(meta: AttentionMeta, window: int | None, kv_heads: int, block_size: int, most: int) -> list[_Decode]:
+def _decode_rows(
+    meta: AttentionMeta, window: int | None, kv_heads: int, block_size: int, max_keys: int
+) -> list[_Decode]:
     """Return the step's rows of one token, in groups of similar length.
 
-    A group is a single row, or gathers at most `most` keys over its rows and KV heads.
+    A group is a single row, or gathers at most `max_keys` keys over its rows and KV heads.
     """
     starts, device = meta.query_start_list, meta.block_table.device
     spans = []  # (blocks to read, first block, row)
@@ -246,7 +248,7 @@ def _decode_rows(meta: AttentionMeta, window: int | None, kv_heads: int, block_s
     for span in sorted(spans, reverse=True):
         # The first row of a group is its longest. Padding at most doubles a row's work.
         widest = groups[-1][0][0] if groups else 0
-        if 2 * span[0] >= widest > 0 and (len(groups[-1]) + 1) * widest * block_size * kv_heads <= most:
+        if 2 * span[0] >= widest > 0 and (len(groups[-1]) + 1) * widest * block_size * kv_heads <= max_keys:
             groups[-1].append(span)
         else:
             groups.append([span])

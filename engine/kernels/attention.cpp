@@ -144,7 +144,7 @@ struct Attention : Tiles<Kind> {
 
   void store_parts() {
     const int64_t tokens = call.query_start[call.rows];
-    for (int64_t part; stores.take(part);)
+    for (int64_t part; stores.claim(part);)
       store_tokens(part * tokens_of_store, min(tokens, (part + 1) * tokens_of_store));
   }
 

@@ -117,20 +117,21 @@ struct Tasks {
     for (int64_t size : thread_sizes) bytes += threads * ceil_div(size, 64) * 64;
     char* memory = (char*)scratch(bytes);
     if (!memory) return false;
-    auto take = [&](int64_t size) {
-      char* taken = memory;
+    auto allocate = [&](int64_t size) {
+      char* address = memory;
       memory += ceil_div(size, 64) * 64;
-      return taken;
+      return address;
     };
-    tasks = (Task*)take(sizes[0]);
-    Part* part = (Part*)take(sizes[1]);
-    char* part_states = take(sizes[2]);
-    cursors = (Cursor*)take(sizes[3]);
-    spaces = (Space*)take(sizes[4]);
+    tasks = (Task*)allocate(sizes[0]);
+    Part* part = (Part*)allocate(sizes[1]);
+    char* part_states = allocate(sizes[2]);
+    cursors = (Cursor*)allocate(sizes[3]);
+    spaces = (Space*)allocate(sizes[4]);
     for (int t = 0; t < threads; ++t) {
       Space& space = spaces[t];
-      space.queries = take(thread_sizes[0]), space.total = take(thread_sizes[1]), space.current = take(thread_sizes[2]);
-      space.cells = take(thread_sizes[3]), space.positions = (int64_t*)take(thread_sizes[4]);
+      space.queries = allocate(thread_sizes[0]);
+      space.total = allocate(thread_sizes[1]), space.current = allocate(thread_sizes[2]);
+      space.cells = allocate(thread_sizes[3]), space.positions = (int64_t*)allocate(thread_sizes[4]);
     }
 
     int64_t next = 0, so_far = 0;

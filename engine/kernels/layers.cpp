@@ -53,7 +53,7 @@ struct Norm {
   static void share(void* work, int) {
     Norm& norm = *(Norm*)work;
     const int64_t each = norm.rows_of_part();
-    for (int64_t part; norm.parts.take(part);)
+    for (int64_t part; norm.parts.claim(part);)
       for (int64_t row = part * each; row < min(norm.rows, (part + 1) * each); ++row)
         normalize(norm.x + row * norm.size, norm.weight, norm.eps, norm.size, norm.y + row * norm.size);
   }
@@ -107,7 +107,7 @@ struct Rotation {
 
   static void share(void* work, int) {
     Rotation& rotation = *(Rotation*)work;
-    for (int64_t part; rotation.parts.take(part);)
+    for (int64_t part; rotation.parts.claim(part);)
       rotation.rotate(part * rotation.each, min(rotation.tokens, (part + 1) * rotation.each));
   }
   void compute(int threads) {

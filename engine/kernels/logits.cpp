@@ -84,7 +84,7 @@ struct Rows {
     return {weights, weights + size + LANES, (int32_t*)(weights + 2 * (size + LANES)), sums};
   }
 
-  bool take(int64_t& r) { return parts.take(r); }
+  bool claim(int64_t& r) { return parts.claim(r); }
 
   // Compute the weights of a row and their sums by span.
   void weigh_all(const float* from, int64_t count, float top, double temperature, const Scratch& scratch) const {
@@ -110,7 +110,7 @@ struct Argmax : Rows {
 
   static void share(void* work, int) {
     Argmax& s = *(Argmax*)work;
-    for (int64_t r; s.take(r);) {
+    for (int64_t r; s.claim(r);) {
       const Best best = argmax(s.row(r), s.size);
       s.values[r] = best.value, s.indices[r] = isfinite(best.value) ? best.index : -1;
     }
@@ -184,7 +184,7 @@ struct Sampling : Rows {
   static void share(void* work, int thread) {
     Sampling& d = *(Sampling*)work;
     const Scratch scratch = d.scratch_of(thread);
-    for (int64_t r; d.take(r);) {
+    for (int64_t r; d.claim(r);) {
       const Best best = argmax(d.row(r), d.size);
       d.values[r] = best.value, d.indices[r] = best.index;
       if (!isfinite(best.value))
@@ -218,7 +218,7 @@ struct TopLogits : Rows {
   static void share(void* work, int thread) {
     TopLogits& l = *(TopLogits*)work;
     const Scratch scratch = l.scratch_of(thread);
-    for (int64_t r; l.take(r);) {
+    for (int64_t r; l.claim(r);) {
       const float top = argmax(l.row(r), l.size).value;
       l.logs[r] = NAN;
       if (!isfinite(top)) continue;

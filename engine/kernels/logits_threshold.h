@@ -31,7 +31,7 @@ struct Part {
 // Select the numbers in [low, high), and copy them to `out` unless it is null; `out` may be `v`.
 template <class Measure>
 Part select(const float* v, int64_t count, float low, float high, float* out) {
-  Part found = {0, 0};
+  Part selected = {0, 0};
   const V low_lanes = set1(low), high_lanes = set1(high);
   for (int64_t start = 0; start < count; start += SPAN) {
     const int64_t end = start + SPAN < count ? start + SPAN : count;
@@ -41,19 +41,19 @@ Part select(const float* v, int64_t count, float low, float high, float* out) {
       const V x = load(v + i);
       const uint32_t bits = bits_where_ge(x, low_lanes) & ~bits_where_ge(x, high_lanes);
       measure.add_lanes(x, bits);
-      if (out) store_selected(out + found.count, x, bits);
-      found.count += __builtin_popcount(bits);
+      if (out) store_selected(out + selected.count, x, bits);
+      selected.count += __builtin_popcount(bits);
     }
-    found.measure += measure.sum();
+    selected.measure += measure.sum();
     for (; i < end; ++i) {
       const float x = v[i];
       if (!(x >= low) || x >= high) continue;
-      found.measure += Measure::of(x);
-      if (out) out[found.count] = x;
-      ++found.count;
+      selected.measure += Measure::of(x);
+      if (out) out[selected.count] = x;
+      ++selected.count;
     }
   }
-  return found;
+  return selected;
 }
 
 // Measure the numbers that are at least `low`, and those that are at least `high`.
@@ -124,13 +124,13 @@ float threshold(const float* v, int64_t count, int64_t need, int64_t total, floa
 // Write the indices of the numbers that are at least `low`, in ascending order; returns how many there are.
 int64_t indices_from(const float* v, int64_t count, float low, int32_t* indices) {
   const V low_lanes = set1(low);
-  int64_t found = 0, i = 0;
+  int64_t num_found = 0, i = 0;
   for (; i + LANES <= count; i += LANES)
     for (uint32_t bits = bits_where_ge(load(v + i), low_lanes); bits; bits &= bits - 1)
-      indices[found++] = (int32_t)(i + __builtin_ctz(bits));
+      indices[num_found++] = (int32_t)(i + __builtin_ctz(bits));
   for (; i < count; ++i)
-    if (v[i] >= low) indices[found++] = (int32_t)i;
-  return found;
+    if (v[i] >= low) indices[num_found++] = (int32_t)i;
+  return num_found;
 }
 
 }  // namespace

@@ -150,7 +150,7 @@ struct Matmul {
 
   void pack() {
     const int64_t num = num_tiles();
-    for (int64_t t; tiles.take(t);) {
+    for (int64_t t; tiles.claim(t);) {
       const int64_t row = count * t / num, end = count * (t + 1) / num;
       Kind::pack_x(x + (start + row) * matrix->columns, matrix->columns, units, end - row,
                    packed + row * Kind::row_bytes(units));

@@ -92,7 +92,7 @@ struct Packing {
   static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
   void share(int thread) {
-    for (int64_t chunk, i; !__atomic_load_n(&failed, __ATOMIC_RELAXED) && chunks.take(chunk);) {
+    for (int64_t chunk, i; !__atomic_load_n(&failed, __ATOMIC_RELAXED) && chunks.claim(chunk);) {
       for (i = 0; chunk >= weights[i].chunks(); ++i) chunk -= weights[i].chunks();
       const Weight& weight = weights[i];
       const int64_t first = chunk * weight.chunk_panels(), last = first + weight.chunk_panels();

@@ -2,10 +2,10 @@
 //
 // The calling thread opens a round. Helpers that are awake join it; sleeping ones are woken, and join if they are
 // scheduled before the round closes. The caller computes too. When no parts are left it closes the round and waits for
-// the helpers that have joined, so that a helper without a processor delays nobody. Between rounds helpers spin
+// the helpers that have joined, so that a helper without a processor delays no round. Between rounds helpers spin
 // briefly, then sleep.
 //
-// OpenMP's regions end when every thread of the team has been there, whether or not it found work, and its threads spin
+// OpenMP's regions end when every thread of the team has reached their end, even without work, and its threads spin
 // for milliseconds: where other processes compete for the processors, each of hundreds of regions in a forward pass
 // waits for the scheduler. benchmarks/busy.py measures that.
 #include <linux/futex.h>
@@ -22,14 +22,13 @@
 // For tests. 0: helpers join when they can, 1: none joins, 2: the caller waits until all have joined.
 EXPORT int32_t pequod_joining = 0;
 
-static const int MOST_THREADS = 1024;
+static const int MAX_THREADS = 1024;
 // Nanoseconds that a thread spins before it sleeps: longer than the gaps between the kernels of a forward pass, shorter
 // than the gap between two steps.
 static const int64_t SPIN = 100000;
 
 // One word, so that joining is one compare-and-swap: the number of helpers that have joined a round, the number of
-// threads that it is for, whether it is open, and the round's number. The last tells a helper which round it has joined
-// already.
+// threads that it is for, whether it is open, and the round's number, by which a helper knows that it has joined before.
 typedef uint64_t Round;
 static const Round THREAD = 1 << 11, OPEN = 1ull << 31, NUMBER = 1ull << 32;
 static int joined(Round round) { return (int)(round % THREAD); }
@@ -39,7 +38,7 @@ static uint32_t number(Round round) { return (uint32_t)(round / NUMBER); }
 struct alignas(64) Helper {
   std::atomic<uint32_t> sleeps{0};
 };
-static Helper helpers[MOST_THREADS];  // by thread number; the caller's entry, 0, is unused
+static Helper helpers[MAX_THREADS];  // by thread number; the caller's entry, 0, is unused
 
 static struct {
   alignas(64) std::atomic<Round> round{0};
@@ -152,7 +151,7 @@ static void close_round() {
 
 void run(Share share, void* work, int threads) {
   if (threads <= 1 || pequod_joining == 1 || pool.taken.exchange(true)) return share(work, 0);
-  if (threads > MOST_THREADS) threads = MOST_THREADS;
+  if (threads > MAX_THREADS) threads = MAX_THREADS;
   while (pool.threads < threads && start(pool.threads)) ++pool.threads;
   if (threads > pool.threads) threads = pool.threads;  // the system refused to start more
   if (threads > 1) open_round(share, work, threads);

@@ -15,7 +15,7 @@ void run(Share share, void* work, int threads);
 // The parts of a piece of work. Threads claim them one at a time.
 struct alignas(64) Parts {  // a cache line of its own
   int64_t count = 0, next = 0;
-  bool take(int64_t& part) { return (part = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count; }
+  bool claim(int64_t& part) { return (part = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count; }
 };
 
 // This thread's scratch memory, which the next call reuses; null if the allocation fails.

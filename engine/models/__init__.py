@@ -42,9 +42,8 @@ def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkp
 
 
 def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:
-    wanted = config.implementation
-    if wanted != "transformers":
-        spec = read_spec(source, config, native_only=wanted == "native")
+    if config.implementation != "transformers":
+        spec = read_spec(source, config, native_only=config.implementation == "native")
         if spec is not None:
             if checkpoint is not None:
                 from . import decoder

@@ -262,9 +262,9 @@ def _class(settings: Any, name: str, source: dict[str, Any]) -> Any:
     """Return the class that AutoModelForCausalLM would use if config.json names it. Raises ModelError."""
     found = AutoModelForCausalLM._model_mapping.get(type(settings), None)
     kinds = found if isinstance(found, tuple) else (found,)
-    wanted = source.get("architectures") or [kind.__name__ for kind in kinds if kind is not None]
+    names = source.get("architectures") or [kind.__name__ for kind in kinds if kind is not None]
     for kind in kinds:
-        if kind is not None and kind.__name__ in wanted:
+        if kind is not None and kind.__name__ in names:
             return kind
     raise ModelError(f"{name} is not a causal language model that transformers {transformers.__version__} has")
 

@@ -210,12 +210,12 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         if native_only:
             raise ModelError(f"{reason}; leave `implementation` to auto")
         return None
-    heads = _whole(source, "num_attention_heads", most=MAX_HEADS)
+    heads = _whole(source, "num_attention_heads", maximum=MAX_HEADS)
     omitted = heads if "num_key_value_heads" in source else family.kv_heads or heads  # null means: as many as heads
-    kv_heads = _whole(source, "num_key_value_heads", omitted, most=MAX_HEADS)
-    hidden = _whole(source, "hidden_size", most=MAX_SIZE)
-    head_dim = _whole(source, "head_dim", family.head_dim or max(1, hidden // heads), most=MAX_HEADS)
-    num_layers = _whole(source, "num_hidden_layers", most=MAX_LAYERS)
+    kv_heads = _whole(source, "num_key_value_heads", omitted, maximum=MAX_HEADS)
+    hidden = _whole(source, "hidden_size", maximum=MAX_SIZE)
+    head_dim = _whole(source, "head_dim", family.head_dim or max(1, hidden // heads), maximum=MAX_HEADS)
+    num_layers = _whole(source, "num_hidden_layers", maximum=MAX_LAYERS)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if head_dim % 2:
@@ -224,7 +224,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     attention_bias = bool(source.get("attention_bias", False))
     decoder = DecoderSpec(
         hidden_size=hidden,
-        intermediate_size=_whole(source, "intermediate_size", most=MAX_SIZE),
+        intermediate_size=_whole(source, "intermediate_size", maximum=MAX_SIZE),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -237,7 +237,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
     )
-    vocab_size = _whole(source, "vocab_size", most=MAX_SIZE)
+    vocab_size = _whole(source, "vocab_size", maximum=MAX_SIZE)
     return ModelSpec(
         architecture=name,
         implementation="native",
@@ -373,7 +373,7 @@ def _num_params(decoder: DecoderSpec, vocab_size: int, num_layers: int) -> int:
     return num_layers * layer + vocab_size * d.hidden_size * (1 if d.tied else 2) + d.hidden_size
 
 
-def _whole(source: Mapping[str, Any], key: str, default: int | None = None, *, most: int = MAX_NUMBER) -> int:
+def _whole(source: Mapping[str, Any], key: str, default: int | None = None, *, maximum: int = MAX_NUMBER) -> int:
     value = source.get(key)
     if value is None:
         value = default
@@ -381,8 +381,8 @@ def _whole(source: Mapping[str, Any], key: str, default: int | None = None, *, m
         raise ModelError(f"config.json has no {key}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json: {key} must be a positive whole number, not {shown(repr(value))}")
-    if value > most:
-        raise ModelError(f"config.json: {key} must be at most {most}, not {shown(value)}")
+    if value > maximum:
+        raise ModelError(f"config.json: {key} must be at most {maximum}, not {shown(value)}")
     return value
 
 

@@ -18,7 +18,7 @@ struct Work {
 void share(void* work, int thread) {
   Work& w = *(Work*)work;
   if (thread < 0 || thread >= w.threads) abort();
-  for (int64_t part; w.parts.take(part);) w.written[(size_t)part] += part + 1;
+  for (int64_t part; w.parts.claim(part);) w.written[(size_t)part] += part + 1;
 }
 
 // Rounds of different sizes; 0 if each part was computed once and is seen by the caller.
