@@ -96,7 +96,7 @@ def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
     assert (config.max_seqs, config.max_batched_tokens, config.num_blocks) == (16, 256, info.num_blocks)
     assert runner.config == config and runner.cache.layers[0].tensor.shape[0] == info.num_blocks
     got = step(runner, [Row(1, 0, [3, 1, 4], [0], 1)], [Entered(1, GREEDY, 3, [])])
-    assert 0 <= got.token_ids[0][0] < 40
+    assert 0 <= got.outcomes[0].token_ids[0] < 40
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
@@ -131,7 +131,7 @@ def test_what_samples_does_not_depend_on_who_computes_the_products(tmp_path):
             enter = [Entered(1, params, 3, list(tokens))] if length == 3 else []
             start = 0 if enter else length - 1
             got = step(runner, [Row(1, start, tokens[start:], [0], 1)], enter)
-            tokens += got.token_ids[0]
+            tokens += got.outcomes[0].token_ids
         drawn[isa] = tokens
     assert drawn["auto"] == drawn["torch"]
     assert len(set(drawn["auto"][3:])) > 1
