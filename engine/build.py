@@ -12,20 +12,22 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from msgspec.structs import replace
 
 from . import attention, hub, memory, models, roofline
 from .config import EngineConfig, check
-from .grammar.grammars import Grammars
 from .kernels.library import Choice, settle
 from .loop import EngineLoop, Outbox, StepOutOfMemory
 from .models.weights import Checkpoint
 from .runner.runner import Runner, _guarded
 from .scheduler import Scheduler
 from .types import ConfigError, EngineInfo, MemoryShort
+
+if TYPE_CHECKING:
+    from .grammar.grammars import Grammars
 
 # Models below this size run on one thread: on two busy cores a decode step of a model with 0.3 M parameters took 13 to
 # 100 ms with two threads, and 3 ms with one.
@@ -97,10 +99,16 @@ async def assemble(
     await has_weights.wait()
     if loading.done():
         loading.result()  # raises if it has failed
-    grammars = asyncio.to_thread(Grammars, config, described.spec.vocab_size)
+    grammars = asyncio.to_thread(_load_grammars, config, described.spec.vocab_size)
     (runner, info, resolved), loaded_grammars = await asyncio.gather(loading, grammars)
     scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
     return EngineLoop(scheduler, runner, outbox, model_thread, loaded_grammars), info
+
+
+def _load_grammars(config: EngineConfig, width: int) -> Grammars:
+    from .grammar.grammars import Grammars  # needs llguidance, which a runner alone does not
+
+    return Grammars(config, width)
 
 
 def build(config: EngineConfig, progress: models.Progress = lambda share: None) -> Built:
@@ -113,8 +121,10 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
     started = time.monotonic()
     check(config)
     device = pick_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread: Triton and events use the current device
     attention.check(config.attention)
-    folder = hub.fetch(config.model, config.revision, weights=weights)
+    folder = hub.fetch(config.model, config.revision, weights=weights and config.load_format != "dummy")
     checkpoint = None
     if weights:
         spec, checkpoint = models.examine(folder.path, config)

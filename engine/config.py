@@ -10,6 +10,7 @@ from .types import ConfigError
 POLICIES = ("fcfs", "priority", "prefill-first", "static")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "int8")
+LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 
 
@@ -18,6 +19,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     model: str  # local folder or hub id
     revision: str | None = None
+    load_format: str = "auto"  # auto: the model's safetensors files; dummy: random weights
     device: str = "auto"  # cpu | cuda | cuda:N
     dtype: str = "auto"
     quantization: str = "none"  # of the weights while they are loaded; only our CPU kernels support it
@@ -49,6 +51,8 @@ def check(config: EngineConfig) -> EngineConfig:
             raise ConfigError(message)
 
     need(config.policy in POLICIES, f"unknown scheduling policy {config.policy!r}; known: {', '.join(POLICIES)}")
+    known = ", ".join(LOAD_FORMATS)
+    need(config.load_format in LOAD_FORMATS, f"unknown load format {config.load_format!r}; known: {known}")
     need(config.dtype in DTYPES, f"unknown dtype {config.dtype!r}; known: {', '.join(DTYPES)}")
     need(
         config.quantization in QUANTIZATIONS,

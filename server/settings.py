@@ -62,8 +62,8 @@ ENGINE_SETTINGS = {
 } | {
     name: name
     for name in (
-        "model", "revision", "device", "dtype", "quantization", "cpu_isa", "block_size", "kv_cache_memory",
-        "gpu_memory_utilization", "threads",
+        "model", "revision", "device", "dtype", "load_format", "quantization", "cpu_isa", "block_size",
+        "kv_cache_memory", "gpu_memory_utilization", "threads",
     )
 }  # fmt: skip
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
@@ -97,6 +97,9 @@ class Settings(BaseSettings):
 
     device: Device = _engine("auto", "device to run on: auto, cpu, cuda or cuda:N", "DEVICE")
     dtype: DType = _engine("auto", "data type of weights and activations")
+    load_format: Literal["auto", "dummy"] = _engine(
+        "auto", "weights to load: auto (the model's) or dummy (random ones, to measure speed)"
+    )
     quantization: Literal["none", "int8", "int4"] = _engine(
         "none", "quantize weights while loading, on CPU only: smaller and faster, slightly less accurate"
     )

@@ -10,6 +10,7 @@ import torch
 from ..config import EngineConfig
 from ..kernels.library import Choice, choose
 from ..types import ConfigError, EngineError, ModelError
+from .dummy import DummyWeights
 from .forward import Forward, Outputs
 from .model import Model, Progress
 from .spec import ModelSpec, architecture, read_config, read_spec, shown
@@ -26,6 +27,8 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
 
     The headers of the weights are read too, and compared with config.json.
     """
+    if config.load_format == "dummy":
+        return describe(folder, config), DummyWeights(folder)
     source = read_config(folder)
     checkpoint = Checkpoint(folder)
     return _describe(folder, source, config, checkpoint), checkpoint

@@ -30,6 +30,7 @@ from ..files import read_json
 from ..kernels.library import Choice, Kernels
 from ..out_of_memory import is_out_of_memory
 from ..types import ModelError
+from .dummy import DummyWeights, initialize
 from .forward import Forward, Outputs
 from .packing import Swap, pack, unpack
 from .spec import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
@@ -108,7 +109,9 @@ def load(
 ) -> Transformers:
     """Return the model of a checkpoint's folder with its weights, on the device. Raises ModelError."""
     progress(0.0)
-    loaded = Transformers(spec, _read(spec, checkpoint.folder).to(device), checkpoint.weights_hash, product)
+    is_dummy = isinstance(checkpoint, DummyWeights)
+    model = _random(spec, checkpoint.folder, device) if is_dummy else _read(spec, checkpoint.folder).to(device)
+    loaded = Transformers(spec, model, checkpoint.weights_hash, product)
     swaps = [] if product.kernels is None else loaded.pack(product.kernels)
     try:
         loaded.check_isolation(device)
@@ -152,6 +155,18 @@ def _read(spec: ModelSpec, folder: Path) -> Any:
         if names:
             what = "lacks the tensor" if key == "missing_keys" else "has another shape than config.json for the tensor"
             raise ModelError(f"the checkpoint in {folder} {what} {names[0]} ({len(names)} in all)")
+    _fix_rotary(model, spec.serve_len)
+    return model.eval()
+
+
+def _random(spec: ModelSpec, folder: Path, device: torch.device) -> Any:
+    """Return transformers' model with random weights. Raises ModelError."""
+    settings = _settings(folder, spec.architecture)
+    with quiet(), torch.device(device):
+        kind = _class(settings, spec.architecture, dict(spec.source))
+        model = kind._from_config(settings, attn_implementation=SERVE, dtype=spec.dtype)
+    for name, parameter in model.named_parameters():
+        initialize(name, parameter)
     _fix_rotary(model, spec.serve_len)
     return model.eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +11,15 @@ from safetensors.torch import save_file
 
 from engine import models
 from engine.attention import AttentionLayer, choose
-from engine.batch import Entered, Row
+from engine.batch import Batch, Entered, Row
 from engine.build import build, pick_device
 from engine.config import EngineConfig
 from engine.kernels import library
 from engine.models import hf
-from engine.types import ConfigError, MemoryShort, SamplingParams
+from engine.types import ConfigError, MemoryShort, ModelError, SamplingParams
 from tests.engine.test_kernels import needs_library
 from tests.engine.test_runner import GREEDY, step
+from tests.models import make
 
 
 @pytest.mark.parametrize("name", ["tpu", "meta", "cuda:x", ""])
@@ -161,5 +163,36 @@ def test_the_number_of_threads_is_set(tmp_path):
 
 
 def test_an_unknown_backend_is_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(ConfigError, match="known: auto, cpu, reference"):
+    with pytest.raises(ConfigError, match="known: auto, cpu, triton, reference"):
         build(EngineConfig(model=str(tmp_path / "nothing"), attention="magic"))
+
+
+def only_config(folder: Path) -> Path:
+    """Delete a model's weights."""
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_dummy_weights_need_config_json_alone(tmp_path, name):
+    """In our own decoder and in transformers' code; the same numbers each time, as a restarted engine needs."""
+    folder = only_config(make(name, tmp_path, dtype=torch.bfloat16))
+    config = EngineConfig(model=str(folder), load_format="dummy", num_blocks=8)
+    outputs = []
+    for _ in range(2):
+        built = build(config)
+        assert built.info.weights_hash == "dummy"
+        assert built.config.load_format == "dummy", "a restarted engine loads the same"
+        step = built.runner.launch(Batch(1, [Row(1, 0, [1, 2, 3], [0], 1)], [Entered(1, GREEDY, 3, [])]))
+        logits = step.outputs.logits.clone()
+        assert logits.isfinite().all() and logits.std() > 0
+        outputs.append(logits)
+    assert torch.equal(*outputs)
+
+
+def test_without_dummy_weights_missing_ones_are_an_error(tmp_path):
+    folder = only_config(make("qwen3", tmp_path, dtype=torch.bfloat16))
+    with pytest.raises(ModelError, match="holds no weights"):
+        build(EngineConfig(model=str(folder), num_blocks=8))
+    with pytest.raises(ConfigError, match="unknown load format 'gguf'; known: auto, dummy"):
+        build(EngineConfig(model=str(folder), load_format="gguf"))
