@@ -26,7 +26,8 @@ QUICK_BYTES, QUICK_READS = 48 << 20, 2
 BYTES, READS = 192 << 20, 5
 # Rows, inputs and outputs of a matmul. The quick one takes a few milliseconds on two cores.
 QUICK_SHAPE, QUICK_MATMULS = (256, 512, 512), 2
-CUDA_TIMES = 4  # factor for a GPU, which is faster and has caches of up to 50 MB
+# On a GPU, which is faster and has caches of up to 50 MB.
+CUDA_BYTES, CUDA_SHAPE = 1 << 30, (8192, 8192, 8192)
 SHAPES, MATMULS = ((512, 1024, 3072),), 3
 
 
@@ -81,10 +82,9 @@ def read_rate(device: torch.device, size: int, reads: int, pick: Pick = statisti
     `pick` selects one of the times; of few, the shortest was disturbed least.
     """
     if device.type == "cuda":
-        size *= CUDA_TIMES
-        source = torch.ones(size, dtype=torch.uint8, device=device)
+        source = torch.randn(CUDA_BYTES // 4, device=device)
         target = torch.empty_like(source)
-        return 2 * size / _seconds(lambda: target.copy_(source), reads, device, pick)
+        return 2 * CUDA_BYTES / _seconds(lambda: target.copy_(source), reads, device, pick)
     # Request huge pages: page faults of small ones would dominate a quick measurement.
     block = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -98,10 +98,12 @@ def read_rate(device: torch.device, size: int, reads: int, pick: Pick = statisti
 def matrix_rate(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], times: int) -> float:
     """Return operations per second of torch's matmul of (rows, inputs) with weights of (outputs, inputs)."""
     rows, inputs, outputs = shape
+    numbers = torch.ones
     if device.type == "cuda":
-        rows, inputs, outputs = (CUDA_TIMES * each for each in shape)
-    x = torch.ones(rows, inputs, dtype=dtype, device=device)
-    weight = torch.ones(outputs, inputs, dtype=dtype, device=device)
+        rows, inputs, outputs = CUDA_SHAPE
+        numbers = torch.randn  # a GPU multiplies equal numbers faster, because that takes less power
+    x = numbers(rows, inputs, dtype=dtype, device=device)
+    weight = numbers(outputs, inputs, dtype=dtype, device=device)
     return 2 * rows * inputs * outputs / _seconds(lambda: F.linear(x, weight), times, device, min)
 
 
@@ -120,10 +122,15 @@ def _seconds(work: Callable[[], Any], times: int, device: torch.device, pick: Pi
     taken = []
     for _ in range(times + 1):
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - started)
+            # A host's clock would count the launch as well, which takes longer than a small kernel.
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            work()
+            events[1].record()
+            events[1].synchronize()
+            taken.append(events[0].elapsed_time(events[1]) / 1000)
+        else:
+            started = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - started)
     return pick(taken[1:])

@@ -130,6 +130,33 @@ def test_no_torch_comes_in_by_a_detour(modules):
     assert done.stdout.strip() == "[]"
 
 
+def test_a_runner_needs_torch_numpy_and_msgspec_alone():
+    """So that a machine with a GPU can measure it with hardly anything installed."""
+    others = [
+        "fastapi",
+        "pydantic",
+        "httpx",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "llguidance",
+    ]
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({others})  # their import fails
+from engine.batch import Batch, Entered, Row
+from engine.build import build
+from engine.config import EngineConfig
+from engine.types import SamplingParams
+runner = build(EngineConfig(model="builtin", load_format="dummy", num_blocks=4)).runner
+entered = Entered(1, SamplingParams(max_tokens=2), 2, [])
+print(len(runner.launch(Batch(1, [Row(1, 0, [5, 6], [0], 1)], [entered])).sample().outcomes[0].token_ids))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.strip() == "1", done.stderr
+
+
 def test_there_is_no_text_in_the_engine():
     words = {"tokenizers", "jinja2"}
     found = [p for p in files("engine") if {module.partition(".")[0] for module, _ in imports(p)} & words]

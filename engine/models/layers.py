@@ -40,6 +40,7 @@ class Linear:
         self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
         self._packed: Packed | None = None  # ours
         self._reordered: Tensor | None = None  # torch's
+        self._is_wide = False  # results in float32, on a GPU
 
     def pack(
         self,
@@ -52,10 +53,11 @@ class Linear:
     ) -> None:
         """Pack the weight for the CPU, if possible; the plain weight is then freed.
 
-        For our kernels: `wide`: return results in float32. `bits`: quantize the weight; None: do not. `in_file`: the
-        weight, if it has not been read; the layer is ready when its Packing has run. For torch: `looked_up`: `rows`
-        will be called, which needs the plain weight.
+        `wide`: return results in float32, in our kernels and on a GPU. For our kernels: `bits`: quantize the weight;
+        None: do not. `in_file`: the weight, if it has not been read; the layer is ready when its Packing has run. For
+        torch: `looked_up`: `rows` will be called, which needs the plain weight.
         """
+        self._is_wide = wide and self.weight.is_cuda and self.weight.dtype in (torch.float16, torch.bfloat16)
         if kernels is not None:
             self._pack(kernels, bits, in_file, wide=wide)
         elif can_reorder(self.weight) and not looked_up:
@@ -78,6 +80,8 @@ class Linear:
             return self._packed(x, residual)
         if self._reordered is not None:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
+        elif self._is_wide and self.bias is None:
+            out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         else:
             out = F.linear(x, self.weight, self.bias)
         return out if residual is None else residual + out
