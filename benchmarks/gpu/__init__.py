@@ -1,0 +1,1 @@
+"""What a GPU makes of Pequod: one command, one table."""

@@ -1,0 +1,187 @@
+"""Measures an engine without HTTP: the scheduler and the runner in one loop, with random weights.
+
+    python -m benchmarks.gpu.engine --shape 0.6B --device cuda --seconds 60
+
+Prints one line of JSON per measurement. __main__.py runs this in a process of its own, whose memory ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.build import Built, build
+from engine.config import EngineConfig
+from engine.scheduler import Scheduler
+from engine.types import EngineRequest, SamplingParams, TokenDelta
+
+from . import shapes
+
+GREEDY = {"temperature": 0.0}
+POPULAR = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}  # what clients and generation_config.json ask for
+
+
+class Loop:
+    """An engine's loop on one thread. It measures each part of a step on the host's clock."""
+
+    def __init__(self, built: Built) -> None:
+        self.built = built
+        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size)
+        self.random = random.Random(0)
+        self.requests = 0
+        self.seconds: dict[str, list[float]] = {}  # by part, of each step
+
+    def add(self, prompt: int, output: int, sampling: dict[str, Any]) -> None:
+        self.requests += 1
+        tokens = tuple(self.random.randrange(self.built.info.vocab_size) for _ in range(prompt))
+        params = SamplingParams(max_tokens=output, seed=self.requests, **sampling)
+        refused = self.scheduler.add(EngineRequest(id=self.requests, prompt_ids=tokens, params=params))
+        assert refused is None, refused
+
+    def step(self) -> list[TokenDelta]:
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        assert batch is not None, "there is nothing to compute"
+        scheduled = time.perf_counter()
+        result = self.built.runner.launch(batch).sample()
+        computed = time.perf_counter()
+        deltas = self.scheduler.update(batch, result)
+        ended = time.perf_counter()
+        parts = {"schedule": scheduled - started, "update": ended - computed, "step": ended - started, **result.seconds}
+        for name, seconds in parts.items():
+            self.seconds.setdefault(name, []).append(seconds)
+        return deltas
+
+    def drain(self) -> None:
+        """End all requests; the runner forgets them with the next step."""
+        for request_id in list(self.scheduler.by_id):
+            self.scheduler.abort(request_id)
+        self.seconds = {}
+
+
+def decode(loop: Loop, rows: int, context: int, sampling: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the time of steps in which `rows` sequences sample one token each, after prompts of `context` tokens."""
+    for _ in range(rows):
+        loop.add(context, 1 << 20, sampling)
+    for _ in range(10 * rows + 10):
+        loop.step()
+        if len(loop.scheduler.running) == rows and not any(seq.is_prompt for seq in loop.scheduler.running):
+            break
+    for _ in range(3):
+        loop.step()
+    loop.seconds.clear()
+    preempted = loop.scheduler.counters.preempted
+    end = time.perf_counter() + seconds
+    for number in range(loop.scheduler.max_len - context - 8):
+        if number >= 3 and time.perf_counter() > end:
+            break
+        loop.step()
+    found = {name: statistics.median(values) for name, values in loop.seconds.items()}
+    limits = loop.built.info.roofline
+    length = statistics.mean(len(seq.tokens) for seq in loop.scheduler.running)
+    limit = limits.seconds(rows, int(rows * length), int(rows * length), rows) if limits else None
+    steps = len(loop.seconds["step"])
+    loop.drain()
+    return {
+        "tokens_per_s": rows / found["step"],
+        "ms": {name: 1000 * value for name, value in found.items()},
+        "limit_ms": None if limit is None else 1000 * limit,
+        "steps": steps,
+        "preempted": loop.scheduler.counters.preempted - preempted,
+    }
+
+
+def prompt(loop: Loop, length: int) -> dict[str, Any]:
+    """Return the time to the first token of a prompt on an idle engine: the median of three."""
+    found = []
+    for _ in range(4):
+        loop.add(length, 1, GREEDY)
+        started = time.perf_counter()
+        while not any(delta.finish_reason for delta in loop.step()):
+            pass
+        found.append(time.perf_counter() - started)
+        loop.drain()
+    return {"ttft_ms": 1000 * statistics.median(found[1:]), "first_ms": 1000 * found[0]}
+
+
+def requests(loop: Loop, count: int, lengths: tuple[int, int], seconds: float) -> dict[str, Any]:
+    """Return the throughput of `count` requests with prompts and outputs of random lengths, all there at once."""
+    for _ in range(count):
+        loop.add(loop.random.randint(*lengths), loop.random.randint(*lengths), {"temperature": 0.6})
+    tokens, started = 0, time.perf_counter()
+    while not loop.scheduler.is_idle and time.perf_counter() - started < seconds:
+        tokens += sum(len(delta.token_ids) for delta in loop.step())
+    took = time.perf_counter() - started
+    is_whole = loop.scheduler.is_idle
+    loop.drain()
+    return {"tokens_per_s": tokens / took, "seconds": took, "is_whole": is_whole}
+
+
+def plan(is_tiny: bool) -> list[tuple[str, float, Callable[[Loop], dict[str, Any]]]]:
+    """Return (name, seconds that it takes at most, measurement), the most wanted first."""
+    if is_tiny:
+        return [
+            ("decode 1", 1, lambda loop: decode(loop, 1, 16, GREEDY, 0.2)),
+            ("decode 4 sampled", 1, lambda loop: decode(loop, 4, 16, POPULAR, 0.2)),
+            ("prompt 64", 1, lambda loop: prompt(loop, 64)),
+            ("8 requests", 3, lambda loop: requests(loop, 8, (4, 16), 3)),
+        ]
+    found: list[tuple[str, float, Callable[[Loop], dict[str, Any]]]] = []
+    for rows in (1, 64, 256, 16):
+        found.append((f"decode {rows}", 10, lambda loop, rows=rows: decode(loop, rows, 128, GREEDY, 3)))
+    found.append(("decode 64 sampled", 10, lambda loop: decode(loop, 64, 128, POPULAR, 3)))
+    for length in (128, 512, 2048, 8192):
+        found.append((f"prompt {length}", 5, lambda loop, length=length: prompt(loop, length)))
+    found.append(("decode 64 at 1k", 10, lambda loop: decode(loop, 64, 1024, GREEDY, 3)))
+    found.append(("256 requests", 60, lambda loop: requests(loop, 256, (100, 1024), 60)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(shapes.SHAPES), required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    args = parser.parse_args()
+    end = time.perf_counter() + args.seconds
+    is_tiny = args.shape == "tiny"
+    with tempfile.TemporaryDirectory() as folder:
+        config = EngineConfig(
+            model=str(shapes.write(args.shape, Path(folder))),
+            load_format="dummy",
+            device=args.device,
+            attention=args.attention,
+            max_len=256 if is_tiny else 10240,
+            max_seqs=8 if is_tiny else 256,
+            num_blocks=128 if is_tiny else None,
+            prefix_caching=False,
+        )
+        started = time.perf_counter()
+        built = build(config)
+    info = built.info
+    facts = {
+        "load_s": time.perf_counter() - started,
+        "attention": info.attention,
+        "notes": info.notes,
+        "num_blocks": info.num_blocks,
+        "weights_gb": info.weights_bytes / 1e9,
+    }
+    print(json.dumps({"measurement": "load", **facts}), flush=True)
+    loop = Loop(built)
+    for name, seconds, measure in plan(is_tiny):
+        if time.perf_counter() + seconds > end:
+            print(json.dumps({"measurement": name, "skipped": "no time was left"}), flush=True)
+            continue
+        print(json.dumps({"measurement": name, **measure(loop)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""benchmarks/gpu without a GPU: what it needs, and what it does with a part that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.gpu import __main__ as gpu
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
+    others = [
+        "fastapi",
+        "pydantic",
+        "httpx",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "llguidance",
+    ]
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({others})\n")
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--seconds", "60"]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [*command, "--out", tmp_path], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert {result["part"] for result in results} == {"kernels", "tiny", "tiny, torch's attention"}
+    by_name = {(result["part"], result["measurement"]): result for result in results}
+    assert by_name["kernels", "correctness"]["relative_error"] < 0.02
+    for part in ("tiny", "tiny, torch's attention"):
+        assert by_name[part, "decode 4 sampled"]["tokens_per_s"] > 0
+        assert by_name[part, "8 requests"]["is_whole"]
+    assert len((tmp_path / "table.md").read_text().splitlines()) == len(results) + 6
+
+
+def test_a_part_that_fails_and_one_that_hangs_are_reported(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(
+        'print(\'{"measurement": "first"}\', flush=True)\nraise SystemExit("no memory")'
+    )
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    broken = [{"measurement": "first"}, {"measurement": "failure", "error": "no memory"}]
+    assert list(gpu.run(["broken"], 20)) == broken
+    assert list(gpu.run(["hangs"], 1)) == [{"measurement": "failure", "error": "was stopped after 1 s"}]
