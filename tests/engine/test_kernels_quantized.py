@@ -279,7 +279,7 @@ def test_amx_does_not_choose_torch(processor):
 def test_quantized_weights_without_kernels_are_refused(processor, monkeypatch):
     processor("avx2")
     for asked, device, dtype, why in (
-        ("torch", CPU, torch.bfloat16, "`cpu_isa=torch` wants none"),
+        ("torch", CPU, torch.bfloat16, "`cpu_isa=torch` disables them"),
         ("auto", torch.device("cuda"), torch.bfloat16, "runs on cuda: leave out `quantization`"),
         ("auto", CPU, torch.float64, "float32 and bfloat16, not float64: set `dtype=bfloat16`"),
         ("sse", CPU, torch.float32, "unknown instruction set 'sse'"),

@@ -112,7 +112,7 @@ class Child:
         self.process = Process(world, theirs, fault)
         processes.append(self.process)
 
-    def news(self) -> dict[str, str | None]:
+    def changed_environment(self) -> dict[str, str | None]:
         return {}
 
 
