@@ -35,7 +35,11 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
         pick_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert pick_device("auto").type == "cuda"
+    assert pick_device("cuda:0").index == 0
+    assert current == [0, 0]
     with pytest.raises(ConfigError, match="1 CUDA"):
         pick_device("cuda:3")
 
