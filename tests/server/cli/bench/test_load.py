@@ -80,14 +80,14 @@ def test_mooncake_traces_keep_their_prefixes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no request"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
+        ("", "has no requests"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
         ("a,b\n1,2\n", "there is no 'TIMESTAMP'"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "is no trace"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,1\n", "is no trace"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "is not a trace"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,1\n", "is not a trace"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,1\n", "request 1 has a length below 1"),
         ('{"timestamp": 0, "input_length": 5}\n', "there is no 'output_length'"),
-        ('{"timestamp": 0, "input_length": 5\n', "is no trace"),
+        ('{"timestamp": 0, "input_length": 5\n', "is not a trace"),
         (
             '{"timestamp": 9, "input_length": 5, "output_length": 1}\n'
             '{"timestamp": 8, "input_length": 5, "output_length": 1}\n',

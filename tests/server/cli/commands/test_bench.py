@@ -322,7 +322,7 @@ def test_the_committed_snapshot_of_the_builtin_model_holds(pequod, server):
         "snapshot", "--check", "--url", server.url, "--file", str(ROOT / "benchmarks/snapshots/builtin.json")
     )
     assert (code, err) == (0, "")
-    assert out == f"{len(snapshot.PROMPTS)} of {len(snapshot.PROMPTS)} answers are the same, byte for byte\n"
+    assert out == f"{len(snapshot.PROMPTS)} of {len(snapshot.PROMPTS)} completions are the same, byte for byte\n"
 
 
 def test_the_committed_snapshot_is_far_from_any_tie():
@@ -337,14 +337,14 @@ def test_a_snapshot_tells_what_changed(pequod, server, tmp_path):
     common = ["snapshot", "--url", server.url, "--file", str(file), "--api", "completions"]
     code, out, err = pequod(*common, "--write", "--prompts", str(prompts), "--max-tokens", "6")
     assert code == 0
-    assert "2 answers written" in out
+    assert "2 completions written" in out
     told = json.loads(file.read_text())
     told["answers"][1]["text"] = "Q" + told["answers"][1]["text"][1:]
     told["answers"][1]["sha256"] = "0" * 64
     file.write_text(json.dumps(told))
     code, out, err = pequod("snapshot", "--url", server.url, "--file", str(file), "--check")
     assert code == 1
-    assert out.startswith("1 of 2 answers are the same")
+    assert out.startswith("1 of 2 completions are the same")
     assert "'The sea' differs at character 0: it was 'Q" in err
 
 
