@@ -35,9 +35,12 @@ TINY_BYTES = 64 << 20
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device that a setting selects. Raises ConfigError if this machine does not have it."""
+    """Return the device that a setting selects, and make a GPU the current one of this thread.
+
+    Raises ConfigError if this machine does not have the device.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -50,6 +53,7 @@ def pick_device(name: str) -> torch.device:
             raise ConfigError(f"`device={name}` needs a CUDA GPU, but the installed torch {torch.__version__} {why}")
         if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"there is no {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+        torch.cuda.set_device(device.index or 0)  # Triton and events use the current device
     return device
 
 
@@ -121,8 +125,6 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
     started = time.monotonic()
     check(config)
     device = pick_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: Triton and events use the current device
     attention.check(config.attention)
     folder = hub.fetch(config.model, config.revision, weights=weights and config.load_format != "dummy")
     checkpoint = None
