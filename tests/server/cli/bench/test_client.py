@@ -155,7 +155,7 @@ async def test_fields_that_a_server_refuses_are_left_out_and_told():
     assert "stream_options" in other.bodies[-1]
     told = notes(target, done.shots)
     assert any("refuses ignore_eos" in note for note in told)
-    assert any("3 of 3 answers ended before" in note for note in told)
+    assert any("3 of 3 outputs ended before" in note for note in told)
 
 
 async def test_a_server_that_takes_text_alone_gets_as_many_words_as_make_the_tokens():
@@ -227,7 +227,7 @@ async def test_a_server_without_that_api_names_the_other():
 @pytest.mark.parametrize(
     ("url", "error", "said"),
     [
-        ("http://127.0.0.1:9", Failure, "no server answers"),
+        ("http://127.0.0.1:9", Failure, "no server responds"),
         ("localhost:8000", UsageError, "is not an address"),
     ],
 )

@@ -91,7 +91,7 @@ def test_mooncake_traces_keep_their_prefixes(tmp_path):
         (
             '{"timestamp": 9, "input_length": 5, "output_length": 1}\n'
             '{"timestamp": 8, "input_length": 5, "output_length": 1}\n',
-            "request 2 comes before",
+            "request 2 is earlier than",
         ),
     ],
 )
@@ -175,7 +175,7 @@ def test_notes_say_what_was_not_as_asked():
     for part in (
         "1 of 3 requests failed: refused",
         "8 tokens came in 4 chunks",
-        "1 of 2 answers ended before",
+        "1 of 2 outputs ended before",
         "6 of 50 prompt tokens came from a cache",
         "25 tokens on average, 10 were meant",
     ):
