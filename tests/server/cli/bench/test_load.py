@@ -177,7 +177,7 @@ def test_notes_say_what_was_not_as_asked():
         "8 tokens came in 4 chunks",
         "1 of 2 outputs ended before",
         "6 of 50 prompt tokens came from a cache",
-        "25 tokens on average, 10 were meant",
+        "25 tokens on average instead of 10",
     ):
         assert part in told
 
