@@ -168,7 +168,7 @@ class Contestant:
         assert self.target is not None
         self.lost.append(why)
         last = last or self.peer.api == IN_PROCESS  # the driver would still run the failed workload
-        if last or len(self.lost) >= MAX_FAILURES or self._died() or not await self.target.answers():
+        if last or len(self.lost) >= MAX_FAILURES or self._died() or not await self.target.is_alive():
             self.failure = why
             await self.stack.aclose()
 

@@ -98,7 +98,7 @@ async def overload(targets: dict[str, Target], prompts: Prompts, window: Window,
     by_key = {name: each.shots for name, each in zip(KEYS, done, strict=True)}
     everything = [shot for each in by_key.values() for shot in each]
     shots = [shot for shot in everything if window.has(shot.sent)]
-    refused = {str(status): [s for s in shots if s.error and f"answered {status}" in s.error] for status in (429, 503)}
+    refused = {str(status): [s for s in shots if s.error and f"status {status}" in s.error] for status in (429, 503)}
     waits = sorted(shot.done - shot.sent for each in refused.values() for shot in each)
     late = [shot.sent - shot.at for shot in shots]
     return {

@@ -261,7 +261,7 @@ async def turned(monkeypatch, each: Contestant, case: str, answers: dict, limits
     monkeypatch.setattr(compare, "SETTLE_S", 0)
     monkeypatch.setattr(Contestant, "asks", lambda *_, **__: [])
     monkeypatch.setattr(Contestant, "run", run)
-    each.target = SimpleNamespace(answers=answers_still)
+    each.target = SimpleNamespace(is_alive=answers_still)
     for number in answers:
         if each.failure is None:
             await compare.turn(each, case, compare.CASES[case], number, limits or Limits(1.0))

@@ -1,7 +1,6 @@
-"""One request to an OpenAI-compatible server, and the time of everything that came back.
+"""Sends requests to an OpenAI-compatible server, and records the time of everything that comes back.
 
-All servers are measured by this code: what a server does not take or does not tell is found out once, by `connect`, and
-told with the results. Nothing is guessed in silence.
+All servers are measured by this code. `connect` finds out which fields a server does not support; the results say so.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ..openai_client import CONNECT_S, base_url, error_field, open_client, parse
 if TYPE_CHECKING:
     import httpx
 
-SILENCE_S = 900.0  # a long prompt on a slow machine, behind a queue, sends nothing for minutes
-# What makes answers comparable where the server takes it; min_tokens gets the number of tokens that are asked for.
+SILENCE_S = 900.0  # a long prompt in the queue of a slow machine gets no token for minutes
+# Fields that make results comparable, where the server supports them; min_tokens is set to each request's output.
 WISHES: dict[str, Any] = {
     "ignore_eos": True,
     "min_tokens": 0,
@@ -30,25 +29,25 @@ WISHES: dict[str, Any] = {
     "temperature": 0,
 }
 MISSED = {
-    "ignore_eos": "the server refuses ignore_eos: answers may end early",
+    "ignore_eos": "the server refuses ignore_eos: outputs may end early",
     "min_tokens": "the server refuses min_tokens",
-    "return_token_ids": "the server does not tell token ids: a token without visible text has no time of its own",
+    "return_token_ids": "the server returns no token ids: a token without visible text has no time of its own",
     "stream_options": "the server refuses stream_options",
-    "temperature": "the server refuses temperature 0: answers are drawn",
+    "temperature": "the server refuses temperature 0: outputs are sampled",
 }
 # Ids of ordinary tokens in the vocabulary of any real model; below are bytes and often special ones.
 IDS = range(300, 1000)
 PROBE_IDS = [*IDS[:7], IDS[-1]]
 PROBE_TOKENS = 3
 PROBE_WORDS = 64
-# Common words, each one token of most vocabularies with the space before it; the server's own count is what is told.
+# Common words, each one token of most vocabularies with the space before it. Results have the server's own count.
 TEXT = (
     "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all"
     " were when we there can an your which their said if do will each about how up out them then she many some so these"
     " would other into has more her two like him see time could no make than first been its who now people my made over"
 )
 WORDS = TEXT.split()
-REFUSALS = (400, 404, 405, 415, 422, 501)  # an answer to this form of the request; other codes may pass
+REFUSALS = (400, 404, 405, 415, 422, 501)  # the server does not support the request; others may be temporary
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +55,34 @@ class Ask:
     """One request to send."""
 
     prompt: str | list[int]
-    input_len: int  # tokens meant; the server's count is in the Shot
+    input_len: int  # intended tokens; the server's count is in the Shot
     output_len: int
-    at: float = 0.0  # seconds after the run's begin
-    body: Mapping[str, Any] = field(default_factory=dict)  # further fields, over the wishes
+    at: float = 0.0  # seconds after the run's start
+    body: Mapping[str, Any] = field(default_factory=dict)  # further fields, which override the wishes
 
 
 @dataclass(slots=True, eq=False)
 class Shot:
-    """What became of one request. Times are seconds since the run began."""
+    """The result of one request. Times are seconds since the run started."""
 
     at: float
     input_len: int
     output_len: int
     sent: float
     done: float = 0.0
-    times: list[float] = field(default_factory=list)  # of each chunk that held tokens
-    sizes: list[int] | None = None  # tokens in each of them; None: the server does not tell
+    times: list[float] = field(default_factory=list)  # of each chunk with tokens
+    sizes: list[int] | None = None  # tokens in each of them; None: unknown
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)  # log-probability of a token less that of the best other one
     text: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    output_tokens: int | None = None  # as the server's usage says
+    output_tokens: int | None = None  # from the server's usage
     finish_reason: str | None = None
     streamed: bool = True
     error: str | None = None
-    broken: bool = False  # the error was the connection's, not the server's answer
+    broken: bool = False  # the connection failed, and not the request
 
     @property
     def ok(self) -> bool:
@@ -91,19 +90,19 @@ class Shot:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answer: by usage, else by token ids, else one for each chunk."""
+        """Output tokens: from usage, else from token ids, else one for each chunk."""
         if self.output_tokens is not None:
             return self.output_tokens
         return sum(self.sizes) if self.sizes is not None else len(self.times)
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token; None where the answer came whole."""
+        """Seconds to the first token; None without streaming."""
         return self.times[0] - self.sent if self.times and self.streamed else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between the chunks that held tokens."""
+        """Seconds between the chunks with tokens."""
         return [b - a for a, b in itertools.pairwise(self.times)] if self.streamed else []
 
     @property
@@ -115,7 +114,7 @@ class Shot:
         return (self.tokens - first) / (self.times[-1] - self.times[0])
 
     def record(self) -> dict[str, Any]:
-        """For JSON: everything but the text and the ids, times in microseconds' precision."""
+        """Return everything but the text and the ids, for JSON, with times rounded to microseconds."""
         return {
             "at": round(self.at, 6),
             "sent": round(self.sent, 6),
@@ -134,14 +133,14 @@ class Shot:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """A server, and what was found out about it by asking."""
+    """A server, and what `connect` has found out about it."""
 
     http: httpx.AsyncClient
     url: str
     model: str
     api: str  # completions | chat
-    version: dict[str, Any]  # what /version tells; empty for most servers
-    max_len: int | None  # tokens of prompt plus answer, where the server tells
+    version: dict[str, Any]  # from /version; empty for most servers
+    max_len: int | None  # tokens of prompt plus output, if the server reports it
     takes_ids: bool = True  # prompts as token ids
     wishes: dict[str, Any] = field(default_factory=lambda: dict(WISHES))
     words_per_token: float = 1.0  # of text prompts
@@ -153,12 +152,12 @@ class Target:
 
     @property
     def name(self) -> str:
-        """What it calls itself."""
+        """A name for reports."""
         number = self.version.get("version", "")
         return f"Pequod {number}" if self.is_pequod else f"{self.url} {number}".strip()
 
-    async def answers(self) -> bool:
-        """Whether there is still a server."""
+    async def is_alive(self) -> bool:
+        """Return whether the server still responds."""
         import httpx
 
         try:
@@ -167,7 +166,7 @@ class Target:
             return False
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """The request as JSON."""
+        """Return the body of a request."""
         body = {"model": self.model, "max_tokens": ask.output_len, "stream": True, **self.wishes}
         if "min_tokens" in body:
             body["min_tokens"] = ask.output_len
@@ -179,7 +178,7 @@ class Target:
         return {key: value for key, value in body.items() if value is not None}
 
     async def send(self, ask: Ask, began: float, on_tokens: Any = None) -> Shot:
-        """Send one request and read its answer to the end. Errors are in the Shot; `on_tokens()` at each chunk."""
+        """Send a request and read its response. Errors are in the Shot. `on_tokens()` is called for each chunk."""
         import httpx
 
         shot = Shot(ask.at, ask.input_len, ask.output_len, sent=time.perf_counter() - began)
@@ -195,12 +194,12 @@ class Target:
                     content = await answer.aread()
                     _take(shot, json.loads(content), time.perf_counter() - began)
         except httpx.HTTPError as error:
-            shot.error, shot.broken = f"the connection broke: {type(error).__name__}", True
+            shot.error, shot.broken = f"the connection failed: {type(error).__name__}", True
         except ValueError:
-            shot.error = "the server sent something that is not JSON"
+            shot.error = "the server sent invalid JSON"
         shot.done = time.perf_counter() - began
         if shot.ok and not shot.times and shot.finish_reason is None:
-            shot.error = "the answer held neither a token nor an end"
+            shot.error = "the response had neither a token nor a finish reason"
         return shot
 
     async def _read(self, answer: httpx.Response, shot: Shot, began: float, on_tokens: Any) -> None:
@@ -209,11 +208,11 @@ class Target:
             if _take(shot, event, arrived - began) and on_tokens is not None:
                 on_tokens()
         if not events.is_complete and shot.finish_reason is None and shot.error is None:
-            shot.error, shot.broken = "the stream ended without its end", True
+            shot.error, shot.broken = "the stream ended without a last event", True
 
 
 def _take(shot: Shot, event: Any, now: float) -> bool:
-    """Add one event, or a whole answer; whether it held tokens."""
+    """Add an event, or a whole response; returns whether it had tokens."""
     if not isinstance(event, dict):
         raise ValueError(event)
     if error := event.get("error"):
@@ -222,34 +221,34 @@ def _take(shot: Shot, event: Any, now: float) -> bool:
     if usage := event.get("usage"):
         shot.prompt_tokens, shot.output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
         shot.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    came = False
+    has_tokens = False
     for choice in event.get("choices") or ():
-        said = choice.get("delta") or choice.get("message") or choice
-        text = "".join(said.get(key) or "" for key in ("reasoning_content", "reasoning", "content", "text"))
+        source = choice.get("delta") or choice.get("message") or choice
+        text = "".join(source.get(key) or "" for key in ("reasoning_content", "reasoning", "content", "text"))
         ids = choice.get("token_ids") or []
         shot.text += text
         shot.token_ids += ids
         _take_logprobs(shot, choice.get("logprobs"))
         shot.finish_reason = choice.get("finish_reason") or shot.finish_reason
         if text or ids:
-            came = True
+            has_tokens = True
             if ids and (shot.sizes is not None or not shot.times):
                 shot.sizes = [*(shot.sizes or []), len(ids)]
             elif not ids:
                 shot.sizes = None
             shot.times.append(now)
-    return came
+    return has_tokens
 
 
-def _take_logprobs(shot: Shot, told: Any) -> None:
-    """Both forms: of completions (columns) and of chat (one object per token)."""
-    if not isinstance(told, dict):
+def _take_logprobs(shot: Shot, found: Any) -> None:
+    """Add the log-probabilities of completions (columns) or of a chat (one object per token)."""
+    if not isinstance(found, dict):
         return
-    if "token_logprobs" in told:
-        tops = [sorted((top or {}).values(), reverse=True) for top in told.get("top_logprobs") or []]
-        own = told["token_logprobs"]
+    if "token_logprobs" in found:
+        tops = [sorted((top or {}).values(), reverse=True) for top in found.get("top_logprobs") or []]
+        own = found["token_logprobs"]
     else:
-        entries = told.get("content") or []
+        entries = found.get("content") or []
         own = [entry["logprob"] for entry in entries]
         tops = [sorted((top["logprob"] for top in entry.get("top_logprobs") or ()), reverse=True) for entry in entries]
     shot.logprobs += own
@@ -257,20 +256,20 @@ def _take_logprobs(shot: Shot, told: Any) -> None:
 
 
 def refusal(status: int, content: bytes) -> str:
-    """A refusal in one sentence, with the server's own reason."""
+    """Return an error response as a sentence, with the server's message."""
     message = error_field(parsed(content), "message")
-    return f"the server answered {status}" + (f": {message[:300]}" if message else "")
+    return f"the server responded with status {status}" + (f": {message[:300]}" if message else "")
 
 
 async def connect(url: str, model: str | None, key: str | None, api: str = "completions", ask: bool = True) -> Target:
-    """A server at a URL; `ask`: by small requests, what it takes.
+    """Return the server at a URL; with `ask`, small requests find out what it supports.
 
-    Raises Failure where nobody answers, UsageError for a bad address.
+    Raises Failure if no server responds, and UsageError for an invalid URL.
     """
     import httpx
 
     url = base_url(url)
-    # Without kept connections: a server may close an idle one just as it is used again.
+    # No connection is reused: a server may close an idle one at that moment.
     http = open_client(url, key, SILENCE_S, httpx.Limits(max_connections=None, max_keepalive_connections=0))
     try:
         models = await _get(http, "/v1/models")
@@ -278,7 +277,7 @@ async def connect(url: str, model: str | None, key: str | None, api: str = "comp
         card = next((card for card in cards if not model or card.get("id") == model), {})
         name = model or card.get("id")
         if not name:
-            raise Failure(f"{url} does not tell which models it serves; name one with --model")
+            raise Failure(f"{url} does not list its models; name one with --model")
         version = await _get(http, "/version", needed=False)
         target = Target(http, url, name, api, version, card.get("max_model_len"))
         if ask:
@@ -294,24 +293,24 @@ async def _get(http: httpx.AsyncClient, path: str, needed: bool = True) -> dict[
 
     try:
         answer = await http.get(path, timeout=CONNECT_S)
-        told = answer.json() if answer.status_code == 200 else None
+        found = answer.json() if answer.status_code == 200 else None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Failure(f"no server answers at {http.base_url} ({type(error).__name__})") from None
+        raise Failure(f"no server responds at {http.base_url} ({type(error).__name__})") from None
     except ValueError:
-        told = None
+        found = None
     if needed and answer.status_code in (401, 403):
-        raise Failure(f"{http.base_url} asks for a key; give it with --api-key")
-    return told if isinstance(told, dict) else {}
+        raise Failure(f"{http.base_url} requires a key; pass it with --api-key")
+    return found if isinstance(found, dict) else {}
 
 
 async def probe(target: Target) -> None:
-    """Find out what the server takes, by small requests; what it does not is noted, and is not sent again."""
+    """Find out by small requests what the server supports; other fields are noted, and not sent again."""
     first = await _works(target)
     if first is None:
         wishes, target.wishes = target.wishes, {}
         if await _works(target) is None:
             hint = "; try --api chat" if target.api == "completions" else ""
-            raise Failure(f"{target.url} does not answer a plain request: {(await _try(target)).error}{hint}")
+            raise Failure(f"{target.url} refuses a plain request: {(await _try(target)).error}{hint}")
         for wish, value in wishes.items():
             target.wishes[wish] = value
             if (await _try(target)).error:
@@ -325,11 +324,11 @@ async def probe(target: Target) -> None:
     if first.output_tokens is None:
         target.notes.append("the server sends no usage: each chunk counts as one token")
     if not first.streamed:
-        target.notes.append("the server does not stream: there are times of whole answers only")
+        target.notes.append("the server does not stream: only whole responses have times")
 
 
 async def _works(target: Target) -> Shot | None:
-    """The answer to a prompt of token ids, else to one of text; None when both are refused."""
+    """Return the result for a prompt of token ids, else of text, or None if both are refused."""
     for takes_ids in (True, False) if target.api == "completions" else (False,):
         target.takes_ids = takes_ids
         shot = await _try(target)
@@ -341,19 +340,19 @@ async def _works(target: Target) -> Shot | None:
 async def _try(target: Target) -> Shot:
     prompt: str | list[int] = PROBE_IDS if target.takes_ids else " ".join(WORDS[: len(PROBE_IDS)])
     shot = await target.send(Ask(prompt, len(PROBE_IDS), PROBE_TOKENS), time.perf_counter())
-    if shot.error and (shot.broken or not any(f"answered {code}" in shot.error for code in REFUSALS)):
+    if shot.error and (shot.broken or not any(f"with status {code}" in shot.error for code in REFUSALS)):
         raise Failure(f"{target.url} cannot be measured: {shot.error}")
     return shot
 
 
 async def _calibrate(target: Target) -> None:
-    """How many words make a token, by the server's own count of two prompts; its chat template drops out."""
+    """Compute the words per token from the server's counts of two prompts, whose difference has no chat template."""
     counts = []
     for words in (1, 1 + PROBE_WORDS):
         shot = await target.send(Ask(" ".join(WORDS[:words]), words, PROBE_TOKENS), time.perf_counter())
         counts.append(shot.prompt_tokens)
     if counts[0] is None or counts[1] is None or counts[1] <= counts[0]:
-        target.notes.append("prompts are text, and the server does not count their tokens: lengths are in words")
+        target.notes.append("prompts are text, and the server reports no token counts: lengths are in words")
         return
     target.words_per_token = PROBE_WORDS / (counts[1] - counts[0])
-    target.notes.append("the server takes no token ids as a prompt: prompts are text of about the length asked for")
+    target.notes.append("the server refuses token ids as a prompt: prompts are text of about the requested length")

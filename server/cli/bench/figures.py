@@ -1,4 +1,4 @@
-"""From the times of requests to figures: percentiles of one run, medians and quartiles over several."""
+"""Statistics of requests: percentiles of a run, medians and quartiles of several runs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Figures = dict[str, float | None]
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """The value below which a share (0 to 1) of the values lies, between neighbours in proportion; None of nothing."""
+    """Return the value below which a share (0 to 1) of the values lies, interpolated linearly; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
-    place = (len(ordered) - 1) * share
-    low = math.floor(place)
+    index = (len(ordered) - 1) * share
+    low = math.floor(index)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (index - low)
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The middle of the values that there are; None of nothing."""
+    """Return the median of the values that are not None; None without any."""
     return percentile((value for value in values if value is not None), 0.5)
 
 
 def summarize(run: Run) -> Figures:
-    """One run's figures; seconds, tokens, tokens a second. None: nothing of the kind was seen."""
+    """Return a run's figures in seconds, tokens, and tokens per second. None: not observed."""
     good = [shot for shot in run.shots if shot.ok]
     ttfts = [shot.ttft for shot in good if shot.ttft is not None]
     gaps = [gap for shot in good for gap in shot.gaps]
@@ -59,7 +59,7 @@ def summarize(run: Run) -> Figures:
 
 
 def spread(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, dict[str, float]]:
-    """Each figure over the rounds: median, first and third quartile, lowest and highest, of those that have it."""
+    """Return the median, quartiles, minimum and maximum of each figure over the rounds that have it."""
     found = {}
     for name in rounds[0] if rounds else ():
         values = [value for each in rounds if (value := each.get(name)) is not None]
@@ -75,7 +75,7 @@ def spread(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, dict[str, 
 
 
 def notes(target: Target, shots: Sequence[Shot]) -> list[str]:
-    """What a reader of the figures must know: how they were counted, and what did not go as asked."""
+    """Return what a reader must know: how the figures were counted, and what differs from the request."""
     good = [shot for shot in shots if shot.ok]
     found = list(target.notes)
     if failed := len(shots) - len(good):
@@ -85,20 +85,20 @@ def notes(target: Target, shots: Sequence[Shot]) -> list[str]:
     if chunks and tokens > chunks * 1.02 and any(shot.streamed for shot in good):
         found.append(f"{tokens} tokens came in {chunks} chunks: gaps are between chunks")
     if short := sum(1 for shot in good if shot.tokens < shot.output_len):
-        found.append(f"{short} of {len(good)} answers ended before the length asked for")
+        found.append(f"{short} of {len(good)} outputs ended before the requested length")
     if cached := sum(shot.cached_tokens or 0 for shot in good):
         found.append(f"{cached} of {sum(shot.prompt_tokens or 0 for shot in good)} prompt tokens came from a cache")
     lengths = [(shot.prompt_tokens, shot.input_len) for shot in good if shot.prompt_tokens]
     counted, meant = sum(c for c, _ in lengths), sum(m for _, m in lengths)
     if lengths and abs(counted - meant) > 0.02 * meant:
         found.append(
-            f"prompts had {counted / len(lengths):.0f} tokens on average, {meant / len(lengths):.0f} were meant"
+            f"prompts had {counted / len(lengths):.0f} tokens on average instead of {meant / len(lengths):.0f}"
         )
     return found
 
 
 def rounded(value: Any) -> Any:
-    """For JSON: six significant digits, which is more than any clock here gives."""
+    """Return a result for JSON with six significant digits, which is more than the clocks resolve."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The machine's limit for a model, measured by a child, since that takes torch."""
+"""Measures the machine's limits for a model, in a child process, because that imports torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RATES = ("bytes_per_s", "flops_per_s", "pair_flops_per_s")
 
 
 def middle(seen: Sequence[Roofline]) -> Roofline:
-    """The limits of the medians of all rates: a machine that others share gives one from moment to moment."""
+    """Return the limits with the median of each rate, since the rates of a shared machine change all the time."""
     from msgspec.structs import replace
 
     return replace(seen[0], **{rate: median(getattr(each, rate) for each in seen) for rate in RATES})
 
 
 class Probe:
-    """Measures the machine whenever it is asked; between two questions it costs nothing."""
+    """Measures the machine on request; between requests it uses no CPU time."""
 
     def __init__(self, process: asyncio.subprocess.Process, dtype: str) -> None:
         self._process = process
@@ -39,7 +39,7 @@ class Probe:
         self.seen: list[Roofline] = []
 
     async def measure(self) -> Roofline:
-        """The limits as they are now."""
+        """Return the current limits."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         found, _ = await _line(self._process)
@@ -49,7 +49,7 @@ class Probe:
 
 @contextlib.asynccontextmanager
 async def probe(settings: Settings) -> AsyncIterator[Probe]:
-    """A probe for the model of these settings. Failure when the model's steps have no known limit."""
+    """Start a probe for the model of these settings. Raises Failure if the work of the model's steps is not known."""
     import msgspec
 
     config = msgspec.json.encode(settings.engine_config()).decode()
@@ -78,18 +78,17 @@ async def _line(process: asyncio.subprocess.Process) -> tuple[Roofline, str]:
     assert process.stdout is not None
     line = await process.stdout.readline()
     try:
-        told = json.loads(line)
+        found = json.loads(line)
     except ValueError:
         raise Failure("the machine's limits could not be measured: `python -m engine.bench.roofline` failed") from None
-    if "error" in told:
-        raise Failure(f"the machine's limits are not known: {with_flags(told['error'])}")
-    fields = {name: told[name] for name in Roofline.__struct_fields__}
-    return Roofline(**fields), told["dtype"]
+    if "error" in found:
+        raise Failure(f"the machine's limits are not known: {with_flags(found['error'])}")
+    return Roofline(**{name: found[name] for name in Roofline.__struct_fields__}), found["dtype"]
 
 
 @contextlib.asynccontextmanager
 async def probe_where_known(settings: Settings) -> AsyncIterator[Probe | None]:
-    """The same, or None where the model's limits are not known."""
+    """Start a probe, or return None if the limits are not known."""
     async with contextlib.AsyncExitStack() as stack:
         found = None
         with contextlib.suppress(Failure):
@@ -98,6 +97,6 @@ async def probe_where_known(settings: Settings) -> AsyncIterator[Probe | None]:
 
 
 async def known(settings: Settings) -> Roofline | None:
-    """The limits, measured once; None where the model's are not known."""
+    """Return the limits, measured once, or None if they are not known."""
     async with probe_where_known(settings) as found:
         return found.seen[0] if found is not None else None

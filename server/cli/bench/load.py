@@ -1,4 +1,4 @@
-"""What is sent when: prompts of a length, arrival times, traces, and the run that sends them."""
+"""Load: prompts of a given length, arrival times, traces, and the run that sends the requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HASH_BLOCK = 512  # tokens of a prompt that one id of a trace's hash_ids stands 
 
 
 class Prompts:
-    """Prompts drawn from a seed: no two are alike, unless a trace says so, so that a prefix cache finds nothing."""
+    """Random prompts from a seed. They share no prefix unless a trace says so, so a prefix cache does not help."""
 
     def __init__(self, target: Target, seed: int, words: Sequence[str] = ()) -> None:
-        """`words`: each exactly one token of the model, for servers that take text alone."""
+        """`words`: each exactly one token of the model, for servers that accept only text."""
         self.target = target
         self.seed = seed
         self.words = words
@@ -31,19 +31,18 @@ class Prompts:
         self._made = 0
 
     def ask(self, input_len: int, output_len: int, *, at: float = 0.0, key: str | None = None) -> Ask:
-        """A request of so many tokens; `key` names the prompt, without one it is a new one."""
+        """Return a request of these lengths. Equal keys give equal prompts; without a key the prompt is new."""
         self._made += 1
         return Ask(self._text([(key or f"#{self._made}", input_len)]), input_len, output_len, at)
 
     def shared(self, input_len: int, output_len: int, prefix: str, prefix_len: int, *, key: str | None = None) -> Ask:
-        """A request whose first `prefix_len` tokens are those of every other one with this prefix; `key` names the
-        rest, without one it is new."""
+        """Return a request: equal prefixes give equal first `prefix_len` tokens, and equal keys an equal rest."""
         self._made += 1
         pieces = [(prefix, prefix_len), (key or f"#{self._made}", input_len - prefix_len)]
         return Ask(self._text(pieces), input_len, output_len)
 
     def traced(self, arrival: Arrival) -> Ask:
-        """A request of a trace; equal hash ids give equal tokens."""
+        """Return a request of a trace; equal hash ids give equal tokens."""
         if not arrival.blocks:
             return self.ask(arrival.input_len, arrival.output_len, at=arrival.at)
         self._made += 1
@@ -56,7 +55,7 @@ class Prompts:
         return Ask(self._text(pieces), arrival.input_len, arrival.output_len, arrival.at)
 
     def _text(self, pieces: Sequence[tuple[str, int]]) -> str | list[int]:
-        """Pieces of (key, tokens), each drawn from its key alone."""
+        """Return a prompt of pieces (key, tokens); each depends on its key alone."""
         if self.target.takes_ids:
             return [token for key, size in pieces for token in self._rng(key).choices(IDS, k=size)]
         pool = self.words or WORDS
@@ -70,7 +69,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One line of a trace, or of a process that stands for one. Seconds since its begin, lengths in tokens."""
+    """An entry of a trace. Times are seconds since its start, lengths are tokens."""
 
     at: float
     input_len: int
@@ -80,7 +79,7 @@ class Arrival:
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
-    """Arrival times of a Poisson process: `rate` a second on average, the first at its own chance."""
+    """Return the arrival times of a Poisson process of `rate` requests per second."""
     rng, at, times = random.Random(f"{seed}/arrivals"), 0.0, []
     for _ in range(count):
         at += rng.expovariate(rate)
@@ -89,12 +88,12 @@ def poisson(rate: float, count: int, seed: int) -> list[float]:
 
 
 def fixed(rate: float, count: int) -> list[float]:
-    """Arrival times at equal distances, from 0."""
+    """Return arrival times at equal intervals, from 0."""
     return [index / rate for index in range(count)]
 
 
 def read_trace(path: Path, count: int | None) -> list[Arrival]:
-    """The first `count` arrivals of a trace, from 0: Azure's CSV or Mooncake's JSON lines. UsageError for others."""
+    """Return the first `count` arrivals of a trace in Azure's CSV or Mooncake's JSON lines. Raises UsageError."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             first = file.readline()
@@ -105,7 +104,7 @@ def read_trace(path: Path, count: int | None) -> list[Arrival]:
                 if min(arrival.input_len, arrival.output_len) < 1:
                     raise ValueError(f"request {number} has a length below 1")
                 if arrivals and arrival.at < arrivals[-1].at:
-                    raise ValueError(f"request {number} comes before the one above it")
+                    raise ValueError(f"request {number} is earlier than the one before it")
                 arrivals.append(arrival)
                 if number == count:
                     break
@@ -113,16 +112,16 @@ def read_trace(path: Path, count: int | None) -> list[Arrival]:
         raise UsageError(f"--trace {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, csv.Error) as error:
         what = f"there is no {error}" if isinstance(error, KeyError) else error
-        raise UsageError(f"--trace {path} is no trace: {what}") from None
+        raise UsageError(f"--trace {path} is not a trace: {what}") from None
     if not arrivals:
-        raise UsageError(f"--trace {path} holds no request")
+        raise UsageError(f"--trace {path} has no requests")
     start = arrivals[0].at
     return [replace(arrival, at=arrival.at - start) for arrival in arrivals]
 
 
 def _azure(file: Iterator[str]) -> Iterator[Arrival]:
     for row in csv.DictReader(file):
-        # Seven digits of a second, of which Python reads six.
+        # It has seven digits of a second, and Python parses six.
         at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
         yield Arrival(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
@@ -135,7 +134,7 @@ def _mooncake(file: Iterator[str]) -> Iterator[Arrival]:
 
 
 def scaled(arrivals: Sequence[Arrival], time_scale: float, length_scale: float, most: int | None) -> list[Arrival]:
-    """A trace made faster or slower and shorter; what is longer than `most` tokens in all loses prompt, then answer."""
+    """Return a trace with scaled times and lengths; a request has at most `most` tokens, half of them output."""
     done = []
     for arrival in arrivals:
         input_len = max(1, round(arrival.input_len * length_scale))
@@ -150,10 +149,10 @@ def scaled(arrivals: Sequence[Arrival], time_scale: float, length_scale: float, 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Requests that were sent together."""
+    """The results of requests that were sent together."""
 
     shots: list[Shot]
-    wall: float  # seconds from the first one's sending to the last one's end
+    wall: float  # seconds from the first request to the end of the last
 
 
 async def run(
@@ -163,19 +162,19 @@ async def run(
     on_done: Callable[[], None] = lambda: None,
     died: Callable[[], str | None] = lambda: None,
 ) -> Run:
-    """Send every request at its time, at most `concurrency` of them at once, and wait for all.
+    """Send every request at its time, at most `concurrency` at once, and wait for all.
 
-    A request that fails is counted. Failure when the server is gone: `died()` says how, where it is known.
+    Failed requests are counted. Raises Failure if the server is gone; `died()` returns the reason, if it is known.
     """
-    places = asyncio.Semaphore(concurrency or len(asks) or 1)
+    slots = asyncio.Semaphore(concurrency or len(asks) or 1)
     began = time.perf_counter()
     gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def one(ask: Ask) -> Shot:
         await asyncio.sleep(max(0.0, ask.at - (time.perf_counter() - began)))
-        async with places:
+        async with slots:
             shot = await target.send(ask, began)
-        if shot.broken and not await target.answers() and not gone.done():
+        if shot.broken and not await target.is_alive() and not gone.done():
             gone.set_result(None)
         on_done()
         return shot
@@ -187,13 +186,13 @@ async def run(
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             good = sum(1 for task in tasks if task.done() and not task.cancelled() and task.result().ok)
-            why = died() or "it answers no longer"
-            raise Failure(f"the server died after {good} of {len(asks)} answers: {why}")
+            why = died() or "it no longer responds"
+            raise Failure(f"the server died after {good} of {len(asks)} responses: {why}")
         shots = everything.result()
     finally:
         gone.cancel()
         everything.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     if shots and not any(shot.ok for shot in shots):
-        raise Failure(f"no request was answered: {shots[0].error}")
+        raise Failure(f"every request failed: {shots[0].error}")
     return Run(shots, max(shot.done for shot in shots) - min(shot.sent for shot in shots))

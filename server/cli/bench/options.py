@@ -1,4 +1,4 @@
-"""Flags that the parts of `pequod bench` share, and their values."""
+"""Flags that the parts of `pequod bench` share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ URL_USAGE = "[MODEL | --url URL] [flags]"
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers from `least` on."""
+    """Return a parser of integers of at least `least`."""
 
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdigit() or not least <= int(text) <= 2**31 - 1:
@@ -23,7 +23,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def wholes(text: str) -> list[int]:
-    """A list such as 1,2,4, in rising order."""
+    """Parse a list such as 1,2,4; returns it sorted."""
     numbers = [whole(1)(word) for word in text.replace(",", " ").split()]
     if not numbers:
         raise argparse.ArgumentTypeError(f"{text[:64]!r} is not a list such as 1,2,4")
@@ -31,7 +31,7 @@ def wholes(text: str) -> list[int]:
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -42,7 +42,7 @@ def positive(text: str) -> float:
 
 
 def positives(text: str) -> list[float]:
-    """A list such as 0.5,1,2, in rising order."""
+    """Parse a list such as 0.5,1,2; returns it sorted."""
     numbers = [positive(word) for word in text.replace(",", " ").split()]
     if not numbers:
         raise argparse.ArgumentTypeError(f"{text[:64]!r} is not a list such as 0.5,1,2")
@@ -50,7 +50,7 @@ def positives(text: str) -> list[float]:
 
 
 def json_place(text: str) -> Path | None:
-    """Where --json writes: None for standard output. A MODEL that follows by accident is not taken for a file."""
+    """Parse the file of --json; None: standard output. The suffix keeps a MODEL after --json from being overwritten."""
     if text == "-":
         return None
     if not text.endswith(".json"):
@@ -59,39 +59,45 @@ def json_place(text: str) -> Path | None:
 
 
 def add_own(parser: Parser) -> None:
-    """MODEL with the settings of the Pequod to start, for what can be seen of no other server."""
+    """Add MODEL and the settings of the Pequod to start, for measurements that need one started here."""
     parser.set_defaults(url=None, api="completions")
     add_settings(parser, "model", "engine", "limits", extra=["api_key"])
 
 
 def add_server(parser: Parser, api: str = "completions") -> None:
-    """MODEL with the settings of the Pequod to start, or --url; `api` is asked when nothing else is said."""
+    """Add MODEL and the settings of the Pequod to start, or --url; `api` is the default."""
     box = parser.add_argument_group("server")
     box.add_argument(
-        "--url", metavar="URL", help="measure the server there, of any kind, instead of starting a Pequod on MODEL"
+        "--url",
+        metavar="URL",
+        help="measure the server at this URL, of any kind, instead of starting a Pequod with MODEL",
     )
     box.add_argument(
         "--api",
         choices=["completions", "chat"],
         default=api,
-        help=f"which of the two APIs is asked (default: {api}); completions takes prompts as token ids",
+        help=f"API to use (default: {api}); completions accepts prompts as token ids",
     )
     add_settings(parser, "model", "engine", "limits", extra=["api_key"])
 
 
 def add_repeats(parser: Parser, rounds: int) -> None:
-    """How often."""
+    """Add the number of repetitions."""
     box = parser.add_argument_group("repetition")
     box.add_argument(
         "--rounds", metavar="N", type=whole(1), default=rounds, help=f"measured repetitions (default: {rounds})"
     )
     box.add_argument(
-        "--warmup", metavar="N", type=whole(0), default=1, help="repetitions before them that do not count (default: 1)"
+        "--warmup",
+        metavar="N",
+        type=whole(0),
+        default=1,
+        help="repetitions before them that are discarded (default: 1)",
     )
 
 
 def add_lengths(parser: Parser, input_len: int, output_len: int) -> None:
-    """How long."""
+    """Add the lengths of requests."""
     box = parser.add_argument_group("requests")
     box.add_argument(
         "--input-len",
@@ -105,12 +111,12 @@ def add_lengths(parser: Parser, input_len: int, output_len: int) -> None:
         metavar="N",
         type=whole(1),
         default=output_len,
-        help=f"tokens of each answer (default: {output_len})",
+        help=f"tokens of each output (default: {output_len})",
     )
 
 
 def add_output(parser: Parser, plots: bool = True) -> None:
-    """Where results go."""
+    """Add where results are written."""
     box = parser.add_argument_group("output")
     box.add_argument(
         "--json",
@@ -119,8 +125,8 @@ def add_output(parser: Parser, plots: bool = True) -> None:
         type=json_place,
         const=None,
         default=False,
-        help="everything measured, with the times of all tokens, as JSON: to FILE beside the table, without FILE"
-        " instead of it",
+        help="write all results, with the time of every token, as JSON to FILE; without FILE print them instead of the"
+        " table",
     )
     if plots:
         box.add_argument(

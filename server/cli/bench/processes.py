@@ -1,4 +1,4 @@
-"""Servers as child processes, and what the system tells about them."""
+"""Servers as child processes, and their use of memory and CPU time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..commands import Failure
 
 POLL_S = 0.01
 STOP_S = 40.0  # more than a Pequod drains by default
-LOG_LINES = 5  # of a server that died, told in the error
+LOG_LINES = 5  # of a dead server's log, for the error
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -31,15 +31,14 @@ def free_port() -> int:
 
 
 class Child:
-    """A server started here. Its output goes to a file; `stop` ends it and whatever it started.
+    """A server that was started here. Its output goes to a file; `stop` ends it and its children.
 
-    `{folder}` in a word of the command is a folder that lives as long as this object.
+    `{folder}` in a word of the command is replaced by a folder that exists as long as this object.
     """
 
     def __init__(self, command: Sequence[str], url: str, ready: str, environment: Mapping[str, str]) -> None:
         self.url = url
-        self._ready = ready  # path that answers 200 when the server takes work
-        # Lives as long as this object.
+        self._ready = ready  # path that responds with 200 when the server is ready
         self._folder = tempfile.TemporaryDirectory(prefix="pequod-bench-")
         self.folder = Path(self._folder.name)
         self.command = [word.replace("{folder}", str(self.folder)) for word in command]
@@ -61,11 +60,11 @@ class Child:
 
     @property
     def log(self) -> str:
-        """What the server has written so far."""
+        """The server's output so far."""
         return (self.folder / "log").read_text(errors="replace")
 
     async def ready(self, limit_s: float) -> tuple[float, float]:
-        """Seconds from the start until the port answered and until the server took work; Failure when it never does."""
+        """Return the seconds from the start until the port responded and until the server was ready. Raises Failure."""
         import httpx
 
         port = None
@@ -80,24 +79,24 @@ class Child:
                     if status == 200:
                         return port, elapsed
                 await asyncio.sleep(POLL_S)
-        raise Failure(f"the server was not ready after {limit_s:.0f} s; {self._told()}")
+        raise Failure(f"the server was not ready after {limit_s:.0f} s; {self._last_lines()}")
 
     def died(self) -> str:
-        """Why there is no server any more, in a sentence."""
-        return f"the server ended with code {self.process.poll()}; {self._told()}"
+        """Return why the server is gone, in a sentence."""
+        return f"the server ended with code {self.process.poll()}; {self._last_lines()}"
 
-    def _told(self) -> str:
+    def _last_lines(self) -> str:
         lines = [line for line in self.log.splitlines() if line.strip()][-LOG_LINES:]
-        return "its last lines:\n  " + "\n  ".join(lines) if lines else "it said nothing"
+        return "its last lines:\n  " + "\n  ".join(lines) if lines else "it wrote nothing"
 
     def stop(self) -> None:
-        """End the server: by SIGTERM, and by SIGKILL when that takes too long."""
+        """Stop the server with SIGTERM, and with SIGKILL if that takes too long."""
         pids = tree(self.pid)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
-        for pid in pids:  # only what it had started itself; a process that has ended is no error
+        for pid in pids:  # only its own children; one that has ended is no error
             if pid == self.pid or _is_in_session(pid, self.pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -106,7 +105,7 @@ class Child:
 
 
 def pequod(model: str, flags: Sequence[str]) -> Child:
-    """A Pequod on a free port of this machine; its steps are in `steps.jsonl` of its folder."""
+    """Start a Pequod on a free port; its step log is `steps.jsonl` in its folder."""
     port = free_port()
     command = [sys.executable, "-m", "server", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--step-log", "{folder}/steps.jsonl", *flags]
@@ -114,7 +113,7 @@ def pequod(model: str, flags: Sequence[str]) -> Child:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a Pequod that is measured: this process's, without a place to listen."""
+    """Return the environment of a measured Pequod: this process's, without addresses to listen on."""
     return {
         name: value
         for name, value in child_environment().items()
@@ -123,7 +122,7 @@ def environment() -> dict[str, str]:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and its descendants, as /proc tells; the process alone where there is no /proc."""
+    """Return the ids of a process and its descendants; only its own without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -144,7 +143,7 @@ def _is_in_session(pid: int, leader: int) -> bool:
 
 
 def peak_bytes(pid: int | None) -> int | None:
-    """The most memory that the processes of a tree have had resident, summed; None where the system does not tell."""
+    """Return the sum of the peak resident memory of a process and its descendants; None if it is not known."""
     total = 0
     for each in tree(pid) if pid is not None else []:
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -155,7 +154,7 @@ def peak_bytes(pid: int | None) -> int | None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that the living processes of a tree have used."""
+    """Return the CPU time that a process and its living descendants have used."""
     ticks = 0
     for each in tree(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):

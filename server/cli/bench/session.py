@@ -1,4 +1,4 @@
-"""What every measurement begins with: a server, a client of it, prompts, and a place for the results."""
+"""Sessions: a server to measure, with a client and prompts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ START_S = 3600.0  # a large model is first downloaded
 
 
 class Session:
-    """A server under measurement. Made by `opened`."""
+    """A server that is measured; `opened` creates it."""
 
     def __init__(self, target: Target, child: Child | None, seed: int, progress: Progress) -> None:
         self.target = target
-        self.child = child  # None: it was there before
+        self.child = child  # None: it was not started here
         self.seed = seed
         self.prompts = Prompts(target, seed)
         self.progress = progress
@@ -40,11 +40,11 @@ class Session:
 
     @property
     def is_own(self) -> bool:
-        """Whether the server was started here, so that its memory and its steps can be seen."""
+        """Whether the server was started here, so that its memory and its steps can be read."""
         return self.child is not None
 
     async def send(self, asks: Sequence[Ask], concurrency: int | None = None, label: str = "requests") -> Run:
-        """Send requests with a bar that counts them."""
+        """Send requests and show their progress."""
         task = self.progress.add_task(label, total=len(asks))
         try:
             return await run(
@@ -54,20 +54,20 @@ class Session:
             self.progress.remove_task(task)
 
     def steps(self) -> list[Step]:
-        """The engine's steps since the last call; none of a server that was there before."""
+        """Return the engine's steps since the last call; none of a server that was not started here."""
         return self._steps.read() if self._steps is not None else []
 
     def peak_bytes(self) -> int | None:
-        """The most memory that the server's processes have had; None where that cannot be seen."""
+        """Return the peak memory of the server's processes; None if it is not known."""
         return peak_bytes(self.child.pid) if self.child is not None else None
 
     def check_length(self, tokens: int) -> None:
-        """Raise UsageError when no request of so many tokens fits the model."""
+        """Raise UsageError if requests of this length do not fit the model."""
         if self.target.max_len is not None and tokens > self.target.max_len:
-            raise UsageError(f"{tokens} tokens of prompt and answer are more than the server's {self.target.max_len}")
+            raise UsageError(f"{tokens} tokens of prompt and output are more than the server's {self.target.max_len}")
 
     def about(self) -> dict[str, Any]:
-        """The server and the machine, for the head of a result."""
+        """Return facts about the server and the machine for the result."""
         return {
             "server": {
                 "name": self.target.name,
@@ -90,7 +90,7 @@ class Session:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on beside the software."""
+    """Return facts about the machine."""
     import os
 
     name, _ = cpu_facts()
@@ -99,7 +99,7 @@ def machine() -> dict[str, Any]:
 
 
 def flags(arguments: argparse.Namespace) -> list[str]:
-    """The settings among the arguments as flags of `pequod serve`."""
+    """Return the settings among the arguments as flags of `pequod serve`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
     for name, value in vars(arguments).items():
         if name not in settings.FIELDS or name == "model":
@@ -115,13 +115,13 @@ def flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def start(arguments: argparse.Namespace, loaded: Loaded) -> Child:
-    """The Pequod that the arguments describe."""
+    """Start the Pequod that the arguments describe."""
     return pequod(loaded.settings.model, flags(arguments))
 
 
 @contextlib.asynccontextmanager
 async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
-    """The server at --url, or a Pequod started for as long as the block lasts."""
+    """Use the server at --url, or a Pequod that runs until the block ends."""
     loaded = settings_from(arguments)
     values = loaded.settings
     key = values.first_key
@@ -129,7 +129,7 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
         if arguments.url is not None:
             model = None if loaded.sources["model"] == "default" else values.model
             target = await connect(arguments.url, model, key, arguments.api)
-            # Another seed each time: the server may remember the prompts of an earlier measurement.
+            # A new seed each time: the server may have cached the prompts of an earlier measurement.
             seed = random.randrange(2**31) if values.seed is None else values.seed
             child = None
         else:
@@ -152,7 +152,7 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
 
 
 def bar() -> Progress:
-    """Progress on stderr, where that is a terminal."""
+    """Return a progress bar on stderr, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -169,7 +169,7 @@ def bar() -> Progress:
 async def rounds(
     session: Session, arguments: argparse.Namespace, asks: Callable[[], Sequence[Ask]], concurrency: int | None
 ) -> list[Run]:
-    """The repetitions of one case: those of the warm-up are sent and forgotten, with their steps."""
+    """Return the measured repetitions of a case; those of the warm-up, and their steps, are discarded."""
     for _ in range(arguments.warmup):
         await session.send(asks(), concurrency, "warm-up")
     session.steps()
@@ -180,6 +180,6 @@ async def rounds(
 
 
 def tell(sentences: Sequence[str]) -> None:
-    """Notes on stderr, each once."""
+    """Print notes on stderr, each once."""
     for sentence in dict.fromkeys(sentences):
         warn(sentence)

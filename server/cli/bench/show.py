@@ -1,4 +1,4 @@
-"""Results for people and for programs."""
+"""Prints results as tables and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Stats = dict[str, dict[str, float]]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns, the first to the left and the others to the right."""
+    """Return rows as aligned columns, the first to the left and the others to the right."""
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     shown = []
@@ -29,7 +29,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Four significant digits; seconds in the unit that reads best, bytes in GiB; `-` for what was not seen."""
+    """Return a value with four significant digits, seconds and bytes in a suitable unit; `-` for None."""
     if value is None:
         return "-"
     if unit == "s":
@@ -52,7 +52,7 @@ def _digits(value: float) -> str:
 
 
 def spread_table(stats: Stats, labels: Sequence[tuple[str, str, str]], rounds: int) -> str:
-    """(figure, label, unit) with the median and the quartiles of the rounds; figures that nobody saw are left out."""
+    """Return a table of labels (figure, label, unit) with medians and quartiles, without figures not observed."""
     columns = ("median", "q1", "q3") if rounds > 1 else ("median",)
     rows = [
         [label, *(number(stats[name][column], unit) for column in columns)]
@@ -63,10 +63,10 @@ def spread_table(stats: Stats, labels: Sequence[tuple[str, str, str]], rounds: i
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Say before anything is measured that results will have no place to go."""
-    place = arguments.json
-    if isinstance(place, Path) and not place.parent.is_dir():
-        raise Failure(f"--json {place}: there is no folder {place.parent}")
+    """Raise Failure before the measurement if its results cannot be written."""
+    path = arguments.json
+    if isinstance(path, Path) and not path.parent.is_dir():
+        raise Failure(f"--json {path}: there is no folder {path.parent}")
     if getattr(arguments, "plot", None) is not None:
         from . import plots
 
@@ -78,14 +78,14 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def give(arguments: argparse.Namespace, result: dict[str, Any], text: str) -> None:
-    """Print the text, or the result as JSON where that was asked for on standard output; write the file."""
-    told = json.dumps(rounded(result), ensure_ascii=False)
+    """Print the text, or the result as JSON if --json has no file, else write the file as well."""
+    encoded = json.dumps(rounded(result), ensure_ascii=False)
     if arguments.json is None:
-        print(told)
+        print(encoded)
         return
     print(text)
     if arguments.json is not False:
         try:
-            arguments.json.write_text(told + "\n", encoding="utf-8")
+            arguments.json.write_text(encoded + "\n", encoding="utf-8")
         except OSError as error:
             raise Failure(f"--json {arguments.json} cannot be written: {error.strerror}") from None

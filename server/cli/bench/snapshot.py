@@ -1,4 +1,4 @@
-"""`pequod bench snapshot`: the SHA-256 of greedy answers, so that a change can show that it changed none."""
+"""`pequod bench snapshot`: records the SHA-256 of greedy completions, and checks that they are unchanged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .show import number, table
 
 FORMAT = 1
 MAX_TOKENS = 48
-# Chats where the built-in model is sure of every token: the second most likely one is far behind, see `margin`. Greedy
-# answers of other processors can differ only at a near tie, and where there is none they do not.
+# Chats in which every token of the built-in model is far more likely than the second one, see `margin`. On other
+# processors greedy completions differ only at near ties.
 PROMPTS = (
     "What is Pequod?",
     "What is continuous batching?",
@@ -43,9 +43,9 @@ def add_arguments(parser: Parser) -> None:
         " processor may choose the other token."
     )
     box = parser.add_argument_group("snapshot")
-    box.add_argument("--write", action="store_true", help="ask, and write the file")
+    box.add_argument("--write", action="store_true", help="generate, and write the file")
     box.add_argument(
-        "--check", action="store_true", help="ask, and compare with the file: exit code 1 when they differ"
+        "--check", action="store_true", help="generate, and compare with the file: exit code 1 if they differ"
     )
     box.add_argument(
         "--file", metavar="FILE", type=Path, help="the snapshot (default: benchmarks/snapshots/MODEL.json)"
@@ -54,36 +54,36 @@ def add_arguments(parser: Parser) -> None:
         "--prompts",
         metavar="FILE",
         type=Path,
-        help="with --write: a text file, one prompt a line (default: questions that the built-in model knows)",
+        help="with --write: a text file with one prompt per line (default: questions that the built-in model knows)",
     )
     box.add_argument(
         "--max-tokens",
         metavar="N",
         type=options.whole(1),
         default=MAX_TOKENS,
-        help=f"with --write: most tokens of an answer (default: {MAX_TOKENS})",
+        help=f"with --write: maximum tokens of a completion (default: {MAX_TOKENS})",
     )
     options.add_server(parser, api="chat")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write or check; 1 when an answer differs."""
+    """Write or check; returns 1 if a completion differs."""
     if arguments.write == arguments.check:
         raise UsageError("give either --write or --check")
     if arguments.check and arguments.prompts is not None:
-        raise UsageError("--prompts goes with --write: --check asks what the file holds")
+        raise UsageError("--prompts needs --write: --check uses the prompts of the file")
     name = settings_from(arguments).settings.names[0].strip("/").replace("/", "--")
     path = arguments.file or Path("benchmarks/snapshots") / f"{name}.json"
     return asyncio.run(check(arguments, path) if arguments.check else write(arguments, path))
 
 
 async def write(arguments: argparse.Namespace, path: Path) -> int:
-    """Ask everything and write the file."""
+    """Generate all completions and write the file."""
     prompts = _prompts(arguments.prompts) if arguments.prompts is not None else PROMPTS
     async with opened(arguments) as session:
         entries = [await answer(session, arguments.api, prompt, arguments.max_tokens) for prompt in prompts]
         version = session.target.version
-    told = {
+    snapshot = {
         "format": FORMAT,
         "model": session.target.model,
         "weights_hash": version.get("weights_hash"),
@@ -92,19 +92,19 @@ async def write(arguments: argparse.Namespace, path: Path) -> int:
         "max_tokens": arguments.max_tokens,
         "answers": entries,
     }
-    _write(path, told)
+    _write(path, snapshot)
     print(shown(entries))
     for entry in entries:
         if entry["margin"] is not None and entry["margin"] < SAFE_MARGIN:
             warn(
-                f"{entry['prompt'][:60]!r} comes within {entry['margin']:.3g} of another answer: choose another prompt"
+                f"{entry['prompt'][:60]!r} is within {entry['margin']:.3g} of another completion: choose another prompt"
             )
-    print(f"{len(entries)} answers written to {path}")
+    print(f"{len(entries)} completions written to {path}")
     return 0
 
 
 async def check(arguments: argparse.Namespace, path: Path) -> int:
-    """Ask what the file holds and compare."""
+    """Generate the file's completions and compare them."""
     expected = _read(path)
     arguments.api = expected["api"]
     async with opened(arguments) as session:
@@ -119,18 +119,18 @@ async def check(arguments: argparse.Namespace, path: Path) -> int:
                 wrong += 1
                 warn(difference(old, new))
     total = len(expected["answers"])
-    print(f"{total - wrong} of {total} answers are the same, byte for byte")
+    print(f"{total - wrong} of {total} completions are the same, byte for byte")
     return 1 if wrong else 0
 
 
 async def answer(session: Session, api: str, prompt: str, max_tokens: int) -> dict[str, Any]:
-    """One greedy answer; `margin`: see the description of the command."""
+    """Return one greedy completion; for `margin` see the description of the command."""
     own: dict[str, Any] = {"temperature": 0, "ignore_eos": None, "min_tokens": None, "return_token_ids": None}
     if api == "chat":
         own |= {"messages": [{"role": "user", "content": prompt}], "logprobs": True, "top_logprobs": 2}
     else:
         own |= {"logprobs": 2}
-    run = await session.send([Ask(prompt, 0, max_tokens, body=own)], label="answers")
+    run = await session.send([Ask(prompt, 0, max_tokens, body=own)], label="completions")
     shot = run.shots[0]
     return {
         "prompt": prompt,
@@ -142,7 +142,7 @@ async def answer(session: Session, api: str, prompt: str, max_tokens: int) -> di
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Where an answer left its old path, in a sentence."""
+    """Return where a completion differs, in a sentence."""
     pairs = zip(old["text"], new["text"], strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(old["text"]), len(new["text"])))
     before, after = (text[max(0, place - 20) : place + 20] for text in (old["text"], new["text"]))
@@ -151,7 +151,7 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def shown(entries: list[dict[str, Any]]) -> str:
-    """The answers as a table."""
+    """Return the completions as a table."""
     head = ["prompt", "SHA-256", "tokens", "margin"]
     return table(head, [[e["prompt"][:40], e["sha256"][:12], str(e["tokens"]), number(e["margin"])] for e in entries])
 
@@ -162,29 +162,29 @@ def _prompts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts {path} cannot be read: {error}") from None
     if not lines:
-        raise UsageError(f"--prompts {path} holds no prompt")
+        raise UsageError(f"--prompts {path} has no prompts")
     return lines
 
 
-def _write(path: Path, told: dict[str, Any]) -> None:
+def _write(path: Path, snapshot: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(snapshot, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise Failure(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_bytes())
-        if told["format"] != FORMAT:
-            raise Failure(f"{path} has format {told['format']}, not {FORMAT}; write it anew")
+        snapshot = json.loads(path.read_bytes())
+        if snapshot["format"] != FORMAT:
+            raise Failure(f"{path} has format {snapshot['format']}, not {FORMAT}; write it again")
         for name in ("weights_hash", "dtype", "api", "max_tokens"):
-            told[name]
-        for entry in told["answers"]:
+            snapshot[name]
+        for entry in snapshot["answers"]:
             entry["prompt"], entry["sha256"], entry["text"], entry["margin"]
     except OSError as error:
-        raise UsageError(f"there is no snapshot {path}: {error.strerror}; make one with --write") from None
+        raise UsageError(f"there is no snapshot {path}: {error.strerror}; create one with --write") from None
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{path} is not a snapshot; make one with --write") from None
-    return dict(told)
+        raise UsageError(f"{path} is not a snapshot; create one with --write") from None
+    return dict(snapshot)

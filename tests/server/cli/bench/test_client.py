@@ -155,7 +155,7 @@ async def test_fields_that_a_server_refuses_are_left_out_and_told():
     assert "stream_options" in other.bodies[-1]
     told = notes(target, done.shots)
     assert any("refuses ignore_eos" in note for note in told)
-    assert any("3 of 3 answers ended before" in note for note in told)
+    assert any("3 of 3 outputs ended before" in note for note in told)
 
 
 async def test_a_server_that_takes_text_alone_gets_as_many_words_as_make_the_tokens():
@@ -202,14 +202,14 @@ async def test_a_stream_that_breaks_off_is_a_failed_request():
         async with aclosing(target.http):
             good = await run(target, [Ask([300], 1, 4)])
             other.breaks_off = True
-            with pytest.raises(Failure, match="no request was answered: the stream ended without its end"):
+            with pytest.raises(Failure, match="every request failed: the stream ended without a last event"):
                 await run(target, [Ask([300], 1, 4)])
         assert good.shots[0].ok
 
 
 async def test_a_server_that_dies_ends_the_run():
     # One request finds out what it takes; two of the five that follow are answered.
-    with pytest.raises(Failure, match=r"the server died after \d of 5 answers: it answers no longer"):
+    with pytest.raises(Failure, match=r"the server died after \d of 5 responses: it no longer responds"):
         await measured(Other(dies_after=3), count=5)
 
 
@@ -220,14 +220,14 @@ async def test_a_server_that_refuses_everything(status, said):
 
 
 async def test_a_server_without_that_api_names_the_other():
-    with pytest.raises(Failure, match=r"plain request: the server answered 404.*--api chat"):
+    with pytest.raises(Failure, match=r"plain request: the server responded with status 404.*--api chat"):
         await measured(Other(status=404))
 
 
 @pytest.mark.parametrize(
     ("url", "error", "said"),
     [
-        ("http://127.0.0.1:9", Failure, "no server answers"),
+        ("http://127.0.0.1:9", Failure, "no server responds"),
         ("localhost:8000", UsageError, "is not an address"),
     ],
 )

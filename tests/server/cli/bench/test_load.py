@@ -80,18 +80,18 @@ def test_mooncake_traces_keep_their_prefixes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no request"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
+        ("", "has no requests"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
         ("a,b\n1,2\n", "there is no 'TIMESTAMP'"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "is no trace"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,1\n", "is no trace"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "is not a trace"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,1\n", "is not a trace"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,1\n", "request 1 has a length below 1"),
         ('{"timestamp": 0, "input_length": 5}\n', "there is no 'output_length'"),
-        ('{"timestamp": 0, "input_length": 5\n', "is no trace"),
+        ('{"timestamp": 0, "input_length": 5\n', "is not a trace"),
         (
             '{"timestamp": 9, "input_length": 5, "output_length": 1}\n'
             '{"timestamp": 8, "input_length": 5, "output_length": 1}\n',
-            "request 2 comes before",
+            "request 2 is earlier than",
         ),
     ],
 )
@@ -175,9 +175,9 @@ def test_notes_say_what_was_not_as_asked():
     for part in (
         "1 of 3 requests failed: refused",
         "8 tokens came in 4 chunks",
-        "1 of 2 answers ended before",
+        "1 of 2 outputs ended before",
         "6 of 50 prompt tokens came from a cache",
-        "25 tokens on average, 10 were meant",
+        "25 tokens on average instead of 10",
     ):
         assert part in told
 

@@ -68,7 +68,7 @@ def test_each_part_has_help(part, capsys):
         (["sweep", "--concurrency", ""], "is not a list such as"),
         (["snapshot"], "either --write or --check"),
         (["snapshot", "--check", "--write"], "either --write or --check"),
-        (["snapshot", "--check", "--prompts", "x"], "--prompts goes with --write"),
+        (["snapshot", "--check", "--prompts", "x"], "--prompts needs --write"),
         (["snapshot", "--check", "--file", "no.json"], "there is no snapshot no.json"),
         (["snapshot", "--write", "--prompts", "no.txt"], "--prompts no.txt cannot be read"),
         (["roofline", "--url", "http://127.0.0.1:1"], "unknown flag --url"),
@@ -83,7 +83,7 @@ def test_what_cannot_be_is_said_before_anything_starts(pequod, argv, said):
 def test_nobody_at_the_url(pequod):
     code, out, err = pequod("latency", "--url", "http://127.0.0.1:9")
     assert (code, out) == (1, "")
-    assert "no server answers at http://127.0.0.1:9" in err
+    assert "no server responds at http://127.0.0.1:9" in err
 
 
 def test_a_model_that_cannot_be_started_says_what_the_server_said(pequod, tmp_path):
@@ -218,7 +218,7 @@ def test_a_machine_that_cannot_be_measured_any_more_costs_no_figures(pequod, mon
 def test_too_long_a_request_is_said_at_once(pequod, server):
     code, _, err = pequod("throughput", "--url", server.url, "--input-len", "2000", "--output-len", "100")
     assert code == 2
-    assert "2100 tokens of prompt and answer are more than the server's 2048" in err
+    assert "2100 tokens of prompt and output are more than the server's 2048" in err
 
 
 def test_invariance_counts_and_judges(pequod, server):
@@ -322,7 +322,7 @@ def test_the_committed_snapshot_of_the_builtin_model_holds(pequod, server):
         "snapshot", "--check", "--url", server.url, "--file", str(ROOT / "benchmarks/snapshots/builtin.json")
     )
     assert (code, err) == (0, "")
-    assert out == f"{len(snapshot.PROMPTS)} of {len(snapshot.PROMPTS)} answers are the same, byte for byte\n"
+    assert out == f"{len(snapshot.PROMPTS)} of {len(snapshot.PROMPTS)} completions are the same, byte for byte\n"
 
 
 def test_the_committed_snapshot_is_far_from_any_tie():
@@ -337,14 +337,14 @@ def test_a_snapshot_tells_what_changed(pequod, server, tmp_path):
     common = ["snapshot", "--url", server.url, "--file", str(file), "--api", "completions"]
     code, out, err = pequod(*common, "--write", "--prompts", str(prompts), "--max-tokens", "6")
     assert code == 0
-    assert "2 answers written" in out
+    assert "2 completions written" in out
     told = json.loads(file.read_text())
     told["answers"][1]["text"] = "Q" + told["answers"][1]["text"][1:]
     told["answers"][1]["sha256"] = "0" * 64
     file.write_text(json.dumps(told))
     code, out, err = pequod("snapshot", "--url", server.url, "--file", str(file), "--check")
     assert code == 1
-    assert out.startswith("1 of 2 answers are the same")
+    assert out.startswith("1 of 2 completions are the same")
     assert "'The sea' differs at character 0: it was 'Q" in err
 
 
