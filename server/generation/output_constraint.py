@@ -14,7 +14,7 @@ from ..grammar.tool_calls import call_grammar
 from ..http.admission import Caller
 from ..http.errors import invalid
 from ..loading import LoadedModel
-from ..parsers import Formats, MessageParser, ends_reasoning, markers, message_parser, reasoning_opened
+from ..parsers import Formats, MessageParser, delimiters, ends_reasoning, message_parser, reasoning_opened
 from .output import Json, Prompt
 from .request import UNLIMITED, Calling, ConversationPrompt, GenerationRequest
 
@@ -154,7 +154,7 @@ def is_opened(model: LoadedModel, prompt_ids: Sequence[int]) -> bool:
 
 def hidden_ids(model: LoadedModel, formats: Formats) -> frozenset[int]:
     """Special tokens that have no text in an answer: all but the marks that its parser must see."""
-    return model.tokenizer.special_ids - model.tokenizer.ids_of(markers(formats))
+    return model.tokenizer.special_ids - model.tokenizer.ids_of(delimiters(formats))
 
 
 def new_call_id() -> str:

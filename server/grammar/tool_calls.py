@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..parsers.formats import BLOCKS, DEEPSEEK, MARKS, Formats
+from ..parsers.formats import BLOCKS, CALL_DELIMITERS, DEEPSEEK, Formats
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.parts import Schema
 from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, types
@@ -228,17 +228,17 @@ def _no_calls(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: 
 
 
 def _hermes(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
-    opens, closes = MARKS["hermes"]
+    opens, closes = CALL_DELIMITERS["hermes"]
     call = f'"\\n" {_object(lark, tools)} "\\n" {lark.mark(closes)}'
     return Syntax(opens, "", call, f'"\\n" {lark.mark(opens)}', "")
 
 
 def _mistral(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
-    return Syntax(MARKS["mistral"][0], r"/ ?\[/", _object(lark, tools), '", "', '"]"')
+    return Syntax(CALL_DELIMITERS["mistral"][0], r"/ ?\[/", _object(lark, tools), '", "', '"]"')
 
 
 def _mistral_v11(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
-    first, _, between = MARKS["mistral_v11"]
+    first, _, between = CALL_DELIMITERS["mistral_v11"]
     calls = [f"{quoted(name)} {lark.mark(between)} {lark.schema(arguments(tools[name]))}" for name in tools]
     return Syntax(first, "", lark.one_of(calls), lark.mark(first), "")
 
@@ -259,7 +259,7 @@ def _deepseek(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
 
 
 def _coder(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
-    opens, closes = MARKS["qwen3_coder"]
+    opens, closes = CALL_DELIMITERS["qwen3_coder"]
     calls = []
     for name, schema in tools.items():
         given = arguments(schema)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, markers
+from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
 from tests.fakes import TEMPLATE, model_folder, serving
 from tests.server.api.test_tools import CLOCK, WEATHER
 from tests.server.parsers.test_parsers import write
@@ -29,7 +29,7 @@ def text_of(rng, formats):
     if formats.tools and formats.reasoning and rng.random() < 0.4:
         calls = [("weather", {"place": rng.choice(WORDS)}), ("clock", {})][: rng.randrange(3)]
         return write(formats, rng.choice(["", "hm"]), rng.choice(["", "the sea"]), calls) or "the sea"
-    marks = [*sorted(markers(formats)), "<think>", "</think>"]
+    marks = [*sorted(delimiters(formats)), "<think>", "</think>"]
     pieces = []
     for _ in range(rng.randrange(1, 14)):
         piece = rng.choice(marks if rng.random() < 0.45 else WORDS)

@@ -17,7 +17,7 @@ from engine.grammar import limits, source
 from engine.grammar.table import Table
 from server.grammar.schemas import wrong
 from server.grammar.tool_calls import arguments, call_grammar
-from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, join, markers, message_parser
+from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters, join, message_parser
 from server.parsers.formats import BLOCKS
 from tests.server.parsers.test_parsers import read
 
@@ -112,7 +112,7 @@ def marked(tmp_path_factory) -> Drawer:
     """The small vocabulary, in which all marks are tokens."""
     path = tmp_path_factory.mktemp("marked") / "tokenizer.json"
     library = tokenizers.Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
-    library.add_special_tokens(sorted(mark for name in REASONING_FORMATS for mark in markers(Formats(None, name))))
+    library.add_special_tokens(sorted(mark for name in REASONING_FORMATS for mark in delimiters(Formats(None, name))))
     library.save(str(path))
     return Drawer(path)
 
