@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..grammar.checker import Gate, refusal
-from ..grammar.schemas import MAX_SOURCE, Grammar, telling
+from ..grammar.schemas import MAX_SOURCE, Grammar, constraining
 from ..grammar.tool_calls import call_grammar
 from ..http.admission import Caller
 from ..http.errors import invalid
@@ -128,7 +128,7 @@ async def checked_tools(gate: Gate, caller: Caller, calling: Calling) -> dict[st
                 raise refusal(
                     tool.field, "the arguments of a function are an object, and 'type' at '/type' says otherwise"
                 )
-            schemas[tool.name] = telling({**tool.parameters, "type": "object"})
+            schemas[tool.name] = constraining({**tool.parameters, "type": "object"})
             await gate.check(Grammar("json_schema", json.dumps(schemas[tool.name]), tool.field), caller.flow)
     return schemas
 
