@@ -142,40 +142,10 @@ WRITERS = {
 
 ALL_DELIMITERS = sorted({*itertools.chain(*CALL_DELIMITERS.values(), *BLOCKS.values())})
 PIECES = [
-    *ALL_DELIMITERS,
-    "<function=",
-    "</function>",
-    "<parameter=x>",
-    "</parameter>",
-    *'{}[]"\\<>;,:|',
-    "\n",
-    " ",
-    "\n\n",
-]
-PIECES += [
-    '{"name": "find_ship", "arguments": ',
-    '"parameters": {}',
-    "<thi",
-    "<tool_",
-    "```json",
-    "```",
-    "é",
-    "🐋",
-    "\u2028",
-]
-PIECES += [
-    "find_ship",
-    "ring-bell.now",
-    "function",
-    " to=",
-    "functions.",
-    "a",
-    "null",
-    "<|cha",
-    "true",
-    "name",
-    "\\u00",
-]
+    *ALL_DELIMITERS, *'{}[]"\\<>;,:|', "<function=", "</function>", "<parameter=x>", "</parameter>", "\n", " ", "\n\n",
+    '{"name": "find_ship", "arguments": ', '"parameters": {}', "<thi", "<tool_", "```json", "```", "é", "🐋", "\u2028",
+    "find_ship", "ring-bell.now", "function", " to=", "functions.", "a", "null", "<|cha", "true", "name", "\\u00",
+]  # fmt: skip
 AWKWARD = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8).map("".join)
 CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
