@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine import EngineConfig
 
 PREFIX = "PEQUOD_"
+GGUF_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -239,8 +240,15 @@ class Settings(BaseSettings):
 
     @property
     def names(self) -> list[str]:
-        """Names that requests may use for the model; the first is reported."""
-        return self.served_model_name or [self.model]
+        """Names that requests may use for the model; the first is reported. A GGUF file gives its model its name."""
+        path, is_file = GGUF_SUFFIX.subn("", self.model)
+        return self.served_model_name or [path.rpartition("/")[2] if is_file else self.model]
+
+    def accepts(self, name: str) -> bool:
+        """Return whether a request may use a name for the model: also the path of its folder or file, or the last part
+        of it, unless names are set."""
+        others = [] if self.served_model_name else [self.model, self.model.rstrip("/").rpartition("/")[2]]
+        return name in (*self.names, *others)
 
     @cached_property
     def keys(self) -> dict[str, float]:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..config import EngineConfig
+from ..gguf import folder as gguf
 from ..kernels.library import Choice, choose
 from ..types import ConfigError, EngineError, ModelError
 from .dummy import DummyWeights
 from .forward import Forward, Outputs
 from .model import Model, Progress
-from .spec import ModelSpec, architecture, read_config, read_spec, shown
+from .spec import ModelSpec, architecture, choose_dtype, read_config, read_spec, shown
 from .weights import Checkpoint
 
 
@@ -30,8 +31,16 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
     if config.load_format == "dummy":
         return describe(folder, config), DummyWeights(folder)
     source = read_config(folder)
-    checkpoint = Checkpoint(folder)
+    checkpoint = _checkpoint(folder, source, config)
     return _describe(folder, source, config, checkpoint), checkpoint
+
+
+def _checkpoint(folder: Path, source: dict[str, Any], config: EngineConfig) -> Checkpoint:
+    if not (folder / gguf.TENSORS).is_file():
+        return Checkpoint(folder)
+    from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
+
+    return GgufCheckpoint(folder, choose_dtype(source, config))
 
 
 def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:

@@ -13,8 +13,10 @@ import torch
 from ..attention import AttentionLayer
 from ..config import EngineConfig
 from ..files import read_json
+from ..gguf import folder as gguf
+from ..kernels.blocks import blocks_bytes
 from ..kernels.matmul import quantized_bytes
-from ..types import ModelError
+from ..types import ConfigError, ModelError
 from .layers import ACTIVATIONS
 from .rope import SCALINGS, Rope, frequencies
 
@@ -26,7 +28,9 @@ DTYPES = {
 }
 # Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
 # from the unquantized model.
-BITS: dict[str, tuple[int | None, int | None]] = {"none": (None, None), "int8": (8, 8), "int4": (4, 8)}
+BITS: dict[str, tuple[int | None, int | None]] = {
+    "none": (None, None), "int8": (8, 8), "int4": (4, 8), "gguf": (None, None)
+}  # fmt: skip
 # Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
 # published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
 MAX_LAYERS = 4096
@@ -114,6 +118,9 @@ class ModelSpec:
 
     @property
     def weights_bytes(self) -> int:
+        if self.quantization == "gguf":
+            numbers = self.source["quantization_config"]["numbers"]
+            return sum(blocks_bytes(kind, count, self.dtype) for kind, count in numbers.items())
         plain = self.num_params * self.dtype.itemsize
         bits, head_bits = BITS[self.quantization]
         if bits is None or head_bits is None or self.decoder is None:
@@ -133,7 +140,11 @@ class ModelSpec:
         A model that is served in its checkpoint's dtype needs none: its weights are quantized in chunks as they are
         read.
         """
-        if self.quantization == "none" or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
+        if (
+            self.quantization in ("none", "gguf")
+            or self.decoder is None
+            or self.dtype == DTYPES.get(stored_dtype(self.source))
+        ):
             return 0
         layer = sum(rows * columns for rows, columns in self.decoder.layer_shapes)
         return max(self.vocab_size * self.decoder.hidden_size, layer) * self.dtype.itemsize
@@ -156,7 +167,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if source is None:
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
     quantization = source.get("quantization_config")
-    if quantization:
+    if quantization and not (folder / gguf.TENSORS).is_file():
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise ModelError(
             f"{path} asks for {shown(method)} quantization, which is not supported; "
@@ -253,9 +264,17 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         source=source,
         decoder=decoder,
         hidden_size=hidden,
-        quantization=config.quantization,
+        quantization=_quantization(source, config),
         int8_cache=config.kv_dtype == "int8",
     )
+
+
+def _quantization(source: Mapping[str, Any], config: EngineConfig) -> str:
+    if not source.get("quantization_config"):
+        return config.quantization
+    if config.quantization != "none":
+        raise ConfigError(f"the weights of a GGUF file are quantized: leave out `quantization={config.quantization}`")
+    return "gguf"
 
 
 def _unsupported(source: Mapping[str, Any]) -> str | None:
