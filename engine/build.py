@@ -206,7 +206,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         sampling="torch" if runner.sampling is None else runner.sampling.isa,
         hidden_size=spec.hidden_size,
         quantization=spec.quantization,
-        notes=(*plan.notes, backend.note) if backend.note else plan.notes,
+        notes=(*plan.notes, *spec.notes, *([backend.note] if backend.note else [])),
         roofline=limits,
     )
     return Built(runner, info, resolved)

@@ -33,6 +33,11 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
+def is_converted(folder: Path) -> bool:
+    """Return whether `folder_of` has written a folder, which is then trusted to name the files of its weights."""
+    return folder.parent.parent == cache_folder()
+
+
 def model_name(path: Path) -> str:
     """Return the name of a file's model: without the suffix and the number of a part."""
     part = PART.fullmatch(path.name)

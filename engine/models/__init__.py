@@ -36,7 +36,7 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
 
 
 def _checkpoint(folder: Path, source: dict[str, Any], config: EngineConfig) -> Checkpoint:
-    if not (folder / gguf.TENSORS).is_file():
+    if not gguf.is_converted(folder):
         return Checkpoint(folder)
     from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
 

@@ -14,7 +14,7 @@ from ..attention import AttentionLayer
 from ..config import EngineConfig
 from ..files import read_json
 from ..gguf import folder as gguf
-from ..kernels.blocks import blocks_bytes
+from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
 from ..types import ConfigError, ModelError
 from .layers import ACTIVATIONS
@@ -150,6 +150,15 @@ class ModelSpec:
         return max(self.vocab_size * self.decoder.hidden_size, layer) * self.dtype.itemsize
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the weights, in sentences."""
+        quantization = self.source.get("quantization_config") or {}
+        converted = sorted({*quantization.get("types", ())} - {form.name for form in FORMATS.values()})
+        if not converted:
+            return ()
+        return (f"weights in {', '.join(converted)} are converted to Q8_0, which needs more memory than the file",)
+
+    @property
     def cache_dtype(self) -> torch.dtype:
         return torch.int8 if self.int8_cache else self.dtype
 
@@ -167,7 +176,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if source is None:
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
     quantization = source.get("quantization_config")
-    if quantization and not (folder / gguf.TENSORS).is_file():
+    if quantization and not gguf.is_converted(folder):
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise ModelError(
             f"{path} asks for {shown(method)} quantization, which is not supported; "

@@ -212,6 +212,8 @@ def test_logits_of_every_format_are_those_of_the_numbers_in_the_file(tmp_path, k
 def test_types_without_a_kernel_are_converted(tmp_path, kind):
     path = write(tmp_path / "model.gguf", kind)
     assert difference(path, rounds=False) < 0.1
+    spec, _ = examine(fetch(str(path), weights=True).path, EngineConfig(model=str(path)))
+    assert spec.notes == (f"weights in {kind.name} are converted to Q8_0, which needs more memory than the file",)
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16], ids=lambda kind: kind.name)
@@ -486,6 +488,13 @@ def test_what_is_not_supported_is_named(tmp_path, monkeypatch, values, sentence)
     )
     with pytest.raises(ModelError, match=sentence):
         folder_of(path)
+
+
+def test_a_folder_from_elsewhere_cannot_name_other_files_as_its_weights(tmp_path):
+    copied = tmp_path / "copied"
+    shutil.copytree(folder_of(write(tmp_path / "model.gguf")), copied)
+    with pytest.raises(ModelError, match="asks for gguf quantization, which is not supported"):
+        examine(copied, EngineConfig(model=str(copied)))
 
 
 @needs_library
