@@ -63,8 +63,8 @@ ENGINE_SETTINGS = {
 } | {
     name: name
     for name in (
-        "model", "revision", "device", "dtype", "load_format", "quantization", "cpu_isa", "block_size",
-        "kv_cache_memory", "gpu_memory_utilization", "threads",
+        "model", "revision", "device", "dtype", "load_format", "quantization", "gguf_activations", "cpu_isa",
+        "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads",
     )
 }  # fmt: skip
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
@@ -103,6 +103,9 @@ class Settings(BaseSettings):
     )
     quantization: Literal["none", "int8", "int4"] = _engine(
         "none", "quantize weights while loading, on CPU only: smaller and faster, slightly less accurate"
+    )
+    gguf_activations: Literal["auto", "int8", "int16"] = _engine(
+        "auto", "what activations are quantized to for a GGUF file's weights; auto: int16 for small models"
     )
     model_impl: Literal["auto", "native", "transformers"] = _engine(
         "auto", "model code: native (ours), transformers (theirs, on our KV cache) or auto"

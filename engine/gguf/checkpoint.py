@@ -49,9 +49,8 @@ class GgufCheckpoint(Checkpoint):
 
     entries: dict[str, BlockEntry]  # type: ignore[assignment]
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """`dtype`: of the activations."""
-        self.folder, self._dtype = folder, dtype
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         path = folder / TENSORS
         data = read_file(path, LIST_BYTES) or b""
         try:
@@ -96,7 +95,10 @@ class GgufCheckpoint(Checkpoint):
         entries = [self.entries[name] for name in names]
         if any(TYPES[entry.type].name in PLAIN for entry in entries):
             return []
-        return [self._blocks(entry) for entry in entries]
+        return [
+            BlockRows(torch.from_numpy(self._rows(entry)), entry.shape, entry.type, dtype, entry.interleaved)
+            for entry in entries
+        ]
 
     def equal(self, one: str, other: str) -> bool:
         a, b = self.entries[one], self.entries[other]
@@ -109,10 +111,6 @@ class GgufCheckpoint(Checkpoint):
         """Return the bytes of a tensor, [rows, bytes of a row]; a vector's numbers are its rows."""
         data = self._mapped[entry.file][entry.offset : entry.offset + entry.num_bytes]
         return data.reshape(entry.shape[0], -1)
-
-    def _blocks(self, entry: BlockEntry) -> BlockRows:
-        rows = torch.from_numpy(self._rows(entry))
-        return BlockRows(rows, entry.shape, entry.type, self._dtype, entry.interleaved)
 
 
 def _map(file: Path) -> np.ndarray:

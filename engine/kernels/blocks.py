@@ -82,6 +82,7 @@ def in_blocks(
     *,
     gated: bool,
     wide: bool,
+    activation_bytes: int,
     packing: Packing | None,
 ) -> Packed:
     """Return a weight in blocks. Parts in types without a kernel, and gate and up in two formats, become Q8_0."""
@@ -92,14 +93,14 @@ def in_blocks(
     if not all(part.mapped for part in parts):
         packing = None  # now, so that only one converted weight is in memory
     if mixed and not gated:
-        return Joined(kernels, parts, bias, packing=packing)
-    return Blocks(kernels, parts, bias, gated=gated, wide=wide, packing=packing)
+        return Joined(kernels, parts, bias, activation_bytes=activation_bytes, packing=packing)
+    return Blocks(kernels, parts, bias, gated=gated, wide=wide, activation_bytes=activation_bytes, packing=packing)
 
 
 class Blocks(Packed):
     """Like Packed, for a weight in blocks of one format.
 
-    Activations are quantized to 8 bits, each group of a row separately. `lookup` returns dequantized rows.
+    Activations are quantized to 8 or 15 bits, each group of a row separately. `lookup` returns dequantized rows.
     """
 
     packer = "repack"
@@ -113,9 +114,10 @@ class Blocks(Packed):
         gated: bool = False,
         wide: bool = False,
         stride: int | None = None,
+        activation_bytes: int = 1,  # that a number of x is quantized to, 1 or 2
         packing: Packing | None = None,
     ) -> None:
-        self.format = parts[0].format
+        self.format, self.planes = parts[0].format, activation_bytes
         self._format = FORMATS[self.format]
         if any(part.format != self.format for part in parts):
             raise ValueError(f"blocks of several formats: {sorted({FORMATS[part.format].name for part in parts})}")
@@ -148,6 +150,7 @@ class Joined(Packed):
         parts: Sequence[BlockRows],
         bias: Tensor | None = None,
         *,
+        activation_bytes: int = 1,
         packing: Packing | None = None,
     ) -> None:
         self.dtype, self.columns = parts[0].dtype, parts[0].shape[1]
@@ -158,7 +161,10 @@ class Joined(Packed):
             rows = list(group)
             end = start + sum(part.shape[0] for part in rows)
             own_bias = None if bias is None else bias[start:end]
-            self._parts.append(Blocks(kernels, rows, own_bias, stride=self.outputs, packing=packing))
+            part = Blocks(
+                kernels, rows, own_bias, stride=self.outputs, activation_bytes=activation_bytes, packing=packing
+            )
+            self._parts.append(part)
             offsets.append(start * self.dtype.itemsize)
             start = end
         self._kept = (

@@ -11,6 +11,8 @@ namespace {
 
 const float TINY = 7.8886e-31f;  // 2^-100: a scale is never subnormal
 const int LARGEST = 127;         // of a quantized activation, and of a weight in 8 bits
+const int FINE_BITS = 7;         // that a second byte adds to an activation
+const int FINE = 1 << FINE_BITS;
 
 // -- numbers to bytes -------------------------------------------------------------------------------------------------
 
@@ -26,6 +28,7 @@ struct Bytes {
   int8_t numbers[SIZE];
   int32_t sum;
   float scale;
+  V inverse;
 
   template <class Number>
   void quantize(const Number* x, int64_t count) {
@@ -37,7 +40,7 @@ struct Bytes {
     }
     const float top = max_magnitude(SIZE / LANES, [&](int64_t i) { return widen(x + i * LANES); });
     scale = scale_of(top, LARGEST);
-    const V inverse = set1(scale > 0 ? (float)LARGEST / top : 0.0f);  // NaN becomes 0x80000000, whose lowest byte is 0
+    inverse = set1(scale > 0 ? (float)LARGEST / top : 0.0f);  // NaN becomes 0x80000000, whose lowest byte is 0
     U total = set1_units(0);
     for (int i = 0; i < SIZE / LANES; ++i) {
       const U ints = round_to_ints(mul(widen(x + i * LANES), inverse));
@@ -45,6 +48,19 @@ struct Bytes {
       total = add_ints(total, ints);
     }
     sum = sum_int_lanes(total);
+  }
+
+  // Quantize what `quantize` has rounded away from a whole group, in steps of scale / FINE; returns the sum of the steps.
+  template <class Number>
+  int32_t quantize_rest(const Number* x, int8_t* rest) const {
+    U total = set1_units(0);
+    for (int i = 0; i < SIZE / LANES; ++i) {
+      const V left = sub(mul(widen(x + i * LANES), inverse), load_bytes(numbers + i * LANES));
+      const U ints = round_to_ints(mul(left, set1((float)FINE)));
+      store_lowest_bytes(rest + i * LANES, ints);
+      total = add_ints(total, ints);
+    }
+    return sum_int_lanes(total);
   }
 };
 

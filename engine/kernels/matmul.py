@@ -127,6 +127,7 @@ class Packed:
 
     bits: int | None = None  # that the weight is quantized to; None: not quantized
     format = 0  # of a weight in GGUF blocks
+    planes = 1  # with such a weight: bytes of an activation
     packer = "pack"  # the kernel that packs the weight
 
     def __init__(
@@ -165,6 +166,7 @@ class Packed:
             gated,
             wide,
             self.format,
+            self.planes,
         )
         self._address = ctypes.addressof(self._matrix)
 

@@ -14,7 +14,8 @@ struct Matrix {
   int64_t num_panels;
   int32_t gated;  // half of each panel is gate, half up: the result is silu(gate) * up
   int32_t wide;   // the result is float32, whatever the input's type
-  int32_t format; // of a weight in GGUF blocks, see blocks.h; else 0
+  int32_t format;  // of a weight in GGUF blocks, see blocks.h; else 0
+  int32_t planes;  // with such a weight: bytes of an activation, 1 or 2
 };
 
 // Rows of a plain weight.

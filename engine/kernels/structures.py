@@ -19,6 +19,7 @@ class Matrix(ctypes.Structure):
         ("gated", ctypes.c_int32),
         ("wide", ctypes.c_int32),
         ("format", ctypes.c_int32),
+        ("planes", ctypes.c_int32),
     ]
 
 

@@ -14,7 +14,7 @@ from ..types import ConfigError, EngineError, ModelError
 from .dummy import DummyWeights
 from .forward import Forward, Outputs
 from .model import Model, Progress
-from .spec import ModelSpec, architecture, choose_dtype, read_config, read_spec, shown
+from .spec import ModelSpec, architecture, read_config, read_spec, shown
 from .weights import Checkpoint
 
 
@@ -40,7 +40,7 @@ def _checkpoint(folder: Path, source: dict[str, Any], config: EngineConfig) -> C
         return Checkpoint(folder)
     from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
 
-    return GgufCheckpoint(folder, choose_dtype(source, config))
+    return GgufCheckpoint(folder)
 
 
 def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:

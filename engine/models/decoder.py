@@ -97,7 +97,7 @@ class Decoder:
             for linear, names in linears.items():
                 parts = [] if packing is None else checkpoint.stored(names, self.spec.dtype)
                 if packing is not None and parts:
-                    in_file[linear] = InFile(parts, packing)
+                    in_file[linear] = InFile(parts, packing, self.spec.activation_bytes)
                     for name in names:
                         del targets[name]
             checkpoint.fill(targets, report)

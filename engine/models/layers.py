@@ -31,6 +31,7 @@ class InFile(NamedTuple):
 
     parts: Parts
     packing: Packing
+    activation_bytes: int = 1  # in matmuls with weights in GGUF blocks
 
 
 class Linear:
@@ -68,9 +69,17 @@ class Linear:
     def _pack(
         self, kernels: Kernels, bits: int | None, in_file: InFile | None, *, wide: bool, gated: bool = False
     ) -> None:
-        weight, packing = in_file or (self.weight, None)
+        weight, packing, activation_bytes = in_file or (self.weight, None, 1)
         if in_file and (blocks := [part for part in in_file.parts if isinstance(part, BlockRows)]):
-            self._packed = in_blocks(kernels, blocks, self.bias, wide=wide, gated=gated, packing=packing)
+            self._packed = in_blocks(
+                kernels,
+                blocks,
+                self.bias,
+                wide=wide,
+                gated=gated,
+                activation_bytes=activation_bytes,
+                packing=packing,
+            )
         elif bits is None:
             self._packed = Packed(kernels, weight, self.bias, wide=wide, gated=gated, packing=packing)
         else:

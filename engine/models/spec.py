@@ -31,6 +31,7 @@ DTYPES = {
 BITS: dict[str, tuple[int | None, int | None]] = {
     "none": (None, None), "int8": (8, 8), "int4": (4, 8), "gguf": (None, None)
 }  # fmt: skip
+SMALL_MODEL = 400_000_000  # numbers of a GGUF file up to which activations have 16 bits
 # Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
 # published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
 MAX_LAYERS = 4096
@@ -114,6 +115,7 @@ class ModelSpec:
     decoder: DecoderSpec | None = None  # if the implementation is native
     hidden_size: int = 0  # of the last hidden states; 0: not available
     quantization: str = "none"  # of the weights, see BITS
+    activation_bytes: int = 1  # of the activations' numbers in matmuls with weights in GGUF blocks
     int8_cache: bool = False  # whether the KV cache is int8
 
     @property
@@ -274,6 +276,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         decoder=decoder,
         hidden_size=hidden,
         quantization=_quantization(source, config),
+        activation_bytes=_activation_bytes(source, config),
         int8_cache=config.kv_dtype == "int8",
     )
 
@@ -284,6 +287,15 @@ def _quantization(source: Mapping[str, Any], config: EngineConfig) -> str:
     if config.quantization != "none":
         raise ConfigError(f"the weights of a GGUF file are quantized: leave out `quantization={config.quantization}`")
     return "gguf"
+
+
+def _activation_bytes(source: Mapping[str, Any], config: EngineConfig) -> int:
+    """Return the bytes of an activation in matmuls with GGUF blocks. Two take up to twice the time of one in large
+    batches; small models need them more, and have the time."""
+    if config.gguf_activations == "auto":
+        numbers: dict[str, int] = (source.get("quantization_config") or {}).get("numbers", {})
+        return 2 if sum(numbers.values()) <= SMALL_MODEL else 1
+    return 2 if config.gguf_activations == "int16" else 1
 
 
 def _unsupported(source: Mapping[str, Any]) -> str | None:

@@ -188,7 +188,7 @@ def difference(path: Path, *, rounds: bool = True, **settings: str) -> float:
     """Return the largest difference between our logits and those of `by_transformers`, relative to the largest."""
     ids = prompt(40, seed=1)
     want = whole(by_transformers(path, rounds=rounds), ids)
-    config = EngineConfig(model=str(path), **{"dtype": "float32", **settings})
+    config = EngineConfig(model=str(path), **{"dtype": "float32", "gguf_activations": "int8", **settings})
     got = Bench(load_model(config, fetch(str(path), weights=True).path)).step({0: ids})[0]
     return ((got.double() - want).abs().max() / want.abs().max()).item()
 
@@ -202,6 +202,7 @@ def test_logits_of_every_format_are_those_of_the_numbers_in_the_file(tmp_path, k
     path = write(tmp_path / "model.gguf", kind)
     assert difference(path) < 0.02
     assert difference(path, rounds=False) < 0.1
+    assert difference(path, rounds=False, gguf_activations="int16") < 0.002
     assert difference(path, dtype="bfloat16") < 0.2
 
 

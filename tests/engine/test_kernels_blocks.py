@@ -16,7 +16,7 @@ from engine.kernels.blocks import FORMATS, Blocks, Joined
 from engine.kernels.library import ISAS, Kernels
 from engine.kernels.matmul import BlockRows
 from tests.engine.test_kernels import drawn, error, kernels, needs_library
-from tests.engine.test_kernels_quantized import rounded
+from tests.engine.test_kernels_quantized import in_groups, rounded
 
 pytestmark = [pytest.mark.usefixtures("same_threads_after"), needs_library]
 
@@ -58,8 +58,17 @@ def plain(part: BlockRows) -> Tensor:
     return weight
 
 
-def products(x: Tensor, part: BlockRows) -> Tensor:
-    return rounded(x, FORMATS[part.format].group) @ plain(part).T
+def rounded_finely(x: Tensor, size: int) -> Tensor:
+    """Return x quantized to two bytes and back: what the first rounds away is rounded to 1/128 of its step."""
+    groups = in_groups(x, size)
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    coarse = (groups / step).round()
+    return ((coarse + ((groups / step - coarse) * 128).round() / 128) * step).double().flatten(1)
+
+
+def products(x: Tensor, part: BlockRows, activation_bytes: int = 1) -> Tensor:
+    to_bytes = rounded if activation_bytes == 1 else rounded_finely
+    return to_bytes(x, FORMATS[part.format].group) @ plain(part).T
 
 
 def test_the_table_of_formats_is_that_of_the_gguf_package():
@@ -80,6 +89,19 @@ def test_products_equal_those_of_the_numbers_in_the_blocks(variant, dtype, numbe
         assert error(packed(x), want) < rounding
         assert error(biased(x, residual), want + bias.double() + residual.double()) < rounding
         assert error(wide(x), want + bias.double()) < 2**-15
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations_of_two_bytes_are_rounded_less(variant, dtype, number, shape):
+    part, bias = in_blocks(*shape, number, dtype), drawn(shape[0], dtype=dtype)
+    packed = Blocks(variant, [part], bias, wide=True, activation_bytes=2)
+    joined = Joined(variant, [part, in_blocks(8, shape[1], 8, dtype)], activation_bytes=2)
+    for rows in (1, 2, 3, 5, 12, 13, 29, 100):
+        x = drawn(rows, shape[1], dtype=dtype)
+        exact = x.double() @ plain(part).T
+        assert error(packed(x), products(x, part, 2) + bias.double()) < 2**-10
+        assert error(packed(x), exact + bias.double()) < 2**-7
+        assert error(joined(x)[:, : shape[0]], exact) < 2**-7
 
 
 def test_looked_up_rows_are_the_numbers_in_the_blocks(variant, dtype, number):
@@ -120,8 +142,9 @@ def test_joined_formats_are_columns_of_one_result(variant, dtype):
     assert torch.equal(unbiased(x), torch.cat([one(x) for one in apart], dim=1))
 
 
-def test_a_row_has_the_same_bits_in_any_batch(variant, dtype, number):
-    packed = Blocks(variant, [in_blocks(200, 512, number, dtype)])
+@pytest.mark.parametrize("activation_bytes", [1, 2])
+def test_a_row_has_the_same_bits_in_any_batch(variant, dtype, number, activation_bytes):
+    packed = Blocks(variant, [in_blocks(200, 512, number, dtype)], activation_bytes=activation_bytes)
     x = drawn(64, 512, dtype=dtype)
     whole = packed(x)
     order = list(range(64))
@@ -134,9 +157,10 @@ def test_a_row_has_the_same_bits_in_any_batch(variant, dtype, number):
                 assert torch.equal(packed(x[rows]), whole[rows])
 
 
-def test_numbers_that_are_not_finite_stay_so(variant, dtype, number):
+@pytest.mark.parametrize("activation_bytes", [1, 2])
+def test_numbers_that_are_not_finite_stay_so(variant, dtype, number, activation_bytes):
     part = in_blocks(40, 256, number, dtype)
-    packed = Blocks(variant, [part])
+    packed = Blocks(variant, [part], activation_bytes=activation_bytes)
     for bad in (float("inf"), float("nan")):
         x = drawn(5, 256, dtype=dtype)
         clean = packed(x)
