@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
-from ..commands import Parser, add_settings
+from ..commands import Parser, add_settings, whole
 
 URL_USAGE = "[MODEL | --url URL] [flags]"
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Return a parser of integers of at least `least`."""
-
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text) <= 2**31 - 1:
-            raise argparse.ArgumentTypeError(f"{text[:64]} is not a whole number of at least {least}")
-        return int(text)
-
-    return parse
 
 
 def wholes(text: str) -> list[int]:

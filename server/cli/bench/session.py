@@ -91,10 +91,7 @@ class Session:
 
 def machine() -> dict[str, Any]:
     """Return facts about the machine."""
-    import os
-
-    name, _ = cpu_facts()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name, _, cores = cpu_facts()
     return {"processor": name, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
 
 

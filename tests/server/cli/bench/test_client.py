@@ -228,7 +228,7 @@ async def test_a_server_without_that_api_names_the_other():
     ("url", "error", "said"),
     [
         ("http://127.0.0.1:9", Failure, "no server responds"),
-        ("localhost:8000", UsageError, "is not an address"),
+        ("localhost:8000", UsageError, "is not a URL"),
     ],
 )
 async def test_an_address_without_a_server(url, error, said):

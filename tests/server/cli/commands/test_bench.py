@@ -59,7 +59,7 @@ def test_each_part_has_help(part, capsys):
         (["latency", "--rounds", "0"], "0 is not a whole number of at least 1"),
         (["latency", "--rows", "1,x"], "x is not a whole number"),
         (["latency", "--json", "builtin"], "builtin does not end in .json"),
-        (["latency", "--url", "nowhere"], "--url nowhere is not an address"),
+        (["latency", "--url", "nowhere"], "--url nowhere is not a URL"),
         (["serve", "--rate", "0"], "0 is not a number above 0"),
         (["serve", "--rate", "inf"], "inf is not a number above 0"),
         (["serve", "--arrivals", "bursts"], "bursts"),

@@ -266,7 +266,7 @@ def test_ctrl_c_stops_one_answer_and_not_the_conversation(fake, monkeypatch, cap
             raise KeyboardInterrupt
 
         talk._stream = interrupted  # type: ignore[method-assign]
-        talk._answer("Hello")
+        talk._respond("Hello")
     assert [turn["role"] for turn in talk.turns] == ["user", "assistant"]
     assert talk.turns[1]["content"] == fake.says
     assert "[stopped]" in capsys.readouterr().err
@@ -392,10 +392,10 @@ def test_chat_over_http(pequod, server, monkeypatch):
 def test_a_refusal_over_http_is_told(pequod, server, monkeypatch):
     monkeypatch.setattr(Handler, "status", 503)
     code, _, err = pequod("complete", "--url", server, "--prompt", "Hi")
-    assert (code, err) == (1, "pequod: the server answered 503: not today\n")
+    assert (code, err) == (1, "pequod: the server responded with status 503: not today\n")
     monkeypatch.setattr(Handler, "status", 400)
     code, _, err = pequod("complete", "--url", server, "--prompt", "Hi")
-    assert (code, err) == (2, "pequod: the server answered 400: not today\n")
+    assert (code, err) == (2, "pequod: the server responded with status 400: not today\n")
 
 
 def test_an_error_event_after_the_first_text_is_told(pequod, server, monkeypatch):
@@ -407,7 +407,7 @@ def test_an_error_event_after_the_first_text_is_told(pequod, server, monkeypatch
 def test_no_server_is_one_sentence(pequod):
     code, _, err = pequod("complete", "--url", "http://127.0.0.1:9", "--prompt", "Hi")
     assert code == 1
-    assert "no server answers at http://127.0.0.1:9" in err and err.count("\n") == 1
+    assert "no server responds at http://127.0.0.1:9" in err and err.count("\n") == 1
 
 
 # plan and models
@@ -451,7 +451,7 @@ def test_an_impossible_plan_ends_with_three_tries(pequod, child):
 
 def test_a_plan_that_breaks_is_one_sentence(pequod, child):
     child.stderr, child.returncode = "Traceback\nImportError: no torch", 1
-    assert pequod("plan", "m") == (1, "", "pequod: the plan could not be made: ImportError: no torch\n")
+    assert pequod("plan", "m") == (1, "", "pequod: the plan could not be computed: ImportError: no torch\n")
 
 
 def test_models_lists_the_cache_and_why_one_cannot_be_served(pequod, fake, child, tmp_path, monkeypatch):
@@ -474,11 +474,11 @@ def test_models_lists_the_cache_and_why_one_cannot_be_served(pequod, fake, child
     assert list(told) == ["builtin", "org/gguf", "org/torn", "org/whole"]
     assert told["builtin"]["can_serve"] and told["builtin"]["architecture"] == "Qwen3ForCausalLM"
     assert told["org/whole"]["can_serve"] and told["org/whole"]["architecture"] == "WhaleForCausalLM"
-    assert told["org/gguf"]["problem"] == "no *.safetensors weights were fetched"
-    assert told["org/torn"]["problem"] == "1 of 2 weight files were not fetched"
+    assert told["org/gguf"]["problem"] == "no *.safetensors weights were downloaded"
+    assert told["org/torn"]["problem"] == "1 of 2 weight files were not downloaded"
     assert len(child.commands) == 2  # what lacks files is not planned
     code, out, _ = pequod("models")
-    assert "no: 1 of 2 weight files were not fetched" in out
+    assert "no: 1 of 2 weight files were not downloaded" in out
     assert "pequod serve org/whole" in out
 
 

@@ -37,7 +37,7 @@ def healthy(monkeypatch, tmp_path):
     """A machine without torch's start-up time: torch's facts and the engine's answer are given."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "torch_facts", lambda: TORCH)
-    monkeypatch.setattr(doctor, "engine", lambda _: iter([Finding("engine", "ok", "answers")]))
+    monkeypatch.setattr(doctor, "engine", lambda _: [Finding("engine", "ok", "works")])
 
 
 def levels(findings) -> dict[str, str]:
@@ -55,7 +55,7 @@ def test_each_finding_that_is_not_ok_has_a_fix(healthy, capsys):
 
 
 def test_text_output_and_exit_code_0(healthy, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "memory", lambda: iter([Finding("memory", "warn", "little", "buy more")]))
+    monkeypatch.setattr(doctor, "memory", lambda: Finding("memory", "warn", "little", "buy more"))
     assert main(["doctor", "--port", "0"]) == 0
     out = capsys.readouterr().out
     assert "warn  memory     little\n" in out
@@ -111,32 +111,44 @@ def test_capacity_counts_the_gpu_where_there_is_one():
 
 def test_a_container_with_less_time_than_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(doctor, "cgroup", lambda name: ["150000 100000", "max 100000"] if name == "cpu.max" else [])
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: 1.5)
     found = {finding.name: finding for finding in doctor.cpu()}
     assert found["cpu limit"].level == "warn"
     assert "--threads 1" in found["cpu limit"].fix
-    monkeypatch.setattr(doctor, "cgroup", lambda _: ["max 100000"])
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: None)
     assert "cpu limit" not in levels(doctor.cpu())
 
 
+def test_the_least_quota_of_the_control_groups_counts(tmp_path):
+    assert doctor.cpu_quota(tmp_path) is None
+    group = tmp_path / "sys/fs/cgroup/pod/container"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("1:cpu:/old\n0::/pod/container\n")
+    (group / "cpu.max").write_text("max 100000\n")
+    assert doctor.cpu_quota(tmp_path) is None
+    (group.parent / "cpu.max").write_text("150000 100000\n")
+    assert doctor.cpu_quota(tmp_path) == 1.5
+    (group / "cpu.max").write_text("50000 100000\n")
+    assert doctor.cpu_quota(tmp_path) == 0.5
+
+
 def test_an_old_cpu(monkeypatch):
-    monkeypatch.setattr(doctor, "cpu_facts", lambda: ("Old", {"sse2"}))
+    monkeypatch.setattr(doctor, "cpu_facts", lambda: ("Old", {"sse2"}, 4))
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
     assert levels(doctor.cpu())["cpu"] == "warn"
 
 
 def test_a_container_with_less_memory(monkeypatch):
-    limits = {"memory.max": ["max", str(3 << 30)], "memory.current": [str(2 << 30)]}
-    monkeypatch.setattr(doctor, "cgroup", limits.__getitem__)
-    total, available = doctor.memory_facts()
-    assert total == 3 << 30
-    assert available <= 1 << 30
-    assert levels(doctor.memory())["memory"] == "warn"
+    small = SimpleNamespace(total=3 << 30, available=1 << 30, share=0.9)
+    monkeypatch.setattr(engine, "measure_memory", lambda _: small)
+    assert (doctor.memory().level, doctor.memory().text) == ("warn", "1.0 GiB free of 3.0 GiB")
+    assert "about 0.5 B parameters" in doctor.capacity(TORCH).text
 
 
 def test_a_package_that_is_missing(monkeypatch):
     monkeypatch.setattr(doctor, "PACKAGES", ("tokenizers", "no-such-package"))
-    (finding,) = doctor.packages()
+    finding = doctor.packages()
     assert (finding.level, finding.fix) == ("fail", "pip install no-such-package")
 
 
@@ -195,7 +207,7 @@ def answer(monkeypatch, result):
             raise result
         return result
 
-    monkeypatch.setattr(doctor, "_answer", given)
+    monkeypatch.setattr(doctor, "_generate", given)
     return {finding.name: finding for finding in doctor.engine(Settings())}
 
 
@@ -217,7 +229,7 @@ def test_the_engine_answers(monkeypatch):
     sampling = structs.replace(info, sampling="avx2")
     assert answer(monkeypatch, (sampling, None))["sampling"].text == "computed by our own kernels for avx2"
     rounded = structs.replace(ours, quantization="int8")
-    assert answer(monkeypatch, (rounded, None))["products"].text.endswith("for avx512, of weights in int8")
+    assert answer(monkeypatch, (rounded, None))["products"].text.endswith("for avx512, with weights in int8")
     lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++ or set `dtype=bfloat16`")
     told = answer(monkeypatch, (lost, None))["products"]
     assert (told.level, told.text, told.fix) == ("warn", "no CPU kernels", "install g++ or set --dtype bfloat16")
@@ -228,7 +240,7 @@ def test_the_engine_answers(monkeypatch):
 def test_settings_that_cannot_be_are_what_is_to_mend(monkeypatch):
     found = answer(monkeypatch, ConfigError("`quantization=int8` needs kernels"))["engine"]
     assert (found.level, found.text) == ("fail", "--quantization int8 needs kernels")
-    assert found.fix == "change the setting that it names"
+    assert found.fix == "change the setting that the message names"
 
 
 @pytest.mark.parametrize("error", [ModelError("no weights"), EngineDied("killed"), TimeoutError()])
