@@ -164,9 +164,7 @@ def execute(name: str, summary: str, command: Command, argv: Sequence[str], **gi
 
     `given`: keyword arguments for the command's `run`.
     """
-    parser = Parser(
-        prog=f"pequod {name}", description=summary[:1].upper() + summary[1:] + ".", allow_abbrev=False, add_help=True
-    )
+    parser = Parser(prog=f"pequod {name}", description=f"{summary[:1].upper()}{summary[1:]}.", allow_abbrev=False)
     try:
         command.add_arguments(parser)
         return command.run(parser.parse(argv), **given)

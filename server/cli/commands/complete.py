@@ -15,14 +15,8 @@ def add_sampling(parser: Parser, max_tokens: str) -> None:
     """Add the flags that choose a server and the sampling options; `max_tokens` is a help text."""
     box = parser.add_argument_group("request")
     box.add_argument("--url", metavar="URL", help="use the server at this URL instead of loading a model")
-    box.add_argument("--max-tokens", metavar="N", type=whole(1), default=None, help=max_tokens)
-    box.add_argument(
-        "--temperature",
-        metavar="T",
-        type=_temperature,
-        default=None,
-        help="sampling temperature; 0 is greedy (default: the model's, or 1)",
-    )
+    box.add_argument("--max-tokens", metavar="N", type=whole(1), help=max_tokens)
+    box.add_argument("--temperature", metavar="T", type=_temperature, help="0 is greedy (default: the model's, or 1)")
     box.add_argument("--ignore-eos", action="store_true", help="continue after the model's end token")
 
 

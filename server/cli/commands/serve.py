@@ -51,7 +51,7 @@ def serve(settings: Settings, listener: socket.socket, began: float, child: Chil
     """Run the app on a listening socket and return the exit code."""
     from engine import ProcessEngine
 
-    most_connections = raise_open_files() - SPARE_DESCRIPTORS
+    max_connections = max(1, raise_open_files() - SPARE_DESCRIPTORS)
     engine = ProcessEngine(settings.engine_config(), child, settings.stall_seconds)
 
     gc.disable()  # imports create no garbage, and collections took a tenth of their time
@@ -62,7 +62,7 @@ def serve(settings: Settings, listener: socket.socket, began: float, child: Chil
 
     lines = logs.configure(settings.log_format, settings.log_level)
     app = build_app(settings, engine)
-    server = Server(app, engine, settings, began, banner, max_connections=max(1, most_connections))
+    server = Server(app, engine, settings, began, banner, max_connections=max_connections)
     gc.freeze()  # later collections skip the imported objects, which stay
     gc.enable()
     try:
@@ -81,11 +81,11 @@ def raise_open_files() -> int:
     The usual limit of 1,024 is low for a server: each connection is an open file.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft == resource.RLIM_INFINITY or soft >= most:
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
         return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def check_tls(settings: Settings) -> None:

@@ -109,7 +109,7 @@ def test_a_trace_that_is_not_there(tmp_path):
 
 def test_a_trace_is_scaled_and_cut_to_what_fits():
     arrivals = [Arrival(2.0, 1000, 100), Arrival(4.0, 10, 500), Arrival(6.0, 1, 1)]
-    short = scaled(arrivals, time_scale=0.5, length_scale=0.1, most=40)
+    short = scaled(arrivals, time_scale=0.5, length_scale=0.1, max_len=40)
     assert [(a.at, a.input_len, a.output_len) for a in short] == [(1, 30, 10), (2, 1, 20), (3, 1, 1)]
 
 

@@ -63,7 +63,7 @@ def test_each_part_has_help(part, capsys):
         (["serve", "--rate", "0"], "0 is not a number above 0"),
         (["serve", "--rate", "inf"], "inf is not a number above 0"),
         (["serve", "--arrivals", "bursts"], "bursts"),
-        (["serve", "--trace", "no.csv", "--rate", "2"], "--trace has times of its own"),
+        (["serve", "--trace", "no.csv", "--rate", "2"], "--trace has arrival times"),
         (["serve", "--trace", "no.csv"], "--trace no.csv cannot be read"),
         (["sweep", "--concurrency", ""], "is not a list such as"),
         (["snapshot"], "either --write or --check"),
