@@ -47,14 +47,9 @@ def add_arguments(parser: Parser) -> None:
     )
     box.add_argument("--rate", metavar="R", type=options.positive, help=f"requests per second (default: {RATE:g})")
     box.add_argument(
-        "--arrivals",
-        choices=["poisson", "fixed"],
-        default="poisson",
-        help="at random times or evenly spaced (default: poisson)",
+        "--arrivals", choices=["poisson", "fixed"], default="poisson", help="random or evenly spaced (default: poisson)"
     )
-    box.add_argument(
-        "--trace", metavar="FILE", type=Path, help="file with arrival times and lengths, instead of a rate"
-    )
+    box.add_argument("--trace", metavar="FILE", type=Path, help="file of times and lengths, instead of a rate")
     box.add_argument(
         "--time-scale", metavar="X", type=options.positive, default=1.0, help="factor for a trace's times (default: 1)"
     )

@@ -55,12 +55,8 @@ def add_arguments(parser: Parser) -> None:
         type=options.wholes,
         help="requests at once (default: 1,2,4,8,16, unless --rate or --context is given)",
     )
-    box.add_argument(
-        "--rate", metavar="R,...", type=options.positives, help="requests per second, at random times (Poisson)"
-    )
-    box.add_argument(
-        "--context", metavar="N,...", type=options.wholes, help="context lengths at which tokens are timed"
-    )
+    box.add_argument("--rate", metavar="R,...", type=options.positives, help="requests per second (Poisson)")
+    box.add_argument("--context", metavar="N,...", type=options.wholes, help="prompt lengths of single requests")
     options.add_number(box, "--requests", 32, "requests per round of --rate")
     options.add_repeats(parser, 3)
     options.add_server(parser)
