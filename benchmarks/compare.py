@@ -39,10 +39,9 @@ from engine import EngineError, Roofline, fetch
 from server.cli.bench.client import IDS
 from server.cli.bench.figures import Figures, median, notes, percentile, rounded, spread, summarize
 from server.cli.bench.limits import Probe, probe
-from server.cli.bench.options import whole
 from server.cli.bench.processes import peak_bytes
 from server.cli.bench.session import machine
-from server.cli.commands import Failure, UsageError
+from server.cli.commands import Failure, UsageError, whole
 from server.settings_sources import load
 from server.settings_values import SettingsError
 from server.tokenization.tokenizer import Tokenizer

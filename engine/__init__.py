@@ -10,6 +10,7 @@ from .files import LIST_BYTES, read_file, read_json, read_text
 from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
+from .memory import measure as measure_memory
 from .process import begin_child, spawn
 from .supervisor import Child, ProcessEngine
 from .types import (
@@ -59,6 +60,7 @@ __all__ = [
     "begin_child",
     "fetch",
     "grammar_problem",
+    "measure_memory",
     "read_file",
     "read_json",
     "read_text",

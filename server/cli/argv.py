@@ -1,4 +1,4 @@
-"""The command line as other users of the machine see it: keys that were given as flags are overwritten there."""
+"""Hides API keys in the command line of this process, which every user of the machine can read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-# Of /proc/self/stat, counted from the process's state on: where the arguments begin and end in memory (proc(5)).
+# Fields of /proc/self/stat, counted from the process's state: the addresses of the arguments in memory (proc(5)).
 ARG_START, ARG_END = 45, 46
 
 
 def hide(secrets: Iterable[str]) -> None:
-    """Overwrite each of these texts in the list of processes, where the system lets a process do that (Linux)."""
+    """Overwrite these texts in the process list, if the system allows it (Linux)."""
     if sys.platform != "linux":
         return
     with suppress(OSError, ValueError, IndexError):
@@ -24,5 +24,5 @@ def hide(secrets: Iterable[str]) -> None:
         if ctypes.string_at(start, end - start) != shown:
             return
         for secret in filter(None, secrets):
-            for found in re.finditer(re.escape(secret.encode()), shown):
-                ctypes.memset(start + found.start(), ord("x"), found.end() - found.start())
+            for match in re.finditer(re.escape(secret.encode()), shown):
+                ctypes.memset(start + match.start(), ord("x"), match.end() - match.start())

@@ -1,4 +1,4 @@
-"""What a person sees while the model loads and when it is ready."""
+"""Prints the progress of loading, and the banner when the server is ready."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ import shlex
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TextIO
-
-from engine import Engine, EngineInfo
+from typing import TYPE_CHECKING, TextIO
 
 from ..settings import Settings, with_flags
+
+if TYPE_CHECKING:
+    from engine import Engine, EngineInfo
 
 REFRESH_S = 0.1
 ANYWHERE = ("0.0.0.0", "::")
 QUESTION = "What is continuous batching?"
-DEMONSTRATION = "A small demonstration that this repository trained itself: it knows a little about Pequod, no more."
+DEMONSTRATION = "This small model was trained for demonstration: it can answer a few questions about Pequod, no more."
+EXACT = "exact: a request has the same bits alone and in any batch"
+INEXACT = "equal up to rounding: a batch's other requests can change the last bits of a sum"
 
 log = logging.getLogger("pequod")
 
 
 def url(settings: Settings, where: tuple[str, int] | Path) -> str:
-    """The address under which this machine reaches the server."""
+    """Return the server's URL for clients on this machine. `where`: the address or the socket that it listens on."""
     scheme = "https" if settings.ssl_certfile else "http"
     if isinstance(where, Path):
         return f"{scheme}://localhost"
@@ -35,7 +38,7 @@ def url(settings: Settings, where: tuple[str, int] | Path) -> str:
 
 
 def curl(settings: Settings, where: tuple[str, int] | Path, has_template: bool) -> str:
-    """A command that gets an answer from this very server."""
+    """Return a curl command that sends a request to this server."""
     words = ["curl"]
     if isinstance(where, Path):
         words += ["--unix-socket", str(where)]
@@ -54,18 +57,18 @@ def curl(settings: Settings, where: tuple[str, int] | Path, has_template: bool) 
         path, body = "completions", {"model": name, "prompt": "Once upon a time", "max_tokens": 50}
     words += [f"{base}/v1/{path}", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     line = " ".join(shlex.quote(word) for word in words)
-    # The shell puts the key in, so that it stays off the screen and out of the scroll-back.
-    key = "$PEQUOD_API_KEY" if len(settings.api_key) <= 1 else "${PEQUOD_API_KEY%%,*}"  # of several the first
+    # The shell inserts the key, which so stays off the screen; of several keys, the first.
+    key = "$PEQUOD_API_KEY" if len(settings.api_key) <= 1 else "${PEQUOD_API_KEY%%,*}"
     return line + (f' -H "Authorization: Bearer {key}"' if settings.keys else "")
 
 
 def count(number: int, unit: str) -> str:
-    """`1 block`, `2 blocks`, `12,000 tokens`."""
+    """Return a number with its unit: `1 block`, `2 blocks`, `12,000 tokens`."""
     return f"{number:,} {unit}" + ("" if number == 1 else "s")
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for a person: 1.5 GiB."""
+    """Return bytes in a readable unit: `1.5 GiB`."""
     for unit in ("bytes", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "bytes" or num_bytes >= 10 else f"{num_bytes:.1f} {unit}"
@@ -74,19 +77,19 @@ def size(num_bytes: float) -> str:
 
 
 def parameters(number: int) -> str:
-    """A parameter count for a person: 1.5 M, 8.0 B."""
+    """Return a parameter count in a readable unit: `1.5 M`, `8.0 B`."""
     return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def full_length_users(info: EngineInfo) -> str:
-    """How many requests of the full length the cache holds at once."""
+    """Return the number of requests of full length that the cache holds at once."""
     users = info.num_blocks * info.block_size / info.max_len
     number = f"{users:.1f}".removesuffix(".0") if users < 10 else f"{users:,.0f}"
     return f"{number} user" + ("" if number == "1" else "s")
 
 
 def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, seconds: float) -> list[tuple[str, str]]:
-    """The banner's lines, label and text."""
+    """Return the banner's lines: label and text."""
     base = url(settings, where)
     tokens = info.num_blocks * info.block_size
     kept = info.dtype if info.quantization == "none" else f"{info.quantization}, computed in {info.dtype}"
@@ -101,23 +104,18 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
         ),
         (
             "steps",
-            f"{count(info.max_seqs, 'request')} at once, {info.max_batched_tokens:,} tokens a step,"
+            f"{count(info.max_seqs, 'request')} at once, {info.max_batched_tokens:,} tokens per step,"
             f" {info.attention} attention, {info.product} products",
         ),
-        (
-            "results",
-            "exact: a request gives the same bits alone and in any batch"
-            if info.exact
-            else "equal up to rounding: a batch's other requests can change the last bits of a sum",
-        ),
+        ("results", EXACT if info.exact else INEXACT),
         ("API", f"{base}/v1" + (f" on the socket {where}" if isinstance(where, Path) else "")),
         ("pages", f"{base}/docs  {base}/metrics  {base}/ready"),
-        ("started", f"in {seconds:.1f} s, {info.load_seconds:.1f} s of it loading"),
+        ("started", f"in {seconds:.1f} s, of which loading took {info.load_seconds:.1f} s"),
     ]
     if settings.host in ANYWHERE and settings.uds is None:
         lines.append(("network", f"listens on every address of this machine, port {base.rsplit(':', 1)[1]}"))
     if not settings.keys and not settings.is_loopback:
-        lines.append(("warning", "anyone who reaches this port can use the server; set --api-key"))
+        lines.append(("warning", "anyone who can reach this port can use the server; set --api-key"))
     if info.product_note:
         lines.append(("note", with_flags("; ".join(filter(None, [info.product_note, info.product_fix])))))
     lines += [("note", with_flags(note)) for note in info.notes]
@@ -135,16 +133,13 @@ def announce(
     *,
     stream: TextIO | None = None,
 ) -> None:
-    """Print the banner: colours on a terminal, plain lines elsewhere, one log line under --log-format json."""
+    """Print the banner: with colours on a terminal, as plain lines elsewhere, as a log line with --log-format json."""
     if settings.log_format == "json":
         fields = {"model": settings.names[0], "url": url(settings, where), "seconds": round(seconds, 3)}
-        fields |= {name: getattr(info, name) for name in ("dtype", "device", "num_blocks", "block_size", "max_len")}
-        fields |= {
-            "quantization": info.quantization,
-            "product": info.product,
-            "product_note": with_flags(info.product_note),
-        }
-        log.info("ready", extra={"fields": fields | {"exact": info.exact, "notes": [*map(with_flags, info.notes)]}})
+        names = ("dtype", "device", "num_blocks", "block_size", "max_len", "quantization", "product", "exact")
+        fields |= {name: getattr(info, name) for name in names}
+        fields |= {"product_note": with_flags(info.product_note), "notes": [*map(with_flags, info.notes)]}
+        log.info("ready", extra={"fields": fields})
         return
     stream = stream or sys.stdout
     lines = facts(info, settings, where, seconds)
@@ -173,13 +168,13 @@ def _print_rich(lines: list[tuple[str, str]], heading: str, command: str, stream
         table.add_row(label, Text(text, style="yellow" if label in ("warning", "note") else ""))
     console.print(Panel(table, title="[bold]Pequod is ready[/bold]", title_align="left", expand=False))
     console.print(heading)
-    console.print(Text(command, style="green"), soft_wrap=True)  # unbroken, so that it can be copied
+    console.print(Text(command, style="green"), soft_wrap=True)  # one line, to be copied
     stream.flush()
 
 
 @contextlib.asynccontextmanager
 async def loading(engine: Engine, settings: Settings, stream: TextIO | None = None) -> AsyncIterator[None]:
-    """Show how far the model is loaded, on stderr: a bar on a terminal, a log line elsewhere."""
+    """Show the progress of loading on stderr: a bar on a terminal, a log line elsewhere."""
     stream = stream or sys.stderr
     if not stream.isatty() or os.environ.get("TERM") == "dumb" or settings.log_format == "json":
         log.info("loading", extra={"fields": {"model": settings.model}})

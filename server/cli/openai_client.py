@@ -1,4 +1,4 @@
-"""What `pequod chat`, `complete` and `bench` share as clients of an OpenAI-compatible server."""
+"""The client of an OpenAI-compatible server that `pequod chat`, `complete` and `bench` share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ CONNECT_S = 10.0
 
 
 def base_url(url: str) -> str:
-    """The server's address without /v1, which may be given either way; raises UsageError."""
+    """Return the server's URL without /v1, with which it may be given. Raises UsageError."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
-        raise UsageError(f"--url {url[:64]} is not an address such as http://127.0.0.1:8000")
+        raise UsageError(f"--url {url[:64]} is not a URL such as http://127.0.0.1:8000")
     return base
 
 
 def open_client(url: str, key: str | None, silence_s: float, limits: httpx.Limits | None = None) -> httpx.AsyncClient:
-    """A client of the server at a base URL. `silence_s`: seconds without a byte after which a request fails."""
+    """Return a client of the server at a base URL. A request fails after `silence_s` seconds without a byte."""
     import httpx
 
     return httpx.AsyncClient(
@@ -34,7 +34,7 @@ def open_client(url: str, key: str | None, silence_s: float, limits: httpx.Limit
 
 
 def error_field(body: object, name: str) -> str | None:
-    """`message` or `code` of an error in OpenAI's form; a message may also stand alone, and elsewhere."""
+    """Return `message` or `code` of an error in OpenAI's form; a message is also found in other servers' forms."""
     if not isinstance(body, dict):
         return None
     error = body.get("error", body.get("detail", body.get("message")) if name == "message" else None)
@@ -43,7 +43,7 @@ def error_field(body: object, name: str) -> str | None:
 
 
 def parsed(content: bytes) -> Any:
-    """The JSON of a body; None for anything else."""
+    """Return a body parsed as JSON, or None if it is not JSON."""
     try:
         return json.loads(content)
     except ValueError:

@@ -98,20 +98,20 @@ def test_help_tells_every_setting(pequod, command):
         (["serve", "--max-model"], "did you mean --max-model-len?"),
         (["serve", "--zzzzzz"], "unknown flag --zzzzzz; see `pequod serve --help`"),
         (["complete", "--pormpt", "x"], "did you mean --prompt?"),
-        (["doctor", "a", "b"], "'b' is one argument too many"),
+        (["doctor", "a", "b"], "unexpected argument 'b'"),
         (["serve", "a", "--model", "b"], "two models are named"),
         (["serve", "--port"], "--port"),
         (["serve", "--port", "none"], "--port none is not a whole number"),
         (["serve", "--dtype", "flaot32"], "did you mean float32?"),
         (["serve", "--config", "/nowhere.toml"], "/nowhere.toml: cannot be read"),
-        (["serve", "--host", "256.1.1.1"], "--host 256.1.1.1 is no address of this machine"),
+        (["serve", "--host", "256.1.1.1"], "--host 256.1.1.1 is not an address of this machine"),
         (["config", "shwo"], "shwo"),
         (["complete"], "give either --prompt TEXT or --prompt-ids"),
         (["complete", "--prompt", "a", "--prompt-ids", "1"], "give either --prompt TEXT or --prompt-ids"),
         (["complete", "--prompt-ids", "1,x"], "1,x is not a list of token ids"),
         (["complete", "--prompt", "a", "--temperature", "nan"], "nan is not a number from 0 to 2"),
         (["complete", "--prompt", "a", "--max-tokens", "0"], "0 is not a whole number of at least 1"),
-        (["complete", "--prompt", "a", "--url", "localhost:8000"], "is not an address such as http://"),
+        (["complete", "--prompt", "a", "--url", "localhost:8000"], "is not a URL such as http://"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_exit_code_2(pequod, argv, said):
@@ -202,7 +202,7 @@ def test_a_socket_file_left_behind_is_replaced_and_a_used_one_is_not(tmp_path):
 
 def test_a_file_is_never_replaced_by_a_socket(tmp_path):
     (tmp_path / "precious").write_text("text")
-    with pytest.raises(UsageError, match="no socket"), listen(Settings(uds=tmp_path / "precious")):
+    with pytest.raises(UsageError, match="not a socket"), listen(Settings(uds=tmp_path / "precious")):
         pass
     assert (tmp_path / "precious").read_text() == "text"
 

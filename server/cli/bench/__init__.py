@@ -1,6 +1,6 @@
-"""The measuring harness behind `pequod bench`.
+"""The measuring harness of `pequod bench`.
 
-`session` starts a Pequod or connects to any OpenAI-compatible URL; `client` sends one request and keeps each token's
-time; `load` makes prompts and arrivals; `figures` turns what came back into percentiles and medians; `show` and `plots`
-print them. Each command is a module with `add_arguments` and `run`. What needs torch runs as `python -m engine.…`.
+`session` starts a Pequod or connects to an OpenAI-compatible URL; `client` sends a request and records the time of each
+token; `load` makes prompts and arrival times; `figures` computes percentiles and medians; `show` and `plots` print and
+draw them. Each command is a module with `add_arguments` and `run`. Code that needs torch runs as `python -m engine.…`.
 """

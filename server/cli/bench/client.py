@@ -184,15 +184,14 @@ class Target:
         shot = Shot(ask.at, ask.input_len, ask.output_len, sent=time.perf_counter() - began)
         path = "/v1/chat/completions" if "messages" in (body := self.body(ask)) else "/v1/completions"
         try:
-            async with self.http.stream("POST", path, json=body) as answer:
-                if answer.status_code != 200:
-                    shot.error = refusal(answer.status_code, await answer.aread())
-                elif answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    await self._read(answer, shot, began, on_tokens)
+            async with self.http.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    shot.error = refusal(response.status_code, await response.aread())
+                elif response.headers.get("content-type", "").startswith("text/event-stream"):
+                    await self._read(response, shot, began, on_tokens)
                 else:
                     shot.streamed = False
-                    content = await answer.aread()
-                    _take(shot, json.loads(content), time.perf_counter() - began)
+                    _take(shot, json.loads(await response.aread()), time.perf_counter() - began)
         except httpx.HTTPError as error:
             shot.error, shot.broken = f"the connection failed: {type(error).__name__}", True
         except ValueError:
@@ -202,8 +201,8 @@ class Target:
             shot.error = "the response had neither a token nor a finish reason"
         return shot
 
-    async def _read(self, answer: httpx.Response, shot: Shot, began: float, on_tokens: Any) -> None:
-        events = EventStream(answer)
+    async def _read(self, response: httpx.Response, shot: Shot, began: float, on_tokens: Any) -> None:
+        events = EventStream(response)
         async for arrived, event in events:
             if _take(shot, event, arrived - began) and on_tokens is not None:
                 on_tokens()
@@ -292,13 +291,13 @@ async def _get(http: httpx.AsyncClient, path: str, needed: bool = True) -> dict[
     import httpx
 
     try:
-        answer = await http.get(path, timeout=CONNECT_S)
-        found = answer.json() if answer.status_code == 200 else None
+        response = await http.get(path, timeout=CONNECT_S)
+        found = response.json() if response.status_code == 200 else None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Failure(f"no server responds at {http.base_url} ({type(error).__name__})") from None
     except ValueError:
         found = None
-    if needed and answer.status_code in (401, 403):
+    if needed and response.status_code in (401, 403):
         raise Failure(f"{http.base_url} requires a key; pass it with --api-key")
     return found if isinstance(found, dict) else {}
 

@@ -1,4 +1,4 @@
-"""`pequod bench kernels`: our matrix products beside torch's, in a child, since that takes torch."""
+"""`pequod bench kernels`: times our CPU kernels and torch's, in a child process that imports torch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ FLAGS = ("isa", "dtype", "rows", "threads", "seconds")
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod bench kernels [flags]"
     parser.description = (
-        "Time the CPU kernels on the shapes of a model beside torch's, with their error against float64, and whether a"
-        " row has the same bits alone and in a batch. The same as `python -m engine.bench.kernels`."
+        "Time our CPU kernels and torch's on the shapes of a model. Also reports the error relative to float64, and"
+        " whether a row has the same bits alone and in a batch. The same as `python -m engine.bench.kernels`."
     )
     parser.add_argument("--isa", metavar="NAME", help="instruction set: auto, avx512bf16, avx512, avx2, or torch")
     parser.add_argument("--dtype", metavar="TYPE", help="bfloat16 or float32 (default: bfloat16)")
-    parser.add_argument("--rows", metavar="N,...", type=options.wholes, help="rows of the products")
+    parser.add_argument("--rows", metavar="N,...", type=options.wholes, help="rows of the matrix products")
     parser.add_argument("--threads", metavar="N", type=options.whole(1), help="torch threads (default: torch's choice)")
-    parser.add_argument("--seconds", metavar="S", type=options.positive, help="about so long for each line")
-    parser.add_argument("--json", action="store_true", help="print one JSON object; the lines go to stderr")
+    parser.add_argument("--seconds", metavar="S", type=options.positive, help="approximate seconds per measurement")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and the table on stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The child's exit code; what it prints goes where this command's output goes."""
+    """Run the child, whose output is that of this command, and return its exit code."""
     return run_python(*words(arguments), capture=False).returncode
 
 
 def words(arguments: argparse.Namespace) -> list[str]:
-    """The child's command line after Python: the flags that were given, as they were given."""
+    """Return the child's command line after Python: its module and the flags that were given."""
     words = ["-m", "engine.bench.kernels"]
     for name in FLAGS:
-        value = getattr(arguments, name)
-        if value is not None:
+        if (value := getattr(arguments, name)) is not None:
             words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     return [*words, "--json"] if arguments.json else words

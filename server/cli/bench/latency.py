@@ -1,18 +1,17 @@
-"""`pequod bench latency`: one request at a time, prefill and decode apart, and the engine's step by phase."""
+"""`pequod bench latency`: one request at a time, prefill and decode separately, and the engine's steps by phase."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...observability.phases import PHASES
 from ..commands import Parser, settings_from
 from . import limits, options, plots
 from .figures import Figures, median, notes, spread, summarize
-from .session import Session, opened, rounds, tell
-from .show import check, give, number, spread_table, table
-from .steps import Step, decoding, least, phases, prefilling
+from .session import Session, opened, rounds
+from .show import Result, figures_table, number, report, server_and_model, table
+from .steps import Step, decoding, limit_seconds, phases, prefilling
 
 if TYPE_CHECKING:
     from engine import Roofline
@@ -23,7 +22,7 @@ LABELS = [
     ("itl_p50_s", "time per token, median", "s"),
     ("itl_p99_s", "time per token, p99", "s"),
     ("decode_tok_s", "decode, tokens/s", ""),
-    ("e2e_p50_s", "whole answer", "s"),
+    ("e2e_p50_s", "whole response", "s"),
 ]
 
 
@@ -31,43 +30,37 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = f"pequod bench latency {options.URL_USAGE}"
     parser.description = (
         "Measure one request at a time: seconds to the first token (prefill), seconds per token after it (decode), and"
-        " peak memory of the server's processes. Of a Pequod started here also the engine's steps by phase: alone, and"
-        " with the numbers of requests that --rows names."
+        " peak memory of the server's processes. If a Pequod is started here, also report the engine's steps by phase,"
+        " with one request and with the numbers of requests in --rows."
     )
     options.add_lengths(parser, 32, 128)
-    parser.add_argument(
-        "--rows",
-        metavar="N,...",
-        type=options.wholes,
-        default=[1, 16],
-        help="numbers of requests per step to report phases for (default: 1,16)",
-    )
+    options.add_numbers(parser, "--rows", [1, 16], "numbers of requests in the steps that are reported by phase")
     options.add_repeats(parser, 5)
     options.add_server(parser)
     options.add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures of single requests."""
-    check(arguments)
-    result = asyncio.run(measure(arguments))
+    """Print the figures of single requests, and draw the steps."""
+    result = report(arguments, measure, shown)
     if arguments.plot is not None and result.get("steps"):
-        title = f"{result['server']['name']}, {result['server']['model']}: a decode step by phase"
+        title = f"{server_and_model(result)}: a decode step by phase"
         best = {rows: each["limit_s"] for rows, each in result["steps"].items() if "limit_s" in each}
         plots.phases(arguments.plot / "step.png", title, result["steps"], best)
-    give(arguments, result, shown(result))
     return 0
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result as JSON has it."""
-    # Before the server is there, so that the two do not disturb each other.
-    limit = None if arguments.url is not None else await limits.known(settings_from(arguments).settings)
+async def measure(arguments: argparse.Namespace) -> Result:
+    """Return the result for JSON."""
+    limit = None
+    if arguments.url is None:  # before the server is started, so that the measurements do not disturb each other
+        async with limits.probe_where_known(settings_from(arguments).settings) as probe:
+            limit = probe.seen[0] if probe is not None else None
     async with opened(arguments) as session:
-        given = arguments.input_len, arguments.output_len
-        session.check_length(sum(given))
-        runs = await rounds(session, arguments, lambda: [session.prompts.ask(*given)], 1)
-        steps = session.steps()
+        lengths = arguments.input_len, arguments.output_len
+        session.check_length(sum(lengths))
+        runs = await rounds(session, arguments, lambda: [session.prompts.ask(*lengths)], 1)
+        steps = await session.steps()
         figures = [summarize(each) for each in runs]
         for each in figures:
             tokens, seconds = each["prompt_tokens"], each["ttft_p50_s"]
@@ -76,54 +69,51 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         result = {
             "bench": "latency",
             **session.about(),
-            "workload": {"input_len": given[0], "output_len": given[1], "rounds": arguments.rounds},
+            "workload": {name: getattr(arguments, name) for name in ("input_len", "output_len", "rounds")},
             "figures": spread(figures),
             "peak_bytes": session.peak_bytes(),
             "notes": notes(session.target, shots),
             "requests": [shot.record() for shot in shots],
         }
-        if session.is_own:
+        if session.child is not None:
             result["prefill"] = phases(prefilling(steps))
             result["steps"] = await by_rows(session, arguments, steps, limit)
-    tell(result["notes"])
-    return result
+        return result
 
 
 async def by_rows(
     session: Session, arguments: argparse.Namespace, alone: list[Step], limit: Roofline | None
 ) -> dict[str, Figures]:
-    """Medians of the decode steps with so many rows, by their number, and the least time that they could take."""
+    """Return medians of the decode steps by their number of rows, and their minimum time on this machine.
+
+    `alone`: the steps of single requests.
+    """
     found = {}
     for rows in arguments.rows:
         steps = alone
         if rows > 1:
             asks = [session.prompts.ask(arguments.input_len, arguments.output_len) for _ in range(rows)]
             await session.send(asks, label=f"{rows} rows")
-            steps = session.steps()
+            steps = await session.steps()
         seen = decoding(steps, rows)
         if seen:
             found[str(rows)] = {"steps": len(seen), **phases(seen)}
             if limit is not None:
-                found[str(rows)]["limit_s"] = median(least(limit, step) for step in seen)
+                found[str(rows)]["limit_s"] = median(limit_seconds(limit, step) for step in seen)
     return found
 
 
-def shown(result: dict[str, Any]) -> str:
-    """The result as tables."""
+def shown(result: Result) -> str:
+    """Return the result as tables."""
     work = result["workload"]
-    lines = [
-        f"{result['server']['name']}, {result['server']['model']}: {work['input_len']} tokens in,"
-        f" {work['output_len']} out, one request at a time, {work['rounds']} rounds",
-        spread_table(result["figures"], LABELS, work["rounds"]),
-    ]
-    if result["peak_bytes"]:
-        lines.append(f"peak memory of its processes: {number(result['peak_bytes'], 'bytes')}")
+    lengths = f"{work['input_len']} tokens in, {work['output_len']} out"
+    lines = [figures_table(result, f"{lengths}, one request at a time, {work['rounds']} rounds", LABELS)]
     if steps := result.get("steps"):
         head = ["decode step by phase", *(f"{rows} row{'s' * (rows != '1')}" for rows in steps)]
         names = ["step", *PHASES, "kernels", "rest"]
         body = [[name, *(number(each[f"{name}_s"], "s") for each in steps.values())] for name in names]
-        body[-2][0] = "of it in CPU kernels"
+        body[-2][0] = "in our CPU kernels"
         if all("limit_s" in each for each in steps.values()):
-            body.append(["this machine's limit", *(number(each["limit_s"], "s") for each in steps.values())])
+            body.append(["limit of this machine", *(number(each["limit_s"], "s") for each in steps.values())])
         lines += ["", table(head, body)]
     return "\n".join(lines)

@@ -94,9 +94,3 @@ async def probe_where_known(settings: Settings) -> AsyncIterator[Probe | None]:
         with contextlib.suppress(Failure):
             found = await stack.enter_async_context(probe(settings))
         yield found
-
-
-async def known(settings: Settings) -> Roofline | None:
-    """Return the limits, measured once, or None if they are not known."""
-    async with probe_where_known(settings) as found:
-        return found.seen[0] if found is not None else None

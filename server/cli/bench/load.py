@@ -16,11 +16,11 @@ from typing import Any
 from ..commands import Failure, UsageError
 from .client import IDS, WORDS, Ask, Shot, Target
 
-HASH_BLOCK = 512  # tokens of a prompt that one id of a trace's hash_ids stands for
+HASH_BLOCK = 512  # tokens of a prompt for each id in a trace's hash_ids
 
 
 class Prompts:
-    """Random prompts from a seed. They share no prefix unless a trace says so, so a prefix cache does not help."""
+    """Random prompts from a seed. They share a prefix only where a trace does, so that a prefix cache does not help."""
 
     def __init__(self, target: Target, seed: int, words: Sequence[str] = ()) -> None:
         """`words`: each exactly one token of the model, for servers that accept only text."""
@@ -133,15 +133,15 @@ def _mooncake(file: Iterator[str]) -> Iterator[Arrival]:
         yield Arrival(float(row["timestamp"]) / 1000, int(row["input_length"]), int(row["output_length"]), blocks)
 
 
-def scaled(arrivals: Sequence[Arrival], time_scale: float, length_scale: float, most: int | None) -> list[Arrival]:
-    """Return a trace with scaled times and lengths; a request has at most `most` tokens, half of them output."""
+def scaled(arrivals: Sequence[Arrival], time_scale: float, length_scale: float, max_len: int | None) -> list[Arrival]:
+    """Return a trace with scaled times and lengths; a request has at most `max_len` tokens, half of them output."""
     done = []
     for arrival in arrivals:
         input_len = max(1, round(arrival.input_len * length_scale))
         output_len = max(1, round(arrival.output_len * length_scale))
-        if most is not None:
-            output_len = min(output_len, most // 2)
-            input_len = min(input_len, most - output_len)
+        if max_len is not None:
+            output_len = min(output_len, max_len // 2)
+            input_len = min(input_len, max_len - output_len)
         block_len = max(1, round(HASH_BLOCK * length_scale))
         done.append(Arrival(arrival.at * time_scale, input_len, output_len, arrival.blocks, block_len))
     return done

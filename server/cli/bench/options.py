@@ -5,29 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from ..commands import Parser, add_settings
+from ..commands import Parser, add_settings, whole
 
+Number = TypeVar("Number", int, float)
 URL_USAGE = "[MODEL | --url URL] [flags]"
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Return a parser of integers of at least `least`."""
-
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text) <= 2**31 - 1:
-            raise argparse.ArgumentTypeError(f"{text[:64]} is not a whole number of at least {least}")
-        return int(text)
-
-    return parse
 
 
 def wholes(text: str) -> list[int]:
     """Parse a list such as 1,2,4; returns it sorted."""
-    numbers = [whole(1)(word) for word in text.replace(",", " ").split()]
-    if not numbers:
-        raise argparse.ArgumentTypeError(f"{text[:64]!r} is not a list such as 1,2,4")
-    return sorted(set(numbers))
+    return _sorted(text, whole(1), "1,2,4")
 
 
 def positive(text: str) -> float:
@@ -43,13 +31,17 @@ def positive(text: str) -> float:
 
 def positives(text: str) -> list[float]:
     """Parse a list such as 0.5,1,2; returns it sorted."""
-    numbers = [positive(word) for word in text.replace(",", " ").split()]
+    return _sorted(text, positive, "0.5,1,2")
+
+
+def _sorted(text: str, parse: Callable[[str], Number], example: str) -> list[Number]:
+    numbers = {parse(word) for word in text.replace(",", " ").split()}
     if not numbers:
-        raise argparse.ArgumentTypeError(f"{text[:64]!r} is not a list such as 0.5,1,2")
-    return sorted(set(numbers))
+        raise argparse.ArgumentTypeError(f"{text[:64]!r} is not a list such as {example}")
+    return sorted(numbers)
 
 
-def json_place(text: str) -> Path | None:
+def json_file(text: str) -> Path | None:
     """Parse the file of --json; None: standard output. The suffix keeps a MODEL after --json from being overwritten."""
     if text == "-":
         return None
@@ -67,11 +59,7 @@ def add_own(parser: Parser) -> None:
 def add_server(parser: Parser, api: str = "completions") -> None:
     """Add MODEL and the settings of the Pequod to start, or --url; `api` is the default."""
     box = parser.add_argument_group("server")
-    box.add_argument(
-        "--url",
-        metavar="URL",
-        help="measure the server at this URL, of any kind, instead of starting a Pequod with MODEL",
-    )
+    box.add_argument("--url", metavar="URL", help="measure this server, of any kind, instead of starting a Pequod")
     box.add_argument(
         "--api",
         choices=["completions", "chat"],
@@ -81,38 +69,29 @@ def add_server(parser: Parser, api: str = "completions") -> None:
     add_settings(parser, "model", "engine", "limits", extra=["api_key"])
 
 
+def add_number(box: argparse._ActionsContainer, flag: str, default: int, text: str, minimum: int = 1) -> None:
+    """Add a flag for an integer."""
+    box.add_argument(flag, metavar="N", type=whole(minimum), default=default, help=f"{text} (default: {default})")
+
+
+def add_numbers(box: argparse._ActionsContainer, flag: str, default: list[int], text: str) -> None:
+    """Add a flag for a list of integers."""
+    numbers = ",".join(map(str, default))
+    box.add_argument(flag, metavar="N,...", type=wholes, default=default, help=f"{text} (default: {numbers})")
+
+
 def add_repeats(parser: Parser, rounds: int) -> None:
     """Add the number of repetitions."""
     box = parser.add_argument_group("repetition")
-    box.add_argument(
-        "--rounds", metavar="N", type=whole(1), default=rounds, help=f"measured repetitions (default: {rounds})"
-    )
-    box.add_argument(
-        "--warmup",
-        metavar="N",
-        type=whole(0),
-        default=1,
-        help="repetitions before them that are discarded (default: 1)",
-    )
+    add_number(box, "--rounds", rounds, "measured repetitions")
+    add_number(box, "--warmup", 1, "repetitions before them that are discarded", minimum=0)
 
 
 def add_lengths(parser: Parser, input_len: int, output_len: int) -> None:
     """Add the lengths of requests."""
     box = parser.add_argument_group("requests")
-    box.add_argument(
-        "--input-len",
-        metavar="N",
-        type=whole(1),
-        default=input_len,
-        help=f"tokens of each prompt (default: {input_len})",
-    )
-    box.add_argument(
-        "--output-len",
-        metavar="N",
-        type=whole(1),
-        default=output_len,
-        help=f"tokens of each output (default: {output_len})",
-    )
+    add_number(box, "--input-len", input_len, "tokens of each prompt")
+    add_number(box, "--output-len", output_len, "tokens of each output")
 
 
 def add_output(parser: Parser, plots: bool = True) -> None:
@@ -122,13 +101,10 @@ def add_output(parser: Parser, plots: bool = True) -> None:
         "--json",
         nargs="?",
         metavar="FILE.json",
-        type=json_place,
-        const=None,
+        type=json_file,
         default=False,
         help="write all results, with the time of every token, as JSON to FILE; without FILE print them instead of the"
         " table",
     )
     if plots:
-        box.add_argument(
-            "--plot", metavar="DIR", type=Path, help="draw PNGs into DIR (needs `pip install pequod[bench]`)"
-        )
+        box.add_argument("--plot", metavar="DIR", type=Path, help="draw PNGs into DIR (needs the extra pequod[bench])")

@@ -1,4 +1,4 @@
-"""PNG plots of results, the machine's limit drawn in where it is known. matplotlib is imported when one is drawn."""
+"""Draws results as PNGs, with the machine's limit where it is known. Imports matplotlib only when it draws."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ..commands import Failure
 SIZE = (7.0, 4.2)  # inches
 COLOURS = {"schedule": "#9aa5b1", "prepare": "#62a8ac", "forward": "#2f5d8a", "sample": "#e0a458", "publish": "#c8553d"}
 OURS, SECOND, LIMIT = "#2f5d8a", "#e0a458", "#555555"
+LIMIT_LABEL = "limit of this machine"
 
 
 def require() -> None:
-    """Failure with the remedy where matplotlib is not installed."""
+    """Raise Failure if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
         raise Failure("--plot needs matplotlib: pip install 'pequod[bench]'") from None
-    matplotlib.use("Agg")  # files alone: there may be no screen
+    matplotlib.use("Agg")  # files only: there may be no screen
 
 
 def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
@@ -47,20 +48,16 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def throughput(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> Path:
-    """Tokens per second of all requests against each one's time per token; a point: load, output_tok_s, itl_p50_s,
-    and limit_tok_s and limit_itl_s where they are known."""
-    figure, axes = _figure(title, "time per token, median (ms)", "tokens/s of all answers")
+    """Plot the tokens per second of all requests over the time per token of each request.
+
+    A point has load, output_tok_s and itl_p50_s, and limit_tok_s and limit_itl_s if these are known.
+    """
+    figure, axes = _figure(title, "time per token, median (ms)", "tokens/s of all requests")
     known = [point for point in points if point["itl_p50_s"]]
-    x, y = [1e3 * point["itl_p50_s"] for point in known], [point["output_tok_s"] for point in known]
-    axes.plot(x, y, "o-", color=OURS, label="measured")
-    for point, at in zip(known, zip(x, y, strict=True), strict=True):
-        axes.annotate(point["load"], at, xytext=(5, -11), textcoords="offset points", fontsize=8, color=OURS)
-    limits = [point for point in known if point.get("limit_itl_s")]
-    if limits:
-        at_best = [(1e3 * point["limit_itl_s"], point["limit_tok_s"]) for point in limits]
-        axes.plot(*zip(*at_best, strict=True), "s--", color=LIMIT, markersize=4, label="this machine's limit")
-        for point, at in zip(limits, at_best, strict=True):
-            axes.annotate(point["load"], at, xytext=(5, -11), textcoords="offset points", fontsize=8, color=LIMIT)
+    _labelled(axes, known, "itl_p50_s", "output_tok_s", "o-", color=OURS, label="measured")
+    if limits := [point for point in known if point.get("limit_itl_s")]:
+        style = {"color": LIMIT, "markersize": 4, "label": LIMIT_LABEL}
+        _labelled(axes, limits, "limit_itl_s", "limit_tok_s", "s--", **style)
         axes.set_xscale("log")
         axes.set_yscale("log")
         _plain(axes.xaxis)
@@ -69,17 +66,27 @@ def throughput(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> P
     return _save(figure, path)
 
 
+def _labelled(axes: Any, points: Sequence[Mapping[str, Any]], x: str, y: str, marker: str, **style: Any) -> None:
+    """Draw a line through points, with the load beside each; `x` is in seconds."""
+    positions = [(1e3 * point[x], point[y]) for point in points]
+    axes.plot([at[0] for at in positions], [at[1] for at in positions], marker, **style)
+    for point, at in zip(points, positions, strict=True):
+        axes.annotate(point["load"], at, xytext=(5, -11), textcoords="offset points", fontsize=8, color=style["color"])
+
+
 def context(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> Path:
-    """Time per token against the tokens before it; a point: context, itl_p50_s, itl_p99_s, and limit_itl_s if known."""
-    figure, axes = _figure(title, "tokens of context", "time per token (ms)")
+    """Plot the time per token over the context length.
+
+    A point has context, itl_p50_s and itl_p99_s, and limit_itl_s if it is known.
+    """
+    figure, axes = _figure(title, "context length (tokens)", "time per token (ms)")
     known = [point for point in points if point["itl_p50_s"]]
     x = [point["context"] for point in known]
     axes.plot(x, [1e3 * point["itl_p99_s"] for point in known], "^:", color=SECOND, label="99th percentile")
     axes.plot(x, [1e3 * point["itl_p50_s"] for point in known], "o-", color=OURS, label="median")
-    limits = [point for point in known if point.get("limit_itl_s")]
-    if limits:
+    if limits := [point for point in known if point.get("limit_itl_s")]:
         y = [1e3 * point["limit_itl_s"] for point in limits]
-        axes.plot([p["context"] for p in limits], y, "s--", color=LIMIT, markersize=4, label="this machine's limit")
+        axes.plot([p["context"] for p in limits], y, "s--", color=LIMIT, markersize=4, label=LIMIT_LABEL)
     axes.set_xscale("log", base=2)
     axes.set_xticks(x)
     _plain(axes.xaxis)
@@ -90,7 +97,7 @@ def context(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> Path
 
 
 def phases(path: Path, title: str, steps: Mapping[str, Mapping[str, float]], limits: Mapping[str, float]) -> Path:
-    """A decode step's time by phase, a bar for each number of rows; `limits`: the least time of each, in seconds."""
+    """Plot the phases of a decode step as a bar for each number of rows; `limits`: their minimum times, in seconds."""
     from matplotlib.patheffects import withStroke
 
     figure, axes = _figure(title, "median time of a decode step (ms)", "")
@@ -100,15 +107,13 @@ def phases(path: Path, title: str, steps: Mapping[str, Mapping[str, float]], lim
         widths = [1e3 * steps[row][f"{phase}_s"] for row in rows]
         axes.barh(rows, widths, left=left, color=colour, label=phase, height=0.55)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    for place, row in enumerate(rows):
-        axes.annotate(
-            f"{left[place]:.3g}", (left[place], place), xytext=(4, -3), textcoords="offset points", fontsize=8
-        )
+    for y, row in enumerate(rows):
+        axes.annotate(f"{left[y]:.3g}", (left[y], y), xytext=(4, -3), textcoords="offset points", fontsize=8)
         if row in limits:
-            label = "this machine's limit" if row == next(iter(limits)) else None
+            label = LIMIT_LABEL if row == next(iter(limits)) else None
             at = 1e3 * limits[row]
             line = {"color": "black", "linewidth": 1.6, "path_effects": [withStroke(linewidth=4, foreground="white")]}
-            axes.plot([at, at], [place - 0.36, place + 0.36], label=label, **line)
+            axes.plot([at, at], [y - 0.36, y + 0.36], label=label, **line)
     axes.set_yticks(range(len(rows)), [f"{row} row{'s' * (row != '1')}" for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
@@ -117,7 +122,7 @@ def phases(path: Path, title: str, steps: Mapping[str, Mapping[str, float]], lim
 
 
 def _plain(axis: Any) -> None:
-    """Numbers as people write them, on a logarithmic axis too."""
+    """Write numbers without exponents, also on logarithmic axes."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

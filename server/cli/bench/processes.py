@@ -26,8 +26,7 @@ def free_port() -> int:
     """Return a free port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+        return int(sock.getsockname()[1])
 
 
 class Child:

@@ -1,9 +1,8 @@
-"""`pequod bench roofline`: each phase of a model against what this machine could do at best."""
+"""`pequod bench roofline`: compares each phase of a model with the limit of this machine."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,35 +11,29 @@ from . import options
 from .figures import median
 from .limits import RATES, Probe, middle, probe
 from .session import Session, opened
-from .show import check, give, number, table
-from .steps import Step, decoding, least, prefilling
+from .show import Result, number, report, server_and_model, table
+from .steps import Step, decoding, limit_seconds, prefilling
 
 if TYPE_CHECKING:
     from engine import Roofline
 
-DECODED = 32  # tokens of each answer whose steps are timed
-CACHED_BYTES = 64 << 20  # smaller weights may stay in a processor's cache
+DECODED = 32  # output tokens of each request whose steps are timed
+CACHED_BYTES = 64 << 20  # smaller weights may stay in the processor's cache
 
 
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod bench roofline [MODEL] [flags]"
     parser.description = (
-        "Measure this machine's memory bandwidth and its rate of matrix products, and report for each phase of a model,"
-        " the prefill of a prompt and decode steps of several requests, its bytes and operations, the time that they"
-        " take at best, the time that they took, and the share of the best that was reached. The machine is measured"
-        " before and after each phase, because it changes. A running server exports the same share of its own steps as"
+        "Measure this machine's memory bandwidth and its rate of matrix products. Report for each phase of a model (the"
+        " prefill of a prompt, and decode steps of several requests) its bytes and operations, the minimum time for"
+        " these, the measured time, and the minimum as a share of it. The machine is measured before and after each"
+        " phase, because its speed changes. A running server exports this share for its steps as"
         " pequod:roofline_fraction."
     )
     box = parser.add_argument_group("phases")
-    box.add_argument(
-        "--prefill", metavar="N,...", type=options.wholes, default=[512], help="prompt lengths (default: 512)"
-    )
-    box.add_argument(
-        "--rows", metavar="N,...", type=options.wholes, default=[1, 16], help="requests in a step (default: 1,16)"
-    )
-    box.add_argument(
-        "--context", metavar="N", type=options.whole(1), default=256, help="tokens before each row's (default: 256)"
-    )
+    options.add_numbers(box, "--prefill", [512], "prompt lengths")
+    options.add_numbers(box, "--rows", [1, 16], "requests per step")
+    options.add_number(box, "--context", 256, "prompt tokens of each request in a decode step")
     options.add_repeats(parser, 3)
     options.add_own(parser)
     options.add_output(parser, plots=False)
@@ -48,18 +41,16 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each phase's share of the limit."""
-    check(arguments)
-    result = asyncio.run(measure(arguments))
-    give(arguments, result, shown(result))
+    report(arguments, measure, shown)
     return 0
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result as JSON has it."""
+async def measure(arguments: argparse.Namespace) -> Result:
+    """Return the result for JSON."""
     async with probe(settings_from(arguments).settings) as limits, opened(arguments) as session:
         longest = max(*arguments.prefill, arguments.context + DECODED)
         if session.target.max_len is not None and longest >= session.target.max_len:
-            raise UsageError(f"{longest} tokens and their answer are more than the server's {session.target.max_len}")
+            raise UsageError(f"{longest} tokens and their output are more than the server's {session.target.max_len}")
         phases = [await prefill(session, limits, length, arguments) for length in arguments.prefill]
         phases += [await decode(session, limits, rows, arguments) for rows in arguments.rows]
         return {
@@ -74,38 +65,38 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def prefill(session: Session, limits: Probe, length: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The steps that compute one prompt alone, added up."""
+    """Return the sum of the steps that compute a single prompt."""
     found = []
-    for number_ in range(arguments.warmup + arguments.rounds):
+    for index in range(arguments.warmup + arguments.rounds):
         before = await limits.measure()
-        session.steps()
+        await session.steps()
         await session.send([session.prompts.ask(length, 1)], label=f"prefill of {length}")
-        steps = prefilling(session.steps())
-        if number_ >= arguments.warmup:
+        steps = prefilling(await session.steps())
+        if index >= arguments.warmup:
             found.append(figures(steps, [before, await limits.measure()], total=True))
     return _middle(f"prefill {length:,} tokens", found)
 
 
 async def decode(session: Session, limits: Probe, rows: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The steps in which so many rows each draw a token; the median one."""
+    """Return the median of the steps in which this number of rows sample a token each."""
     found = []
-    for number_ in range(arguments.warmup + arguments.rounds):
+    for index in range(arguments.warmup + arguments.rounds):
         before = await limits.measure()
-        session.steps()
+        await session.steps()
         asks = [session.prompts.ask(arguments.context, DECODED) for _ in range(rows)]
         await session.send(asks, label=f"decode of {rows}")
-        steps = decoding(session.steps(), rows)
-        if number_ >= arguments.warmup:
+        steps = decoding(await session.steps(), rows)
+        if index >= arguments.warmup:
             found.append(figures(steps, [before, await limits.measure()], total=False))
     name = f"decode {rows} row{'s' * (rows > 1)} at {arguments.context:,}"
     phase = _middle(name, found)
     if phase is None:
-        warn(f"{rows} requests were never all in one step; --max-num-seqs may be lower")
+        warn(f"no step had all {rows} requests; --max-num-seqs may be lower")
     return phase
 
 
 def figures(steps: Sequence[Step], limits: Sequence[Roofline], total: bool) -> dict[str, float] | None:
-    """Bytes, operations, and seconds at best and measured: of all steps together, or of the median step."""
+    """Return bytes, operations, and minimum and measured seconds: the sum of all steps, or the median step."""
     if not steps:
         return None
     rate = middle(limits)
@@ -115,7 +106,7 @@ def figures(steps: Sequence[Step], limits: Sequence[Roofline], total: bool) -> d
             float(rate.flops(tokens := step.prompt_tokens + step.decode_tokens, step.pairs, step.logits)),
             rate.bytes(step.context) / rate.bytes_per_s,
             rate.multiply_seconds(tokens, step.pairs, step.logits),
-            least(rate, step),
+            limit_seconds(rate, step),
             step.total,
             step.seconds.get("forward", 0.0),
         )
@@ -132,25 +123,24 @@ def figures(steps: Sequence[Step], limits: Sequence[Roofline], total: bool) -> d
 
 
 def _middle(name: str, found: Sequence[dict[str, float] | None]) -> dict[str, Any] | None:
-    """The medians over the rounds; None when no round had such steps."""
+    """Return the medians over the rounds, or None if no round had such steps."""
     rounds = [each for each in found if each is not None]
     if not rounds:
         return None
     return {"phase": name, **{key: median(each[key] for each in rounds) for key in rounds[0]}, "rounds": rounds}
 
 
-def shown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+def shown(result: Result) -> str:
+    """Return the result as a table."""
     rates = result["machine_limits"]
     reads, products = rates["bytes_per_s"], rates["flops_per_s"]
     lines = [
-        f"{result['server']['name']}, {result['server']['model']} in {result['dtype']}; measured"
-        f" {len(reads)} times in between, this machine",
+        f"{server_and_model(result)} in {result['dtype']}; this machine, measured {len(reads)} times,",
         f"  reads      {_range(reads, 'B/s')}",
         f"  multiplies {_range(products, 'FLOP/s')}; in attention {_range(rates['pair_flops_per_s'], 'FLOP/s')}",
         "",
     ]
-    head = ["phase", "bytes", "operations", "bound by", "at best", "forward", "whole step", "share", "of forward"]
+    head = ["phase", "bytes", "operations", "bound by", "limit", "forward", "whole step", "share", "of forward"]
     body = [
         [
             phase["phase"],
@@ -167,7 +157,7 @@ def shown(result: dict[str, Any]) -> str:
     ]
     lines.append(table(head, body))
     if result["weights_bytes"] < CACHED_BYTES:
-        lines.append("These weights are so few that they may stay in a cache, which is faster than the memory.")
+        lines.append("These weights are small enough to stay in the processor's cache, which is faster than memory.")
     return "\n".join(lines)
 
 
@@ -176,7 +166,7 @@ def _range(values: Sequence[float], unit: str) -> str:
 
 
 def _scaled(value: float | None, unit: str) -> str:
-    """With a decimal prefix, as bandwidths and rates are told."""
+    """Return a value with a decimal prefix, as usual for bandwidths and rates."""
     value = value or 0.0
     for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= scale:

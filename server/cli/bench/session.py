@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import platform
 import random
@@ -12,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ... import settings
-from ..commands import UsageError, settings_from, warn
+from ..commands import UsageError, settings_from
 from ..machine import cpu_facts
 from .client import Ask, Target, connect
 from .load import Prompts, Run, run
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ...settings_sources import Loaded
 
 START_S = 3600.0  # a large model is first downloaded
+LOGGED_S = 0.1  # the server's thread may write a step to the log after the response that it belongs to
 
 
 class Session:
@@ -32,16 +34,11 @@ class Session:
 
     def __init__(self, target: Target, child: Child | None, seed: int, progress: Progress) -> None:
         self.target = target
-        self.child = child  # None: it was not started here
+        self.child = child  # None: the server was not started here, and its memory and steps cannot be read
         self.seed = seed
         self.prompts = Prompts(target, seed)
         self.progress = progress
         self._steps = StepLog(child.folder / "steps.jsonl") if child is not None else None
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the server was started here, so that its memory and its steps can be read."""
-        return self.child is not None
 
     async def send(self, asks: Sequence[Ask], concurrency: int | None = None, label: str = "requests") -> Run:
         """Send requests and show their progress."""
@@ -53,9 +50,12 @@ class Session:
         finally:
             self.progress.remove_task(task)
 
-    def steps(self) -> list[Step]:
+    async def steps(self) -> list[Step]:
         """Return the engine's steps since the last call; none of a server that was not started here."""
-        return self._steps.read() if self._steps is not None else []
+        if self._steps is None:
+            return []
+        await asyncio.sleep(LOGGED_S)
+        return self._steps.read()
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory of the server's processes; None if it is not known."""
@@ -91,10 +91,7 @@ class Session:
 
 def machine() -> dict[str, Any]:
     """Return facts about the machine."""
-    import os
-
-    name, _ = cpu_facts()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name, _, cores = cpu_facts()
     return {"processor": name, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
 
 
@@ -124,31 +121,23 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
     """Use the server at --url, or a Pequod that runs until the block ends."""
     loaded = settings_from(arguments)
     values = loaded.settings
-    key = values.first_key
-    with bar() as progress:
+    async with contextlib.AsyncExitStack() as stack:
+        progress = stack.enter_context(bar())
         if arguments.url is not None:
+            url, child = arguments.url, None
             model = None if loaded.sources["model"] == "default" else values.model
-            target = await connect(arguments.url, model, key, arguments.api)
             # A new seed each time: the server may have cached the prompts of an earlier measurement.
             seed = random.randrange(2**31) if values.seed is None else values.seed
-            child = None
         else:
             child = start(arguments, loaded)
+            stack.callback(child.stop)
             task = progress.add_task(f"starting {values.model}", total=None)
-            try:
-                await child.ready(START_S)
-                target = await connect(child.url, values.names[0], key, arguments.api)
-            except BaseException:
-                child.stop()
-                raise
+            await child.ready(START_S)
             progress.remove_task(task)
-            seed = values.seed or 0
-        try:
-            yield Session(target, child, seed, progress)
-        finally:
-            await target.http.aclose()
-            if child is not None:
-                child.stop()
+            url, model, seed = child.url, values.names[0], values.seed or 0
+        target = await connect(url, model, values.first_key, arguments.api)
+        stack.push_async_callback(target.http.aclose)
+        yield Session(target, child, seed, progress)
 
 
 def bar() -> Progress:
@@ -172,14 +161,8 @@ async def rounds(
     """Return the measured repetitions of a case; those of the warm-up, and their steps, are discarded."""
     for _ in range(arguments.warmup):
         await session.send(asks(), concurrency, "warm-up")
-    session.steps()
+    await session.steps()
     return [
         await session.send(asks(), concurrency, f"round {number + 1} of {arguments.rounds}")
         for number in range(arguments.rounds)
     ]
-
-
-def tell(sentences: Sequence[str]) -> None:
-    """Print notes on stderr, each once."""
-    for sentence in dict.fromkeys(sentences):
-        warn(sentence)

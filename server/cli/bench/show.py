@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..commands import Failure
+from ..commands import Failure, warn
 from .figures import rounded
 
 Stats = dict[str, dict[str, float]]
+Result = dict[str, Any]
+Labels = Sequence[tuple[str, str, str]]  # figure, label, unit
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows as aligned columns, the first to the left and the others to the right."""
-    lines = [list(head), *(list(row) for row in rows)]
+    lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     shown = []
     for line in lines:
-        cells = [
-            line[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-        ]
-        shown.append("  ".join(cells).rstrip())
+        numbers = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        shown.append("  ".join([line[0].ljust(widths[0]), *numbers]).rstrip())
     return "\n".join(shown)
 
 
@@ -51,8 +51,14 @@ def _digits(value: float) -> str:
     return f"{value:,.{max(0, 4 - len(str(int(abs(value)))))}f}"
 
 
-def spread_table(stats: Stats, labels: Sequence[tuple[str, str, str]], rounds: int) -> str:
-    """Return a table of labels (figure, label, unit) with medians and quartiles, without figures not observed."""
+def points_table(title: str, points: Sequence[Mapping[str, Any]], labels: Labels) -> str:
+    """Return a table with a row for each point, named by its `load`, and a column for each label."""
+    rows = [[point["load"], *(number(point.get(name), unit) for name, _, unit in labels)] for point in points]
+    return table([title, *(label for _, label, _ in labels)], rows)
+
+
+def spread_table(stats: Stats, labels: Labels, rounds: int) -> str:
+    """Return a table of figures with medians and quartiles, without figures not observed."""
     columns = ("median", "q1", "q3") if rounds > 1 else ("median",)
     rows = [
         [label, *(number(stats[name][column], unit) for column in columns)]
@@ -77,7 +83,35 @@ def check(arguments: argparse.Namespace) -> None:
             raise Failure(f"--plot {arguments.plot}: {error.strerror}") from None
 
 
-def give(arguments: argparse.Namespace, result: dict[str, Any], text: str) -> None:
+def server_and_model(result: Result) -> str:
+    """Return the names of the server and the model."""
+    return f"{result['server']['name']}, {result['server']['model']}"
+
+
+def figures_table(result: Result, workload: str, labels: Labels) -> str:
+    """Return the figures as a table, after a description of the workload and before the server's peak memory."""
+    title = f"{server_and_model(result)}: {workload}"
+    lines = [title, spread_table(result["figures"], labels, result["workload"]["rounds"])]
+    if result["peak_bytes"]:
+        lines.append(f"peak memory of the server's processes: {number(result['peak_bytes'], 'bytes')}")
+    return "\n".join(lines)
+
+
+def report(
+    arguments: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], Coroutine[Any, Any, Result]],
+    shown: Callable[[Result], str],
+) -> Result:
+    """Measure, print the notes on stderr and the result as a table or as JSON, and return the result."""
+    check(arguments)
+    result = asyncio.run(measure(arguments))
+    for note in dict.fromkeys(result.get("notes", ())):
+        warn(note)
+    write(arguments, result, shown(result))
+    return result
+
+
+def write(arguments: argparse.Namespace, result: Result, text: str) -> None:
     """Print the text, or the result as JSON if --json has no file, else write the file as well."""
     encoded = json.dumps(rounded(result), ensure_ascii=False)
     if arguments.json is None:

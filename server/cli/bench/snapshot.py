@@ -45,24 +45,16 @@ def add_arguments(parser: Parser) -> None:
     box = parser.add_argument_group("snapshot")
     box.add_argument("--write", action="store_true", help="generate, and write the file")
     box.add_argument(
-        "--check", action="store_true", help="generate, and compare with the file: exit code 1 if they differ"
+        "--check", action="store_true", help="generate, and compare with the file; exit code 1 if it differs"
     )
-    box.add_argument(
-        "--file", metavar="FILE", type=Path, help="the snapshot (default: benchmarks/snapshots/MODEL.json)"
-    )
+    box.add_argument("--file", metavar="FILE", type=Path, help="snapshot (default: benchmarks/snapshots/MODEL.json)")
     box.add_argument(
         "--prompts",
         metavar="FILE",
         type=Path,
-        help="with --write: a text file with one prompt per line (default: questions that the built-in model knows)",
+        help="with --write: a text file with one prompt per line (default: questions for the built-in model)",
     )
-    box.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=options.whole(1),
-        default=MAX_TOKENS,
-        help=f"with --write: maximum tokens of a completion (default: {MAX_TOKENS})",
-    )
+    options.add_number(box, "--max-tokens", MAX_TOKENS, "with --write: maximum tokens of a completion")
     options.add_server(parser, api="chat")
 
 
@@ -81,7 +73,7 @@ async def write(arguments: argparse.Namespace, path: Path) -> int:
     """Generate all completions and write the file."""
     prompts = _prompts(arguments.prompts) if arguments.prompts is not None else PROMPTS
     async with opened(arguments) as session:
-        entries = [await answer(session, arguments.api, prompt, arguments.max_tokens) for prompt in prompts]
+        entries = [await complete(session, arguments.api, prompt, arguments.max_tokens) for prompt in prompts]
         version = session.target.version
     snapshot = {
         "format": FORMAT,
@@ -114,7 +106,7 @@ async def check(arguments: argparse.Namespace, path: Path) -> int:
                 raise Failure(f"{path} was written for another {name}: {expected[name]}, and this server has {now}")
         wrong = 0
         for old in expected["answers"]:
-            new = await answer(session, arguments.api, old["prompt"], expected["max_tokens"])
+            new = await complete(session, arguments.api, old["prompt"], expected["max_tokens"])
             if new["sha256"] != old["sha256"]:
                 wrong += 1
                 warn(difference(old, new))
@@ -123,7 +115,7 @@ async def check(arguments: argparse.Namespace, path: Path) -> int:
     return 1 if wrong else 0
 
 
-async def answer(session: Session, api: str, prompt: str, max_tokens: int) -> dict[str, Any]:
+async def complete(session: Session, api: str, prompt: str, max_tokens: int) -> dict[str, Any]:
     """Return one greedy completion; for `margin` see the description of the command."""
     own: dict[str, Any] = {"temperature": 0, "ignore_eos": None, "min_tokens": None, "return_token_ids": None}
     if api == "chat":
@@ -144,10 +136,10 @@ async def answer(session: Session, api: str, prompt: str, max_tokens: int) -> di
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Return where a completion differs, in a sentence."""
     pairs = zip(old["text"], new["text"], strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(old["text"]), len(new["text"])))
-    before, after = (text[max(0, place - 20) : place + 20] for text in (old["text"], new["text"]))
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(old["text"]), len(new["text"])))
+    before, after = (text[max(0, index - 20) : index + 20] for text in (old["text"], new["text"]))
     margin = f"; the smallest margin was {old['margin']:.3g}" if old["margin"] is not None else ""
-    return f"{old['prompt'][:60]!r} differs at character {place}: it was {before!r}, it is {after!r}{margin}"
+    return f"{old['prompt'][:60]!r} differs at character {index}: it was {before!r}, it is {after!r}{margin}"
 
 
 def shown(entries: list[dict[str, Any]]) -> str:

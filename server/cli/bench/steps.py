@@ -1,10 +1,10 @@
-"""The engine's own account of its steps, from the step log of a Pequod that was started here."""
+"""The engine's steps, read from the step log of a Pequod that was started here."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,73 +19,64 @@ if TYPE_CHECKING:
 class Step:
     """One step of the engine."""
 
-    time: float  # seconds since the epoch, when it had ended
     rows: int
     prompt_tokens: int
     decode_tokens: int
-    context: int  # tokens that its rows see, summed over them
-    pairs: int  # pairs of a token and one that it sees
+    context: int  # tokens that the rows attend to, summed over the rows
+    pairs: int  # of a token and one that it attends to
     logits: int  # positions whose logits are computed
     seconds: dict[str, float]
 
     @property
     def total(self) -> float:
-        """Seconds of all phases; the masks of grammars are filled beside the forward pass."""
+        """Return the seconds of all phases. Grammar masks are not one: they are computed during the forward pass."""
         return sum(self.seconds.get(phase, 0.0) for phase in PHASES)
 
 
 class StepLog:
-    """Reads what has been added to a step log since the last look."""
+    """A reader of a step log that returns each step once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._place = 0
+        self._offset = 0
 
     def read(self) -> list[Step]:
-        """The steps since the last call; a line that is still being written waits for the next one."""
+        """Return the steps since the last call. An incomplete last line is left for the next call."""
         try:
             with self._path.open("rb") as file:
-                file.seek(self._place)
+                file.seek(self._offset)
                 text = file.read()
         except OSError:
             return []
         text = text[: text.rfind(b"\n") + 1]
-        self._place += len(text)
+        self._offset += len(text)
         return [_step(json.loads(line)) for line in text.splitlines()]
 
 
 def _step(line: dict[str, Any]) -> Step:
-    return Step(
-        time=line["time"],
-        rows=len(line["rows"]),
-        prompt_tokens=line["prompt_tokens"],
-        decode_tokens=line["decode_tokens"],
-        context=line["context"],
-        pairs=line["pairs"],
-        logits=line["logits"],
-        seconds=line["seconds"],
-    )
+    values = {field.name: line[field.name] for field in fields(Step)}
+    return Step(**values | {"rows": len(line["rows"])})
 
 
 def decoding(steps: Sequence[Step], rows: int) -> list[Step]:
-    """The steps in which so many rows drew one token each and nothing else was computed."""
+    """Return the steps in which this number of rows sampled a token each, and nothing else was computed."""
     return [step for step in steps if step.rows == step.decode_tokens == rows and not step.prompt_tokens]
 
 
 def prefilling(steps: Sequence[Step]) -> list[Step]:
-    """The steps that computed prompts alone."""
+    """Return the steps that computed prompt tokens only."""
     return [step for step in steps if step.prompt_tokens and not step.decode_tokens]
 
 
-def least(limit: Roofline, step: Step) -> float:
-    """The least seconds that a step could take."""
+def limit_seconds(limit: Roofline, step: Step) -> float:
+    """Return the minimum time of a step on this machine."""
     return limit.seconds(step.prompt_tokens + step.decode_tokens, step.context, step.pairs, step.logits)
 
 
 def phases(steps: Sequence[Step]) -> Figures:
-    """Medians over the steps: of the whole, of each phase, of our CPU kernels within them, and of the rest.
+    """Return medians over the steps, in seconds: of the step, of each phase, of our CPU kernels, and of the rest.
 
-    The rest is what is not in kernels; where there are none, torch or a GPU computes, what is not the forward pass.
+    The rest is the time outside our kernels; if they are not used, as with torch or a GPU, outside the forward pass.
     """
     found: Figures = {"step_s": median(step.total for step in steps)}
     for phase in PHASES:

@@ -1,11 +1,11 @@
-"""`pequod bench sweep`: the curves: tokens per second over load, time per token over context."""
+"""`pequod bench sweep`: tokens per second over load, and time per token over context length."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..commands import Failure, Parser, settings_from, warn
@@ -13,23 +13,39 @@ from . import limits, options, plots
 from .client import Ask, Shot
 from .figures import notes, spread, summarize
 from .load import poisson
-from .session import Session, opened, rounds, tell
-from .show import check, give, number, table
+from .session import Session, opened, rounds
+from .show import Result, points_table, report, server_and_model
 
 if TYPE_CHECKING:
     from engine import Roofline
 
 CONCURRENCY = [1, 2, 4, 8, 16]
-OUTPUT_AT_CONTEXT = 32  # tokens that are timed at each context
-SETTLE_S = 0.5  # threads may spin for some 0.2 s after their last work, which a measurement of the machine would feel
+OUTPUT_AT_CONTEXT = 32  # tokens that are timed at each context length
+SETTLE_S = 0.5  # threads may spin for about 0.2 s after their last work, which would disturb the machine's measurement
+# Values of a point that are printed, and drawn.
+POINT = ("output_tok_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "itl_max_s", "e2e_p50_s")
+CONTEXT_LABELS = [
+    ("ttft_p50_s", "first token", "s"),
+    ("itl_p50_s", "time per token", "s"),
+    ("itl_p99_s", "p99", "s"),
+    ("limit_itl_s", "limit", "s"),
+    ("share", "share", "%"),
+]
+LOAD_LABELS = [
+    ("output_tok_s", "tokens/s", ""),
+    ("limit_tok_s", "limit", ""),
+    CONTEXT_LABELS[0],
+    ("ttft_p99_s", "p99", "s"),
+    *CONTEXT_LABELS[1:],
+]
 
 
 def add_arguments(parser: Parser) -> None:
     parser.usage = f"pequod bench sweep {options.URL_USAGE}"
     parser.description = (
-        "Measure at rising load (--concurrency: so many requests at once; --rate: so many a second) and at rising"
-        " length (--context). Of a Pequod started here, the machine's limit stands beside each figure: the time to"
-        " read the weights and the cache, or to multiply, whichever is longer."
+        "Measure at increasing load (--concurrency: requests at once; --rate: requests per second) and at increasing"
+        " context length (--context). If a Pequod is started here, report beside each figure the limit of this machine:"
+        " the time to read the weights and the cache or to compute, whichever is longer."
     )
     options.add_lengths(parser, 128, 64)
     box = parser.add_argument_group("sweep")
@@ -37,13 +53,11 @@ def add_arguments(parser: Parser) -> None:
         "--concurrency",
         metavar="N,...",
         type=options.wholes,
-        help="requests at once (default: 1,2,4,8,16 unless another sweep is asked for)",
+        help="requests at once (default: 1,2,4,8,16, unless --rate or --context is given)",
     )
-    box.add_argument("--rate", metavar="R,...", type=options.positives, help="requests a second, by chance (Poisson)")
-    box.add_argument("--context", metavar="N,...", type=options.wholes, help="tokens before the ones that are timed")
-    box.add_argument(
-        "--requests", metavar="N", type=options.whole(1), default=32, help="requests of a round at a rate (default: 32)"
-    )
+    box.add_argument("--rate", metavar="R,...", type=options.positives, help="requests per second (Poisson)")
+    box.add_argument("--context", metavar="N,...", type=options.wholes, help="prompt lengths of single requests")
+    options.add_number(box, "--requests", 32, "requests per round of --rate")
     options.add_repeats(parser, 3)
     options.add_server(parser)
     options.add_output(parser)
@@ -51,18 +65,16 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the curves as tables, and draw them."""
-    check(arguments)
     if not (arguments.concurrency or arguments.rate or arguments.context):
         arguments.concurrency = CONCURRENCY
-    result = asyncio.run(measure(arguments))
+    result = report(arguments, measure, shown)
     if arguments.plot is not None:
         draw(arguments, result)
-    give(arguments, result, shown(result))
     return 0
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result as JSON has it."""
+async def measure(arguments: argparse.Namespace) -> Result:
+    """Return the result for JSON."""
     async with contextlib.AsyncExitStack() as stack:
         probe = None
         if arguments.url is None:
@@ -76,14 +88,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         limit = limits.middle(sweep.limits) if sweep.limits else None
         if limit is not None:
             add_limits(limit, by_load, by_context, arguments)
-        result = {
+        return {
             "bench": "sweep",
             **session.about(),
-            "workload": {
-                "input_len": arguments.input_len,
-                "output_len": arguments.output_len,
-                "rounds": arguments.rounds,
-            },
+            "workload": {name: getattr(arguments, name) for name in ("input_len", "output_len", "rounds")},
             "limit": None if limit is None else {name: getattr(limit, name) for name in limit.__struct_fields__},
             "machine_limits": {rate: [getattr(each, rate) for each in sweep.limits] for rate in limits.RATES},
             "concurrency": by_load,
@@ -92,59 +100,52 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "peak_bytes": session.peak_bytes(),
             "notes": notes(session.target, sweep.shots),
         }
-    tell(result["notes"])
-    return result
 
 
 class Sweep:
-    """The points of a sweep, one after another on one server."""
+    """Measures the points of a sweep on one server, one after another, and with `probe` the machine after each."""
 
     def __init__(self, session: Session, arguments: argparse.Namespace, probe: limits.Probe | None) -> None:
-        """`probe` measures the machine after each point."""
         self.session = session
         self.arguments = arguments
         self.probe = probe
         self.limits = list(probe.seen) if probe is not None else []
+        self.lengths = arguments.input_len, arguments.output_len
         self.shots: list[Shot] = []
 
     def fits(self, context: int) -> bool:
-        """Whether the server takes so long a prompt; says so when not."""
-        most = self.session.target.max_len
-        if most is None or context + OUTPUT_AT_CONTEXT <= most:
+        """Return whether the server accepts prompts of this length; otherwise print a warning."""
+        max_len = self.session.target.max_len
+        if max_len is None or context + OUTPUT_AT_CONTEXT <= max_len:
             return True
-        warn(f"--context {context} is left out: the server takes {most} tokens of prompt and answer")
+        warn(f"--context {context} is left out: the server accepts {max_len} tokens of prompt and output")
         return False
 
     async def together(self, count: int) -> dict[str, Any]:
-        """So many requests at once."""
-        given = self.arguments.input_len, self.arguments.output_len
-        point = await self._point(str(count), lambda: [self.session.prompts.ask(*given) for _ in range(count)])
-        point["count"] = count
-        return point
+        """Measure this number of requests at once."""
+        point = await self._point(str(count), lambda: [self.session.prompts.ask(*self.lengths) for _ in range(count)])
+        return point | {"count": count}
 
     async def at_rate(self, rate: float) -> dict[str, Any]:
-        """Requests that come by chance."""
-        given = self.arguments.input_len, self.arguments.output_len
+        """Measure requests that arrive at random times."""
 
         def asks() -> list[Ask]:
             times = poisson(rate, self.arguments.requests, self.session.seed)
-            return [self.session.prompts.ask(*given, at=at) for at in times]
+            return [self.session.prompts.ask(*self.lengths, at=at) for at in times]
 
         return await self._point(f"{rate:g}/s", asks)
 
     async def at_context(self, length: int) -> dict[str, Any]:
-        """One request, after so many tokens."""
+        """Measure one request with a prompt of this length."""
         point = await self._point(str(length), lambda: [self.session.prompts.ask(length, OUTPUT_AT_CONTEXT)])
-        point["context"] = length
-        return point
+        return point | {"context": length}
 
-    async def _point(self, load: str, asks: Any) -> dict[str, Any]:
+    async def _point(self, load: str, asks: Callable[[], Sequence[Ask]]) -> dict[str, Any]:
         runs = await rounds(self.session, self.arguments, asks, None)
         await self._measure_machine()
         self.shots += [shot for each in runs for shot in each.shots]
         figures = spread([summarize(each) for each in runs])
-        names = ("output_tok_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "itl_max_s", "e2e_p50_s")
-        point: dict[str, Any] = {name: figures[name]["median"] if name in figures else None for name in names}
+        point: dict[str, Any] = {name: figures[name]["median"] if name in figures else None for name in POINT}
         return {"load": load, **point, "figures": figures}
 
     async def _measure_machine(self) -> None:
@@ -164,80 +165,52 @@ def add_limits(
     by_context: Sequence[dict[str, Any]],
     arguments: argparse.Namespace,
 ) -> None:
-    """Add to the points what they could be at best."""
-    given, wanted = arguments.input_len, arguments.output_len
+    """Add to the points the limits of this machine."""
+    prompt, output = arguments.input_len, arguments.output_len
     for point in by_load:
-        count, seen = point["count"], given + wanted // 2  # tokens that a row sees in the middle of its answer
+        count, seen = point["count"], prompt + output // 2  # tokens that a row attends to halfway through its output
         step = limit.seconds(count, count * seen, count * seen, count)
-        first = limit.seconds(count * given, count * given, count * given * given // 2, count)
+        first = limit.seconds(count * prompt, count * prompt, count * prompt * prompt // 2, count)
         point["limit_itl_s"] = step
-        point["limit_tok_s"] = count * wanted / (first + (wanted - 1) * step)
+        point["limit_tok_s"] = count * output / (first + (output - 1) * step)
     for point in by_context:
         length, seen = point["context"], point["context"] + OUTPUT_AT_CONTEXT // 2
         point["limit_itl_s"] = limit.seconds(1, seen, seen, 1)
         point["limit_ttft_s"] = limit.seconds(length, length, length * length // 2, 1)
 
 
-def shown(result: dict[str, Any]) -> str:
-    """The curves as tables."""
-    work = result["workload"]
-    server = result["server"]
-    lines = [f"{server['name']}, {server['model']}: medians of {work['rounds']} rounds"]
-    shape = f"{work['input_len']} tokens in, {work['output_len']} out"
-    for name, title in (("concurrency", f"at once ({shape})"), ("rate", f"arriving ({shape})")):
+def shown(result: Result) -> str:
+    """Return the curves as tables."""
+    lines = [f"{server_and_model(result)}: medians of {result['workload']['rounds']} rounds"]
+    curves = (
+        ("concurrency", f"at once ({_lengths(result)})", LOAD_LABELS),
+        ("rate", f"arriving ({_lengths(result)})", LOAD_LABELS),
+        ("context", "context", CONTEXT_LABELS),
+    )
+    for name, title, labels in curves:
         if result[name]:
-            lines += ["", _loads(title, result[name])]
-    if result["context"]:
-        head = ["context", "first token", "time per token", "p99", "at best", "share"]
-        body = [
-            [
-                point["load"],
-                number(point["ttft_p50_s"], "s"),
-                number(point["itl_p50_s"], "s"),
-                number(point["itl_p99_s"], "s"),
-                number(point.get("limit_itl_s"), "s"),
-                _share(point),
-            ]
-            for point in result["context"]
-        ]
-        lines += ["", table(head, body)]
+            points = [{**point, "share": _share(point)} for point in result[name]]
+            lines += ["", points_table(title, points, labels)]
     return "\n".join(lines)
 
 
-def _loads(title: str, points: Sequence[dict[str, Any]]) -> str:
-    head = [title, "tokens/s", "at best", "first token", "p99", "time per token", "p99", "at best", "share"]
-    body = [
-        [
-            point["load"],
-            number(point["output_tok_s"]),
-            number(point.get("limit_tok_s")),
-            number(point["ttft_p50_s"], "s"),
-            number(point["ttft_p99_s"], "s"),
-            number(point["itl_p50_s"], "s"),
-            number(point["itl_p99_s"], "s"),
-            number(point.get("limit_itl_s"), "s"),
-            _share(point),
-        ]
-        for point in points
-    ]
-    return table(head, body)
+def _lengths(result: Result) -> str:
+    return f"{result['workload']['input_len']} tokens in, {result['workload']['output_len']} out"
 
 
-def _share(point: dict[str, Any]) -> str:
+def _share(point: dict[str, Any]) -> float | None:
     limit, measured = point.get("limit_itl_s"), point["itl_p50_s"]
-    return number(limit / measured, "%") if limit and measured else "-"
+    return limit / measured if limit and measured else None
 
 
-def draw(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
-    """The plots of a result, into --plot."""
-    name = f"{result['server']['name']}, {result['server']['model']}"
-    work = result["workload"]
-    shape = f"{work['input_len']} tokens in, {work['output_len']} out"
+def draw(arguments: argparse.Namespace, result: Result) -> None:
+    """Draw the curves into the folder of --plot."""
+    name = server_and_model(result)
     if result["concurrency"]:
-        title = f"{name}: {shape}; numbers are requests at once"
+        title = f"{name}: {_lengths(result)}; numbers are requests at once"
         plots.throughput(arguments.plot / "throughput.png", title, result["concurrency"])
     if result["rate"]:
-        title = f"{name}: {shape}; arriving by chance at so many a second"
+        title = f"{name}: {_lengths(result)}; random arrivals, requests per second"
         plots.throughput(arguments.plot / "rate.png", title, result["rate"])
     if result["context"]:
         plots.context(arguments.plot / "context.png", f"{name}: one request", result["context"])

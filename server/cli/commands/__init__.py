@@ -1,4 +1,4 @@
-"""The commands of the command line, one file each, and what they share: flags made from the settings, and errors.
+"""The commands of the command line, one module each, and the code that they share: flags and errors.
 
 A command's module has `add_arguments(parser)` and `run(arguments) -> exit code`; it imports what it needs in `run`.
 """
@@ -21,35 +21,35 @@ TITLES = {"model": "model", "engine": "engine", "http": "HTTP", "limits": "limit
 
 
 class Command(Protocol):
-    """What a module in this package offers."""
+    """The interface of a module in this package."""
 
     add_arguments: Callable[[Parser], None]
     run: Callable[..., int]  # of the argparse.Namespace
 
 
 class Group(Protocol):
-    """What a module in this package offers whose command has parts, as `pequod bench latency`."""
+    """The interface of a module whose command has parts, such as `pequod bench latency`."""
 
     PARTS: dict[str, str]  # name -> summary
     part: Callable[[str], Command]
 
 
 class UsageError(Exception):
-    """The command line asks for something impossible; one sentence, exit code 2."""
+    """The command line is invalid. The message is one sentence, the exit code 2."""
 
 
 class Failure(Exception):
-    """The command could not do its work; one sentence, exit code 1."""
+    """The command failed. The message is one sentence, the exit code 1."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors as UsageError and the nearest flag for a misspelt one."""
+    """An ArgumentParser that raises UsageError, and suggests the nearest flag for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The arguments; those that were not given are absent. Flags may be written with _ for -."""
+        """Return the arguments. Settings that were not given are absent; flags may have _ instead of -."""
         arguments, rest = self.parse_known_intermixed_args([self._spelled(word) for word in argv])
         for word in rest:
             if word.startswith("-") and word != "-":
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
                 hint = f"did you mean {near}?" if near else f"see `{self.prog} --help`"
                 raise UsageError(f"unknown flag {name[:64]}; {hint}")
         if rest:
-            raise UsageError(f"{rest[0][:64]!r} is one argument too many; see `{self.prog} --help`")
+            raise UsageError(f"unexpected argument {rest[0][:64]!r}; see `{self.prog} --help`")
         return arguments
 
     def _spelled(self, word: str) -> str:
@@ -84,11 +84,8 @@ def _add_field(box: argparse._ArgumentGroup, name: str) -> None:
         box.add_argument(settings.flag(name), action=argparse.BooleanOptionalAction, **options)
         return
     options["metavar"] = settings.metavar(name) or ("|".join(choices) if choices else name.upper())
-    if kind is list:
-        # Several values after one flag, the flag several times, and a,b all mean the same.
+    if kind is list:  # `--flag a b`, `--flag a --flag b` and `--flag a,b` are the same
         options |= {"action": "extend", "nargs": "+", "type": _items}
-        box.add_argument(settings.flag(name), **options)
-        return
     box.add_argument(settings.flag(name), **options)
 
 
@@ -96,12 +93,23 @@ def _items(word: str) -> list[str]:
     try:
         return split(word)
     except ValueError as error:
-        # Without the word: it may be a key.
+        # The word may be a key, so it is not in the message.
         raise argparse.ArgumentTypeError(f"the value {error}") from None
 
 
+def whole(minimum: int) -> Callable[[str], int]:
+    """Return a parser of integers of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not minimum <= int(text) <= 2**31 - 1:
+            raise argparse.ArgumentTypeError(f"{text[:64]} is not a whole number of at least {minimum}")
+        return int(text)
+
+    return parse
+
+
 def add_settings(parser: Parser, *groups: str, model: bool = True, extra: Sequence[str] = ()) -> None:
-    """Flags for all settings of the groups and for the named ones, --config, and MODEL as an argument."""
+    """Add flags for the settings of these groups and for the extra ones, --config, and MODEL as an argument."""
     if model:
         parser.add_argument(
             "positional_model", nargs="?", metavar="MODEL", default=None, help="model folder, hub id, or `builtin`"
@@ -118,7 +126,7 @@ def add_settings(parser: Parser, *groups: str, model: bool = True, extra: Sequen
 
 
 def settings_from(arguments: argparse.Namespace) -> Loaded:
-    """The settings that the flags, the environment and the TOML file make together; keys leave the command line."""
+    """Return the settings of flags, environment and TOML file. API keys are hidden from the process list."""
     given = {name: value for name, value in vars(arguments).items() if name in settings.FIELDS}
     for name, value in given.items():
         if settings.shape(name)[0] is list:
@@ -142,23 +150,21 @@ def settings_from(arguments: argparse.Namespace) -> Loaded:
 
 
 def warn(sentence: str) -> None:
-    """Tell a person something on stderr."""
+    """Print a message on stderr."""
     print(f"pequod: {sentence}", file=sys.stderr, flush=True)
 
 
 def wants_colour(stream: Any) -> bool:
-    """Whether a stream is a terminal that shows colours and NO_COLOR is not set."""
+    """Return whether a stream is a terminal that shows colours, and NO_COLOR is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def execute(name: str, summary: str, command: Command, argv: Sequence[str], **given: object) -> int:
-    """Parse and run one command, with what it is given beside its arguments.
+    """Run one command and return its exit code; errors that the user can act on are one sentence on stderr.
 
-    An error for a person is one sentence on stderr and an exit code.
+    `given`: keyword arguments for the command's `run`.
     """
-    parser = Parser(
-        prog=f"pequod {name}", description=summary[:1].upper() + summary[1:] + ".", allow_abbrev=False, add_help=True
-    )
+    parser = Parser(prog=f"pequod {name}", description=f"{summary[:1].upper()}{summary[1:]}.", allow_abbrev=False)
     try:
         command.add_arguments(parser)
         return command.run(parser.parse(argv), **given)
@@ -177,7 +183,7 @@ def execute(name: str, summary: str, command: Command, argv: Sequence[str], **gi
 
 
 def execute_group(name: str, summary: str, group: Group, argv: Sequence[str]) -> int:
-    """Run one part of a command that has several."""
+    """Run one part of a command that has several, and return its exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: pequod {name} PART [...]\n\n{summary[:1].upper()}{summary[1:]}.\n")
         print("\n".join(f"  {part:<11} {text}" for part, text in group.PARTS.items()))
@@ -186,16 +192,17 @@ def execute_group(name: str, summary: str, group: Group, argv: Sequence[str]) ->
     part = argv[0]
     if part not in group.PARTS:
         near = nearest(part, group.PARTS)
-        warn(
-            f"pequod {name} has no part {part[:64]}; "
-            + (f"did you mean {near}?" if near else f"see `pequod {name} --help`")
-        )
+        hint = f"did you mean {near}?" if near else f"see `pequod {name} --help`"
+        warn(f"pequod {name} has no part {part[:64]}; {hint}")
         return 2
     return execute(f"{name} {part}", group.PARTS[part], group.part(part), argv[1:])
 
 
 def _engine_code(error: Exception) -> int | None:
-    """The exit code of an engine's error, without importing the engine for a command that did not use it."""
+    """Return the exit code for an error of the engine, or None for others.
+
+    The engine is not imported here: it is slow, and most commands do not use it.
+    """
     if "engine" not in sys.modules:
         return None
     from engine import ConfigError, EngineError, ModelError, RequestError

@@ -1,4 +1,4 @@
-"""`pequod bench`: how fast and how exact a server is. Each part is a module of server/cli/bench."""
+"""`pequod bench`: measures speed and exactness. Each part is a module in server/cli/bench."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ if TYPE_CHECKING:
     from . import Command
 
 PARTS = {
-    "latency": "one request at a time: first token, time per token, the step by phase",
+    "latency": "one request at a time: time to first token, time per token, steps by phase",
     "throughput": "many requests at once: tokens per second",
-    "serve": "requests that arrive at a rate or as a trace says",
-    "sweep": "tokens per second over load, time per token over context",
-    "startup": "from the command to the first token",
-    "roofline": "each phase against what this machine could do at best",
-    "snapshot": "greedy answers, byte for byte as they were",
-    "invariance": "the same answer alone and in company, bit for bit",
-    "kernels": "our matrix products beside torch's, by instruction set",
+    "serve": "requests that arrive at a rate, or as recorded in a trace",
+    "sweep": "tokens per second over load, and time per token over context length",
+    "startup": "time from the command to the first token",
+    "roofline": "each phase compared with the limit of this machine",
+    "snapshot": "whether greedy completions are unchanged, byte for byte",
+    "invariance": "whether a request has the same bits alone and in a batch",
+    "kernels": "our CPU kernels compared with torch's, by instruction set",
 }
 
 
 def part(name: str) -> Command:
-    """The module behind `pequod bench NAME`."""
+    """Return the module of `pequod bench NAME`."""
     return cast("Command", import_module(f"..bench.{name}", __package__))

@@ -1,59 +1,54 @@
-"""`pequod chat`: a conversation in the terminal, in process or over HTTP."""
+"""`pequod chat`: a conversation in the terminal, with a model in a child process or over HTTP."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import sys
-from typing import TYPE_CHECKING
 
 from ...settings_values import nearest
+from ..source import Completion, Options, Source, TooLong, choose
 from . import Failure, Parser, UsageError, add_settings, settings_from, wants_colour, warn
-from .complete import add_sampling, options_from
-
-if TYPE_CHECKING:
-    from ..source import Options, Source
+from .complete import add_sampling
 
 HELP = {
     "/exit": "leave (also Ctrl-D)",
     "/clear": "forget the conversation",
-    "/system TEXT": "set the system message and start anew; without TEXT: none",
+    "/system TEXT": "set the system message and forget the conversation; without TEXT: no system message",
     "/help": "this text",
 }
-# Colours and cursor movements are the terminal's business, not the model's.
+# The model's text must not change colours or move the cursor of the terminal.
 CONTROL = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod chat [MODEL | --url URL] [flags]"
     parser.description = (
-        "Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D leaves; /help lists more."
-        " From a pipe, every line is one message."
+        "Talk to a model in the terminal. Ctrl-C stops a response, Ctrl-D leaves, and /help lists the commands."
+        " If the input is not a terminal, each of its lines is a message."
     )
     parser.add_argument_group("chat").add_argument("--system", metavar="TEXT", help="system message")
-    add_sampling(parser, "most tokens of one answer (default: what fits)")
+    add_sampling(parser, "maximum tokens of a response (default: what fits the context)")
     add_settings(parser, "model", "engine", extra=["api_key"])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends."""
-    from ..source import NO_TEMPLATE, choose
-
     loaded = settings_from(arguments)
     source = choose(loaded, arguments.url)
-    options = options_from(arguments, loaded.settings.seed)
+    options = Options(arguments.max_tokens, arguments.temperature, loaded.settings.seed, arguments.ignore_eos)
     with asyncio.Runner() as runner:
         try:
             runner.run(source.open())
             if not source.can_chat:
-                raise UsageError(NO_TEMPLATE)
+                raise UsageError("the model has no chat template: use `pequod complete`, or pass --chat-template FILE")
             return Talk(runner, source, options, arguments.system).run()
         finally:
             runner.run(source.close())
 
 
 class Talk:
-    """A conversation: reads on the main thread, lets the event loop run while an answer comes."""
+    """A conversation. Reads on the main thread, and runs the event loop while a response is generated."""
 
     def __init__(self, runner: asyncio.Runner, source: Source, options: Options, system: str | None) -> None:
         self.runner = runner
@@ -65,7 +60,7 @@ class Talk:
         self.failed = False
 
     def run(self) -> int:
-        """Every line of the input is a message or a command; 1 when an answer from a pipe's line failed."""
+        """Handle each line of the input. Returns 1 if it is not a terminal and a message failed."""
         if self.is_terminal:
             import readline  # noqa: F401 (editing and history for input())
 
@@ -75,7 +70,7 @@ class Talk:
                 if not self._command(line):
                     break
             elif line:
-                self._answer(line)
+                self._respond(line)
         return int(self.failed and not self.is_terminal)
 
     def _read(self) -> str | None:
@@ -94,7 +89,7 @@ class Talk:
                 print("\n(Ctrl-D or /exit leaves)")
 
     def _command(self, line: str) -> bool:
-        """Do what a line that begins with / asks for; False: leave."""
+        """Run a command, a line that begins with /; returns False to leave."""
         word, _, rest = line.partition(" ")
         if word in ("/exit", "/quit"):
             return False
@@ -107,12 +102,11 @@ class Talk:
             print("\n".join(f"{name:<14} {text}" for name, text in HELP.items()))
         else:
             near = nearest(word, [name.split()[0] for name in HELP])
-            warn(f"unknown command {word[:64]}; " + (f"did you mean {near}?" if near else "/help lists them"))
+            warn(f"unknown command {word[:64]}; " + (f"did you mean {near}?" if near else "/help lists the commands"))
         return True
 
-    def _answer(self, line: str) -> None:
-        from ..source import TooLong
-
+    def _respond(self, line: str) -> None:
+        """Send a message, print the response, and append both to the conversation."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         self.turns.append({"role": "user", "content": line})
         pieces: list[str] = []
@@ -128,29 +122,26 @@ class Talk:
             self.turns.pop()
             if pieces:
                 print()
-            warn(
-                f"{error}; /clear forgets the conversation" if self.turns and isinstance(error, TooLong) else str(error)
-            )
+            hint = "; /clear forgets the conversation" if self.turns and isinstance(error, TooLong) else ""
+            warn(f"{error}{hint}")
             return
-        # What was stopped stays in the conversation: the model sees what the user saw.
+        # A stopped response stays in the conversation: the model sees what the user saw.
         self.turns.append({"role": "assistant", "content": "".join(pieces)})
-        out = sys.stdout if sys.stdout.isatty() else sys.stderr  # answers alone go into a file
+        out = sys.stdout if sys.stdout.isatty() else sys.stderr  # a redirected standard output has only the responses
         print()
         sys.stdout.flush()
         print(f"\033[2m[{note}]\033[0m" if wants_colour(out) else f"[{note}]", file=out, flush=True)
 
     async def _stream(self, messages: list[dict[str, str]], pieces: list[str]) -> str:
-        """Print one answer as it comes; gives the line of figures."""
-        from ..source import Answer
-
-        answer = Answer()
+        """Print a response as it is generated, and return the line of figures."""
+        completion = Completion()
         is_screen = sys.stdout.isatty()
-        async for text in self.source.chat(messages, self.options, answer):
+        async for text in self.source.chat(messages, self.options, completion):
             pieces.append(text)
             sys.stdout.write(text.translate(CONTROL) if is_screen else text)
             sys.stdout.flush()
-        cut = ", cut at the most tokens" if answer.finish_reason == "length" else ""
+        cut = ", cut at the maximum number of tokens" if completion.finish_reason == "length" else ""
         return (
-            f"{answer.generated_tokens} tokens, {answer.tokens_per_second:.1f} tokens/s,"
-            f" first after {answer.ttft:.2f} s{cut}"
+            f"{completion.generated_tokens} tokens, {completion.tokens_per_second:.1f} tokens/s,"
+            f" first after {completion.ttft:.2f} s{cut}"
         )

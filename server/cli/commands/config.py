@@ -1,4 +1,4 @@
-"""`pequod config show`: each setting, its value and where it came from."""
+"""`pequod config show`: prints each setting, its value and its source."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MASK = "***"
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod config show [MODEL] [flags]"
     parser.description = (
-        "Show each setting, its value and where it came from: a flag, a PEQUOD_* variable, the TOML file of --config,"
-        " or the default. Keys are masked. Takes every flag of `pequod serve`."
+        "Show each setting, its value and its source: a flag, a PEQUOD_* variable, the TOML file of --config, or the"
+        " default. Keys are masked. Accepts every flag of `pequod serve`."
     )
-    parser.add_argument("action", nargs="?", choices=["show"], default="show", help="what to do; only `show`")
+    parser.add_argument("action", nargs="?", choices=["show"], default="show", help="the only action is `show`")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser, "model", "engine", "http", "limits", "logs")
 
@@ -30,13 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = settings_from(arguments)
     shown = {name: plain(loaded.settings, name) for name in settings.FIELDS}
     if arguments.json:
-        print(
-            json.dumps(
-                {name: {"value": value, "source": loaded.sources[name]} for name, value in shown.items()},
-                ensure_ascii=False,
-                indent=2,
-            )
-        )
+        found = {name: {"value": value, "source": loaded.sources[name]} for name, value in shown.items()}
+        print(json.dumps(found, ensure_ascii=False, indent=2))
         return 0
     values = {name: text(value) for name, value in shown.items()}
     widths = max(map(len, values)), max(map(len, values.values()))
@@ -49,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plain(values: Settings, name: str) -> Any:
-    """A setting's value as JSON has it, keys masked."""
+    """Return a setting's value for JSON, with keys masked."""
     value = getattr(values, name)
     if name in settings.SECRET:
         return [MASK] * len(value) if isinstance(value, list) else value and MASK
@@ -57,5 +52,5 @@ def plain(values: Settings, name: str) -> Any:
 
 
 def text(value: Any) -> str:
-    """A value as a TOML file would have it; `-` for what is not set."""
+    """Return a value in TOML's form; `-` if it is not set."""
     return "-" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,17 +1,15 @@
-"""`pequod doctor`: what this machine can run, each finding with its repair."""
+"""`pequod doctor`: checks what this machine can run, and suggests a repair for each problem."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import platform
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...child import run_python
 from ...settings import with_flags
+from ..banner import EXACT, INEXACT, size
 from ..machine import cpu_facts
-from . import Failure, Parser, add_settings, settings_from, wants_colour
+from . import Failure, Parser, UsageError, add_settings, settings_from, wants_colour
+from .serve import listen_tcp
 
 if TYPE_CHECKING:
     from engine import EngineInfo
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from ...settings import Settings
 
 COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
+TORCH_RELEASES = "torch>=2.11,<2.14"
 PACKAGES = ("tokenizers", "safetensors", "transformers", "fastapi", "uvicorn")
-# Instructions that decide how fast a CPU multiplies matrices, as /proc/cpuinfo spells them.
+# Instruction sets that matter for the speed of matrix products, as named in /proc/cpuinfo.
 ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
 OPENMP = ("libgomp", "libiomp", "libomp")
 GIB = 1 << 30
@@ -54,7 +55,7 @@ print(json.dumps({"version": torch.__version__, "cuda": cuda, "threads": torch.g
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at: `level` is ok, warn or fail; `fix` says what to do about the last two."""
+    """The result of a check. `level` is ok, warn or fail; `fix` says what to do about the last two."""
 
     name: str
     level: str
@@ -62,51 +63,56 @@ class Finding:
     fix: str = ""
 
 
+def judge(name: str, is_ok: bool, text: str, fix: str, level: str = "warn") -> Finding:
+    """Return a finding that is ok, or has `level` and a fix."""
+    return Finding(name, "ok", text) if is_ok else Finding(name, level, text, fix)
+
+
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod doctor [MODEL] [flags]"
     parser.description = (
-        "Check what this machine can run. Exit code 1 when a check fails."
-        " With MODEL, check the folder of that model, too."
+        "Check what this machine can run. The exit code is 1 if a check fails."
+        " With MODEL, check the folder of that model too."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser, "model", "engine", extra=["host", "port"])
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings, each as soon as it is known."""
+    """Print each finding as soon as it is known. Returns 1 if a check failed."""
     loaded = settings_from(arguments)
     found = []
     for finding in examine(loaded.settings, loaded.sources["model"] != "default"):
         found.append(finding)
         if not arguments.json:
             show(finding)
-    failed = any(finding.level == "fail" for finding in found)
-    if arguments.json:
-        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in found]}, ensure_ascii=False))
-        return int(failed)
     levels = [finding.level for finding in found]
-    print(f"{levels.count('ok')} ok, {levels.count('warn')} to look at, {levels.count('fail')} failed")
-    return int(failed)
+    if arguments.json:
+        findings = [asdict(finding) for finding in found]
+        print(json.dumps({"ok": "fail" not in levels, "findings": findings}, ensure_ascii=False))
+    else:
+        print(f"{levels.count('ok')} ok, {levels.count('warn')} warnings, {levels.count('fail')} failed")
+    return int("fail" in levels)
 
 
 def show(finding: Finding) -> None:
-    """One finding on one line, its repair on the next."""
+    """Print a finding, and its fix on the next line."""
     level = f"{finding.level:<4}"
     if wants_colour(sys.stdout):
         level = f"\033[{COLOURS[finding.level]}m{level}\033[0m"
     print(f"{level}  {finding.name:<10} {finding.text}")
-    if finding.fix and finding.level != "ok":
+    if finding.fix:
         print(f"{'':<16} fix: {finding.fix}")
     sys.stdout.flush()
 
 
 def examine(settings: Settings, with_model: bool) -> Iterator[Finding]:
-    """All findings, the quick ones first."""
-    yield python()
+    """Yield all findings, those of the fast checks first."""
+    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     yield system()
     yield from cpu()
-    yield from memory()
-    yield from packages()
+    yield memory()
+    yield packages()
     yield compiler()
     yield port(settings)
     yield from disk()
@@ -122,29 +128,21 @@ def examine(settings: Settings, with_model: bool) -> Iterator[Finding]:
         yield from model(settings)
 
 
-def python() -> Finding:
-    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
-
-
 def system() -> Finding:
-    machine = platform.machine()
-    told = f"{platform.system()} {platform.release()} on {machine}"
-    known = {("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64")}
-    if (platform.system(), machine) in known:
-        return Finding("system", "ok", told)
+    name, machine = platform.system(), platform.machine()
+    text = f"{name} {platform.release()} on {machine}"
+    if (name, machine) in {("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64")}:
+        return Finding("system", "ok", text)
     fix = "use Linux on x86-64 or arm64, macOS on arm64, or WSL2 on Windows"
-    return Finding("system", "fail" if platform.system() == "Windows" else "warn", f"{told}, not tested", fix)
+    return Finding("system", "fail" if name == "Windows" else "warn", f"{text}, not tested", fix)
 
 
 def cpu() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    name, flags = cpu_facts()
-    have = [isa for isa in ISA if isa in flags]
-    told = f"{name}, {cores} cores, {' '.join(have) or 'no vector instructions that matter'}"
-    if platform.machine() == "x86_64" and flags and "avx2" not in flags:
-        yield Finding("cpu", "warn", told, "a CPU with AVX2 is several times faster")
-    else:
-        yield Finding("cpu", "ok", told)
+    name, flags, cores = cpu_facts()
+    extensions = " ".join(isa for isa in ISA if isa in flags) or "no vector extensions that Pequod uses"
+    text = f"{name}, {cores} cores, {extensions}"
+    is_old = platform.machine() == "x86_64" and bool(flags) and "avx2" not in flags
+    yield judge("cpu", not is_old, text, "use a CPU with AVX2, which is several times faster")
     quota = cpu_quota()
     if quota is not None and quota < cores:
         yield Finding(
@@ -155,49 +153,33 @@ def cpu() -> Iterator[Finding]:
         )
 
 
-def cgroup(file: str) -> list[str]:
-    """What this process's control group and its parents say in a file."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                own = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-                folders = [own, *(parent for parent in own.parents if parent.is_relative_to("/sys/fs/cgroup"))]
-                return [(folder / file).read_text().strip() for folder in folders if (folder / file).is_file()]
-    return []
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return the number of cores whose time the control groups allow, or None if there is no limit.
+
+    `root` is the parent of /proc and /sys.
+    """
+    quotas = []
+    with contextlib.suppress(OSError, ValueError):
+        paths = [line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
+        group = root / "sys/fs/cgroup" / "".join(paths).lstrip("/")
+        for folder in (group, *group.parents):
+            if (folder / "cpu.max").is_file():
+                quota, period = (folder / "cpu.max").read_text().split()
+                if quota != "max":
+                    quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
-def cpu_quota() -> float | None:
-    """Cores' worth of time that the control group may use; None: no limit."""
-    pairs = [text.split() for text in cgroup("cpu.max")]
-    return min((int(quota) / int(period) for quota, period in pairs if quota != "max"), default=None)
+def memory() -> Finding:
+    from engine import measure_memory
+
+    machine = measure_memory("cpu")
+    fix = "close other programs or raise the container's limit; torch alone uses 0.5 GiB"
+    text = f"{size(machine.available)} free of {size(machine.total)}"
+    return judge("memory", machine.available >= 2 * GIB, text, fix)
 
 
-def memory_facts() -> tuple[int, int]:
-    """Total and available bytes of memory, as the control group limits them."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = total
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
-    limit = min((int(text) for text in cgroup("memory.max") if text.isdigit()), default=total)
-    used = max((int(text) for text in cgroup("memory.current")[:1] if text.isdigit()), default=0)
-    return min(total, limit), min(available, limit - used) if limit < total else available
-
-
-def memory() -> Iterator[Finding]:
-    from ..banner import size
-
-    total, available = memory_facts()
-    told = f"{size(available)} free of {size(total)}"
-    if available < 2 * GIB:
-        yield Finding(
-            "memory", "warn", told, "close other programs or raise the container's limit; torch alone takes 0.5"
-        )
-    else:
-        yield Finding("memory", "ok", told)
-
-
-def packages() -> Iterator[Finding]:
+def packages() -> Finding:
     have, missing = [], []
     for name in PACKAGES:
         try:
@@ -205,35 +187,25 @@ def packages() -> Iterator[Finding]:
         except PackageNotFoundError:
             missing.append(name)
     if missing:
-        yield Finding("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    else:
-        yield Finding("packages", "ok", ", ".join(have))
+        return Finding("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return Finding("packages", "ok", ", ".join(have))
 
 
 def compiler() -> Finding:
-    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    return Finding(
-        "compiler",
-        "ok",
-        f"{found}" if found else "none for C++; Pequod runs without one once its CPU kernels are built",
-    )
+    path = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    return Finding("compiler", "ok", path or "none for C++; only building the CPU kernels needs one")
 
 
 def port(settings: Settings) -> Finding:
-    where = f"{settings.port} of {settings.host}"
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-    except OSError as error:
-        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened: {error.strerror}"
-        return Finding("port", "warn", f"{where} {reason}", "choose another with --port, or end what listens there")
-    return Finding("port", "ok", f"{where} is free")
+        listen_tcp(settings.host, settings.port).close()
+    except UsageError as error:
+        return Finding("port", "warn", str(error), "stop the program that uses this one, or choose another with --port")
+    return Finding("port", "ok", f"{settings.port} of {settings.host} is free")
 
 
 def cache_folder() -> Path:
-    """Where huggingface_hub keeps models."""
+    """Return the folder in which huggingface_hub stores models."""
     if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(folder).expanduser()
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -241,36 +213,31 @@ def cache_folder() -> Path:
 
 
 def disk() -> Iterator[Finding]:
-    from ..banner import size
-
     folder = cache_folder()
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if os.access(existing, os.W_OK) and existing.is_dir():
-        yield Finding("cache", "ok", f"models from the hub go to {folder}")
+        yield Finding("cache", "ok", f"models from the hub are stored in {folder}")
     else:
-        yield Finding("cache", "warn", f"{folder} cannot be written, so no hub model can be fetched", "set HF_HOME")
+        yield Finding("cache", "warn", f"{folder} cannot be written: no hub model can be downloaded", "set HF_HOME")
     free = shutil.disk_usage(existing).free
-    if free < 5 * GIB:
-        yield Finding("disk", "warn", f"{size(free)} free there", "make room, or set HF_HOME to a larger disk")
-    else:
-        yield Finding("disk", "ok", f"{size(free)} free there")
+    yield judge("disk", free >= 5 * GIB, f"{size(free)} free there", "free some, or set HF_HOME to a larger disk")
 
 
 def open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 4096:
         fix = "raise it: `ulimit -Hn 65536` as root, LimitNOFILE= in a systemd unit, or --ulimit nofile in Docker"
-        return Finding("open files", "warn", f"at most {hard}, each connection takes one", fix)
-    return Finding("open files", "ok", f"{soft} now; serve raises it to as much as 65536")
+        return Finding("open files", "warn", f"at most {hard}, and each connection is one", fix)
+    return Finding("open files", "ok", f"{soft} now; `pequod serve` raises the limit to 65536 if allowed")
 
 
 def torch_facts() -> dict[str, Any] | Finding:
-    """What torch says about itself, asked in a child so that this process stays small."""
-    fix = "pip install 'torch>=2.11,<2.14' (without a GPU: from the CPU index that the torch website names)"
+    """Return torch's facts, or a finding if it cannot be imported. A child process imports it: torch needs memory."""
+    fix = f"pip install '{TORCH_RELEASES}' (without a GPU: from the CPU index, see torch's website)"
     try:
         done = run_python("-c", TORCH, timeout_s=TORCH_S)
     except subprocess.TimeoutExpired:
-        return Finding("torch", "fail", f"was not imported after {TORCH_S:.0f} s", fix)
+        return Finding("torch", "fail", f"was not imported within {TORCH_S:.0f} s", fix)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"])[-1]
         return Finding("torch", "fail", f"cannot be imported: {last[:200]}", fix)
@@ -278,71 +245,63 @@ def torch_facts() -> dict[str, Any] | Finding:
 
 
 def torch_findings(torch: dict[str, Any]) -> Iterator[Finding]:
-    from ..banner import size
-
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU"
-    told = f"{torch['version']}, {build} build, {torch['threads']} threads, {torch['cpu']} on the CPU"
+    text = f"{torch['version']}, {build} build, {torch['threads']} threads, {torch['cpu']} on the CPU"
     number = tuple(int(part) for part in torch["version"].split("+")[0].split(".")[:2])
-    if (2, 11) <= number < (2, 14):
-        yield Finding("torch", "ok", told)
-    else:
-        yield Finding("torch", "warn", f"{told}, not tested", "pip install 'torch>=2.11,<2.14'")
+    is_tested = (2, 11) <= number < (2, 14)
+    yield judge("torch", is_tested, text if is_tested else f"{text}, not tested", f"pip install '{TORCH_RELEASES}'")
+    for i, device in enumerate(torch["devices"]):
+        text = f"cuda:{i} {device['name']}, {size(device['bytes'])}, compute capability {device['capability']}"
+        yield Finding("gpu", "ok", text)
     if torch["devices"]:
-        for i, device in enumerate(torch["devices"]):
-            text = f"cuda:{i} {device['name']}, {size(device['bytes'])}, compute capability {device['capability']}"
-            yield Finding("gpu", "ok", text)
-    elif not Path("/dev/nvidiactl").exists():
-        yield Finding("gpu", "ok", "none; the CPU computes")
+        return
+    if not Path("/dev/nvidiactl").exists():
+        yield Finding("gpu", "ok", "none; the CPU is used")
     elif torch["cuda"]:
-        fix = "update the NVIDIA driver: `nvidia-smi` must work and tell at least the CUDA version of torch"
-        yield Finding("gpu", "warn", "there is one, and torch cannot use it", fix)
+        fix = "update the NVIDIA driver: `nvidia-smi` must work and show at least torch's CUDA version"
+        yield Finding("gpu", "warn", "there is one, but torch cannot use it", fix)
     else:
-        yield Finding("gpu", "warn", "there is one, and this torch is a CPU build", "pip install torch from PyPI")
+        yield Finding("gpu", "warn", "there is one, but this torch is a CPU build", "pip install torch from PyPI")
 
 
-def engine(settings: Settings) -> Iterator[Finding]:
-    """Let a real engine answer with the built-in model, and look at its process."""
+def engine(settings: Settings) -> list[Finding]:
+    """Start an engine, generate with the built-in model, and return what it reports."""
     from engine import ConfigError, EngineError
 
+    began = time.monotonic()
     try:
-        began = time.monotonic()
-        info, runtimes = asyncio.run(_answer(settings))
-        seconds = time.monotonic() - began
+        info, runtimes = asyncio.run(_generate(settings))
     except TimeoutError:
-        yield Finding(
-            "engine", "fail", f"gave no answer in {ENGINE_S:.0f} s", "look for what keeps the CPU busy: `top`"
-        )
-        return
+        text = f"generated nothing within {ENGINE_S:.0f} s"
+        return [Finding("engine", "fail", text, "check with `top` what keeps the CPU busy")]
     except ConfigError as error:
-        yield Finding("engine", "fail", with_flags(error), "change the setting that it names")
-        return
+        return [Finding("engine", "fail", with_flags(error), "change the setting that the message names")]
     except EngineError as error:
-        yield Finding("engine", "fail", with_flags(error), "install Pequod again: make install")
-        return
-    yield Finding("engine", "ok", f"answers on {info.device}; start, built-in model and answer took {seconds:.1f} s")
-    exact = "exact: a request gives the same bits alone and in any batch"
-    yield Finding("results", "ok", exact if info.exact else "equal up to rounding between batches")
-    if info.product_note:
-        yield Finding("products", "warn", with_flags(info.product_note), with_flags(info.product_fix))
-    else:
-        own = f"by our own kernels for {info.product}" if info.product != "torch" else "by torch"
-        weights = "" if info.quantization == "none" else f", of weights in {info.quantization}"
-        yield Finding("products", "ok", f"computed {own}{weights}")
-    kept = f"keys and values in {info.kv_dtype}"
-    yield Finding("attention", "ok", f"computed by the {info.attention} backend, {kept}")
-    samples = "by torch" if info.sampling == "torch" else f"by our own kernels for {info.sampling}"
-    yield Finding("sampling", "ok", f"computed {samples}")
-    if runtimes is None:
-        return
-    if len(runtimes) <= 1:
-        yield Finding("openmp", "ok", f"{len(runtimes)} runtime in the engine" + "".join(f": {r}" for r in runtimes))
-    else:
-        fix = "two pools of threads slow each other down: reinstall torch by pip alone, unset LD_PRELOAD"
-        yield Finding("openmp", "warn", f"{len(runtimes)} runtimes in the engine: {', '.join(runtimes)}", fix)
+        return [Finding("engine", "fail", with_flags(error), "install Pequod again: make install")]
+    seconds = time.monotonic() - began
+    products = "by torch" if info.product == "torch" else f"by our own kernels for {info.product}"
+    if info.quantization != "none":
+        products += f", with weights in {info.quantization}"
+    sampling = "by torch" if info.sampling == "torch" else f"by our own kernels for {info.sampling}"
+    attention = f"computed by the {info.attention} backend, keys and values in {info.kv_dtype}"
+    found = [
+        Finding("engine", "ok", f"works on {info.device}; start, loading and generation took {seconds:.1f} s"),
+        Finding("results", "ok", EXACT if info.exact else INEXACT),
+        Finding("products", "warn", with_flags(info.product_note), with_flags(info.product_fix))
+        if info.product_note
+        else Finding("products", "ok", f"computed {products}"),
+        Finding("attention", "ok", attention),
+        Finding("sampling", "ok", f"computed {sampling}"),
+    ]
+    if runtimes is not None:
+        fix = "several thread pools slow each other down: reinstall torch with pip only, and unset LD_PRELOAD"
+        text = f"{len(runtimes)} runtime{'s' * (len(runtimes) != 1)} in the engine: {', '.join(runtimes)}"
+        found.append(judge("openmp", len(runtimes) <= 1, text.removesuffix(": "), fix))
+    return found
 
 
-async def _answer(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
-    """The engine's description and the OpenMP libraries in its process, after it has drawn some tokens."""
+async def _generate(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
+    """Generate some tokens; returns the engine's description and the OpenMP libraries in its process."""
     from engine import EngineConfig, EngineDied, EngineRequest, ProcessEngine, SamplingParams
 
     one = ProcessEngine(
@@ -370,7 +329,7 @@ async def _answer(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
 
 
 def openmp(pid: int | None) -> list[str] | None:
-    """The OpenMP runtimes mapped into a process; None where the system does not tell."""
+    """Return the OpenMP runtimes mapped into a process, or None if the system does not show them."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
@@ -380,16 +339,18 @@ def openmp(pid: int | None) -> list[str] | None:
 
 
 def capacity(torch: dict[str, Any]) -> Finding:
-    """How large a model may be: 2 bytes a parameter in what the engine takes by default, less some for the cache."""
-    total, available = memory_facts()
-    where, share = "the CPU", min(total * 0.5, available * 0.9)
+    """Estimate the largest model: 2 bytes per parameter of the memory that the engine uses by default, less 5 %."""
+    from engine import measure_memory
+
+    machine = measure_memory("cpu")
+    where, usable = "the CPU", min(machine.total * 0.5, machine.available * machine.share)
     if torch["devices"]:
-        where, share = "one GPU", max(device["bytes"] for device in torch["devices"]) * 0.9
-    return Finding("can run", "ok", f"models up to about {share * 0.95 / 2e9:.1f} B parameters in bfloat16 on {where}")
+        where, usable = "one GPU", max(device["bytes"] for device in torch["devices"]) * 0.9
+    return Finding("can run", "ok", f"models up to about {usable * 0.95 / 2e9:.1f} B parameters in bfloat16 on {where}")
 
 
 def model(settings: Settings) -> Iterator[Finding]:
-    """Whether the named model is whole and fits."""
+    """Check that the model is complete and fits."""
     from engine import EngineError, fetch
 
     from ...tokenization.tokenizer import Tokenizer
@@ -398,30 +359,27 @@ def model(settings: Settings) -> Iterator[Finding]:
     try:
         folder = fetch(settings.model, settings.revision, weights=False).path
     except EngineError as error:
-        yield Finding(
-            "model", "fail", with_flags(error), "check the name, the folder, and for hub models the network or HF_TOKEN"
-        )
+        fix = "check the name or the folder; for hub models also the network and HF_TOKEN"
+        yield Finding("model", "fail", with_flags(error), fix)
         return
     try:
         code, plan = make(settings.engine_config())
     except Failure as error:
         code, plan = 2, {"error": str(error)}
     if code == 0:
-        told = f"{plan.get('architecture', 'it')} fits: {plan.get('num_tokens', 0):,} tokens of KV cache"
-        yield Finding("model", "ok", told)
+        text = f"{plan.get('architecture', 'it')} fits, with a KV cache of {plan.get('num_tokens', 0):,} tokens"
+        yield Finding("model", "ok", text)
     else:
         fix = "; or ".join(plan.get("try", [])) or "choose another model"
         yield Finding("model", "fail", str(plan.get("error", "cannot be served")), fix)
     if not any(folder.glob("*.safetensors")):
-        fix = "the first start fetches them; a local folder must hold *.safetensors"
+        fix = "the first start downloads them; a local folder must have *.safetensors files"
         yield Finding("weights", "fail" if Path(settings.model).is_dir() else "warn", f"none in {folder}", fix)
     try:
         tokenizer = Tokenizer(folder)
     except EngineError as error:
-        yield Finding("tokenizer", "fail", str(error), "fetch tokenizer.json from the model's page")
+        yield Finding("tokenizer", "fail", str(error), "download tokenizer.json from the model's page")
         return
-    if tokenizer.templates or settings.chat_template:
-        yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size:,} tokens, with a chat template")
-    else:
-        fix = "give one with --chat-template FILE; completions work without"
-        yield Finding("tokenizer", "warn", f"{tokenizer.vocab_size:,} tokens, no chat template", fix)
+    has_template = bool(tokenizer.templates or settings.chat_template)
+    text = f"{tokenizer.vocab_size:,} tokens, {'with a' if has_template else 'no'} chat template"
+    yield judge("tokenizer", has_template, text, "pass one with --chat-template FILE; completions work without")

@@ -1,4 +1,4 @@
-"""`pequod models`: what can be served from this machine without a download."""
+"""`pequod models`: lists the models on this machine, and whether they can be served."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from ..banner import size
 from . import Failure, Parser, add_settings, settings_from
 from .doctor import cache_folder
 from .plan import make
 
-CHILDREN = 2  # plans at a time: each is a child that imports torch
+CHILDREN = 2  # concurrent plans; each is a child process that imports torch
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A model on this machine; `problem` is empty when Pequod can serve it."""
+class Model:
+    """A model on this machine; `problem` is empty if Pequod can serve it."""
 
     name: str
     architecture: str
@@ -36,13 +37,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line per model."""
-    from ..banner import size
-
+    """Print a line for each model."""
     config = settings_from(arguments).settings.engine_config()
 
-    def judge(place: tuple[str, Path, int]) -> Found:
-        name, folder, num_bytes = place
+    def examine(local: tuple[str, Path, int]) -> Model:
+        name, folder, num_bytes = local
         problem = missing(folder)
         if not problem:
             try:
@@ -50,25 +49,25 @@ def run(arguments: argparse.Namespace) -> int:
                 problem = str(plan.get("error", "cannot be served")) if code else ""
             except Failure as error:
                 problem = str(error)
-        return Found(name, architecture(folder), num_bytes, str(folder), problem)
+        return Model(name, architecture(folder), num_bytes, str(folder), problem)
 
     with ThreadPoolExecutor(CHILDREN) as pool:
-        found = list(pool.map(judge, places()))
+        found = list(pool.map(examine, local_models()))
     if arguments.json:
-        told = [asdict(model) | {"can_serve": not model.problem} for model in found]
-        print(json.dumps({"models": told, "cache": str(cache_folder())}, ensure_ascii=False))
+        models = [asdict(model) | {"can_serve": not model.problem} for model in found]
+        print(json.dumps({"models": models, "cache": str(cache_folder())}, ensure_ascii=False))
         return 0
     names, kinds = max(len(model.name) for model in found), max(len(model.architecture) for model in found)
     for model in found:
         verdict = f"no: {model.problem}" if model.problem else f"pequod serve {model.name}"
         print(f"{model.name:<{names}}  {model.architecture:<{kinds}}  {size(model.bytes):>9}  {verdict}")
     if len(found) == 1:
-        print(f"The Hugging Face cache {cache_folder()} holds no model; `pequod serve NAME` fetches one.")
+        print(f"The Hugging Face cache {cache_folder()} has no models; `pequod serve NAME` downloads one.")
     return 0
 
 
-def places() -> list[tuple[str, Path, int]]:
-    """Name, folder and size of every model on this machine: the built-in one, then the cache's by name."""
+def local_models() -> list[tuple[str, Path, int]]:
+    """Return name, folder and size of the built-in model and of those in the cache, which are sorted by name."""
     from engine import fetch
 
     folder = fetch("builtin", None, weights=True).path
@@ -80,35 +79,35 @@ def places() -> list[tuple[str, Path, int]]:
     for repo in sorted(scan_cache_dir(cache_folder()).repos, key=lambda repo: repo.repo_id):
         revisions = sorted(repo.revisions, key=lambda revision: revision.last_modified)
         if repo.repo_type == "model" and revisions:
-            # What `main` points to is what would be served; else the newest.
+            # The revision that would be served: main, else the newest.
             served = next((revision for revision in revisions if "main" in revision.refs), revisions[-1])
             found.append((repo.repo_id, Path(served.snapshot_path), served.size_on_disk))
     return found
 
 
 def missing(folder: Path) -> str:
-    """What a snapshot lacks of a servable model, as far as its files tell."""
+    """Return which necessary files a model's folder lacks; an empty string if none."""
     from engine import LIST_BYTES, ModelError, read_json
 
     if not (folder / "config.json").is_file():
-        return "no config.json: no language model, or not fetched whole"
+        return "no config.json: not a language model, or not downloaded completely"
     if not any(folder.glob("*.safetensors")):
-        return "no *.safetensors weights were fetched"
+        return "no *.safetensors weights were downloaded"
     try:
         index = read_json(folder / "model.safetensors.index.json", LIST_BYTES)
         files = set() if index is None else {str(name) for name in index["weight_map"].values()}
     except (ModelError, KeyError, AttributeError):
-        return "its weights' index cannot be read"
+        return "the index of its weights cannot be read"
     absent = [name for name in files if not (folder / name).is_file()]
-    return f"{len(absent)} of {len(files)} weight files were not fetched" if absent else ""
+    return f"{len(absent)} of {len(files)} weight files were not downloaded" if absent else ""
 
 
 def architecture(folder: Path) -> str:
-    """What config.json calls the model's class."""
+    """Return the model's architecture as named in config.json."""
     from engine import ModelError, read_json
 
     try:
-        read = read_json(folder / "config.json") or {}
-        return str(read["architectures"][0])[:64]
+        config = read_json(folder / "config.json") or {}
+        return str(config["architectures"][0])[:64]
     except (ModelError, KeyError, IndexError, TypeError):
         return "unknown"

@@ -1,4 +1,4 @@
-"""`pequod plan`: the memory arithmetic of a model, from its config.json, before loading it."""
+"""`pequod plan`: computes the memory that a model needs from its config.json, without loading it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...child import run_python
 from ...settings import with_flags
+from ..banner import parameters, size
 from . import Failure, Parser, add_settings, settings_from, warn
 
 if TYPE_CHECKING:
@@ -21,31 +22,33 @@ LABELS = {
     "kv_dtype": "KV cache in",
     "num_params": "parameters",
     "weights_bytes": "weights",
-    "activation_bytes": "activations, at most",
+    "activation_bytes": "activations (maximum)",
     "kv_bytes_per_token": "KV cache per token",
-    "memory_total_bytes": "memory of the device",
-    "memory_available_bytes": "of it free",
-    "memory_bytes": "may be used",
+    "memory_total_bytes": "device memory",
+    "memory_available_bytes": "free device memory",
+    "memory_bytes": "memory budget",
     "kv_cache_bytes": "KV cache",
     "block_size": "tokens per block",
     "num_blocks": "blocks",
     "num_tokens": "tokens in the cache",
-    "max_len": "longest request, tokens",
-    "max_seqs": "requests in a step",
-    "max_batched_tokens": "tokens in a step",
+    "max_len": "tokens per request",
+    "max_seqs": "requests per step",
+    "max_batched_tokens": "tokens per step",
     "full_length_users": "users at full length",
 }
 
 
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod plan [MODEL] [flags]"
-    parser.description = "Show how much memory a model needs and how many users fit, from its config.json alone."
+    parser.description = (
+        "Show how much memory a model needs and how many users it can serve at once, computed from its config.json."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser, "model", "engine")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; for impossible settings a sentence and three `try:` lines, exit code 2."""
+    """Print the plan. If the settings are impossible, print why and three `try:` lines, and return 2."""
     code, plan = make(settings_from(arguments).settings.engine_config())
     if arguments.json:
         print(json.dumps(plan, ensure_ascii=False))
@@ -60,27 +63,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make(config: EngineConfig) -> tuple[int, dict[str, Any]]:
-    """The engine's plan for a configuration, made in a child (it needs torch): 0 and the plan, or 2 and why not."""
+    """Return 0 and the engine's plan, or 2 and why there is none. A child process computes it, with torch."""
     import msgspec
 
     try:
         done = run_python("-m", "engine.plan", "--json", msgspec.json.encode(config).decode(), timeout_s=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise Failure(f"the plan was not ready after {TIMEOUT_S:.0f} s") from None
+        raise Failure(f"the plan was not computed within {TIMEOUT_S:.0f} s") from None
     try:
         plan = json.loads(done.stdout)
     except ValueError:
         plan = None
     if not isinstance(plan, dict) or done.returncode not in (0, 2):
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise Failure(f"the plan could not be made: {last[0]}")
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        raise Failure(f"the plan could not be computed: {last[0]}")
     plan |= {name: [with_flags(each) for each in plan[name]] for name in ("notes", "try") if name in plan}
     plan |= {name: with_flags(plan[name]) for name in ("error",) if name in plan}
     return done.returncode, plan
 
 
 def show(plan: dict[str, Any]) -> None:
-    """The plan as a table."""
+    """Print the plan as a table."""
     rows = [(LABELS.get(key, key.replace("_", " ")), readable(key, value)) for key, value in plan.items()]
     rows = [(label, text) for label, text in rows if text]
     width = max((len(label) for label, _ in rows), default=0)
@@ -92,9 +95,7 @@ def show(plan: dict[str, Any]) -> None:
 
 
 def readable(key: str, value: Any) -> str:
-    """A value for a person: sizes in GiB, counts with separators, lists one entry a line."""
-    from ..banner import parameters, size
-
+    """Return a value in readable form: sizes with units, counts with separators, lists with one entry per line."""
     if value is None or value in ("", []):
         return ""
     if isinstance(value, bool):

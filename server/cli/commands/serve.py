@@ -1,4 +1,4 @@
-"""`pequod serve`: the HTTP server, from the socket to the drain."""
+"""`pequod serve`: runs the HTTP server, from opening the socket to draining it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from ...settings import Settings
 
-BACKLOG = 2048  # connections held by the kernel until they are accepted
+BACKLOG = 2048  # connections that the kernel queues until they are accepted
 OPEN_FILES = 65536
-# Not for connections: a new engine's process, files, the store. Without them a restart would fail when it is needed.
+# Reserved for the process of a restarted engine, files and the store: at the limit of connections they still work.
 SPARE_DESCRIPTORS = 96
 
 
@@ -36,9 +36,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, child: Child | None = None) -> int:
-    """Serve until a signal comes: 0 after the drain, 2 when the model or a setting is impossible, 1 when it died.
+    """Serve until a signal. Returns 0 after the drain, 2 if the model or a setting is invalid, 1 if the server failed.
 
-    `child`: the engine's process, where it was started before this module was imported.
+    `child`: the engine's process, if it was started before this module was imported.
     """
     began = time.monotonic()
     settings = settings_from(arguments).settings
@@ -48,13 +48,13 @@ def run(arguments: argparse.Namespace, child: Child | None = None) -> int:
 
 
 def serve(settings: Settings, listener: socket.socket, began: float, child: Child | None = None) -> int:
-    """Run the app on a listening socket."""
+    """Run the app on a listening socket and return the exit code."""
     from engine import ProcessEngine
 
-    most_connections = raise_open_files() - SPARE_DESCRIPTORS
+    max_connections = max(1, raise_open_files() - SPARE_DESCRIPTORS)
     engine = ProcessEngine(settings.engine_config(), child, settings.stall_seconds)
 
-    gc.disable()  # nothing of what is imported is garbage; looking for it took a tenth of the time
+    gc.disable()  # imports create no garbage, and collections took a tenth of their time
     from ...app import build_app
     from ...http.server import Server
     from ...observability import logs
@@ -62,13 +62,13 @@ def serve(settings: Settings, listener: socket.socket, began: float, child: Chil
 
     lines = logs.configure(settings.log_format, settings.log_level)
     app = build_app(settings, engine)
-    server = Server(app, engine, settings, began, banner, max_connections=max(1, most_connections))
-    gc.freeze()  # what was imported stays: later collections need not look at it
+    server = Server(app, engine, settings, began, banner, max_connections=max_connections)
+    gc.freeze()  # later collections skip the imported objects, which stay
     gc.enable()
     try:
         failure = server.serve_on(listener)
     finally:
-        lines.close()  # before the last words
+        lines.close()  # writes the queued log lines, before the message below
     if failure is None:
         return 0
     warn(failure[0])
@@ -76,20 +76,20 @@ def serve(settings: Settings, listener: socket.socket, began: float, child: Chil
 
 
 def raise_open_files() -> int:
-    """Allow as many open files as the system lets this process have, and return their number.
+    """Raise this process's limit of open files as far as possible, and return it.
 
-    A shell's usual 1,024 are few where each connection is one.
+    The usual limit of 1,024 is low for a server: each connection is an open file.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft == resource.RLIM_INFINITY or soft >= most:
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
         return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def check_tls(settings: Settings) -> None:
-    """A certificate that cannot be used is an error now and not at the first connection."""
+    """Raise UsageError if the certificate is unusable: otherwise the first connection would fail."""
     if settings.ssl_certfile is None:
         return
     try:
@@ -103,8 +103,8 @@ def check_tls(settings: Settings) -> None:
 
 @contextlib.contextmanager
 def listen(settings: Settings) -> Iterator[socket.socket]:
-    """A listening socket: clients that come while the server starts are held, not refused."""
-    listener = _listen_unix(settings.uds) if settings.uds is not None else _listen_tcp(settings.host, settings.port)
+    """Open a listening socket. Clients that connect while the server starts wait, and are not refused."""
+    listener = _listen_unix(settings.uds) if settings.uds is not None else listen_tcp(settings.host, settings.port)
     try:
         yield listener
     finally:
@@ -113,25 +113,26 @@ def listen(settings: Settings) -> Iterator[socket.socket]:
             settings.uds.unlink(missing_ok=True)
 
 
-def _listen_tcp(host: str, port: int) -> socket.socket:
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """Open a listening socket. Raises UsageError."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise UsageError(f"--host {host} is no address of this machine: {error.strerror}") from None
-    family, kind, protocol, _, place = found[0]
+        raise UsageError(f"--host {host} is not an address of this machine: {error.strerror}") from None
+    family, kind, protocol, _, address = addresses[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(place)
+        listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise UsageError(f"port {port} of {host} is in use; choose another with --port") from None
         if error.errno == errno.EACCES:
-            raise UsageError(f"port {port} may not be opened by this user; choose one above 1023 with --port") from None
+            raise UsageError(f"this user may not open port {port}; choose one above 1023 with --port") from None
         if error.errno == errno.EADDRNOTAVAIL:
-            raise UsageError(f"--host {host} is no address of this machine") from None
+            raise UsageError(f"--host {host} is not an address of this machine") from None
         raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from None
     return listener
 
@@ -139,12 +140,12 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
 def _listen_unix(path: Path) -> socket.socket:
     if path.exists():
         if not stat.S_ISSOCK(path.stat().st_mode):
-            raise UsageError(f"--uds {path} is a file that is no socket")
+            raise UsageError(f"--uds {path} is a file, not a socket")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1)
             if probe.connect_ex(str(path)) == 0:
                 raise UsageError(f"--uds {path} is in use by another server")
-        path.unlink()  # left behind by a server that was killed
+        path.unlink()  # the socket of a server that was killed
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(path))

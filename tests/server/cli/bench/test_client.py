@@ -30,7 +30,7 @@ class Other:
     usage: bool = True
     streams: bool = True
     per_chunk: int = 1
-    stops_at: int | None = None  # tokens, whatever was asked for
+    stops_at: int | None = None  # tokens, whatever the request says
     dies_after: int | None = None  # completions
     breaks_off: bool = False  # after the first token
     status: int = 200
@@ -45,9 +45,9 @@ class Other:
                 if other.is_dead:
                     self.connection.close()
                 elif self.path == "/v1/models":
-                    self.answer(200, {"data": [{"id": "other"}]})
+                    self.respond(200, {"data": [{"id": "other"}]})
                 else:
-                    self.answer(404, {})
+                    self.respond(404, {})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -60,32 +60,32 @@ class Other:
                     wrong = "prompt"
                 if wrong is not None or other.status != 200:
                     status = 400 if wrong is not None else other.status
-                    self.answer(status, {"error": {"message": f"no {wrong}"}})
+                    self.respond(status, {"error": {"message": f"no {wrong}"}})
                     return
                 count = min(body["max_tokens"], other.stops_at or 10**9)
                 prompt = body.get("prompt") or body["messages"][0]["content"]
                 length = len(prompt) if isinstance(prompt, list) else 5 + 2 * len(prompt.split())
                 usage = {"prompt_tokens": length, "completion_tokens": count} if other.usage else None
                 if not other.streams:
-                    self.answer(200, {"choices": [{"text": " a" * count, "finish_reason": "length"}], "usage": usage})
+                    self.respond(200, {"choices": [{"text": " a" * count, "finish_reason": "length"}], "usage": usage})
                     return
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()
                 for start in range(0, count, other.per_chunk):
                     text = " a" * min(other.per_chunk, count - start)
-                    said = {"delta": {"content": text}} if "messages" in body else {"text": text}
-                    self.event({"choices": [said]})
+                    choice = {"delta": {"content": text}} if "messages" in body else {"text": text}
+                    self.event({"choices": [choice]})
                     if other.breaks_off:
                         return
                 self.event({"choices": [{"text": "", "finish_reason": "length"}], "usage": usage})
                 self.wfile.write(b"data: [DONE]\n\n")
 
-            def event(self, told: object) -> None:
-                self.wfile.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+            def event(self, body: object) -> None:
+                self.wfile.write(b"data: " + json.dumps(body).encode() + b"\n\n")
 
-            def answer(self, status: int, told: object) -> None:
-                content = json.dumps(told).encode()
+            def respond(self, status: int, body: object) -> None:
+                content = json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
@@ -131,8 +131,8 @@ async def test_a_pequod_is_measured_token_by_token(tmp_path):
     assert target.max_len == INFO.max_len
     assert [shot.token_ids for shot in done.shots] == [[end] * 6] * 4
     assert [shot.sizes for shot in done.shots] == [[1] * 6] * 4
-    told = summarize(done)
-    assert (told["requests"], told["failed"], told["output_tokens"]) == (4, 0, 24)
+    result = summarize(done)
+    assert (result["requests"], result["failed"], result["output_tokens"]) == (4, 0, 24)
     assert all(len(shot.gaps) == 5 and shot.ttft > 0 for shot in done.shots)
 
 
@@ -142,7 +142,7 @@ async def test_a_server_that_takes_everything_gets_every_wish():
     assert target.takes_ids
     last = other.bodies[-1]
     assert (last["ignore_eos"], last["min_tokens"], last["temperature"], last["max_tokens"]) == (True, 6, 0, 6)
-    assert "return_token_ids" not in last  # it took the field and told none
+    assert "return_token_ids" not in last  # the server accepted the field and returned none
     assert target.notes == [note for note in target.notes if "token ids" in note]
     assert summarize(done)["output_tokens"] == 18
     assert not target.is_pequod
@@ -153,9 +153,9 @@ async def test_fields_that_a_server_refuses_are_left_out_and_told():
     target, done = await measured(other)
     assert not {"ignore_eos", "min_tokens"} & set(other.bodies[-1])
     assert "stream_options" in other.bodies[-1]
-    told = notes(target, done.shots)
-    assert any("refuses ignore_eos" in note for note in told)
-    assert any("3 of 3 outputs ended before" in note for note in told)
+    result = notes(target, done.shots)
+    assert any("refuses ignore_eos" in note for note in result)
+    assert any("3 of 3 outputs ended before" in note for note in result)
 
 
 async def test_a_server_that_takes_text_alone_gets_as_many_words_as_make_the_tokens():
@@ -181,10 +181,10 @@ async def test_several_tokens_in_a_chunk_are_told():
 
 async def test_a_server_that_does_not_stream_has_whole_times_only():
     target, done = await measured(Other(streams=False))
-    told = summarize(done)
-    assert told["output_tokens"] == 18
-    assert told["ttft_p50_s"] is None
-    assert told["e2e_p50_s"] > 0
+    result = summarize(done)
+    assert result["output_tokens"] == 18
+    assert result["ttft_p50_s"] is None
+    assert result["e2e_p50_s"] > 0
     assert any("does not stream" in note for note in target.notes)
 
 
@@ -208,14 +208,14 @@ async def test_a_stream_that_breaks_off_is_a_failed_request():
 
 
 async def test_a_server_that_dies_ends_the_run():
-    # One request finds out what it takes; two of the five that follow are answered.
+    # One request probes the server; two of the five after it get a response.
     with pytest.raises(Failure, match=r"the server died after \d of 5 responses: it no longer responds"):
         await measured(Other(dies_after=3), count=5)
 
 
-@pytest.mark.parametrize(("status", "said"), [(401, "cannot be measured.*401"), (500, "cannot be measured.*500")])
-async def test_a_server_that_refuses_everything(status, said):
-    with pytest.raises(Failure, match=said):
+@pytest.mark.parametrize(("status", "message"), [(401, "cannot be measured.*401"), (500, "cannot be measured.*500")])
+async def test_a_server_that_refuses_everything(status, message):
+    with pytest.raises(Failure, match=message):
         await measured(Other(status=status))
 
 
@@ -225,14 +225,14 @@ async def test_a_server_without_that_api_names_the_other():
 
 
 @pytest.mark.parametrize(
-    ("url", "error", "said"),
+    ("url", "error", "message"),
     [
         ("http://127.0.0.1:9", Failure, "no server responds"),
-        ("localhost:8000", UsageError, "is not an address"),
+        ("localhost:8000", UsageError, "is not a URL"),
     ],
 )
-async def test_an_address_without_a_server(url, error, said):
-    with pytest.raises(error, match=said):
+async def test_an_address_without_a_server(url, error, message):
+    with pytest.raises(error, match=message):
         await connect(url, None, None)
 
 

@@ -20,7 +20,7 @@ def target(takes_ids: bool = True, words_per_token: float = 1.0):
 
 
 def shot(*times: float, sent: float = 0.0, tokens: int | None = None, sizes: list[int] | None = None, **more) -> Shot:
-    """An answer whose chunks came at these times."""
+    """A response whose chunks arrived at these times."""
     made = Shot(0.0, 10, len(times), sent, done=times[-1] if times else sent, times=list(times), sizes=sizes)
     made.output_tokens = tokens
     for name, value in more.items():
@@ -78,7 +78,7 @@ def test_mooncake_traces_keep_their_prefixes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "has no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
@@ -95,25 +95,25 @@ def test_mooncake_traces_keep_their_prefixes(tmp_path):
         ),
     ],
 )
-def test_a_broken_trace_is_an_error_that_says_where(tmp_path, text, said):
+def test_an_invalid_trace_is_an_error_with_its_position(tmp_path, text, message):
     path = tmp_path / "trace"
     path.write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_trace(path, None)
 
 
-def test_a_trace_that_is_not_there(tmp_path):
+def test_a_trace_that_does_not_exist(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         read_trace(tmp_path / "none.csv", None)
 
 
 def test_a_trace_is_scaled_and_cut_to_what_fits():
     arrivals = [Arrival(2.0, 1000, 100), Arrival(4.0, 10, 500), Arrival(6.0, 1, 1)]
-    short = scaled(arrivals, time_scale=0.5, length_scale=0.1, most=40)
+    short = scaled(arrivals, time_scale=0.5, length_scale=0.1, max_len=40)
     assert [(a.at, a.input_len, a.output_len) for a in short] == [(1, 30, 10), (2, 1, 20), (3, 1, 1)]
 
 
-def test_no_two_prompts_are_alike_and_a_seed_repeats_them():
+def test_prompts_differ_and_a_seed_repeats_them():
     one, same, other = Prompts(target(), 5), Prompts(target(), 5), Prompts(target(), 6)
     first, second = one.ask(40, 1).prompt, one.ask(40, 1).prompt
     assert first != second
@@ -137,19 +137,19 @@ def test_text_prompts_have_the_words_that_make_the_tokens():
 
 def test_a_run_is_summed_up():
     run = Run([shot(1.0, 1.1, 1.4, sent=0.5, tokens=3), shot(error="no", sent=0.5)], wall=2.0)
-    told = figures.summarize(run)
-    assert (told["requests"], told["failed"], told["output_tokens"], told["output_tok_s"]) == (2, 1, 3, 1.5)
-    assert told["ttft_p50_s"] == 0.5
-    assert told["itl_p50_s"] == pytest.approx(0.2)
-    assert told["itl_max_s"] == pytest.approx(0.3)
-    assert told["decode_tok_s"] == pytest.approx(5)
+    result = figures.summarize(run)
+    assert (result["requests"], result["failed"], result["output_tokens"], result["output_tok_s"]) == (2, 1, 3, 1.5)
+    assert result["ttft_p50_s"] == 0.5
+    assert result["itl_p50_s"] == pytest.approx(0.2)
+    assert result["itl_max_s"] == pytest.approx(0.3)
+    assert result["decode_tok_s"] == pytest.approx(5)
 
 
-def test_an_answer_that_came_whole_has_no_time_per_token():
+def test_a_response_without_streaming_has_no_time_per_token():
     run = Run([shot(1.0, tokens=3, streamed=False)], wall=1.0)
-    told = figures.summarize(run)
-    assert told["ttft_p50_s"] is told["itl_p50_s"] is told["decode_tok_s"] is None
-    assert told["output_tok_s"] == 3
+    result = figures.summarize(run)
+    assert result["ttft_p50_s"] is result["itl_p50_s"] is result["decode_tok_s"] is None
+    assert result["output_tok_s"] == 3
 
 
 def test_tokens_are_those_of_usage_else_of_ids_else_of_chunks():
@@ -159,19 +159,19 @@ def test_tokens_are_those_of_usage_else_of_ids_else_of_chunks():
 
 
 def test_the_spread_is_over_the_rounds_that_saw_a_figure():
-    told = figures.spread([{"a": 1.0, "b": None}, {"a": 3.0, "b": 5.0}, {"a": 2.0, "b": None}])
-    assert told["a"] == {"median": 2, "q1": 1.5, "q3": 2.5, "min": 1, "max": 3}
-    assert told["b"]["median"] == 5
+    result = figures.spread([{"a": 1.0, "b": None}, {"a": 3.0, "b": 5.0}, {"a": 2.0, "b": None}])
+    assert result["a"] == {"median": 2, "q1": 1.5, "q3": 2.5, "min": 1, "max": 3}
+    assert result["b"]["median"] == 5
     assert figures.spread([{"a": None}]) == {}
 
 
-def test_notes_say_what_was_not_as_asked():
+def test_notes_report_what_differs_from_the_request():
     shots = [
         shot(1, 2, tokens=4, output_len=4, prompt_tokens=10, cached_tokens=6),
         shot(1, 2, tokens=4, output_len=8, prompt_tokens=40),
         shot(error="refused"),
     ]
-    told = "\n".join(figures.notes(target(), shots))
+    result = "\n".join(figures.notes(target(), shots))
     for part in (
         "1 of 3 requests failed: refused",
         "8 tokens came in 4 chunks",
@@ -179,7 +179,7 @@ def test_notes_say_what_was_not_as_asked():
         "6 of 50 prompt tokens came from a cache",
         "25 tokens on average instead of 10",
     ):
-        assert part in told
+        assert part in result
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_notes_say_what_was_not_as_asked():
         (0.5, "%", "50.0 %"),
     ],
 )
-def test_numbers_read_well(value, unit, text):
+def test_numbers_are_shown_with_units(value, unit, text):
     assert number(value, unit) == text
 
 

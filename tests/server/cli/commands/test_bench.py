@@ -27,7 +27,7 @@ SMALL = ["--rounds", "1", "--warmup", "0"]
 
 @pytest.fixture
 def pequod(capsys):
-    """Runs a command line in this process."""
+    """Return a function that runs a command line in this process."""
 
     def run(*argv: str) -> tuple[int, str, str]:
         return main(["bench", *argv]), *capsys.readouterr()
@@ -51,7 +51,7 @@ def test_each_part_has_help(part, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["latncy"], "no part latncy; did you mean latency?"),
         (["qqq"], "see `pequod bench --help`"),
@@ -59,11 +59,11 @@ def test_each_part_has_help(part, capsys):
         (["latency", "--rounds", "0"], "0 is not a whole number of at least 1"),
         (["latency", "--rows", "1,x"], "x is not a whole number"),
         (["latency", "--json", "builtin"], "builtin does not end in .json"),
-        (["latency", "--url", "nowhere"], "--url nowhere is not an address"),
+        (["latency", "--url", "nowhere"], "--url nowhere is not a URL"),
         (["serve", "--rate", "0"], "0 is not a number above 0"),
         (["serve", "--rate", "inf"], "inf is not a number above 0"),
         (["serve", "--arrivals", "bursts"], "bursts"),
-        (["serve", "--trace", "no.csv", "--rate", "2"], "--trace has times of its own"),
+        (["serve", "--trace", "no.csv", "--rate", "2"], "--trace has arrival times"),
         (["serve", "--trace", "no.csv"], "--trace no.csv cannot be read"),
         (["sweep", "--concurrency", ""], "is not a list such as"),
         (["snapshot"], "either --write or --check"),
@@ -74,26 +74,26 @@ def test_each_part_has_help(part, capsys):
         (["roofline", "--url", "http://127.0.0.1:1"], "unknown flag --url"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(pequod, argv, said):
+def test_invalid_flags_are_refused_before_anything_starts(pequod, argv, message):
     code, out, err = pequod(*argv)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
 
 
-def test_nobody_at_the_url(pequod):
+def test_no_server_at_the_url(pequod):
     code, out, err = pequod("latency", "--url", "http://127.0.0.1:9")
     assert (code, out) == (1, "")
     assert "no server responds at http://127.0.0.1:9" in err
 
 
-def test_a_model_that_cannot_be_started_says_what_the_server_said(pequod, tmp_path):
+def test_a_server_that_cannot_start_is_reported_with_its_last_lines(pequod, tmp_path):
     code, out, err = pequod("latency", str(tmp_path / "none"), "--json")
     assert (code, out) == (1, "")
     assert "the server ended with code 2" in err
     assert "not the name of a model on a hub" in err
 
 
-def test_results_have_a_place_before_they_are_measured(pequod):
+def test_a_missing_output_folder_is_reported_before_measuring(pequod):
     code, _, err = pequod("latency", "--url", "http://127.0.0.1:9", "--json=/nowhere/x.json")
     assert code == 1
     assert "there is no folder /nowhere" in err
@@ -113,7 +113,7 @@ def test_settings_reach_the_server_that_is_started():
     found = flags(parser.parse(given))
     assert found[found.index("--dtype") + 1] == "bfloat16"
     assert "--no-enable-prefix-caching" in found
-    keys = [found[place + 1] for place, word in enumerate(found) if word == "--api-key"]
+    keys = [found[index + 1] for index, word in enumerate(found) if word == "--api-key"]
     assert keys == ["a", "c"]
     assert found[found.index("a") + 1] == "b"
     assert "builtin" not in found
@@ -134,7 +134,7 @@ def test_the_kernels_are_measured(capfd):
     assert json.loads(capfd.readouterr().out)["products"]
 
 
-# Against a server that is there
+# With a running server
 
 
 def test_latency_of_another_server_as_json(pequod, tmp_path):
@@ -146,13 +146,13 @@ def test_latency_of_another_server_as_json(pequod, tmp_path):
     result = json.loads(file.read_text())
     assert result["server"]["model"] == "other"
     assert result["peak_bytes"] is None
-    assert "steps" not in result  # of another server they cannot be seen
+    assert "steps" not in result  # only known of a Pequod started here
     (request,) = result["requests"]
     assert len(request["times"]) == request["output_tokens"] == 6
     assert "first token" in out
 
 
-def test_json_on_standard_output_is_all_there(pequod):
+def test_json_on_standard_output_has_the_whole_result(pequod):
     with Other().listening() as url:
         code, out, _ = pequod("throughput", "--url", url, *SMALL, "--requests", "5", "--concurrency", "2", "--json")
     assert code == 0
@@ -185,7 +185,7 @@ def test_rates_and_lengths_against_a_live_pequod(pequod, server, tmp_path):
     assert [point["load"] for point in result["rate"]] == ["50/s"]
     assert [point["context"] for point in result["context"]] == [16]
     assert "--context 5000 is left out" in err
-    assert result["limit"] is None  # whose machine that is, nobody knows
+    assert result["limit"] is None  # the machine of another server is not known
 
 
 def test_a_sweep_of_its_own_server_stands_beside_the_limit(pequod):
@@ -215,7 +215,7 @@ def test_a_machine_that_cannot_be_measured_any_more_costs_no_figures(pequod, mon
     assert len(result["machine_limits"]["bytes_per_s"]) == 1, "the one that was measured before"
 
 
-def test_too_long_a_request_is_said_at_once(pequod, server):
+def test_requests_that_do_not_fit_are_refused_at_once(pequod, server):
     code, _, err = pequod("throughput", "--url", server.url, "--input-len", "2000", "--output-len", "100")
     assert code == 2
     assert "2100 tokens of prompt and output are more than the server's 2048" in err
@@ -231,7 +231,7 @@ def test_invariance_counts_and_judges(pequod, server):
     assert not (result["exact"] and (result["tokens_differing"] or result["bits_differing"]))
 
 
-def test_who_claims_to_be_exact_and_is_not_fails(pequod, monkeypatch):
+def test_a_server_that_reports_exactness_and_differs_fails(pequod, monkeypatch):
     result = {
         "exact": True, "tokens_differing": 0, "bits_differing": 1, "tokens": 5, "logprobs": 5,
         "logprobs_differing": 1, "largest_difference": 1e-7, "requests_differing": 1, "requests_compared": 1,
@@ -249,15 +249,15 @@ def test_who_claims_to_be_exact_and_is_not_fails(pequod, monkeypatch):
     assert pequod("invariance")[0] == 0
 
 
-def test_two_answers_are_compared_bit_by_bit():
-    def answered(ids, logprobs):
+def test_two_completions_are_compared_bit_by_bit():
+    def completed(ids, logprobs):
         shot = Shot(0, 1, 1, 0)
         shot.token_ids, shot.logprobs = ids, logprobs
         return shot
 
-    one = answered([1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0])
+    one = completed([1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0])
     assert invariance.compare(one, one) == invariance.Difference(4, 0, 4, 0, 0, 0.0)
-    other = answered([1, 2, 9], [-1.0, -2.000000238418579, -3.5])
+    other = completed([1, 2, 9], [-1.0, -2.000000238418579, -3.5])
     found = invariance.compare(one, other)
     assert (found.tokens, found.scored, found.logprobs, found.bits) == (2, 2, 1, 1)
     assert found.largest == pytest.approx(2.4e-7, rel=0.01)
@@ -270,7 +270,7 @@ def test_two_answers_are_compared_bit_by_bit():
 def test_steps_and_memory_of_a_pequod_started_here(pequod):
     code, out, _ = pequod(
         "latency", *SMALL, "--output-len", "200", "--rows", "1,3", "--json", "--num-gpu-blocks-override", "64"
-    )  # so long that requests which are sent together also meet on a busy machine
+    )  # long enough that requests which are sent together overlap on a busy machine
     assert code == 0
     result = json.loads(out)
     assert set(result["steps"]) == {"1", "3"}
@@ -283,7 +283,7 @@ def test_steps_and_memory_of_a_pequod_started_here(pequod):
 
 
 @pytest.mark.slow
-def test_who_ends_a_measurement_ends_its_server():
+def test_ending_a_measurement_ends_its_server():
     command = [sys.executable, "-m", "server", "bench", "latency", "--rounds", "1000"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
         eventually(lambda: len(tree(process.pid)) > 2)  # the server, and its engine
@@ -317,7 +317,7 @@ def test_startup_of_the_builtin_model(pequod):
 
 
 def test_the_committed_snapshot_of_the_builtin_model_holds(pequod, server):
-    """Whatever preserves the mathematics leaves these answers as they are; `--write` them after a training."""
+    """Changes that preserve the mathematics leave these completions as they are; use `--write` after a training."""
     code, out, err = pequod(
         "snapshot", "--check", "--url", server.url, "--file", str(ROOT / "benchmarks/snapshots/builtin.json")
     )
@@ -331,17 +331,17 @@ def test_the_committed_snapshot_is_far_from_any_tie():
     assert [entry["prompt"] for entry in answers] == list(snapshot.PROMPTS)
 
 
-def test_a_snapshot_tells_what_changed(pequod, server, tmp_path):
+def test_a_snapshot_reports_what_changed(pequod, server, tmp_path):
     prompts, file = tmp_path / "prompts.txt", tmp_path / "snapshots" / "s.json"
     prompts.write_text("What is 7 + 5?\n\nThe sea\n")
     common = ["snapshot", "--url", server.url, "--file", str(file), "--api", "completions"]
     code, out, err = pequod(*common, "--write", "--prompts", str(prompts), "--max-tokens", "6")
     assert code == 0
     assert "2 completions written" in out
-    told = json.loads(file.read_text())
-    told["answers"][1]["text"] = "Q" + told["answers"][1]["text"][1:]
-    told["answers"][1]["sha256"] = "0" * 64
-    file.write_text(json.dumps(told))
+    saved = json.loads(file.read_text())
+    saved["answers"][1]["text"] = "Q" + saved["answers"][1]["text"][1:]
+    saved["answers"][1]["sha256"] = "0" * 64
+    file.write_text(json.dumps(saved))
     code, out, err = pequod("snapshot", "--url", server.url, "--file", str(file), "--check")
     assert code == 1
     assert out.startswith("1 of 2 completions are the same")
@@ -349,7 +349,7 @@ def test_a_snapshot_tells_what_changed(pequod, server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"weights_hash": "f00"}, "was written for another weights_hash: f00"),
         ({"format": 99}, "has format 99"),
@@ -357,13 +357,13 @@ def test_a_snapshot_tells_what_changed(pequod, server, tmp_path):
         ({"answers": 3}, "is not a snapshot"),
     ],
 )
-def test_a_snapshot_of_something_else(pequod, server, tmp_path, change, said):
-    told = json.loads((ROOT / "benchmarks/snapshots/builtin.json").read_text())
+def test_a_snapshot_of_something_else(pequod, server, tmp_path, change, message):
+    saved = json.loads((ROOT / "benchmarks/snapshots/builtin.json").read_text())
     file = tmp_path / "s.json"
-    file.write_text(json.dumps(told | change))
+    file.write_text(json.dumps(saved | change))
     code, _, err = pequod("snapshot", "--check", "--url", server.url, "--file", str(file))
     assert code in (1, 2)
-    assert said in err
+    assert message in err
 
 
 def test_a_step_log_is_read_as_it_grows(tmp_path):

@@ -1,4 +1,4 @@
-"""complete, chat, plan, models and the banner: what they print, with a fake engine and a fake server."""
+"""The output of complete, chat, plan, models and the banner, with a fake engine and a fake server."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def surroundings(monkeypatch):
     for name in list(os.environ):
         if name.startswith(settings.PREFIX):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that what a command sets is undone
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is restored after a command has set it
     monkeypatch.delenv("HF_HUB_OFFLINE")
 
 
 class FakeEngine(fakes.FakeEngine):
-    """Says the same words to every request, then the end token; remembers what it was asked."""
+    """Generates the same text for every request, then the end token, and records the requests."""
 
     says = " Aye, aye."
     made: FakeEngine
@@ -107,7 +107,7 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def pequod(capsys, monkeypatch):
-    """Runs a command line in this process, with text on its standard input."""
+    """Return a function that runs a command line in this process, with text on its standard input."""
 
     def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
@@ -132,9 +132,9 @@ def test_complete_prints_the_text_and_ends_with_the_figures(pequod, fake):
         "dtype",
     ]
     tokenizer = Tokenizer(BUILTIN)
-    said = tokenizer.encode(fake.says, add_special=False)
+    tokens = tokenizer.encode(fake.says, add_special=False)
     assert int(figures["prompt_tokens"]) == len(tokenizer.encode("Hello"))
-    assert int(figures["generated_tokens"]) == len(said) + 1  # with the end token
+    assert int(figures["generated_tokens"]) == len(tokens) + 1  # with the end token
     assert float(figures["ttft_seconds"]) <= float(figures["elapsed_seconds"])
     assert (figures["device"], figures["dtype"]) == ("cpu", "float32")
     request = fake.made.requests[0]
@@ -146,14 +146,14 @@ def test_complete_prints_the_text_and_ends_with_the_figures(pequod, fake):
 
 def test_complete_takes_token_ids_and_prints_json(pequod, fake):
     code, out, _ = pequod("complete", "--prompt-ids", "5,6 7", "--max-tokens", "2", "--ignore-eos", "--json")
-    told = json.loads(out)
+    result = json.loads(out)
     assert code == 0
     assert fake.made.requests[0].prompt_ids == (5, 6, 7)
     assert fake.made.requests[0].params.stop_ids == ()
-    assert told["prompt_tokens"] == 3
-    assert told["generated_tokens"] == len(told["token_ids"]) == 2
-    assert told["finish_reason"] == "length"
-    assert fake.says.startswith(told["text"])
+    assert result["prompt_tokens"] == 3
+    assert result["generated_tokens"] == len(result["token_ids"]) == 2
+    assert result["finish_reason"] == "length"
+    assert fake.says.startswith(result["text"])
 
 
 def test_complete_reads_standard_input(pequod, fake):
@@ -168,29 +168,29 @@ def test_the_default_length_shrinks_to_what_fits(pequod, fake):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--prompt-ids", ",".join(["5"] * 256)], "256 tokens"),
         (["--prompt-ids", "2048"], "0..2047"),
     ],
 )
-def test_what_complete_cannot_do_is_one_sentence(pequod, fake, argv, said):
+def test_a_refused_completion_is_one_sentence(pequod, fake, argv, message):
     code, out, err = pequod("complete", *argv)
     assert (code, out) == (2, "")
-    assert said in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
     assert fake.made.closed and not fake.made.requests
 
 
 @pytest.mark.parametrize(
     ("error", "code"), [(ModelError("broken folder"), 2), (ConfigError("no such backend"), 2), (EngineDied("gone"), 1)]
 )
-def test_an_engine_that_cannot_load(pequod, fake, monkeypatch, error, code):
+def test_an_engine_that_cannot_load_is_one_sentence(pequod, fake, monkeypatch, error, code):
     monkeypatch.setattr(FakeEngine, "error", error)
     assert pequod("complete", "--prompt", "x") == (code, "", f"pequod: {error}\n")
     assert fake.made.closed
 
 
-def test_local_files_only_is_told_to_the_hub_library(pequod, fake):
+def test_local_files_only_is_passed_to_the_hub_library(pequod, fake):
     pequod("complete", "--prompt", "x", "--local-files-only")
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
@@ -198,7 +198,7 @@ def test_local_files_only_is_told_to_the_hub_library(pequod, fake):
 def test_chat_from_a_pipe_keeps_the_conversation(pequod, fake):
     code, out, err = pequod("chat", "--system", "Be brief.", stdin="Hello\n\n/clear\nAgain\nMore\n/exit\nnever\n")
     assert code == 0
-    assert out == f"{fake.says}\n" * 3  # answers alone: the figures go to stderr
+    assert out == f"{fake.says}\n" * 3  # only the responses: the figures go to stderr
     assert err.count("tokens/s") == 3
     prompts = [fake.made.tokenizer.decode(request.prompt_ids) for request in fake.made.requests]
     assert "Hello" in prompts[0] and "Be brief." in prompts[0]
@@ -216,7 +216,7 @@ def test_chat_commands(pequod, fake):
     assert "whale" in fake.made.tokenizer.decode(fake.made.requests[0].prompt_ids)
 
 
-def test_chat_goes_on_after_a_message_that_is_too_long(pequod, fake):
+def test_chat_continues_after_a_message_that_is_too_long(pequod, fake):
     code, out, err = pequod("chat", stdin="word " * 2000 + "\nHello\n")
     assert code == 1  # a script must see that a line failed
     assert fake.says in out
@@ -224,16 +224,16 @@ def test_chat_goes_on_after_a_message_that_is_too_long(pequod, fake):
     assert "word" not in fake.made.tokenizer.decode(fake.made.requests[-1].prompt_ids)
 
 
-def test_chat_tells_how_to_go_on_when_the_conversation_is_full(pequod, fake):
+def test_chat_suggests_clear_when_the_conversation_is_full(pequod, fake):
     code, out, err = pequod(
         "chat", "--ignore-eos", "--max-tokens", "5", stdin="Hello\n" + "word " * 2000 + "\n/clear\nHi\n"
     )
     assert code == 1
-    assert out.count("\n") == 2  # an answer that never began leaves no empty line
+    assert out.count("\n") == 2  # a refused request leaves no empty line
     assert err.count("; /clear forgets the conversation\n") == 1
 
 
-def test_chat_without_a_template_ends_before_the_first_question(pequod, fake, monkeypatch):
+def test_chat_without_a_template_ends_before_the_first_message(pequod, fake, monkeypatch):
     monkeypatch.setattr("server.tokenization.encoder.Prompts.has_template", False)
     code, out, err = pequod("chat", stdin="Hello\n")
     assert (code, out) == (2, "")
@@ -241,7 +241,7 @@ def test_chat_without_a_template_ends_before_the_first_question(pequod, fake, mo
     assert fake.made.closed
 
 
-def test_continuing_text_with_the_built_in_model_is_told_to_be_nonsense(pequod, fake, monkeypatch):
+def test_complete_warns_of_nonsense_with_the_built_in_model(pequod, fake, monkeypatch):
     assert pequod("complete", "--prompt", "Once")[2] == ""  # no terminal: scripts see the text alone
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     code, out, err = pequod("complete", "--prompt", "Once")
@@ -249,7 +249,7 @@ def test_continuing_text_with_the_built_in_model_is_told_to_be_nonsense(pequod, 
     assert "pequod chat" in err
 
 
-def test_ctrl_c_stops_one_answer_and_not_the_conversation(fake, monkeypatch, capsys):
+def test_ctrl_c_stops_one_response_and_not_the_conversation(fake, monkeypatch, capsys):
     from server.cli.commands.chat import Talk
     from server.cli.source import InProcess, Options
 
@@ -266,7 +266,7 @@ def test_ctrl_c_stops_one_answer_and_not_the_conversation(fake, monkeypatch, cap
             raise KeyboardInterrupt
 
         talk._stream = interrupted  # type: ignore[method-assign]
-        talk._answer("Hello")
+        talk._respond("Hello")
     assert [turn["role"] for turn in talk.turns] == ["user", "assistant"]
     assert talk.turns[1]["content"] == fake.says
     assert "[stopped]" in capsys.readouterr().err
@@ -289,7 +289,7 @@ def test_sampling_defaults_come_from_the_model_and_a_flag_replaces_them(pequod, 
 
 
 class Handler(BaseHTTPRequestHandler):
-    """An OpenAI server with one line per event; `bodies` is what it was asked."""
+    """An OpenAI server with one line per event; `bodies` are the requests."""
 
     bodies: list[tuple[str, dict]] = []
     keys: list[str | None] = []
@@ -389,16 +389,16 @@ def test_chat_over_http(pequod, server, monkeypatch):
     ]
 
 
-def test_a_refusal_over_http_is_told(pequod, server, monkeypatch):
+def test_a_refusal_over_http_is_reported(pequod, server, monkeypatch):
     monkeypatch.setattr(Handler, "status", 503)
     code, _, err = pequod("complete", "--url", server, "--prompt", "Hi")
-    assert (code, err) == (1, "pequod: the server answered 503: not today\n")
+    assert (code, err) == (1, "pequod: the server responded with status 503: not today\n")
     monkeypatch.setattr(Handler, "status", 400)
     code, _, err = pequod("complete", "--url", server, "--prompt", "Hi")
-    assert (code, err) == (2, "pequod: the server answered 400: not today\n")
+    assert (code, err) == (2, "pequod: the server responded with status 400: not today\n")
 
 
-def test_an_error_event_after_the_first_text_is_told(pequod, server, monkeypatch):
+def test_an_error_event_after_the_first_text_is_reported(pequod, server, monkeypatch):
     monkeypatch.setattr(Handler, "events", [{"choices": [{"text": "one"}]}, {"error": {"message": "the end"}}])
     code, out, err = pequod("complete", "--url", server, "--prompt", "Hi")
     assert (code, out, err) == (1, "one", "pequod: the end\n")
@@ -407,7 +407,7 @@ def test_an_error_event_after_the_first_text_is_told(pequod, server, monkeypatch
 def test_no_server_is_one_sentence(pequod):
     code, _, err = pequod("complete", "--url", "http://127.0.0.1:9", "--prompt", "Hi")
     assert code == 1
-    assert "no server answers at http://127.0.0.1:9" in err and err.count("\n") == 1
+    assert "no server responds at http://127.0.0.1:9" in err and err.count("\n") == 1
 
 
 # plan and models
@@ -415,20 +415,20 @@ def test_no_server_is_one_sentence(pequod):
 
 @pytest.fixture
 def child(monkeypatch):
-    """Stands for `python -m engine.plan`: what it prints and how it ends."""
-    answer = SimpleNamespace(stdout="", stderr="", returncode=0, commands=[])
+    """Replaces `python -m engine.plan`: its output and exit code."""
+    process = SimpleNamespace(stdout="", stderr="", returncode=0, commands=[])
 
     def run(command, **_):
-        answer.commands.append(command)
-        return answer
+        process.commands.append(command)
+        return process
 
     monkeypatch.setattr(subprocess, "run", run)
-    return answer
+    return process
 
 
 def test_plan_prints_a_table_or_json(pequod, child):
-    told = {"model": "m", "weights_bytes": 3 << 30, "num_tokens": 12345, "full_length_users": 1.5, "notes": ["a", "b"]}
-    child.stdout = json.dumps(told)
+    plan = {"model": "m", "weights_bytes": 3 << 30, "num_tokens": 12345, "full_length_users": 1.5, "notes": ["a", "b"]}
+    child.stdout = json.dumps(plan)
     code, out, _ = pequod("plan", "m", "--max-model-len", "77")
     assert code == 0
     assert "weights               3.0 GiB (3,221,225,472 bytes)\n" in out
@@ -436,10 +436,10 @@ def test_plan_prints_a_table_or_json(pequod, child):
     assert child.commands[0][1:4] == ["-m", "engine.plan", "--json"]
     assert json.loads(child.commands[0][4])["max_len"] == 77
     code, out, _ = pequod("plan", "m", "--json")
-    assert json.loads(out) == told
+    assert json.loads(out) == plan
 
 
-def test_an_impossible_plan_ends_with_three_tries(pequod, child):
+def test_an_impossible_plan_ends_with_three_suggestions(pequod, child):
     named = ["`max_len=77`, one", "two", "`max_seqs=4` `max_batched_tokens=64`, three"]
     child.stdout = json.dumps({"error": "it does not fit", "try": named})
     child.returncode = 2
@@ -449,9 +449,9 @@ def test_an_impossible_plan_ends_with_three_tries(pequod, child):
     assert err == "pequod: it does not fit\n" + "".join(f"try: {each}\n" for each in tries)
 
 
-def test_a_plan_that_breaks_is_one_sentence(pequod, child):
+def test_a_plan_that_fails_is_one_sentence(pequod, child):
     child.stderr, child.returncode = "Traceback\nImportError: no torch", 1
-    assert pequod("plan", "m") == (1, "", "pequod: the plan could not be made: ImportError: no torch\n")
+    assert pequod("plan", "m") == (1, "", "pequod: the plan could not be computed: ImportError: no torch\n")
 
 
 def test_models_lists_the_cache_and_why_one_cannot_be_served(pequod, fake, child, tmp_path, monkeypatch):
@@ -470,30 +470,30 @@ def test_models_lists_the_cache_and_why_one_cannot_be_served(pequod, fake, child
     child.stdout = "{}"
     code, out, _ = pequod("models", "--json")
     assert code == 0
-    told = {model["name"]: model for model in json.loads(out)["models"]}
-    assert list(told) == ["builtin", "org/gguf", "org/torn", "org/whole"]
-    assert told["builtin"]["can_serve"] and told["builtin"]["architecture"] == "Qwen3ForCausalLM"
-    assert told["org/whole"]["can_serve"] and told["org/whole"]["architecture"] == "WhaleForCausalLM"
-    assert told["org/gguf"]["problem"] == "no *.safetensors weights were fetched"
-    assert told["org/torn"]["problem"] == "1 of 2 weight files were not fetched"
-    assert len(child.commands) == 2  # what lacks files is not planned
+    models = {model["name"]: model for model in json.loads(out)["models"]}
+    assert list(models) == ["builtin", "org/gguf", "org/torn", "org/whole"]
+    assert models["builtin"]["can_serve"] and models["builtin"]["architecture"] == "Qwen3ForCausalLM"
+    assert models["org/whole"]["can_serve"] and models["org/whole"]["architecture"] == "WhaleForCausalLM"
+    assert models["org/gguf"]["problem"] == "no *.safetensors weights were downloaded"
+    assert models["org/torn"]["problem"] == "1 of 2 weight files were not downloaded"
+    assert len(child.commands) == 2  # incomplete models are not planned
     code, out, _ = pequod("models")
-    assert "no: 1 of 2 weight files were not fetched" in out
+    assert "no: 1 of 2 weight files were not downloaded" in out
     assert "pequod serve org/whole" in out
 
 
 # banner and logs
 
 
-def spoken(tmp=None, where=("127.0.0.1", 8000), has_template=True, **given) -> str:
+def printed(tmp=None, where=("127.0.0.1", 8000), has_template=True, **given) -> str:
     stream = io.StringIO()
     banner.announce(INFO, Settings(**given), where, 2.34, has_template, stream=stream)
     return stream.getvalue()
 
 
-def test_the_banner_tells_what_runs():
-    text = spoken()
-    for said in (
+def test_the_banner_shows_model_cache_and_url():
+    text = printed()
+    for words in (
         "builtin (Qwen3ForCausalLM, native code)",
         "2.5 M parameters",
         "float32 on cpu",
@@ -504,22 +504,22 @@ def test_the_banner_tells_what_runs():
         "lowered to 256 tokens",
         "demonstration",
     ):
-        assert said in text
+        assert words in text
     assert "\x1b" not in text
-    assert "demonstration" not in spoken(model="other")
+    assert "demonstration" not in printed(model="other")
 
 
-def test_the_banner_tells_that_weights_were_rounded():
+def test_the_banner_shows_that_weights_are_quantized():
     screen = io.StringIO()
     info = structs.replace(INFO, quantization="int8")
     banner.announce(info, Settings(), ("127.0.0.1", 8000), 1.0, True, stream=screen)
     assert "in int8, computed in float32 on cpu" in screen.getvalue()
 
 
-def test_the_banner_warns_of_an_open_door():
-    assert "set --api-key" in spoken(host="0.0.0.0")
-    assert "set --api-key" not in spoken(host="0.0.0.0", api_key=["k"])
-    assert "set --api-key" not in spoken()
+def test_the_banner_warns_of_a_server_without_a_key():
+    assert "set --api-key" in printed(host="0.0.0.0")
+    assert "set --api-key" not in printed(host="0.0.0.0", api_key=["k"])
+    assert "set --api-key" not in printed()
 
 
 def curl_of(text: str) -> list[str]:
@@ -527,19 +527,19 @@ def curl_of(text: str) -> list[str]:
 
 
 def test_the_curl_line_fits_the_model_and_the_server(tmp_path):
-    words = curl_of(spoken())
+    words = curl_of(printed())
     assert words[0] == "curl" and "http://127.0.0.1:8000/v1/chat/completions" in words
     assert json.loads(words[-1])["model"] == "builtin"
-    words = curl_of(spoken(has_template=False, served_model_name=["it's"], where=("0.0.0.0", 81), host="0.0.0.0"))
+    words = curl_of(printed(has_template=False, served_model_name=["it's"], where=("0.0.0.0", 81), host="0.0.0.0"))
     assert "http://localhost:81/v1/completions" in words
     assert json.loads(words[-1])["model"] == "it's"
-    words = curl_of(spoken(api_key=["canary"]))
+    words = curl_of(printed(api_key=["canary"]))
     assert "Authorization: Bearer $PEQUOD_API_KEY" in words
-    assert "canary" not in spoken(api_key=["canary"])
-    assert "with a key in PEQUOD_API_KEY" in spoken(api_key=["canary"])
-    assert curl_of(spoken(allowed_hosts=["llm.org"]))[1:3] == ["-H", "Host: llm.org"]
-    assert curl_of(spoken(where=tmp_path / "s"))[1:3] == ["--unix-socket", str(tmp_path / "s")]
-    assert "http://[::1]:8000/v1/chat/completions" in curl_of(spoken(host="::1"))
+    assert "canary" not in printed(api_key=["canary"])
+    assert "with a key in PEQUOD_API_KEY" in printed(api_key=["canary"])
+    assert curl_of(printed(allowed_hosts=["llm.org"]))[1:3] == ["-H", "Host: llm.org"]
+    assert curl_of(printed(where=tmp_path / "s"))[1:3] == ["--unix-socket", str(tmp_path / "s")]
+    assert "http://[::1]:8000/v1/chat/completions" in curl_of(printed(host="::1"))
 
 
 class Screen(io.StringIO):

@@ -1,4 +1,4 @@
-"""doctor: each finding on a machine that has it and on one that has not."""
+"""The checks of `pequod doctor`, on machines that pass them and on machines that do not."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def surroundings(monkeypatch):
 
 @pytest.fixture
 def healthy(monkeypatch, tmp_path):
-    """A machine without torch's start-up time: torch's facts and the engine's answer are given."""
+    """A machine without torch's start-up time: torch's facts and the engine's findings are given."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "torch_facts", lambda: TORCH)
-    monkeypatch.setattr(doctor, "engine", lambda _: iter([Finding("engine", "ok", "answers")]))
+    monkeypatch.setattr(doctor, "engine", lambda _: [Finding("engine", "ok", "works")])
 
 
 def levels(findings) -> dict[str, str]:
@@ -46,16 +46,16 @@ def levels(findings) -> dict[str, str]:
 
 def test_each_finding_that_is_not_ok_has_a_fix(healthy, capsys):
     code = main(["doctor", "--json", "--port", "0"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is (code == 0)
-    names = [finding["name"] for finding in told["findings"]]
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is (code == 0)
+    names = [finding["name"] for finding in result["findings"]]
     assert names[:3] == ["python", "system", "cpu"]
     assert {"memory", "packages", "port", "cache", "disk", "open files", "torch", "engine", "can run"} <= set(names)
-    assert all(finding["fix"] for finding in told["findings"] if finding["level"] != "ok")
+    assert all(finding["fix"] for finding in result["findings"] if finding["level"] != "ok")
 
 
 def test_text_output_and_exit_code_0(healthy, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "memory", lambda: iter([Finding("memory", "warn", "little", "buy more")]))
+    monkeypatch.setattr(doctor, "memory", lambda: Finding("memory", "warn", "little", "buy more"))
     assert main(["doctor", "--port", "0"]) == 0
     out = capsys.readouterr().out
     assert "warn  memory     little\n" in out
@@ -64,7 +64,7 @@ def test_text_output_and_exit_code_0(healthy, capsys, monkeypatch):
     assert "\x1b" not in out
 
 
-def test_a_failure_is_exit_code_1_and_ends_what_builds_on_it(healthy, capsys, monkeypatch):
+def test_a_failure_is_exit_code_1_and_skips_checks_that_depend_on_it(healthy, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "torch_facts", lambda: Finding("torch", "fail", "cannot be imported", "pip install it"))
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_a_torch_that_cannot_be_imported(monkeypatch):
     assert isinstance(finding, Finding) and finding.level == "fail"
 
 
-def test_torch_tells_its_facts_in_a_child():
+def test_a_child_reports_the_facts_of_torch():
     facts = doctor.torch_facts()
     assert isinstance(facts, dict)
     assert set(facts) == set(TORCH)
@@ -111,32 +111,44 @@ def test_capacity_counts_the_gpu_where_there_is_one():
 
 def test_a_container_with_less_time_than_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(doctor, "cgroup", lambda name: ["150000 100000", "max 100000"] if name == "cpu.max" else [])
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: 1.5)
     found = {finding.name: finding for finding in doctor.cpu()}
     assert found["cpu limit"].level == "warn"
     assert "--threads 1" in found["cpu limit"].fix
-    monkeypatch.setattr(doctor, "cgroup", lambda _: ["max 100000"])
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: None)
     assert "cpu limit" not in levels(doctor.cpu())
 
 
+def test_the_least_quota_of_the_control_groups_counts(tmp_path):
+    assert doctor.cpu_quota(tmp_path) is None
+    group = tmp_path / "sys/fs/cgroup/pod/container"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("1:cpu:/old\n0::/pod/container\n")
+    (group / "cpu.max").write_text("max 100000\n")
+    assert doctor.cpu_quota(tmp_path) is None
+    (group.parent / "cpu.max").write_text("150000 100000\n")
+    assert doctor.cpu_quota(tmp_path) == 1.5
+    (group / "cpu.max").write_text("50000 100000\n")
+    assert doctor.cpu_quota(tmp_path) == 0.5
+
+
 def test_an_old_cpu(monkeypatch):
-    monkeypatch.setattr(doctor, "cpu_facts", lambda: ("Old", {"sse2"}))
+    monkeypatch.setattr(doctor, "cpu_facts", lambda: ("Old", {"sse2"}, 4))
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
     assert levels(doctor.cpu())["cpu"] == "warn"
 
 
 def test_a_container_with_less_memory(monkeypatch):
-    limits = {"memory.max": ["max", str(3 << 30)], "memory.current": [str(2 << 30)]}
-    monkeypatch.setattr(doctor, "cgroup", limits.__getitem__)
-    total, available = doctor.memory_facts()
-    assert total == 3 << 30
-    assert available <= 1 << 30
-    assert levels(doctor.memory())["memory"] == "warn"
+    small = SimpleNamespace(total=3 << 30, available=1 << 30, share=0.9)
+    monkeypatch.setattr(engine, "measure_memory", lambda _: small)
+    assert (doctor.memory().level, doctor.memory().text) == ("warn", "1.0 GiB free of 3.0 GiB")
+    assert "about 0.5 B parameters" in doctor.capacity(TORCH).text
 
 
 def test_a_package_that_is_missing(monkeypatch):
     monkeypatch.setattr(doctor, "PACKAGES", ("tokenizers", "no-such-package"))
-    (finding,) = doctor.packages()
+    finding = doctor.packages()
     assert (finding.level, finding.fix) == ("fail", "pip install no-such-package")
 
 
@@ -189,55 +201,55 @@ def test_openmp_runtimes_are_counted_by_file(monkeypatch, tmp_path):
     assert doctor.openmp(None) is None
 
 
-def answer(monkeypatch, result):
+def generate(monkeypatch, result):
     async def given(_):
         if isinstance(result, Exception):
             raise result
         return result
 
-    monkeypatch.setattr(doctor, "_answer", given)
+    monkeypatch.setattr(doctor, "_generate", given)
     return {finding.name: finding for finding in doctor.engine(Settings())}
 
 
-def test_the_engine_answers(monkeypatch):
+def test_findings_of_a_working_engine(monkeypatch):
     info = EngineInfo(
         model="builtin", architecture="A", max_len=64, vocab_size=9, block_size=16, num_blocks=8, max_seqs=2,
         max_batched_tokens=8, dtype="float32", device="cpu", attention="reference", implementation="native",
         exact=False, num_params=5, weights_bytes=20, kv_bytes_per_token=4, weights_hash="h", load_seconds=0.1,
         torch="2", kv_dtype="float32",
     )  # fmt: skip
-    found = answer(monkeypatch, (info, ["/a/libgomp.so.1"]))
+    found = generate(monkeypatch, (info, ["/a/libgomp.so.1"]))
     assert [finding.level for finding in found.values()] == ["ok"] * 6
     assert "rounding" in found["results"].text
     assert found["products"].text == "computed by torch"
     assert found["attention"].text == "computed by the reference backend, keys and values in float32"
     ours = structs.replace(info, product="avx512")
-    assert "our own kernels for avx512" in answer(monkeypatch, (ours, None))["products"].text
+    assert "our own kernels for avx512" in generate(monkeypatch, (ours, None))["products"].text
     assert found["sampling"].text == "computed by torch"
     sampling = structs.replace(info, sampling="avx2")
-    assert answer(monkeypatch, (sampling, None))["sampling"].text == "computed by our own kernels for avx2"
+    assert generate(monkeypatch, (sampling, None))["sampling"].text == "computed by our own kernels for avx2"
     rounded = structs.replace(ours, quantization="int8")
-    assert answer(monkeypatch, (rounded, None))["products"].text.endswith("for avx512, of weights in int8")
+    assert generate(monkeypatch, (rounded, None))["products"].text.endswith("for avx512, with weights in int8")
     lost = structs.replace(info, product_note="no CPU kernels", product_fix="install g++ or set `dtype=bfloat16`")
-    told = answer(monkeypatch, (lost, None))["products"]
-    assert (told.level, told.text, told.fix) == ("warn", "no CPU kernels", "install g++ or set --dtype bfloat16")
-    assert answer(monkeypatch, (info, ["/a/libgomp.so.1", "/b/libomp.so"]))["openmp"].level == "warn"
-    assert "openmp" not in answer(monkeypatch, (info, None))
+    result = generate(monkeypatch, (lost, None))["products"]
+    assert (result.level, result.text, result.fix) == ("warn", "no CPU kernels", "install g++ or set --dtype bfloat16")
+    assert generate(monkeypatch, (info, ["/a/libgomp.so.1", "/b/libomp.so"]))["openmp"].level == "warn"
+    assert "openmp" not in generate(monkeypatch, (info, None))
 
 
-def test_settings_that_cannot_be_are_what_is_to_mend(monkeypatch):
-    found = answer(monkeypatch, ConfigError("`quantization=int8` needs kernels"))["engine"]
+def test_an_impossible_setting_is_named_as_a_flag(monkeypatch):
+    found = generate(monkeypatch, ConfigError("`quantization=int8` needs kernels"))["engine"]
     assert (found.level, found.text) == ("fail", "--quantization int8 needs kernels")
-    assert found.fix == "change the setting that it names"
+    assert found.fix == "change the setting that the message names"
 
 
 @pytest.mark.parametrize("error", [ModelError("no weights"), EngineDied("killed"), TimeoutError()])
-def test_an_engine_that_does_not_answer(monkeypatch, error):
-    found = answer(monkeypatch, error)
+def test_an_engine_that_fails_has_a_fix(monkeypatch, error):
+    found = generate(monkeypatch, error)
     assert found["engine"].level == "fail" and found["engine"].fix
 
 
-def test_a_model_is_looked_at_when_it_is_named(monkeypatch, tmp_path):
+def test_a_named_model_is_checked(monkeypatch, tmp_path):
     def fetch(*_, **__):
         return SimpleNamespace(path=tmp_path)
 
@@ -251,7 +263,7 @@ def test_a_model_is_looked_at_when_it_is_named(monkeypatch, tmp_path):
     assert found["tokenizer"].level == "fail"
 
 
-def test_a_model_that_is_not_there(monkeypatch):
+def test_a_model_that_does_not_exist(monkeypatch):
     def fetch(*_, **__):
         raise ModelError("there is no such model")
 

@@ -1,4 +1,4 @@
-"""What `pequod plan` says before anything is loaded is what the running server reports."""
+"""`pequod plan` computes, before anything is loaded, the numbers that the running server reports."""
 
 import json
 import pathlib

@@ -40,17 +40,17 @@ def test_connections_beyond_the_bound_get_a_503_and_the_engine_can_be_restarted_
         held = [stack.enter_context(connect(server)) for _ in range(most)]
         eventually(lambda: _refused(server))
         os.kill(server.engine_pid, signal.SIGKILL)
-        held.pop().close()  # one place for us to ask
+        held.pop().close()  # frees a connection for the requests below
         eventually(lambda: _state(server) == "ready", 60)
         assert server.process.poll() is None
     eventually(lambda: not _refused(server))
-    answer = server.client.post(CHAT, json={"messages": QUESTION, "max_tokens": 2})
-    assert answer.status_code == 200
+    response = server.client.post(CHAT, json={"messages": QUESTION, "max_tokens": 2})
+    assert response.status_code == 200
     assert server.metric("pequod:engine_restarts_total") == 1
 
 
 def _refused(server: Server) -> bool:
-    """Whether a new connection is told at once that there are too many."""
+    """Return whether a new connection is refused at once because there are too many."""
     with connect(server) as connection:
         connection.settimeout(1)
         try:
@@ -77,11 +77,11 @@ def test_keys_that_are_flags_are_not_in_the_list_of_processes():
         assert pids
         for path in pids:
             assert b"canary-" not in (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
-        answer = running.client.get("/v1/models", headers={"Authorization": "Bearer canary-one"})
-        assert answer.status_code == 200
+        response = running.client.get("/v1/models", headers={"Authorization": "Bearer canary-one"})
+        assert response.status_code == 200
 
 
-def test_keys_of_the_environment_are_not_the_engines():
+def test_keys_of_the_environment_do_not_reach_the_engine():
     with Server(env={"PEQUOD_API_KEY": "canary-one", "pequod_metrics_key": "canary-two"}) as running:
         engine = Path(f"/proc/{running.engine_pid}/environ").read_bytes()
         assert b"canary-" not in engine and b"PATH=" in engine
@@ -94,7 +94,7 @@ def _parent(path: Path) -> int:
     return 0
 
 
-def test_a_burst_of_connections_is_accepted_in_few_turns_of_the_loop():
+def test_a_burst_of_connections_is_accepted_in_few_iterations_of_the_loop():
     """As many as there are descriptors of the listening socket, in each turn."""
     code = """
 import asyncio, contextlib, socket, threading, uvloop
