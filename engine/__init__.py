@@ -10,6 +10,7 @@ from .files import LIST_BYTES, read_file, read_json, read_text
 from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
+from .packaged import pull
 from .process import begin_child, spawn
 from .supervisor import Child, ProcessEngine
 from .types import (
@@ -59,6 +60,7 @@ __all__ = [
     "begin_child",
     "fetch",
     "grammar_problem",
+    "pull",
     "read_file",
     "read_json",
     "read_text",
