@@ -1,4 +1,4 @@
-# make serve: a server on the built-in model. make test: everything that must hold. Both set up what they need.
+# make serve: a server on a small chat model. make test: everything that must hold. Both set up what they need.
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
@@ -7,6 +7,7 @@ CONFORMANCE := .venv-conformance
 SUITES ?= openresponses langchain lm-eval vllm sglang guidellm aiperf
 BIN := $(VENV)/bin
 ARGS ?=
+MODEL ?=
 
 .PHONY: help install dev serve test quick lint oracle clients conformance sim mutants path wheel-test image-test asan test-gpu clean
 
@@ -28,9 +29,11 @@ install: $(VENV)/.installed
 
 dev: $(VENV)/.installed-dev
 
-## make serve        a server on port 8000 with the built-in model; ARGS="--port 8001" passes flags on
+## make serve        a server on port 8000 with SmolLM2-135M; MODEL=... serves another; ARGS="--port 8001" passes flags on
 serve: install
-	@exec $(BIN)/pequod serve $(ARGS)
+	@model=$(MODEL); if [ -z "$$model" ]; then \
+	    $(BIN)/pequod pull smollm2 >/dev/null && model=smollm2 || model=builtin; fi; \
+	exec $(BIN)/pequod serve $$model $(ARGS)
 
 ## make test         all checks and tests
 test: dev

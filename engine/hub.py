@@ -1,5 +1,5 @@
-"""Resolves the name of a model to a folder: a local folder or GGUF file, the built-in model, or a download from a
-hub."""
+"""Resolves the name of a model to a folder: a local folder or GGUF file, the built-in model, a model in a package, or a
+download from a hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import builtin
+from . import builtin, packaged
 from .gguf import folder as gguf
 from .types import ModelError
 
@@ -39,6 +39,11 @@ def fetch(model: str, revision: str | None = None, *, weights: bool) -> Folder:
     """
     if model in ("", BUILTIN):
         return Folder(builtin.path())
+    if model in packaged.PACKAGES:
+        file = packaged.find(model)
+        if file is None:
+            raise ModelError(f"{model} is not on this machine; run `pequod pull {model}`")
+        return Folder(gguf.folder_of(file))
     path = Path(model).expanduser()
     if path.is_dir():
         return Folder(path if (path / "config.json").exists() else _converted(path, list(path.glob("*.gguf"))))

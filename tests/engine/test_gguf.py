@@ -23,6 +23,7 @@ from engine.gguf.tokenizer import Vocabulary
 from engine.hub import fetch
 from engine.kernels.blocks import FORMATS
 from engine.models import examine, product
+from tests.engine.test_exact import serve
 from tests.engine.test_kernels import CPU, needs_library
 from tests.engine.test_kernels_quantized import rounded
 from tests.engine.test_models import Bench, whole
@@ -65,7 +66,8 @@ def write(
 ) -> Path:
     """Write a small model. `kinds`: the type of all matrices, or of those whose name has a key."""
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(128)
+    if f"{architecture}__context_length" not in values:
+        writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(INNER)
@@ -234,6 +236,20 @@ def test_formats_may_differ_from_weight_to_weight(tmp_path, architecture, tied):
     }  # fmt: skip
     path = write(tmp_path / "model.gguf", kinds, architecture, tied=tied)
     assert difference(path) < 0.05  # gate and up of one layer become Q8_0
+
+
+@needs_library
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+async def test_requests_have_the_same_bits_alone_and_together(tmp_path, activations):
+    kinds = {"attn_v": Type.Q6_K, "attn_": Type.Q4_K, "ffn": Type.Q4_1, "token": Type.Q8_0}
+    path = write(tmp_path / "model.gguf", kinds, "qwen3", qwen3__context_length=256)
+    base = {"model": str(path), "device": "cpu", "gguf_activations": activations, "num_blocks": 64, "max_seqs": 8}
+    alone, exact, _ = await serve(EngineConfig(**base, prefix_caching=False, threads=1), together=False)
+    assert exact and len(alone) == 8
+    for settings in ({"max_batched_tokens": 9, "threads": 2}, {"num_blocks": 14, "threads": 1}):
+        found, _, preempted = await serve(EngineConfig(**base | settings), together=True)
+        assert found == alone
+        assert preempted or "num_blocks" not in settings
 
 
 @needs_library

