@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,6 +96,31 @@ class Plan:
         return _Launches(decodes, [Work(items, 0, device)] if items else [])
 
 
+class HeadNorms(NamedTuple):
+    """The RMSNorms of each head's query and key."""
+
+    q: Tensor  # [head_dim], the weight
+    k: Tensor
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of a step's tokens."""
+
+    positions: Tensor  # [tokens] int64
+    angles: Tensor  # [positions, 2, head_dim / 2] float32: cosines and sines, see Rotary.table
+
+
+class _View:
+    """A cache as the kernels read it."""
+
+    def __init__(self, cache: LayerCache) -> None:
+        self.tensor = cache.tensor
+        self.is_int8 = cache.tensor.dtype == torch.int8
+        self.scales = cache.tensor.view(torch.float32) if self.is_int8 else cache.tensor
+        self.strides = *self.tensor.stride()[:2], *self.scales.stride()[:2]  # of blocks and heads
+
+
 class PagedGPU:
     """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream."""
 
@@ -111,15 +137,7 @@ class PagedGPU:
     def objection(
         cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
     ) -> str | None:
-        if device.type != "cuda" and not is_interpreted():
-            return "the Triton kernels need a CUDA device"
-        if dtype not in MAX_ERROR:
-            return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
-        if any(max(layer.head_dim, layer.v_head_dim) > MAX_DIM for layer in layers):
-            return f"the Triton kernels serve heads of up to {MAX_DIM} numbers"
-        if any(layer.num_heads // layer.num_kv_heads > TILE_ROWS for layer in layers):
-            return f"the Triton kernels serve up to {TILE_ROWS} query heads per KV head"
-        return lack() or trial(layers, dtype, device)
+        return limitation(layers, dtype, device) or trial(layers, dtype, device)
 
     @classmethod
     def workspace_bytes(
@@ -166,22 +184,48 @@ class PagedGPU:
     def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         from ..kernels.gpu import attention as kernels
 
-        layer, tensor, meta = cache.layer, cache.tensor, plan.meta
-        is_int8 = tensor.dtype == torch.int8
-        scales = tensor.view(torch.float32) if is_int8 else tensor
-        sizes = {
-            "DIM": layer.head_dim,
-            "V_DIM": layer.v_head_dim,
-            "DIM_P": padded(layer.head_dim),
-            "V_DIM_P": padded(layer.v_head_dim),
-            "BLOCK": cache.block_size,
-            "INT8": is_int8,
-        }
-        strides = tensor.stride(0), tensor.stride(1), scales.stride(0), scales.stride(1)
+        layer, view = cache.layer, _View(cache)
         kernels.store[k.shape[0], layer.num_kv_heads](
-            k, v, meta.slot_mapping, tensor, scales, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *strides,
-            **sizes, num_warps=1, enable_fp_fusion=False,  # rounding to int8 is exact
+            k, v, plan.meta.slot_mapping, view.tensor, view.scales,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), *view.strides,
+            DIM=layer.head_dim, V_DIM=layer.v_head_dim, DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim),
+            BLOCK=cache.block_size, INT8=view.is_int8,
+            num_warps=1, enable_fp_fusion=False,  # rounding to int8 is exact
         )  # fmt: skip
+        return self._attend(cache, view, q, plan)
+
+    def attend_qkv(
+        self,
+        cache: LayerCache,
+        qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        plan: Plan,
+    ) -> Tensor:
+        """Normalize and rotate queries and keys, then do as `attend`; returns [tokens, heads, head_dim].
+
+        The queries are rotated in place, in `qkv`.
+        """
+        from ..kernels.gpu import attention as kernels
+
+        layer, view = cache.layer, _View(cache)
+        group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
+        kernels.rotate_store[qkv.shape[0], layer.num_kv_heads](
+            qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, *rotation,
+            plan.meta.slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
+            qkv.stride(0), *view.strides,
+            HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
+            BLOCK=cache.block_size, NORM=norms is not None, INT8=view.is_int8,
+            num_warps=warps(2 * group * half), enable_fp_fusion=False,
+        )  # fmt: skip
+        q = qkv[:, : layer.num_heads * layer.head_dim].unflatten(1, (layer.num_heads, layer.head_dim))
+        return self._attend(cache, view, q, plan)
+
+    def _attend(self, cache: LayerCache, view: _View, q: Tensor, plan: Plan) -> Tensor:
+        """Attend to what the cache holds; see `attend`."""
+        from ..kernels.gpu import attention as kernels
+
+        layer, meta = cache.layer, plan.meta
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
         queries = queries_of(layer, q.dtype)
         launches = plan.launches(layer.window, queries)
@@ -190,14 +234,15 @@ class PagedGPU:
                 self._reserve(work.num_parts, layer, q.device)
                 rows = tile_rows(layer, most)
                 kernels.attend[programs(work.count, layer.num_kv_heads, q.device), layer.num_kv_heads](
-                    q, tensor, scales, meta.block_table, work.table, meta.query_start, meta.seq_lens, out,
+                    q, view.tensor, view.scales, meta.block_table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
                     layer.scale, layer.softcap or 0.0,
-                    q.stride(0), q.stride(1), *strides, meta.block_table.stride(0), out.stride(0),
-                    HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, QUERIES=most, ROWS=rows,
-                    TILE=tile(layer, q.dtype), SPLIT=split, WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None,
-                    SINKS=cache.sinks is not None, WIDEN=is_interpreted(), **sizes,
-                    num_warps=8 if rows > 64 else 4, enable_fp_fusion=True,
+                    q.stride(0), q.stride(1), *view.strides, meta.block_table.stride(0), out.stride(0),
+                    HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, V_DIM=layer.v_head_dim,
+                    DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size,
+                    QUERIES=most, ROWS=rows, TILE=tile(layer, q.dtype), SPLIT=split, WINDOW=layer.window or 0,
+                    SOFTCAP=layer.softcap is not None, SINKS=cache.sinks is not None, INT8=view.is_int8,
+                    WIDEN=is_interpreted(), num_warps=8 if rows > 64 else 4, enable_fp_fusion=True,
                 )  # fmt: skip
         return out
 
@@ -229,7 +274,17 @@ def tile_rows(layer: AttentionLayer, queries: int) -> int:
 
 def padded(dim: int) -> int:
     """Return the width of a tile for heads of `dim` numbers: a power of two, at least what a product of tiles needs."""
-    return max(16, 1 << (dim - 1).bit_length())
+    return max(16, power_of_two(dim))
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+def warps(numbers: int) -> int:
+    """Return the warps of a program for this many numbers: eight per thread, if possible, are one load of 16 bytes."""
+    return min(16, max(1, numbers // 256))
 
 
 def tile(layer: AttentionLayer, dtype: torch.dtype) -> int:
@@ -251,6 +306,19 @@ def programs(items: int, kv_heads: int, device: torch.device) -> int:
 def is_interpreted() -> bool:
     """Return whether Triton runs kernels in its interpreter, on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def limitation(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the kernels cannot serve a model with these layers, before they are tried, or None."""
+    if device.type != "cuda" and not is_interpreted():
+        return "the Triton kernels need a CUDA device"
+    if dtype not in MAX_ERROR:
+        return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
+    if any(max(layer.head_dim, layer.v_head_dim) > MAX_DIM for layer in layers):
+        return f"the Triton kernels serve heads of up to {MAX_DIM} numbers"
+    if any(layer.num_heads // layer.num_kv_heads > TILE_ROWS for layer in layers):
+        return f"the Triton kernels serve up to {TILE_ROWS} query heads per KV head"
+    return lack()
 
 
 def lack() -> str | None:

@@ -117,9 +117,14 @@ class Gated(Linear):
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._fused:
             return super().__call__(x, residual)
-        gate, up = super().__call__(x).chunk(2, dim=-1)
+        gate, up = self.product(x).chunk(2, dim=-1)
         out = self._activation(gate) * up
         return out if residual is None else residual + out
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return gate and up before the activation, [rows, 2 * inner]; not for weights that are packed as gated."""
+        assert not self._fused
+        return super().__call__(x)
 
 
 def can_reorder(weight: Tensor) -> bool:

@@ -144,7 +144,13 @@ def test_an_engine_samples_the_tokens_of_the_reference(tmp_path, name):
 
     def outputs(attention: str) -> list[tuple[int, ...]]:
         config = EngineConfig(
-            model=str(folder), dtype="float32", attention=attention, block_size=4, num_blocks=64, max_batched_tokens=16
+            model=str(folder),
+            dtype="float32",
+            attention=attention,
+            cpu_isa="torch",  # as on a GPU
+            block_size=4,
+            num_blocks=64,
+            max_batched_tokens=16,
         )
 
         async def run() -> list[tuple[int, ...]]:
