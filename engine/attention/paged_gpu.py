@@ -192,7 +192,7 @@ class PagedGPU:
             BLOCK=cache.block_size, INT8=view.is_int8,
             num_warps=1, enable_fp_fusion=False,  # rounding to int8 is exact
         )  # fmt: skip
-        return self._attend(cache, view, q, plan)
+        return self._attend(cache, q, plan)
 
     def attend_qkv(
         self,
@@ -206,6 +206,15 @@ class PagedGPU:
 
         The queries are rotated in place, in `qkv`.
         """
+        self.rotate_store(cache, qkv, rotation, norms, plan)
+        layer = cache.layer
+        q = qkv[:, : layer.num_heads * layer.head_dim].unflatten(1, (layer.num_heads, layer.head_dim))
+        return self._attend(cache, q, plan)
+
+    def rotate_store(
+        self, cache: LayerCache, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, plan: Plan
+    ) -> None:
+        """Do all of `attend_qkv` that comes before attention."""
         from ..kernels.gpu import attention as kernels
 
         layer, view = cache.layer, _View(cache)
@@ -218,14 +227,12 @@ class PagedGPU:
             BLOCK=cache.block_size, NORM=norms is not None, INT8=view.is_int8,
             num_warps=warps(2 * group * half), enable_fp_fusion=False,
         )  # fmt: skip
-        q = qkv[:, : layer.num_heads * layer.head_dim].unflatten(1, (layer.num_heads, layer.head_dim))
-        return self._attend(cache, view, q, plan)
 
-    def _attend(self, cache: LayerCache, view: _View, q: Tensor, plan: Plan) -> Tensor:
+    def _attend(self, cache: LayerCache, q: Tensor, plan: Plan) -> Tensor:
         """Attend to what the cache holds; see `attend`."""
         from ..kernels.gpu import attention as kernels
 
-        layer, meta = cache.layer, plan.meta
+        layer, meta, view = cache.layer, plan.meta, _View(cache)
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
         queries = queries_of(layer, q.dtype)
         launches = plan.launches(layer.window, queries)
