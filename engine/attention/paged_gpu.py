@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from .backend import AttentionBackend, LayerCache
-from .layer import AttentionLayer, stored_size
+from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
 
@@ -116,8 +116,8 @@ class _View:
 
     def __init__(self, cache: LayerCache) -> None:
         self.tensor = cache.tensor
-        self.is_int8 = cache.tensor.dtype == torch.int8
-        self.scales = cache.tensor.view(torch.float32) if self.is_int8 else cache.tensor
+        self.is_scaled = cache.tensor.dtype in LARGEST
+        self.scales = cache.tensor.view(torch.float32) if self.is_scaled else cache.tensor
         self.strides = *self.tensor.stride()[:2], *self.scales.stride()[:2]  # of blocks and heads
 
 
@@ -135,9 +135,14 @@ class PagedGPU:
 
     @classmethod
     def objection(
-        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
+        cls,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        isa: str,
     ) -> str | None:
-        return limitation(layers, dtype, device) or trial(layers, dtype, device)
+        return limitation(layers, dtype, device) or trial(layers, dtype, cache_dtype, device)
 
     @classmethod
     def workspace_bytes(
@@ -167,11 +172,11 @@ class PagedGPU:
     ) -> LayerCache:
         """Return a cache [blocks, kv_heads, bytes of a head's share of a block in the cache's dtype].
 
-        A share is the keys, then the values, and in int8 then the keys' scales and the values' scales.
+        A share is the keys, then the values, and with scales then the keys' scales and the values' scales.
         """
         line = stored_size(layer.head_dim, dtype) + stored_size(layer.v_head_dim, dtype)
         # A share's scales are aligned to four bytes.
-        padding = -block_size * (layer.head_dim + layer.v_head_dim) % 4 if dtype == torch.int8 else 0
+        padding = -block_size * (layer.head_dim + layer.v_head_dim) % 4 if dtype in LARGEST else 0
         tensor = torch.empty(num_blocks, layer.num_kv_heads, block_size * line + padding, dtype=dtype, device=device)
         return LayerCache(layer, block_size, tensor, None if sinks is None else sinks.float().contiguous())
 
@@ -189,8 +194,8 @@ class PagedGPU:
             k, v, plan.meta.slot_mapping, view.tensor, view.scales,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), *view.strides,
             DIM=layer.head_dim, V_DIM=layer.v_head_dim, DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim),
-            BLOCK=cache.block_size, INT8=view.is_int8,
-            num_warps=1, enable_fp_fusion=False,  # rounding to int8 is exact
+            BLOCK=cache.block_size, SCALED=view.is_scaled,
+            num_warps=1, enable_fp_fusion=False,  # quantizing is exact
         )  # fmt: skip
         return self._attend(cache, q, plan)
 
@@ -224,7 +229,7 @@ class PagedGPU:
             plan.meta.slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
             qkv.stride(0), *view.strides,
             HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
-            BLOCK=cache.block_size, NORM=norms is not None, INT8=view.is_int8,
+            BLOCK=cache.block_size, NORM=norms is not None, SCALED=view.is_scaled,
             num_warps=warps(2 * group * half), enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -248,7 +253,7 @@ class PagedGPU:
                     HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, V_DIM=layer.v_head_dim,
                     DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size,
                     QUERIES=most, ROWS=rows, TILE=tile(layer, q.dtype), SPLIT=split, WINDOW=layer.window or 0,
-                    SOFTCAP=layer.softcap is not None, SINKS=cache.sinks is not None, INT8=view.is_int8,
+                    SOFTCAP=layer.softcap is not None, SINKS=cache.sinks is not None, SCALED=view.is_scaled,
                     WIDEN=is_interpreted(), num_warps=8 if rows > 64 else 4, enable_fp_fusion=True,
                 )  # fmt: skip
         return out
@@ -341,14 +346,16 @@ def lack() -> str | None:
     return None
 
 
-def trial(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> str | None:
+def trial(
+    layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+) -> str | None:
     """Compile and run the kernels for each kind of layer; return why they cannot be used, or None.
 
     The compiled kernels are kept, so this costs a start no more than their first use would.
     """
     for layer in dict.fromkeys(layers):
         try:
-            error = _error(layer, dtype, device)
+            error = _error(layer, dtype, cache_dtype, device)
         except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
             first = (str(problem).strip().splitlines() or [""])[0]
             return f"the Triton kernels do not run on this device: {type(problem).__name__}: {first[:200]}"
@@ -357,7 +364,7 @@ def trial(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.de
     return None
 
 
-def _error(layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> float:
+def _error(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device) -> float:
     """Return the relative difference from the reference, for a chunk of two tiles and then a decode of two parts."""
     draw = torch.Generator().manual_seed(0)
     length = SPLIT + 2
@@ -373,7 +380,7 @@ def _error(layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> f
     with torch.inference_mode():
         backends: list[AttentionBackend] = [PagedGPU(), Reference()]
         for backend in backends:
-            cache = backend.allocate(layer, len(blocks), TRIAL_BLOCK, dtype, device, sinks=sinks)
+            cache = backend.allocate(layer, len(blocks), TRIAL_BLOCK, cache_dtype, device, sinks=sinks)
             found = []
             for first, last in ((0, length - 1), (length - 1, length)):
                 plan = backend.plan(AttentionMeta.of([(blocks, first, last - first)], TRIAL_BLOCK, device))

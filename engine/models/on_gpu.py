@@ -110,7 +110,12 @@ def trial(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotary: 
     try:
         for executor in (OnGPU(model, embedding, first, rotary), Eager(embedding, first, rotary)):
             cache = KVCache.allocate(
-                PagedGPU(), model.layers[:1], num_blocks=1, block_size=TRIAL_BLOCK, dtype=model.dtype, device=device
+                PagedGPU(),
+                model.layers[:1],
+                num_blocks=1,
+                block_size=TRIAL_BLOCK,
+                dtype=model.cache_dtype,
+                device=device,
             )
             tokens = torch.arange(TRIAL_TOKENS, device=device)
             plan = cache.plan(AttentionMeta.of([([0], 0, TRIAL_TOKENS)], TRIAL_BLOCK, device))

@@ -24,6 +24,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
 # from the unquantized model.
 BITS: dict[str, tuple[int | None, int | None]] = {"none": (None, None), "int8": (8, 8), "int4": (4, 8)}
@@ -110,7 +111,7 @@ class ModelSpec:
     decoder: DecoderSpec | None = None  # if the implementation is native
     hidden_size: int = 0  # of the last hidden states; 0: not available
     quantization: str = "none"  # of the weights, see BITS
-    int8_cache: bool = False  # whether the KV cache is int8
+    kv_dtype: str = "auto"  # see EngineConfig
 
     @property
     def weights_bytes(self) -> int:
@@ -140,7 +141,7 @@ class ModelSpec:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        return torch.int8 if self.int8_cache else self.dtype
+        return CACHE_DTYPES.get(self.kv_dtype, self.dtype)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -254,7 +255,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         decoder=decoder,
         hidden_size=hidden,
         quantization=config.quantization,
-        int8_cache=config.kv_dtype == "int8",
+        kv_dtype=config.kv_dtype,
     )
 
 

@@ -19,13 +19,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention.layer import AttentionLayer
+from engine.attention.layer import LARGEST, AttentionLayer
 from engine.attention.paged_gpu import SPLIT, padded, power_of_two, queries_of, tile, tile_rows, warps
 from engine.kernels.gpu import attention, layers
 from engine.models.on_gpu import GATE_TILE, MAX_HIDDEN
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8"}
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
 # Strides of blocks and tokens are multiples of 16 for the heads below, as the launcher finds when it runs.
 ALIGNED = re.compile(r".*_(ptr|token|head|block|row)$")
 
@@ -50,7 +56,7 @@ def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, dec
     """Return the types of the arguments and the constants of a launch, as PagedGPU makes it."""
     queries = 1 if decodes else queries_of(layer, dtype)
     types = {
-        "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache == torch.int8 else cache,
+        "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache in LARGEST else cache,
         "out_ptr": dtype,
     }  # fmt: skip
     signature = {name: "*" + NAMES[each] for name, each in types.items()}
@@ -62,17 +68,17 @@ def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, dec
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
         "ROWS": tile_rows(layer, queries), "TILE": tile(layer, dtype), "SPLIT": SPLIT if decodes else 0,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
-        "INT8": cache == torch.int8, "WIDEN": False,
+        "SCALED": cache in LARGEST, "WIDEN": False,
     }  # fmt: skip
     return signature, constants
 
 
 def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Arguments:
     signature = {"k_ptr": "*" + NAMES[dtype], "v_ptr": "*" + NAMES[dtype], "slots_ptr": "*i64"}
-    signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache == torch.int8 else "*" + NAMES[cache]}
+    signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache in LARGEST else "*" + NAMES[cache]}
     constants = {
         "DIM": layer.head_dim, "V_DIM": layer.v_head_dim, "DIM_P": padded(layer.head_dim),
-        "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "INT8": cache == torch.int8,
+        "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "SCALED": cache in LARGEST,
     }  # fmt: skip
     return signature, constants
 
@@ -80,11 +86,11 @@ def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Argu
 def rotate_store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Arguments:
     signature = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr"), "*" + NAMES[dtype])
     signature |= {"positions_ptr": "*i64", "angles_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32"}
-    signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache == torch.int8 else "*" + NAMES[cache]}
+    signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache in LARGEST else "*" + NAMES[cache]}
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim,
         "GROUP_P": power_of_two(layer.num_heads // layer.num_kv_heads), "HALF_P": power_of_two(layer.head_dim // 2),
-        "BLOCK": 16, "NORM": True, "INT8": cache == torch.int8,
+        "BLOCK": 16, "NORM": True, "SCALED": cache in LARGEST,
     }  # fmt: skip
     return signature, constants
 
@@ -99,12 +105,15 @@ def gate(inner: int, activation: str, dtype: torch.dtype) -> Arguments:
     return signature, {"INNER": inner, "TILE": GATE_TILE, "ACTIVATION": activation}
 
 
-def kernels() -> Iterator[tuple[str, Any, Arguments, int]]:
+def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
     """Yield (name, kernel, its arguments, warps) for the shapes and dtypes that are compiled."""
     for name, each in LAYERS.items():
         for dtype, cache in (
-            (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8), (torch.float32, torch.float32),
+            (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8), (torch.bfloat16, torch.float8_e4m3fn),
+            (torch.float32, torch.float32),
         ):  # fmt: skip
+            if cache == torch.float8_e4m3fn and arch < 89:
+                continue  # Triton does not convert these numbers there
             label = f"{name} {NAMES[dtype]} {NAMES[cache]}"
             for decodes in (True, False):
                 arguments = attend(each, dtype, cache, decodes=decodes)
@@ -159,7 +168,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     args = parser.parse_args()
-    for name, kernel, arguments, num_warps in kernels():
+    for name, kernel, arguments, num_warps in kernels(args.arch):
         if args.only in name:
             print(json.dumps({"kernel": name, **resources(kernel, arguments, num_warps, args.arch)}), flush=True)
 

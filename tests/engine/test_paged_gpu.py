@@ -30,7 +30,9 @@ def test_kernels_in_the_interpreter_equal_torch(file):
 
 def test_without_a_gpu_or_a_compiler_there_is_a_reason(monkeypatch):
     layers = [layer_of(1, 16, 16)]
-    assert PagedGPU.objection(layers, torch.bfloat16, CPU, "auto") == "the Triton kernels need a CUDA device"
+    assert (
+        PagedGPU.objection(layers, torch.bfloat16, torch.int8, CPU, "auto") == "the Triton kernels need a CUDA device"
+    )
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     assert paged_gpu.lack() == "Triton needs a C compiler: install gcc"
@@ -41,6 +43,7 @@ def test_without_a_gpu_or_a_compiler_there_is_a_reason(monkeypatch):
     [
         (90, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
         (90, "window bf16 i8", ATTENTION),
+        (90, "window bf16 fp8", ATTENTION),
         (90, "largest", LAYERS),
         (80, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
     ],
