@@ -65,6 +65,30 @@ def test_a_row_is_normalized_alike_in_any_batch():
     assert torch.equal(together, torch.cat(alone))
 
 
+def test_a_token_is_rotated_and_gated_alike_in_any_batch():
+    layer, rotary, backend = layer_of(2, 80, 80), Rotary(Rope(80), 64, torch.float32, CPU), PagedGPU()
+    norms = HeadNorms(norm_of(80, torch.float32).weight, norm_of(80, torch.float32).weight, 1e-6)
+    qkv, positions = torch.randn(3, 8 * 80), torch.tensor([40, 7, 11])
+
+    def stored(tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the queries of tokens of one sequence each, and the cache without what nobody has stored."""
+        cache = backend.allocate(layer, 12, 4, torch.float32, CPU)
+        cache.tensor.zero_()
+        rows = [([4 * token + place for place in range(4)] * 3, int(positions[token]), 1) for token in tokens]
+        mine = qkv[tokens].clone()
+        plan = backend.plan(AttentionMeta.of(rows, 4))
+        backend.rotate_store(cache, mine, Rotation(positions[tokens], rotary.table(64)), norms, plan)
+        return mine, cache.tensor
+
+    together, cache = stored([2, 0, 1])
+    for place, token in enumerate([2, 0, 1]):
+        alone, own = stored([token])
+        assert torch.equal(alone[0], together[place])
+        assert torch.equal(own[4 * token : 4 * token + 4], cache[4 * token : 4 * token + 4]) and own.any()
+    gates = gated(qkv, "silu")
+    assert torch.equal(gates, torch.cat([gated(qkv[token : token + 1], "silu") for token in range(3)]))
+
+
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize("inner", [1, 100, 1500])
 def test_gates_are_exact_until_they_are_rounded(inner, activation):
