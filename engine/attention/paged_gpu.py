@@ -244,7 +244,6 @@ class PagedGPU:
         for works, most, split in ((launches.decodes, 1, SPLIT), (launches.chunks, queries, 0)):
             for work in works:
                 self._reserve(work.num_parts, layer, q.device)
-                rows = tile_rows(layer, most)
                 kernels.attend[programs(work.count, layer.num_kv_heads, q.device), layer.num_kv_heads](
                     q, view.tensor, view.scales, meta.block_table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
@@ -252,9 +251,10 @@ class PagedGPU:
                     q.stride(0), q.stride(1), *view.strides, meta.block_table.stride(0), out.stride(0),
                     HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, V_DIM=layer.v_head_dim,
                     DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size,
-                    QUERIES=most, ROWS=rows, TILE=tile(layer, q.dtype), SPLIT=split, WINDOW=layer.window or 0,
-                    SOFTCAP=layer.softcap is not None, SINKS=cache.sinks is not None, SCALED=view.is_scaled,
-                    WIDEN=is_interpreted(), num_warps=8 if rows > 64 else 4, enable_fp_fusion=True,
+                    QUERIES=most, ROWS=tile_rows(layer, most), TILE=tile(layer, q.dtype), SPLIT=split,
+                    WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None, SINKS=cache.sinks is not None,
+                    SCALED=view.is_scaled, WIDEN=is_interpreted(),
+                    num_warps=attend_warps(layer, most), enable_fp_fusion=True,
                 )  # fmt: skip
         return out
 
@@ -282,6 +282,11 @@ def queries_of(layer: AttentionLayer, dtype: torch.dtype) -> int:
 def tile_rows(layer: AttentionLayer, queries: int) -> int:
     """Return the height of the tile of this many queries: a power of two, at least what a product of tiles needs."""
     return padded(queries * layer.num_heads // layer.num_kv_heads)
+
+
+def attend_warps(layer: AttentionLayer, queries: int) -> int:
+    """Return the warps of a program whose items have this many queries: the fewest whose registers do not spill."""
+    return 8 if queries > 1 or tile_rows(layer, queries) > 64 else 4
 
 
 def padded(dim: int) -> int:

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.attention.layer import LARGEST, AttentionLayer
-from engine.attention.paged_gpu import SPLIT, padded, power_of_two, queries_of, tile, tile_rows, warps
+from engine.attention.paged_gpu import SPLIT, attend_warps, padded, power_of_two, queries_of, tile, tile_rows, warps
 from engine.kernels.gpu import attention, layers
 from engine.models.on_gpu import GATE_TILE, MAX_HIDDEN
 
@@ -117,7 +117,7 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             label = f"{name} {NAMES[dtype]} {NAMES[cache]}"
             for decodes in (True, False):
                 arguments = attend(each, dtype, cache, decodes=decodes)
-                num_warps = 8 if arguments[1]["ROWS"] > 64 else 4
+                num_warps = attend_warps(each, arguments[1]["QUERIES"])
                 yield f"{'decode' if decodes else 'chunk'} {label}", attention.attend, arguments, num_warps
             yield f"store {label}", attention.store, store(each, dtype, cache), 1
             arguments = rotate_store(each, dtype, cache)
