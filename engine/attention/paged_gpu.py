@@ -34,6 +34,7 @@ ITEM = 8  # int32 numbers per work item, as the kernel reads them
 # By dtype, the relative difference from the reference above which the kernels are not used.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TRIAL_BLOCK = 16  # tokens per block in the trial
+FP8_CAPABILITY = (8, 9)  # of GPUs that convert fp8
 
 
 class Work:
@@ -142,7 +143,12 @@ class PagedGPU:
         device: torch.device,
         isa: str,
     ) -> str | None:
-        return limitation(layers, dtype, device) or trial(layers, dtype, cache_dtype, device)
+        if reason := limitation(layers, dtype, device):
+            return reason
+        is_fp8 = cache_dtype == torch.float8_e4m3fn and device.type == "cuda"
+        if is_fp8 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            return "this GPU does not convert fp8 (`kv_dtype=int8` is as small)"
+        return trial(layers, dtype, cache_dtype, device)
 
     @classmethod
     def workspace_bytes(

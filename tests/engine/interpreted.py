@@ -144,6 +144,13 @@ def test_models_that_the_kernels_cannot_serve_are_declined(layer, dtype, words):
         choice.choose("triton", CPU, [layer], dtype)
 
 
+def test_an_fp8_cache_is_declined_on_a_gpu_that_does_not_convert_fp8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    layer, dtypes = AttentionLayer(2, 1, 16, 16, scale=0.25), (torch.bfloat16, torch.float8_e4m3fn)
+    words = PagedGPU.objection([layer], *dtypes, torch.device("cuda"), "auto")
+    assert words == "this GPU does not convert fp8 (`kv_dtype=int8` is as small)"
+
+
 def test_kernels_that_fail_or_err_are_declined(small, monkeypatch):
     layer = AttentionLayer(2, 1, 16, 16, scale=0.25)
     assert PagedGPU.objection([layer], torch.float32, torch.float32, CPU, "auto") is None

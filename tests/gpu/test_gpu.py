@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine import EngineConfig
+from engine.attention.paged_gpu import FP8_CAPABILITY
 from engine.build import build
 from engine.models.on_gpu import OnGPU
 from tests import oracle
@@ -39,7 +40,7 @@ def test_random_models_give_the_tokens_of_transformers(name, tmp_path: pathlib.P
 @pytest.mark.parametrize("name", NATIVE)
 def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: pathlib.Path):
     """Each kernel is compared with torch when a model is loaded."""
-    if kv_dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+    if kv_dtype == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("this GPU does not convert fp8")
     runner, info, _ = build(
         EngineConfig(model=str(make(name, tmp_path)), dtype=dtype, kv_dtype=kv_dtype, device="cuda")
