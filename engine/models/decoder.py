@@ -165,6 +165,7 @@ class Decoder:
         objection = on_gpu.objection(self.spec, device, self.product.kernels) or on_gpu.trial(*parts)
         if objection is None:
             self.executors.insert(0, OnGPU(*parts))
+            self.norm.use(lambda x: on_gpu.add_norm(x, None, self.norm))
         elif device.type == "cuda":
             self.product = replace(self.product, note=f"torch computes norms and gates of layers: {objection}")
 

@@ -205,6 +205,17 @@ MIXED = [([3, 7, 1], 9, 1), ([5, 2], 2, 2)]
 DECODES = [([3, 7, 1], 10, 1), ([5, 2], 4, 1)]
 
 
+def test_the_final_norm_is_one_call(tmp_path, monkeypatch):
+    model, calls = model_of("qwen3", tmp_path), Calls()
+    monkeypatch.setattr(layer_kernels, "add_norm", calls.kernel(layer_kernels.add_norm))
+    x = torch.randn(2, model.spec.hidden_size)
+    with torch.no_grad(), calls:
+        found = model.norm(x)
+    assert calls.names == ["add_norm"]
+    want = model.norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.norm.eps)
+    torch.testing.assert_close(found, want)
+
+
 @pytest.mark.parametrize("name", ["llama-yarn", "llama-bias", "mistral", "qwen3"])
 def test_steps_equal_those_in_torch(tmp_path, name):
     model = model_of(name, tmp_path)
