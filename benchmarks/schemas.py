@@ -24,7 +24,7 @@ from typing import Any
 import jsonschema
 
 from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams, StepStats, fetch
-from server.grammar.schemas import wrong
+from server.grammar.schemas import find_problem
 from server.tokenization.detokenizer import TextStream
 from server.tokenization.tokenizer import Tokenizer
 
@@ -111,7 +111,7 @@ class Run:
         name, label, schema = item
         counts = self.outcomes.setdefault(name, Counter())
         text = json.dumps(schema, ensure_ascii=False)
-        reason = wrong("json_schema", text)
+        reason = find_problem("json_schema", text)
         if reason is not None:
             counts["refused"] += 1
             self.reasons.setdefault(name, Counter())[kind_of(reason)] += 1

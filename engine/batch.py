@@ -28,8 +28,8 @@ class Row:
     embeds: bool = False  # the prompt is complete: the step returns its embedding
 
     @property
-    def draws(self) -> bool:
-        """Whether the last position samples a token."""
+    def is_sampled(self) -> bool:
+        """Whether a token is sampled at the last position."""
         return self.num_logits > len(self.scored)
 
 

@@ -173,6 +173,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
             cpu_isa=settle(config.cpu_isa, device),
             products=model.product.name,
             rope_len=spec.serve_len,
+            gguf_activations="int16" if spec.activation_bytes == 2 else "int8",
         )
         runner = Runner(model, resolved, plan.num_blocks)
         runner.warm_up()
@@ -207,8 +208,8 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         product_fix=model.product.fix,
         sampling="torch" if runner.sampling is None else runner.sampling.isa,
         hidden_size=spec.hidden_size,
-        quantization=spec.quantization,
-        notes=(*plan.notes, backend.note) if backend.note else plan.notes,
+        quantization=f"gguf-{resolved.gguf_activations}" if spec.quantization == "gguf" else spec.quantization,
+        notes=(*plan.notes, *spec.notes, *([backend.note] if backend.note else [])),
         roofline=limits,
     )
     return Built(runner, info, resolved)

@@ -10,6 +10,7 @@ from .types import ConfigError
 POLICIES = ("fcfs", "priority", "prefill-first", "static")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "int8", "fp8")
+GGUF_ACTIVATIONS = ("auto", "int8", "int16")
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 
@@ -23,6 +24,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     device: str = "auto"  # cpu | cuda | cuda:N
     dtype: str = "auto"
     quantization: str = "none"  # of the weights while they are loaded; only our CPU kernels support it
+    gguf_activations: str = "auto"  # int8 | int16: what activations are quantized to for weights in GGUF blocks
     implementation: str = "auto"  # native | transformers
     attention: str = "auto"
     kv_dtype: str = "auto"  # of the keys and values in the cache: auto (the model's dtype), int8 or fp8
@@ -58,6 +60,8 @@ def check(config: EngineConfig) -> EngineConfig:
         config.quantization in QUANTIZATIONS,
         f"unknown quantization {config.quantization!r}; known: {', '.join(QUANTIZATIONS)}",
     )
+    known = ", ".join(GGUF_ACTIVATIONS)
+    need(config.gguf_activations in GGUF_ACTIVATIONS, f"unknown {config.gguf_activations!r}; known: {known}")
     known = ", ".join(KV_DTYPES)
     need(config.kv_dtype in KV_DTYPES, f"unknown dtype of the KV cache {config.kv_dtype!r}; known: {known}")
     need(1 <= config.block_size <= 1024, "the block size must be between 1 and 1024 tokens")

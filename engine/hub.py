@@ -1,13 +1,15 @@
-"""Resolves the name of a model to a folder: a local folder, the built-in model, or a download from a hub."""
+"""Resolves the name of a model to a folder: a local folder or GGUF file, the built-in model, or a download from a
+hub."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import builtin
+from .gguf import folder as gguf
 from .types import ModelError
 
 BUILTIN = "builtin"
@@ -16,6 +18,10 @@ WEIGHTS = ["*.safetensors"]
 # Further copies of the weights that many repositories have, in subfolders and in the vendor's own format.
 COPIES = ["*/*", "consolidated*"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+GGUF_TYPE = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")  # such as Q4_K_M
+NO_MODEL = re.compile(r"mmproj|.*-(?!00001)\d{5}-of-\d{5}\.gguf")  # an image encoder, and all parts but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +41,39 @@ def fetch(model: str, revision: str | None = None, *, weights: bool) -> Folder:
         return Folder(builtin.path())
     path = Path(model).expanduser()
     if path.is_dir():
-        return Folder(path)
+        return Folder(path if (path / "config.json").exists() else _converted(path, list(path.glob("*.gguf"))))
+    if path.suffix == ".gguf" and path.is_file():
+        return Folder(gguf.folder_of(path))
     if path.exists():
-        raise ModelError(f"{model} is a file; give the folder that holds config.json and the weights")
-    if not HUB_ID.fullmatch(model):
+        raise ModelError(f"{model} is a file; give a GGUF file, or the folder that holds config.json and the weights")
+    name, _, kind = model.partition(":")
+    if not HUB_ID.fullmatch(name) or (kind and not GGUF_TYPE.fullmatch(kind)):
         raise ModelError(f"there is no folder {model}, and it is not the name of a model on a hub either")
-    return _download(model, revision, SMALL_FILES + (WEIGHTS if weights else []))
+    if not kind:
+        return _download(model, revision, SMALL_FILES + (WEIGHTS if weights else []), COPIES)
+    found = _download(name, revision, [f"*{each}*.gguf" for each in (kind, kind.lower(), kind.upper())])
+    typed = re.compile(rf"(.*[-._/])?{re.escape(kind)}([-.].*)?\.gguf", re.IGNORECASE)
+    files = [file for file in found.path.rglob("*.gguf") if typed.fullmatch(file.name)]
+    if not files:
+        raise ModelError(f"{name} has no GGUF file of the type {kind}")
+    return replace(found, path=_converted(found.path, files))
 
 
-def _download(model: str, revision: str | None, patterns: list[str]) -> Folder:
+def _converted(folder: Path, files: list[Path]) -> Path:
+    """Return the model folder of the only model among some GGUF files; without files, the folder itself."""
+    models = [file for file in files if not NO_MODEL.match(file.name)]
+    if len(models) > 1:
+        names = ", ".join(sorted(file.name for file in models))
+        raise ModelError(f"{folder} holds several GGUF files: {names}; name one of them")
+    return gguf.folder_of(models[0]) if models else folder
+
+
+def _download(model: str, revision: str | None, patterns: list[str], ignored: list[str] | None = None) -> Folder:
     from huggingface_hub import constants, errors, snapshot_download  # takes 0.3 s; a local folder needs none of it
 
     hub, named = constants.ENDPOINT, f" at the revision {revision!r}" if revision else ""
     try:
-        path = snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=COPIES)
+        path = snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
     except errors.GatedRepoError:
         raise ModelError(
             f"{model} is open only to accounts that its owner has let in: ask for access at {hub}/{model} "

@@ -112,7 +112,7 @@ def packed_rate(kernels: Kernels, spec: models.ModelSpec, shape: tuple[int, int,
     rows, inputs, outputs = shape
     linear = Linear(outputs, inputs, False, spec.dtype, torch.device("cpu"))
     linear.weight.fill_(1)
-    linear.pack(kernels, bits=BITS[spec.quantization][0])
+    linear.pack(kernels, bits=4 if spec.quantization == "gguf" else BITS[spec.quantization][0])
     x = torch.ones(rows, inputs, dtype=spec.dtype)
     return 2 * rows * inputs * outputs / _seconds(lambda: linear(x), times, x.device, min)
 

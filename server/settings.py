@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine import EngineConfig
 
 PREFIX = "PEQUOD_"
+GGUF_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -62,8 +63,8 @@ ENGINE_SETTINGS = {
 } | {
     name: name
     for name in (
-        "model", "revision", "device", "dtype", "load_format", "quantization", "cpu_isa", "block_size",
-        "kv_cache_memory", "gpu_memory_utilization", "threads",
+        "model", "revision", "device", "dtype", "load_format", "quantization", "gguf_activations", "cpu_isa",
+        "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads",
     )
 }  # fmt: skip
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
@@ -102,6 +103,9 @@ class Settings(BaseSettings):
     )
     quantization: Literal["none", "int8", "int4"] = _engine(
         "none", "quantize weights while loading, on CPU only: smaller and faster, slightly less accurate"
+    )
+    gguf_activations: Literal["auto", "int8", "int16"] = _engine(
+        "auto", "what activations are quantized to for a GGUF file's weights; auto: int16 for small models"
     )
     model_impl: Literal["auto", "native", "transformers"] = _engine(
         "auto", "model code: native (ours), transformers (theirs, on our KV cache) or auto"
@@ -239,8 +243,15 @@ class Settings(BaseSettings):
 
     @property
     def names(self) -> list[str]:
-        """Names that requests may use for the model; the first is reported."""
-        return self.served_model_name or [self.model]
+        """Names that requests may use for the model; the first is reported. A GGUF file gives its model its name."""
+        path, is_file = GGUF_SUFFIX.subn("", self.model)
+        return self.served_model_name or [path.rpartition("/")[2] if is_file else self.model]
+
+    def accepts(self, name: str) -> bool:
+        """Return whether a request may use a name for the model: also the path of its folder or file, or the last part
+        of it, unless names are set."""
+        others = [] if self.served_model_name else [self.model, self.model.rstrip("/").rpartition("/")[2]]
+        return name in (*self.names, *others)
 
     @cached_property
     def keys(self) -> dict[str, float]:

@@ -101,7 +101,7 @@ class AppState:
         """Return the served name for a request's model; raises 404."""
         if name is None:
             return self.model_names[0]
-        if name in self.model_names:
+        if self.settings.accepts(name):
             return name
         message = f"The model '{shown(name)}' does not exist; GET /v1/models lists the models of this server."
         raise not_found(message, "model", "model_not_found")

@@ -128,11 +128,11 @@ class Matcher:
         """Return whether a token ends the output."""
         return token in self._stop_ids
 
-    def jump(self, room: int) -> list[int]:
-        """Advance by the tokens that the grammar forces, at most `room`; returns them."""
+    def jump(self, remaining: int) -> list[int]:
+        """Advance by the tokens that the grammar forces, at most `remaining`; returns them."""
         taken: list[int] = []
-        while self._jumps and len(taken) < room and not self._ask(self.library.is_stopped, True):
-            forced: list[int] = self._ask(self.library.compute_ff_tokens, [])[: room - len(taken)]
+        while self._jumps and len(taken) < remaining and not self._ask(self.library.is_stopped, True):
+            forced: list[int] = self._ask(self.library.compute_ff_tokens, [])[: remaining - len(taken)]
             # The user may have set a stop token that the grammar forces.
             hidden = next((i for i, token in enumerate(forced) if token in self._hidden), len(forced))
             if not hidden or not self._ask(self.library.consume_tokens, False, forced[:hidden]):
@@ -140,10 +140,10 @@ class Matcher:
             taken += forced[:hidden]
         return taken
 
-    def follow(self, outcome: Outcome, room: int) -> Outcome:
+    def follow(self, outcome: Outcome, remaining: int) -> Outcome:
         """Advance by a row's sampled token; returns the outcome with the tokens that are forced after it.
 
-        `room`: the remaining number of output tokens, including the sampled one.
+        `remaining`: the number of output tokens left, including the sampled one.
         """
         match outcome:
             case RowError(code=ErrorCode.NO_TOKEN_LEFT) if self.is_accepting:
@@ -155,18 +155,18 @@ class Matcher:
                     return self.failure if self.has_failed else REFUSED
                 if self.is_end(token):
                     return outcome
-                tokens = [token, *self.jump(room - 1)]
+                tokens = [token, *self.jump(remaining - 1)]
                 is_last = self.is_finished
                 return self.failure if self.has_failed and not is_last else Sampled(tokens, outcome.logprobs, is_last)
         return outcome
 
-    def begin(self, room: int) -> list[int]:
-        """Advance by the tokens that every output starts with, at most `room`; returns them. Raises GrammarError.
+    def begin(self, remaining: int) -> list[int]:
+        """Advance by the tokens that every output starts with, at most `remaining`; returns them. Raises GrammarError.
 
         If they are the whole output, the last one is left to be sampled, because an output that a grammar ends must end
         with a sampled token.
         """
-        taken = self.jump(room)
+        taken = self.jump(remaining)
         if taken and self.is_finished:
             self._ask(self.library.rollback, False, 1)
             taken.pop()
@@ -239,7 +239,7 @@ class Grammars:
         """Return the rows of a batch that sample with a grammar."""
         if not self._matchers:
             return []
-        return [i for i, row in enumerate(batch.rows) if row.draws and row.seq_id in self._matchers]
+        return [i for i, row in enumerate(batch.rows) if row.is_sampled and row.seq_id in self._matchers]
 
     def masks(self, batch: Batch, rows: list[int]) -> Masks:
         """Return the masks of the tokens that these rows may sample."""
@@ -269,16 +269,16 @@ class Grammars:
             return False  # the error does not say which one: compute each separately
         return True
 
-    def advance(self, batch: Batch, rows: list[int], result: StepResult, room: Callable[[int], int]) -> StepResult:
+    def advance(self, batch: Batch, rows: list[int], result: StepResult, remaining: Callable[[int], int]) -> StepResult:
         """Advance the matchers of these rows by their sampled tokens.
 
-        Returns the result with the tokens that the grammars force after them. `room(request id)`: the remaining number
-        of output tokens, including the one that was just sampled.
+        Returns the result with the tokens that the grammars force after them. `remaining(request id)`: the number of
+        output tokens left, including the one that was just sampled.
         """
         outcomes = list(result.outcomes)
         for row in rows:
             seq_id = batch.rows[row].seq_id
-            outcomes[row] = self._matchers[seq_id].follow(outcomes[row], room(seq_id))
+            outcomes[row] = self._matchers[seq_id].follow(outcomes[row], remaining(seq_id))
         return replace(result, outcomes=outcomes)
 
     def close(self) -> None:

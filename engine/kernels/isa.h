@@ -42,6 +42,7 @@ static inline V load_bf16(const uint16_t* p) {
 static inline V load_bytes(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
+static inline V load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 // Round to int8, ties to even; saturates. The result for NaN is unspecified.
 static inline void store_bytes(int8_t* p, V v) {
   const __m256i whole = _mm256_cvtps_epi32(v);
@@ -56,6 +57,7 @@ static inline U and_(U a, U b) { return _mm256_and_si256(a, b); }
 static inline U or_(U a, U b) { return _mm256_or_si256(a, b); }
 static inline U set1_units(uint32_t x) { return _mm256_set1_epi32((int)x); }
 template <int N> static inline U shift_right(U u) { return _mm256_srli_epi32(u, N); }
+template <int N> static inline U shift_left(U u) { return _mm256_slli_epi32(u, N); }
 // Store the lower halves of the units contiguously.
 static inline void store_halves(uint16_t* p, U u) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 8);
@@ -154,6 +156,7 @@ static inline V load_bf16(const uint16_t* p) {
 static inline V load_bytes(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+static inline V load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 // Round to int8, ties to even; saturates. The result for NaN is unspecified.
 static inline void store_bytes(int8_t* p, V v) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
@@ -170,6 +173,7 @@ static inline U and_(U a, U b) { return _mm512_and_si512(a, b); }
 static inline U or_(U a, U b) { return _mm512_or_si512(a, b); }
 static inline U set1_units(uint32_t x) { return _mm512_set1_epi32((int)x); }
 template <int N> static inline U shift_right(U u) { return _mm512_srli_epi32(u, N); }
+template <int N> static inline U shift_left(U u) { return _mm512_slli_epi32(u, N); }
 // Store the lower halves of the units contiguously.
 static inline void store_halves(uint16_t* p, U u) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u)); }
 static inline void store_units(void* p, U u) { _mm512_storeu_si512(p, u); }

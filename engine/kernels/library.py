@@ -55,15 +55,27 @@ class Kernels:
             for bits in (8, 4)
             for dtype, name in DTYPES.items()
         }
-        for function in (*self.multiply.values(), *self.multiply_bits.values()):
+        self.multiply_blocks = {
+            (bits, dtype): getattr(library, f"matmul_blocks{bits}_{name}_{isa}")
+            for bits in (4, 5, 6, 8)
+            for dtype, name in DTYPES.items()
+        }
+        self.multiply_joined = getattr(library, f"matmul_joined_{isa}")
+        multiply = *self.multiply.values(), *self.multiply_bits.values(), *self.multiply_blocks.values()
+        for function in (*multiply, self.multiply_joined):
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
-        self.pack, self.quantize = (getattr(library, f"{name}_{isa}") for name in ("pack", "quantize"))
-        for function in (self.pack, self.quantize):
+        self.packers = {name: getattr(library, f"{name}_{isa}") for name in ("pack", "quantize", "repack")}
+        for function in self.packers.values():
             function.argtypes = [pointer, long, pointer, integer]
         self.lookup = getattr(library, f"lookup_{isa}")
         self.lookup.argtypes, self.lookup.restype = [pointer, long, pointer, long, pointer], long
         self.dequantized = getattr(library, f"dequantized_{isa}")
         self.dequantized.argtypes, self.dequantized.restype = [pointer, integer, long, pointer, long, pointer], long
+        self.scales_bytes = getattr(library, f"scales_bytes_{isa}")
+        self.scales_bytes.argtypes, self.scales_bytes.restype = [integer], long
+        self.dequantized_blocks = getattr(library, f"dequantized_blocks_{isa}")
+        self.dequantized_blocks.argtypes = [pointer, long, pointer, long, pointer]
+        self.dequantized_blocks.restype = long
         self.norm = {dtype: getattr(library, f"norm_{name}_{isa}") for dtype, name in DTYPES.items()}
         for function in self.norm.values():
             function.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_float, integer]
@@ -218,7 +230,7 @@ def _for_quantized(setting: str, device: torch.device, dtype: torch.dtype) -> Ch
     """Return the choice for quantized weights. AMX does not matter for them, and AVX-512 needs VNNI."""
     need = "quantized weights need our CPU kernels"
     if device.type != "cpu":
-        raise ConfigError(f"{need}, and this engine runs on {device}: leave out `quantization`")
+        raise ConfigError(f"{need}, and this engine runs on {device}: use unquantized ones")
     if setting == "torch":
         raise ConfigError(f"{need}, and `cpu_isa=torch` disables them")
     if dtype not in DTYPES:

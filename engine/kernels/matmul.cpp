@@ -175,7 +175,7 @@ struct Plain {
 
   static void pack(const Rows& rows, char*) {
     const Weight& weight = rows.weight;
-    const int64_t row_bytes = weight.row_bytes(), units = (row_bytes + 3) / 4, whole = row_bytes / 4 / LANES * LANES;
+    const int64_t row_bytes = weight.row_bytes, units = (row_bytes + 3) / 4, whole = row_bytes / 4 / LANES * LANES;
     for (int64_t p = rows.first; p < rows.last; ++p) {
       uint32_t* to = (uint32_t*)weight.panels + p * units * WIDTH;
       const char* from[WIDTH];  // null for a missing row

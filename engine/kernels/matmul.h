@@ -28,8 +28,6 @@ const int64_t NEAR = 512 << 10;   // bytes of packed x that should stay in the s
 const int64_t SMALL = 1 << 18;    // multiply-adds below which waking other threads costs more than they save
 const int64_t SHORT = 1 << 14;    // numbers of x up to which one thread packs faster than several
 
-#define UNROLLED _Pragma("GCC unroll 16")
-
 // The number of panels in a tile of few rows. Each panel is a stream from memory. AMD's processors are a fifth faster
 // with one stream per thread; Intel's, which do not use the variant with the bfloat16 dot product, are a third faster
 // with four.
@@ -77,7 +75,7 @@ struct Matmul {
 
   // Add the residual to a vector of one row of y, round and store it.
   void emit(V v, int64_t row, int64_t column) const {
-    const int64_t index = row * matrix->outputs + column, count = matrix->outputs - column;
+    const int64_t index = row * matrix->stride + column, count = matrix->outputs - column;
     if (residual) v = add(v, get(residual + index, count));
     if (matrix->wide) put((float*)y + index, v, count);
     else put((Number*)y + index, v, count);
@@ -107,7 +105,7 @@ struct Matmul {
     float out[M][P][WIDTH];
     // Rows of y are far apart: prefetch the first cache line of each before computing the sums.
     const int64_t column = panel * (matrix->gated ? LANES : WIDTH), size = matrix->wide ? 4 : sizeof(Number);
-    for (int m = 0; m < M; ++m) __builtin_prefetch((char*)y + ((row + m) * matrix->outputs + column) * size, 1, 2);
+    for (int m = 0; m < M; ++m) __builtin_prefetch((char*)y + ((row + m) * matrix->stride + column) * size, 1, 2);
     Kind::template sums<M, P>(*matrix, units, panel, xs, ahead, lines, out);
     for (int p = 0; p < P; ++p) finish(out[0][p], P * WIDTH, M, panel + p, row);
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,14 +29,28 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
+class BlockRows(NamedTuple):
+    """Rows of a weight in the blocks of a GGUF file."""
+
+    data: Tensor  # uint8 [rows, bytes of a row], contiguous
+    shape: tuple[int, ...]
+    format: int  # a key of blocks.FORMATS
+    dtype: torch.dtype  # of the activations
+    interleaved: int = 0  # rows of a head, if the halves of each are interleaved and are to be separated
+    mapped: bool = True  # from a file; otherwise in memory
+
+
+Parts = Sequence[Tensor | Stored | BlockRows]  # rows of a weight, one part after another
+
+
 class Packing:
     """Weights that are packed together, in one call that does not need Python meanwhile."""
 
     def __init__(self, kernels: Kernels, slab: int = SLAB) -> None:
         """`slab`: the minimum size, in bytes, of the allocations that panels share."""
         self._kernels, self._slab_bytes = kernels, slab
-        # By whether they are quantized; each with the file and offset of its first part.
-        self._weights: dict[bool, list[tuple[tuple[int, int], PlainWeight]]] = {False: [], True: []}
+        # By the kernel that packs them; each with the file and offset of its first part.
+        self._weights: dict[str, list[tuple[tuple[int, int], PlainWeight]]] = defaultdict(list)
         self._kept: list[Any] = []
         self._slab = torch.empty(0, dtype=torch.int32)
         self._progress = Progress()
@@ -53,9 +68,9 @@ class Packing:
         taken, self._slab = self._slab[: math.prod(shape)], self._slab[size:]
         return taken.view(shape)
 
-    def add(self, packed: Packed, parts: Sequence[Tensor | Stored], gated: bool) -> None:
+    def add(self, packed: Packed, parts: Parts, gated: bool) -> None:
         """Add a weight, the concatenation of `parts`, to be packed for `packed`."""
-        assert len({isinstance(part, Stored) for part in parts}) == 1, "parts in memory and in files"
+        assert len({type(part) for part in parts}) == 1, "parts in memory and in files"
         sources = (WeightPart * len(parts))()
         for source, part in zip(sources, parts, strict=True):
             if part.dtype != packed.dtype or part.shape[1:] != (packed.columns,):
@@ -63,6 +78,8 @@ class Packing:
             source.rows = part.shape[0]
             if isinstance(part, Stored):
                 source.file, source.offset = part.file, part.offset
+            elif isinstance(part, BlockRows):
+                source.weight, source.interleaved = part.data.data_ptr(), part.interleaved
             else:
                 assert part.is_contiguous()
                 source.weight = part.data_ptr()
@@ -73,12 +90,14 @@ class Packing:
             len(parts),
             sum(part.shape[0] for part in parts),
             packed.columns,
+            packed.row_bytes(),
             packed.dtype.itemsize,
             len(packed.panels),
             packed.bits or 0,
             gated,
+            packed.format,
         )
-        self._weights[packed.bits is not None].append(((sources[0].file, sources[0].offset), weight))
+        self._weights[packed.packer].append(((sources[0].file, sources[0].offset), weight))
         self._kept.append((sources, parts, packed))
 
     def run(self) -> None:
@@ -87,11 +106,10 @@ class Packing:
         Raises MemoryError, or OSError if a file cannot be read, with the descriptor as its `filename`.
         """
         progress, threads = ctypes.addressof(self._progress), torch.get_num_threads()
-        for weights, pack in zip(self._weights.values(), (self._kernels.pack, self._kernels.quantize), strict=True):
-            weights.sort(key=lambda entry: entry[0])
+        for packer in sorted(self._weights):
+            weights = sorted(self._weights.pop(packer), key=lambda entry: entry[0])
             batch = (PlainWeight * len(weights))(*(weight for _, weight in weights))
-            weights.clear()
-            failed = pack(ctypes.addressof(batch), len(batch), progress, threads)
+            failed = self._kernels.packers[packer](ctypes.addressof(batch), len(batch), progress, threads)
             if failed == 1:
                 raise MemoryError("no memory to pack weights")
             if failed:
@@ -108,18 +126,22 @@ class Packed:
     """
 
     bits: int | None = None  # that the weight is quantized to; None: not quantized
+    format = 0  # of a weight in GGUF blocks
+    planes = 1  # with such a weight: bytes of an activation
+    packer = "pack"  # the kernel that packs the weight
 
     def __init__(
         self,
         kernels: Kernels,
-        weight: Tensor | Sequence[Stored],  # [rows, columns] float32 or bfloat16, or parts of it
+        weight: Tensor | Parts,  # [rows, columns] float32 or bfloat16, or parts of it
         bias: Tensor | None = None,  # [rows]
         *,
         gated: bool = False,
         wide: bool = False,  # results in float32 even if weights and activations are bfloat16
+        stride: int | None = None,  # numbers between two rows of the result; None: they are contiguous
         packing: Packing | None = None,  # packs the weight when it runs; None: pack it now
     ) -> None:
-        parts: Sequence[Tensor | Stored] = [weight.contiguous()] if isinstance(weight, Tensor) else weight
+        parts: Parts = [weight.contiguous()] if isinstance(weight, Tensor) else weight
         rows, self.columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         self.dtype, self.outputs = parts[0].dtype, rows // 2 if gated else rows
         self.result = torch.float32 if wide else self.dtype
@@ -138,10 +160,13 @@ class Packed:
             None if self.scales is None else self.scales.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             self.outputs,
+            stride or self.outputs,
             self.columns,
             num_panels,
             gated,
             wide,
+            self.format,
+            self.planes,
         )
         self._address = ctypes.addressof(self._matrix)
 
@@ -179,6 +204,10 @@ class Packed:
         if wrong := self._look_up(ids, out):
             raise IndexError(f"there is no row {int(ids[wrong - 1])} among {self.outputs}")
         return out
+
+    def row_bytes(self) -> int:
+        """Return the size of a row of the plain weight."""
+        return self.columns * self.dtype.itemsize
 
     def _function(self, kernels: Kernels) -> Any:
         """Return the kernel that multiplies."""
@@ -226,10 +255,12 @@ class Quantized(Packed):
     Activations are quantized to 8 bits, each group of a row separately. `lookup` returns dequantized rows.
     """
 
+    packer = "quantize"
+
     def __init__(
         self,
         kernels: Kernels,
-        weight: Tensor | Sequence[Stored],  # [rows, columns] float32 or bfloat16, or parts of it
+        weight: Tensor | Parts,  # [rows, columns] float32 or bfloat16, or parts of it
         bias: Tensor | None = None,  # [rows]
         *,
         bits: int,

@@ -5,6 +5,8 @@
 
 #include <string.h>
 
+#define UNROLLED _Pragma("GCC unroll 16")
+
 static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -14,11 +14,10 @@ namespace {
 const int64_t CHUNK = 512 << 10;  // bytes of a plain weight that a thread packs at once, but at least a panel
 
 struct Weight : PlainWeight {
-  int64_t row_bytes() const { return columns * number_bytes; }
   int64_t per_panel() const { return gated ? LANES : WIDTH; }
   int64_t half() const { return gated ? rows / 2 : rows; }
   int64_t chunk_panels() const {
-    const int64_t bytes = row_bytes() * WIDTH;
+    const int64_t bytes = row_bytes * WIDTH;
     return bytes > 0 && bytes < CHUNK ? CHUNK / bytes : 1;
   }
   int64_t chunks() const { return (num_panels + chunk_panels() - 1) / chunk_panels(); }
@@ -32,7 +31,7 @@ struct Rows {
   char* buffer;               // for rows read from files
 
   static int64_t scratch_bytes(const Weight& weight) {
-    return weight.in_memory() ? 0 : weight.chunk_panels() * WIDTH * weight.row_bytes();
+    return weight.in_memory() ? 0 : weight.chunk_panels() * WIDTH * weight.row_bytes;
   }
 
   // Row `j` of a panel; null if the panel has no such row.
@@ -42,11 +41,12 @@ struct Rows {
     if (!weight.in_memory()) {
       const bool second_half = weight.gated && at >= weight.half();
       at -= first * weight.per_panel();
-      return buffer + (second_half ? at - weight.half() + (last - first) * weight.per_panel() : at) * weight.row_bytes();
+      return buffer + (second_half ? at - weight.half() + (last - first) * weight.per_panel() : at) * weight.row_bytes;
     }
     const WeightPart* part = weight.parts;
     for (; at >= part->rows; ++part) at -= part->rows;
-    return part->weight + at * weight.row_bytes();
+    if (const int64_t head = part->interleaved) at = at / head * head + at % (head / 2) * 2 + at % head / (head / 2);
+    return part->weight + at * weight.row_bytes;
   }
 
   bool read(Progress* progress) const {
@@ -54,15 +54,15 @@ struct Rows {
     const int64_t from = first * weight.per_panel(), limit = last * weight.per_panel();
     const int64_t to = limit < weight.half() ? limit : weight.half();
     if (!read(from, to, buffer, progress)) return false;
-    char* second = buffer + (limit - from) * weight.row_bytes();
+    char* second = buffer + (limit - from) * weight.row_bytes;
     return !weight.gated || read(weight.half() + from, weight.half() + to, second, progress);
   }
 
   bool read(int64_t from, int64_t to, char* out, Progress* progress) const {
     for (const WeightPart* part = weight.parts; from < to; from -= part->rows, to -= part->rows, ++part) {
       if (from >= part->rows) continue;
-      int64_t left = ((to < part->rows ? to : part->rows) - from) * weight.row_bytes();
-      int64_t at = part->offset + from * weight.row_bytes();
+      int64_t left = ((to < part->rows ? to : part->rows) - from) * weight.row_bytes;
+      int64_t at = part->offset + from * weight.row_bytes;
       from = to < part->rows ? to : part->rows;
       while (left > 0) {
         const ssize_t count = pread(part->file, out, (size_t)left, at);
@@ -105,7 +105,7 @@ struct Packing {
         return;
       }
       Packer::pack(rows, buffer + aligned(Rows::scratch_bytes(weight)));
-      const int64_t bytes = weight.rows * weight.row_bytes();
+      const int64_t bytes = weight.rows * weight.row_bytes;
       __atomic_fetch_add(&progress->num_bytes, bytes * (rows.last - first) / weight.num_panels, __ATOMIC_RELAXED);
     }
   }

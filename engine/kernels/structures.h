@@ -9,10 +9,13 @@ struct Matrix {
   const void* scales;  // of a quantized weight, see quantized.cpp; else null
   const float* bias;   // [num_panels, panel width], or null
   int64_t outputs;     // columns of the result
+  int64_t stride;      // numbers between two rows of the result, and of the residual
   int64_t columns;     // columns of the input
   int64_t num_panels;
   int32_t gated;  // half of each panel is gate, half up: the result is silu(gate) * up
   int32_t wide;   // the result is float32, whatever the input's type
+  int32_t format;  // of a weight in GGUF blocks, see blocks.h; else 0
+  int32_t planes;  // with such a weight: bytes of an activation, 1 or 2
 };
 
 // Rows of a plain weight.
@@ -20,6 +23,7 @@ struct WeightPart {
   const char* weight;  // [rows, columns], or null if the rows are in a file
   int64_t rows, offset;
   int32_t file;
+  int32_t interleaved;  // rows of a head, if its two halves are interleaved, to be separated (only in memory); else 0
 };
 
 // The progress of packing, and the error that stopped it.
@@ -33,9 +37,10 @@ struct PlainWeight {
   const WeightPart* parts;  // all in memory, or all in files
   void* panels;
   void* scales;  // of a quantized weight
-  int64_t num_parts, rows, columns, number_bytes, num_panels;
-  int32_t bits;   // of a quantized weight
-  int32_t gated;  // gate before up
+  int64_t num_parts, rows, columns, row_bytes, number_bytes, num_panels;
+  int32_t bits;    // of a quantized weight
+  int32_t gated;   // gate before up
+  int32_t format;  // of rows in GGUF blocks, see blocks.h; else 0
 };
 
 // The arguments of attention: the step's rows and the layer's shape.
@@ -57,6 +62,13 @@ struct Multiplied {
   int32_t apply(const void* x, const void* residual, void* y, int64_t rows, int32_t threads) const {
     return multiply(matrix, x, residual, y, rows, threads);
   }
+};
+
+// Matmuls of the same x whose results are columns of one y. Passed in place of a Matrix.
+struct Joined {
+  const Multiplied* parts;
+  const int64_t* offsets;  // of each part's columns in a row of y, in bytes
+  int64_t count;
 };
 
 // A layer of a decoder.

@@ -13,10 +13,13 @@ class Matrix(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("outputs", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("num_panels", ctypes.c_int64),
         ("gated", ctypes.c_int32),
         ("wide", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("planes", ctypes.c_int32),
     ]
 
 
@@ -28,6 +31,7 @@ class WeightPart(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("offset", ctypes.c_int64),
         ("file", ctypes.c_int32),
+        ("interleaved", ctypes.c_int32),
     ]
 
 
@@ -47,10 +51,12 @@ class PlainWeight(ctypes.Structure):
         ("num_parts", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
         ("number_bytes", ctypes.c_int64),
         ("num_panels", ctypes.c_int64),
         ("bits", ctypes.c_int32),
         ("gated", ctypes.c_int32),
+        ("format", ctypes.c_int32),
     ]
 
 
@@ -84,6 +90,12 @@ class Multiplied(ctypes.Structure):
     """A matmul kernel and the weight that it multiplies by."""
 
     _fields_ = [("multiply", ctypes.c_void_p), ("matrix", ctypes.c_void_p)]
+
+
+class Joined(ctypes.Structure):
+    """Matmuls of the same x whose results are columns of one y."""
+
+    _fields_ = [("parts", ctypes.c_void_p), ("offsets", ctypes.c_void_p), ("count", ctypes.c_int64)]
 
 
 class Layer(ctypes.Structure):
@@ -130,7 +142,7 @@ class Stack(ctypes.Structure):
 
 
 # In the order of `pequod_sizes` in machine.cpp.
-STRUCTURES = (Matrix, WeightPart, Progress, PlainWeight, Multiplied, Call, Layer, Stack)
+STRUCTURES = (Matrix, WeightPart, Progress, PlainWeight, Multiplied, Joined, Call, Layer, Stack)
 
 
 def check(library: ctypes.CDLL) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..config import EngineConfig
+from ..gguf import folder as gguf
 from ..kernels.library import Choice, choose
 from ..types import ConfigError, EngineError, ModelError
 from .dummy import DummyWeights
@@ -30,8 +31,16 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
     if config.load_format == "dummy":
         return describe(folder, config), DummyWeights(folder)
     source = read_config(folder)
-    checkpoint = Checkpoint(folder)
+    checkpoint = _checkpoint(folder, source, config)
     return _describe(folder, source, config, checkpoint), checkpoint
+
+
+def _checkpoint(folder: Path, source: dict[str, Any], config: EngineConfig) -> Checkpoint:
+    if not gguf.is_converted(folder):
+        return Checkpoint(folder)
+    from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
+
+    return GgufCheckpoint(folder)
 
 
 def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:

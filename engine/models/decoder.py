@@ -100,7 +100,7 @@ class Decoder:
             for linear, names in linears.items():
                 parts = [] if packing is None else checkpoint.stored(names, self.spec.dtype)
                 if packing is not None and parts:
-                    in_file[linear] = InFile(parts, packing)
+                    in_file[linear] = InFile(parts, packing, self.spec.activation_bytes)
                     for name in names:
                         del targets[name]
             checkpoint.fill(targets, report)
@@ -115,9 +115,14 @@ class Decoder:
         head = f"{prefix}embed_tokens.weight"
         if self.head is not self.embedding:
             head, ends["lm_head.weight"] = "lm_head.weight", self.head.weight
-        read(ends, {self.head: [head]})
+        tables = {self.head: [head]}
+        if self.spec.quantization == "gguf":  # an embedding stays in its blocks, also beside a head of its own
+            tables[self.embedding] = [f"{prefix}embed_tokens.weight"]
+        read(ends, tables)
         ends.clear()
         self._pack_head(in_file.get(self.head))
+        if self.embedding is not self.head and (in_blocks := in_file.get(self.embedding)) is not None:
+            self.embedding.pack(kernels, in_file=in_blocks)
         if packing is not None and in_file:
             with _watched(packing, lambda num_bytes: progress((done + num_bytes) / total)):
                 try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..kernels.matmul import Stored
+from ..kernels.matmul import Parts
 from .weights import Checkpoint
 
 STD = 0.02  # of matrices, as models are initialized for training
@@ -36,7 +36,7 @@ class DummyWeights(Checkpoint):
         for name, target in targets.items():
             initialize(name, target)
 
-    def stored(self, names: Sequence[str], dtype: torch.dtype) -> list[Stored]:
+    def stored(self, names: Sequence[str], dtype: torch.dtype) -> Parts:
         return []
 
     def close(self) -> None:

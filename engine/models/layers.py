@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels.blocks import in_blocks
 from ..kernels.library import Kernels
-from ..kernels.matmul import Packed, Packing, Quantized, Stored
+from ..kernels.matmul import BlockRows, Packed, Packing, Parts, Quantized
 from ..kernels.structures import Multiplied
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
@@ -29,8 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class InFile(NamedTuple):
     """A weight that is still in files, in parts, and the Packing that will read and pack it."""
 
-    parts: list[Stored]
+    parts: Parts
     packing: Packing
+    activation_bytes: int = 1  # in matmuls with weights in GGUF blocks
 
 
 class Linear:
@@ -68,8 +70,18 @@ class Linear:
     def _pack(
         self, kernels: Kernels, bits: int | None, in_file: InFile | None, *, wide: bool, gated: bool = False
     ) -> None:
-        weight, packing = in_file or (self.weight, None)
-        if bits is None:
+        weight, packing, activation_bytes = in_file or (self.weight, None, 1)
+        if in_file and (blocks := [part for part in in_file.parts if isinstance(part, BlockRows)]):
+            self._packed = in_blocks(
+                kernels,
+                blocks,
+                self.bias,
+                wide=wide,
+                gated=gated,
+                activation_bytes=activation_bytes,
+                packing=packing,
+            )
+        elif bits is None:
             self._packed = Packed(kernels, weight, self.bias, wide=wide, gated=gated, packing=packing)
         else:
             self._packed = Quantized(kernels, weight, self.bias, bits=bits, wide=wide, gated=gated, packing=packing)

@@ -13,8 +13,10 @@ import torch
 from ..attention import AttentionLayer
 from ..config import EngineConfig
 from ..files import read_json
+from ..gguf import folder as gguf
+from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
-from ..types import ModelError
+from ..types import ConfigError, ModelError
 from .layers import ACTIVATIONS
 from .rope import SCALINGS, Rope, frequencies
 
@@ -27,7 +29,10 @@ DTYPES = {
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
 # from the unquantized model.
-BITS: dict[str, tuple[int | None, int | None]] = {"none": (None, None), "int8": (8, 8), "int4": (4, 8)}
+BITS: dict[str, tuple[int | None, int | None]] = {
+    "none": (None, None), "int8": (8, 8), "int4": (4, 8), "gguf": (None, None)
+}  # fmt: skip
+SMALL_MODEL = 400_000_000  # numbers of a GGUF file up to which activations have 16 bits
 # Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
 # published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
 MAX_LAYERS = 4096
@@ -111,10 +116,14 @@ class ModelSpec:
     decoder: DecoderSpec | None = None  # if the implementation is native
     hidden_size: int = 0  # of the last hidden states; 0: not available
     quantization: str = "none"  # of the weights, see BITS
+    activation_bytes: int = 1  # of the activations' numbers in matmuls with weights in GGUF blocks
     kv_dtype: str = "auto"  # see EngineConfig
 
     @property
     def weights_bytes(self) -> int:
+        if self.quantization == "gguf":
+            numbers = self.source["quantization_config"]["numbers"]
+            return sum(blocks_bytes(kind, count, self.dtype) for kind, count in numbers.items())
         plain = self.num_params * self.dtype.itemsize
         bits, head_bits = BITS[self.quantization]
         if bits is None or head_bits is None or self.decoder is None:
@@ -134,10 +143,23 @@ class ModelSpec:
         A model that is served in its checkpoint's dtype needs none: its weights are quantized in chunks as they are
         read.
         """
-        if self.quantization == "none" or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
+        if (
+            self.quantization in ("none", "gguf")
+            or self.decoder is None
+            or self.dtype == DTYPES.get(stored_dtype(self.source))
+        ):
             return 0
         layer = sum(rows * columns for rows, columns in self.decoder.layer_shapes)
         return max(self.vocab_size * self.decoder.hidden_size, layer) * self.dtype.itemsize
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the weights, in sentences."""
+        quantization = self.source.get("quantization_config") or {}
+        converted = sorted({*quantization.get("types", ())} - {form.name for form in FORMATS.values()})
+        if not converted:
+            return ()
+        return (f"weights in {', '.join(converted)} are converted to Q8_0, which needs more memory than the file",)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -157,7 +179,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if source is None:
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
     quantization = source.get("quantization_config")
-    if quantization:
+    if quantization and not gguf.is_converted(folder):
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise ModelError(
             f"{path} asks for {shown(method)} quantization, which is not supported; "
@@ -254,9 +276,27 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         source=source,
         decoder=decoder,
         hidden_size=hidden,
-        quantization=config.quantization,
+        quantization=_quantization(source, config),
+        activation_bytes=_activation_bytes(source, config),
         kv_dtype=config.kv_dtype,
     )
+
+
+def _quantization(source: Mapping[str, Any], config: EngineConfig) -> str:
+    if not source.get("quantization_config"):
+        return config.quantization
+    if config.quantization != "none":
+        raise ConfigError(f"the weights of a GGUF file are quantized: leave out `quantization={config.quantization}`")
+    return "gguf"
+
+
+def _activation_bytes(source: Mapping[str, Any], config: EngineConfig) -> int:
+    """Return the bytes of an activation in matmuls with GGUF blocks. Two take up to twice the time of one in large
+    batches; small models need them more, and have the time."""
+    if config.gguf_activations == "auto":
+        numbers: dict[str, int] = (source.get("quantization_config") or {}).get("numbers", {})
+        return 2 if sum(numbers.values()) <= SMALL_MODEL else 1
+    return 2 if config.gguf_activations == "int16" else 1
 
 
 def _unsupported(source: Mapping[str, Any]) -> str | None:

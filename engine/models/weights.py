@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..files import LIST_BYTES, check_values, read_file
-from ..kernels.matmul import Stored
+from ..kernels.matmul import Parts, Stored
 from ..types import ModelError
 
 DTYPES = {
@@ -136,7 +136,7 @@ class Checkpoint:
                         read = _read_into if _is_as_stored(targets[name], entry) else _convert_into
                         read(stream, entry, targets[name].view(-1), progress)
 
-    def stored(self, names: Sequence[str], dtype: torch.dtype) -> list[Stored]:
+    def stored(self, names: Sequence[str], dtype: torch.dtype) -> Parts:
         """Return these tensors' locations in files that stay open until `close`; empty if one has another dtype."""
         entries = [self.entries[name] for name in names]
         if any(entry.dtype != dtype for entry in entries):

@@ -27,9 +27,9 @@ class Prepared:
 
     forward: Forward
     slots: Ints  # [rows]
-    drawing: Ints  # indices of the rows that sample
+    sampled_rows: Ints  # indices of the rows that sample
     lengths: Ints  # [rows], tokens of the sequence up to the end of the row
-    draws_at: Ints | None  # the indices of their logits; None: all logits are theirs
+    sampled_logits: Ints | None  # the indices of their logits; None: all logits are theirs
     scored: dict[int, slice]  # row -> its logits that score prompt tokens
     pooled: dict[int, slice]  # row -> its hidden states
 
@@ -88,8 +88,8 @@ class Inputs:
         query_start = [0, *accumulate(counts)]
         starts = np.array([row.start for row in rows], np.int64)
         lengths = starts + counts
-        drawing = np.array([index for index, row in enumerate(rows) if row.draws], np.int64)
-        draws_at, scored, logits_at = _logits(rows, query_start)
+        sampled_rows = np.array([index for index, row in enumerate(rows) if row.is_sampled], np.int64)
+        sampled_logits, scored, logits_at = _logits(rows, query_start)
         pooled, hidden_at = _hidden(rows, query_start)
         width = -(-int(lengths.max()) // self.block_size)
 
@@ -131,26 +131,26 @@ class Inputs:
         return Prepared(
             forward,
             slots=slots,
-            drawing=drawing,
+            sampled_rows=sampled_rows,
             lengths=lengths,
-            draws_at=draws_at,
+            sampled_logits=sampled_logits,
             scored=scored,
             pooled=pooled,
         )
 
 
 def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints | None, dict[int, slice], list[int]]:
-    """Return `draws_at` and `scored` of Prepared, and the indices of the tokens that need logits, each row's last."""
+    """Return `sampled_logits` and `scored` of Prepared, and the indices of the tokens that need logits."""
     logits_at: list[int] = []
-    draws: list[int] = []
+    sampled: list[int] = []
     scored: dict[int, slice] = {}
     for index, row in enumerate(rows):
         if row.scored:
             scored[index] = slice(len(logits_at), len(logits_at) + len(row.scored))
         logits_at += range(query_start[index + 1] - row.num_logits, query_start[index + 1])
-        if row.draws:
-            draws.append(len(logits_at) - 1)
-    return (np.array(draws, np.int64) if scored else None), scored, logits_at
+        if row.is_sampled:
+            sampled.append(len(logits_at) - 1)
+    return (np.array(sampled, np.int64) if scored else None), scored, logits_at
 
 
 def _hidden(rows: list[Row], query_start: list[int]) -> tuple[dict[int, slice], list[int]]:

@@ -57,8 +57,8 @@ class Step:
             for row, places in prepared.scored.items():
                 slot = int(prepared.slots[row])
                 prompt_logprobs[row] = sampler.score(outputs.logits[places], slot, rows[row].scored)
-            if len(prepared.drawing):
-                self._draw(outputs.logits, masks, outcomes)
+            if len(prepared.sampled_rows):
+                self._sample_rows(outputs.logits, masks, outcomes)
             for row, slot in enumerate(prepared.slots.tolist() if sampler.problems else ()):
                 outcomes[row] = sampler.problems.get(slot, outcomes[row])
             if prepared.pooled:  # last: if anything before it fails, the sums are unchanged
@@ -70,19 +70,19 @@ class Step:
             self.seconds["kernels"] = self.runner.clock.seconds() - self.spent
         return StepResult(outcomes, prompt_logprobs, self.seconds)
 
-    def _draw(self, logits: Tensor, masks: Masks | None, outcomes: list[Outcome]) -> None:
+    def _sample_rows(self, logits: Tensor, masks: Masks | None, outcomes: list[Outcome]) -> None:
         """Sample a token for each row whose last position has logits."""
         prepared = self.prepared
         assert prepared is not None
-        if prepared.draws_at is not None:
-            logits = logits[torch.from_numpy(prepared.draws_at).to(logits.device)]
-        slots, lengths = prepared.slots[prepared.drawing], prepared.lengths[prepared.drawing]
-        allowed = None if masks is None else (np.searchsorted(prepared.drawing, masks.rows), masks.bits)
-        drawn = self.runner.sampler.sample(logits, slots, lengths, allowed)
-        for place, row in enumerate(prepared.drawing.tolist()):
-            logprob = drawn.logprobs.get(place)
-            sampled = Sampled([drawn.token_ids[place]], None if logprob is None else [logprob])
-            outcomes[row] = drawn.errors.get(place, sampled)
+        if prepared.sampled_logits is not None:
+            logits = logits[torch.from_numpy(prepared.sampled_logits).to(logits.device)]
+        slots, lengths = prepared.slots[prepared.sampled_rows], prepared.lengths[prepared.sampled_rows]
+        allowed = None if masks is None else (np.searchsorted(prepared.sampled_rows, masks.rows), masks.bits)
+        tokens = self.runner.sampler.sample(logits, slots, lengths, allowed)
+        for index, row in enumerate(prepared.sampled_rows.tolist()):
+            logprob = tokens.logprobs.get(index)
+            sampled = Sampled([tokens.token_ids[index]], None if logprob is None else [logprob])
+            outcomes[row] = tokens.errors.get(index, sampled)
 
 
 class Runner:

@@ -44,7 +44,7 @@ def calling_of(
     if not chosen:
         return Calling(tools, choice == "required", is_parallel)
     some = tuple(tool for tool in tools if tool.name in chosen)
-    return Calling(some, mode != "auto", is_parallel and mode is not None, told=tools)
+    return Calling(some, mode != "auto", is_parallel and mode is not None, described=tools)
 
 
 async def count_tokens(

@@ -1,4 +1,4 @@
-"""From the engine's tokens to text: the choices of one request, each with its Detokenizer, read side by side."""
+"""Generation: runs the choices of one request concurrently and turns the engine's tokens into text."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .output import Output, Usage, usage
 
 log = logging.getLogger("pequod.server")
 
-HEARTBEAT_S = 15.0  # of silence; most proxies close a connection that says nothing for a minute
+HEARTBEAT_S = 15.0  # of silence; most proxies close a connection that is idle for a minute
+FIELDS = {"allowed_ids": "allowed_token_ids"}  # the API's names of the engine's fields, where they differ
 
-
-# Names of the engine's that are not those of the API.
-FIELDS = {"allowed_ids": "allowed_token_ids"}
+# A prompt's log-probabilities. Its first choice requests them from the engine; the other choices wait for them.
+Scores = asyncio.Future[tuple[TokenLogprob, ...]]
 
 
 class Gone(Exception):
-    """The client has hung up or does not read: there is nobody to tell."""
+    """The client has disconnected or does not read."""
 
 
 class Due(NamedTuple):
-    """When an answer must be complete."""
+    """The time at which a response must be complete."""
 
     at: float  # time.monotonic()
     cause: str  # of the abort: deadline (the client's own) | timeout (the server's)
@@ -47,48 +47,32 @@ class Due(NamedTuple):
         return max(0.0, self.at - time.monotonic())
 
 
-class Scores:
-    """A prompt's log-probabilities: its first choice asks the engine for them, the others wait until it tells."""
-
-    def __init__(self) -> None:
-        self._entries: tuple[TokenLogprob, ...] = ()
-        self._told = asyncio.Event()
-
-    def tell(self, entries: tuple[TokenLogprob, ...]) -> None:
-        self._entries = entries
-        self._told.set()
-
-    async def get(self) -> tuple[TokenLogprob, ...]:
-        await self._told.wait()
-        return self._entries
-
-
 class Reader(ABC):
-    """What becomes of one engine request, and what that has cost."""
+    """Reads the deltas of one engine request and counts its tokens."""
 
     def __init__(self, index: int, request: EngineRequest) -> None:
         self.index = index
         self.request = request
         self.num_tokens = 0  # delivered
-        self.num_reasoning = 0  # of them, those that are reasoning
+        self.num_reasoning = 0  # of these
         self.stats: RequestStats | None = None
 
     @abstractmethod
     def read(self, delta: TokenDelta) -> Output:
-        """What the delta makes certain; raises the ApiError that ends the whole request."""
+        """Return what the delta makes certain; raises the ApiError that ends the whole request."""
 
     async def scored(self, output: Output) -> Output:
-        """The first output, with the prompt's log-probabilities where they were asked for."""
+        """Return the first output with the prompt's log-probabilities, if requested."""
         return output
 
 
 class Choice(Reader):
-    """One choice on its way: the engine's request, its text so far, and what it has cost.
+    """One choice: turns the tokens of an engine request into text and the parts of a message.
 
-    `grammar_field` of the client's request is where its grammar stands; `parser` tells what the text means; `scores`
-    where the prompt's log-probabilities were asked for; `is_silent`: there is nothing else to tell, and the one token
-    that the engine draws at least is dropped; `is_json`: an answer that ends by itself must be JSON, or it is a 500;
-    `one_call`: the answer ends where the model begins another call.
+    `grammar_field`: the field of the client's request that contains the grammar. `parser` splits the text into parts.
+    `scores` is shared by the choices of a prompt whose log-probabilities are requested. `only_scores`: drop the one
+    token that the engine has to sample. `is_json`: a completion that ends by itself must be JSON, otherwise it is a
+    500. `one_call`: the completion ends where the model begins a second call.
     """
 
     def __init__(
@@ -100,7 +84,7 @@ class Choice(Reader):
         *,
         parser: MessageParser | None = None,
         scores: Scores | None = None,
-        is_silent: bool = False,
+        only_scores: bool = False,
         is_json: bool = False,
         one_call: bool = False,
     ) -> None:
@@ -109,13 +93,13 @@ class Choice(Reader):
         self.stream = stream
         self.parser = parser or Plain()
         self.scores = scores
-        self.is_silent = is_silent
+        self.only_scores = only_scores
         self.one_call = one_call
         self._has_called = False
         self._json: list[str] | None = [] if is_json else None
 
     def read(self, delta: TokenDelta) -> Output:
-        """The delta's tokens as text. What comes after a stop string is dropped; a stop token has no text."""
+        """Return the delta's tokens as text. Text after a stop string is dropped; a stop token has no text."""
         reason = delta.finish_reason
         if reason == "error" and delta.field == "grammar":
             raise refusal(self.grammar_field, delta.error or "it cannot be used")
@@ -125,36 +109,36 @@ class Choice(Reader):
         if reason not in (None, "stop", "length"):
             raise unfinished(delta)
         self.stats = delta.stats or self.stats
-        if self.is_silent:
+        if self.only_scores:
             return Output(self.index, finish_reason="length", prompt_logprobs=delta.prompt_logprobs)
         ids = delta.token_ids
-        ended = reason == "stop" and bool(ids) and ids[-1] in self.request.params.stop_ids
+        has_stop_token = reason == "stop" and bool(ids) and ids[-1] in self.request.params.stop_ids
         texts: list[str] = []
         parts: list[Part] = []
-        places: list[int] = []
+        part_ends: list[int] = []
         offsets: list[int] = []
-        extra: int | None = None
-        for token_id in ids[:-1] if ended else ids:
-            # One at a time: whether a token is reasoning must not depend on what else came with it.
+        end: int | None = None  # index of a second call among the parts of one token
+        for token_id in ids[:-1] if has_stop_token else ids:
+            # One at a time: whether a token is reasoning must not depend on the tokens that arrive with it.
             piece = self.stream.feed((token_id,))
-            thought = self.parser.is_reasoning
+            was_reasoning = self.parser.is_reasoning
             texts.append(piece.text)
-            meant = self.parser.feed(piece.text)
-            extra = self._extra(meant)
-            parts += meant[:extra]
-            places.append(len(parts))
+            new_parts = self.parser.feed(piece.text)
+            end = self._second_call(new_parts)
+            parts += new_parts[:end]
+            part_ends.append(len(parts))
             offsets += piece.offsets
-            self.num_reasoning += thought or self.parser.is_reasoning
-            if piece.stopped or extra is not None:
-                reason, ended = "stop", False
+            self.num_reasoning += was_reasoning or self.parser.is_reasoning
+            if piece.stopped or end is not None:
+                reason, has_stop_token = "stop", False
                 break
-        if reason and extra is None:
-            if ended:
+        if reason and end is None:
+            if has_stop_token:
                 offsets.append(self.stream.offset)
             rest = self.stream.finish().text
             texts.append(rest)
-            meant = self.parser.feed(rest) + self.parser.finish()
-            parts += meant[: self._extra(meant)]
+            new_parts = self.parser.feed(rest) + self.parser.finish()
+            parts += new_parts[: self._second_call(new_parts)]
         self._has_called |= any(isinstance(part, Call) for part in parts)
         if reason == "stop" and self._has_called:
             reason = "tool_calls"
@@ -166,7 +150,7 @@ class Choice(Reader):
             choice=self.index,
             text="".join(texts),
             parts=tuple(parts),
-            places=tuple(places),
+            part_ends=tuple(part_ends),
             token_ids=ids[: len(offsets)],
             logprobs=(delta.logprobs or ())[: len(offsets)],
             offsets=tuple(offsets),
@@ -175,32 +159,31 @@ class Choice(Reader):
             stop=self.stream.stop,
         )
 
-    def _extra(self, parts: list[Part]) -> int | None:
-        """Where among these parts a call begins that the request does not want; None: nowhere."""
-        return next(
-            (i for i, part in enumerate(parts) if self.one_call and isinstance(part, Call) and part.index), None
-        )
+    def _second_call(self, parts: list[Part]) -> int | None:
+        """Return the index of a call that `one_call` excludes; None if there is none."""
+        calls = (i for i, part in enumerate(parts) if isinstance(part, Call) and part.index)
+        return next(calls, None) if self.one_call else None
 
     async def scored(self, output: Output) -> Output:
         if self.scores is None:
             return output
         if self.request.params.prompt_logprobs is not None:
-            self.scores.tell(output.prompt_logprobs or ())
-        return output._replace(prompt_logprobs=await self.scores.get())
+            self.scores.set_result(output.prompt_logprobs or ())
+        return output._replace(prompt_logprobs=await self.scores)
 
 
 def check_json(text: str) -> None:
-    """Raise 500 unless a text is JSON. Its grammar sees to that: this is to find out where one does not."""
+    """Raise 500 unless a text is JSON. Its grammar ensures that: this detects where it does not."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        log.error("an answer of %d characters that followed a schema is not JSON", len(text))
-        message = "The answer is not the JSON that was asked for."
+        log.error("a completion of %d characters that followed a schema is not JSON", len(text))
+        message = "The completion is not the JSON that the request requires."
         raise ApiError(500, message, type="server_error", code="invalid_answer") from None
 
 
 def unfinished(delta: TokenDelta) -> ApiError:
-    """503 where the engine had too much to do, 500 for what else it gave up."""
+    """Return the error of a request that the engine did not finish: 503 if it was too busy to compile the grammar."""
     if delta.code is ErrorCode.GRAMMARS_BUSY:
         return busy()
     return ApiError(
@@ -212,11 +195,11 @@ def unfinished(delta: TokenDelta) -> ApiError:
 
 
 class Generation:
-    """All choices of one request, from the engine to their text; at most `window` of them at a time, in their order.
+    """Runs all choices of one request, `n` per prompt, at most `window` at a time and in their order.
 
-    Each takes one of `places` for as long as the engine has it; other requests may share these, and each waits for its
-    next ones behind at most `window` of another's. While it is `running`, read `outputs` to the end. When `cut` is set
-    the server shuts down, and every choice ends at once.
+    A choice holds one of `slots` while the engine has it. Other requests may share these, each with at most `window`
+    choices that hold or wait for one. While it is `running`, read `outputs` to the end. When `shutdown` is set, every
+    choice ends at once.
     """
 
     def __init__(
@@ -227,20 +210,20 @@ class Generation:
         track: RequestTracker,
         due: Due | None,
         *,
-        cut: asyncio.Event,
+        shutdown: asyncio.Event,
         window: int | None = None,
-        places: asyncio.Semaphore | None = None,
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
         self.choices = choices
         self._window = min(window or len(choices), len(choices))
-        self._places = places or nullcontext()
+        self._slots = slots or nullcontext()
         self._engine = engine
-        self._cut = cut
+        self._shutdown = shutdown
         self._n = n
         self._track = track
         self._due = due
         self._ready: list[Output] = []  # not yet taken, at most one per choice and one more
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._taken = asyncio.Event()
         self._failure: Exception | None = None
         self._workers: list[asyncio.Task[None]] = []
@@ -249,9 +232,9 @@ class Generation:
 
     @asynccontextmanager
     async def running(self, receive: Receive) -> AsyncIterator[None]:
-        """From the beginning to the end, whichever that is: when it is left the engine has been told.
+        """Start, and on leaving stop whatever still runs; the engine's requests are aborted by then.
 
-        Gone ends it in silence: there is nobody to answer, and what has happened is counted.
+        Gone is not propagated: no client is left to respond to, and the abort has been counted.
         """
         self.start(receive)
         try:
@@ -265,7 +248,7 @@ class Generation:
             await self.close()
 
     def start(self, receive: Receive) -> None:
-        """Begin; `receive` tells when the client hangs up."""
+        """Start the choices; `receive` reports when the client disconnects."""
         loop = asyncio.get_running_loop()
         turns = iter(self.choices)
         self._workers = [loop.create_task(self._work_in_turn(turns)) for _ in range(self._window)]
@@ -274,7 +257,7 @@ class Generation:
             self._timer = loop.call_later(self._due.left_s, self.stop, deadline(), self._due.cause)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
-        """What has come since the last look, until all choices are complete; [] after HEARTBEAT_S of silence.
+        """Yield new outputs until all choices are complete, and [] after HEARTBEAT_S without any.
 
         Raises Gone, or the ApiError that ended the request.
         """
@@ -287,17 +270,16 @@ class Generation:
                 self._track.delivered(len(output.token_ids), output.choice)
                 if output.finish_reason:
                     left -= 1
-                    self._track.finished(
-                        "length" if output.finish_reason == "length" else "stop", choice.stats, output.choice
-                    )
+                    reason = "length" if output.finish_reason == "length" else "stop"
+                    self._track.finished(reason, choice.stats, output.choice)
             yield taken
 
     async def _take(self) -> list[Output]:
         if not self._ready and self._failure is None:
-            self._news.clear()
+            self._changed.clear()
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
-                    await self._news.wait()
+                    await self._changed.wait()
             except TimeoutError:
                 return []
         taken, self._ready = self._ready, []
@@ -310,28 +292,27 @@ class Generation:
         for choice in turns:
             if self._failure is not None:
                 return
-            async with self._places:
+            async with self._slots:
                 await self._work(choice)
 
     async def _work(self, choice: Reader) -> None:
-        engine, request_id = self._engine, choice.request.id
+        is_first = True
         try:
-            is_first = True
-            async for delta in engine.generate(choice.request):
+            async for delta in self._engine.generate(choice.request):
                 output = choice.read(delta)
                 if is_first:
                     output, is_first = await choice.scored(output), False
                 self._ready.append(output)
-                self._news.set()
+                self._changed.set()
                 if output.finish_reason:
                     return
-                # One output waits here at a time: while the client is slow, tokens gather in the engine's mailbox.
+                # At most one output of a choice is ready; for a slow reader the engine's client merges the deltas.
                 self._taken.clear()
                 await self._taken.wait()
         except Exception as error:
             self.stop(from_exception(error), "error")
         finally:
-            engine.abort(request_id)  # no-op when finished
+            self._engine.abort(choice.request.id)  # no-op when finished
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -339,21 +320,21 @@ class Generation:
         self.stop(Gone(), "disconnect")
 
     async def _watch_drain(self) -> None:
-        await self._cut.wait()
-        message = "The server shut down before the answer was complete."
+        await self._shutdown.wait()
+        message = "The server shut down before the response was complete."
         self.stop(unavailable(message, "draining", retry.DRAINING_S), "drain")
 
     def stop(self, failure: Exception, cause: str) -> None:
-        """End all choices that still run; the reader gets `failure`. Only the first one counts."""
+        """End all running choices; `outputs` raises `failure`. Only the first call has an effect."""
         if self._failure is None:
             self._failure = failure
             self._track.aborted(cause)
             for worker in self._workers:
                 worker.cancel()
-            self._news.set()
+            self._changed.set()
 
     async def close(self) -> None:
-        """Stop whatever runs; when this returns the engine has been told."""
+        """Stop whatever runs, and wait until the engine's requests are aborted."""
         if self._timer is not None:
             self._timer.cancel()
         tasks = [*self._workers, *self._watchers]
@@ -363,7 +344,7 @@ class Generation:
         self._track.close()
 
     def usage(self) -> Usage:
-        """Tokens so far. What the cache saved is what it saved each prompt's first choice."""
+        """Return the usage so far. The tokens of the prompt, cached or not, are those of each prompt's first choice."""
         first = self.choices[:: self._n]
         return usage(
             sum(len(choice.request.prompt_ids) for choice in first),

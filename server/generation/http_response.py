@@ -1,7 +1,7 @@
-"""From a parsed request to the bytes of its answer: the one line that all APIs which generate share.
+"""Generates the HTTP response to a GenerationRequest, for all APIs that generate text.
 
-`answer` checks everything that can be known before the first byte. Its Answer then runs a Generation and writes the
-outputs, as one JSON object or as a stream of events: a stream's deltas, joined, are the answer in one piece.
+`respond` does all checks, before the first byte is sent. The GeneratedResponse runs a Generation and sends its outputs
+as one JSON object or as a stream of events, whose deltas add up to that object.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from ..observability.tracking import RequestTracker
 from ..state import AppState
 from .choices import Generation, Gone
 from .output import Head, Output, Prompt, TokenText, Usage, Writer
-from .prepare import check_fields, engine_requests, make_choices, prepare, time_limit
+from .prepare import check_fields, make_choices, make_engine_requests, prepare, time_limit
 from .request import GenerationRequest
 
 WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading
@@ -35,66 +36,55 @@ LEFT_OUT_HEADER = "X-Pequod-Left-Out"
 MakeWriter = Callable[[Head, list[Prompt], TokenText], Writer]
 
 
-async def answer(
+async def respond(
     app: AppState,
     caller: Caller,
-    request: Request,
-    asked: GenerationRequest,
+    http_request: Request,
+    request: GenerationRequest,
     *,
     write: MakeWriter,
     prefix: str,
     default_max_tokens: int | None = None,
-) -> Answer:
-    """Take a request in, or raise the ApiError that it deserves; nothing has been sent when this returns.
+) -> GeneratedResponse:
+    """Admit a request and return its response, of which nothing has been sent; raises ApiError.
 
-    `write` makes the API's Writer; `prefix` begins the answer's id. Where the request sets no
-    limit, an answer has at most `default_max_tokens` tokens, None: as many as fit.
+    `write` creates the API's Writer; `prefix` begins the response's id. Without a limit of its own, a completion has at
+    most `default_max_tokens` tokens, None: as many as fit.
     """
     began = app.metrics.clock()
-    name = app.check_model(asked.model)
+    name = app.check_model(request.model)
     model = app.require_ready()
-    due = time_limit(app, request)
-    check_fields(app, model.info, asked)
-    # The ticket is the caller's: it ends with the HTTP request, however that ends. Nothing slow comes before it.
-    ticket = app.limits.admit(caller, asked.num_prompts * asked.num_choices)
-    preparing = prepare(app, model, caller, asked, ticket=ticket, default_max_tokens=default_max_tokens)
+    due = time_limit(app, http_request)
+    check_fields(app, model.info, request)
+    # The ticket is the caller's and is released at the end of the HTTP request. Nothing slow precedes it.
+    ticket = app.limits.admit(caller, request.num_prompts * request.num_choices)
+    preparing = prepare(app, model, caller, request, ticket=ticket, default_max_tokens=default_max_tokens)
     try:
         async with asyncio.timeout(due and due.left_s):
-            prompts, shaped, grammar, max_tokens, bad_words = await while_connected(request, preparing)
+            prepared = await while_connected(http_request, preparing)
     except TimeoutError:
         raise deadline() from None
+    request_id = http_request.state.request_id
     head = Head(
-        f"{prefix}{uuid.uuid4().hex}",
-        int(time.time()),
-        name,
-        model.fingerprint,
-        request.state.request_id,
-        model.default_sampling,
+        f"{prefix}{uuid.uuid4().hex}", int(time.time()), name, model.fingerprint, request_id, model.default_sampling
     )
-    requests = engine_requests(
-        app, model, caller, asked, prompts, max_tokens=max_tokens, grammar=grammar, bad_words=bad_words
-    )
-    track = RequestTracker(
-        app.metrics,
-        request.state.request_id,
-        asked.num_choices,
-        [len(prompt.ids) for prompt in prompts],
-        max(max_tokens),
-    )
-    track.began = began  # the client waits since then, not since its prompt was tokenized
-    choices = make_choices(model, asked, requests, grammar, shaped)
-    generation = Generation(app.engine, choices, asked.num_choices, track, due, cut=app.deadline_passed)
-    return Answer(generation, write(head, prompts, model.tokenizer.token_text), asked)
+    lengths = [len(prompt.ids) for prompt in prepared.prompts]
+    track = RequestTracker(app.metrics, request_id, request.num_choices, lengths, max(prepared.max_tokens))
+    track.began = began  # the client has been waiting since then, not since its prompt was tokenized
+    engine_requests = make_engine_requests(app, model, caller, request, prepared)
+    choices = make_choices(model, request, prepared, engine_requests)
+    generation = Generation(app.engine, choices, request.num_choices, track, due, shutdown=app.deadline_passed)
+    return GeneratedResponse(generation, write(head, prepared.prompts, model.tokenizer.token_text), request)
 
 
-class Answer(Response):
-    """Runs a Generation while it is being sent; an error before the first byte leaves as an ordinary exception."""
+class GeneratedResponse(Response):
+    """Runs a Generation while it is being sent; errors before the first byte are raised as exceptions."""
 
-    def __init__(self, generation: Generation, writer: Writer, asked: GenerationRequest) -> None:
+    def __init__(self, generation: Generation, writer: Writer, request: GenerationRequest) -> None:
         super().__init__()
         self.generation = generation
         self.writer = writer
-        self.request = asked
+        self.request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.generation.running(receive):
@@ -110,27 +100,24 @@ class Answer(Response):
                 outputs[output.choice].append(output)
         usage = self.generation.usage()
 
-        def written() -> bytes:
-            return msgspec.json.encode(self.writer.whole([Output.join(each) for each in outputs], usage))
+        def encode() -> bytes:
+            return msgspec.json.encode(self.writer.whole([Output.join(choice) for choice in outputs], usage))
 
-        body = written() if self.request.scoring is None else await asyncio.to_thread(written)
+        body = encode() if self.request.scoring is None else await asyncio.to_thread(encode)
         response = Response(body, media_type="application/json", headers=notes(self.writer.prompts))
-        await response(scope, receive, lambda message: self._send_patiently(send, message))
-
-    async def _send_patiently(self, send: Send, message: Any) -> None:
-        await patiently(self.generation, send, message)
+        await response(scope, receive, partial(patiently, self.generation, send))
 
 
 class Stream:
-    """Writes a generation as server-sent events.
+    """Sends a generation as server-sent events.
 
-    The head waits for the first token or for HEARTBEAT_S, so that whatever fails until then has its own status.
+    The head is sent with the first token or after HEARTBEAT_S, so that earlier errors have a status of their own.
     """
 
-    def __init__(self, generation: Generation, writer: Writer, asked: GenerationRequest, send: Send) -> None:
+    def __init__(self, generation: Generation, writer: Writer, request: GenerationRequest, send: Send) -> None:
         self.generation = generation
         self.writer = writer
-        self.request = asked
+        self.request = request
         self.send = send
         self.has_begun = False
 
@@ -146,7 +133,7 @@ class Stream:
             if not self.has_begun:
                 raise
             self.generation.stop(error, "error")
-            # The status has gone: the error is the last event, never a cut connection.
+            # The status has been sent, so the error is the last event. The connection is never just cut.
             failure = self.writer.failure(from_exception(error), self.generation.usage())
             await self._write(failure + self.writer.end, more=False)
 
@@ -154,25 +141,25 @@ class Stream:
         if self.has_begun:
             return
         self.has_begun = True
-        told = sse.HEADERS | notes(self.writer.prompts)
-        headers = [(name.lower().encode(), value.encode()) for name, value in told.items()]
+        names = sse.HEADERS | notes(self.writer.prompts)
+        headers = [(name.lower().encode(), value.encode()) for name, value in names.items()]
         await patiently(self.generation, self.send, {"type": "http.response.start", "status": 200, "headers": headers})
-        usage = self._running()
-        if usage is not None:  # none of the first tokens has been sent yet
+        usage = self._usage()
+        if usage is not None:  # none of the first tokens has been sent
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         await self._write(self._events(self.writer.opening(usage)))
 
     async def _frames(self, outputs: list[Output]) -> bytes:
-        running = self._running()
+        usage = self._usage()
 
-        def written() -> bytes:
-            return b"".join(self._events(self.writer.chunks(output, running)) for output in outputs)
+        def encode() -> bytes:
+            return b"".join(self._events(self.writer.chunks(output, usage)) for output in outputs)
 
         has_scores = any(output.prompt_logprobs for output in outputs)
-        return await asyncio.to_thread(written) if has_scores else written()
+        return await asyncio.to_thread(encode) if has_scores else encode()
 
-    def _running(self) -> Usage | None:
-        """Usage so far, where every chunk is to tell it."""
+    def _usage(self) -> Usage | None:
+        """Return the usage so far, if every chunk is to report it."""
         return self.generation.usage() if self.request.continuous_usage else None
 
     def _events(self, chunks: Iterable[JsonObject]) -> bytes:
@@ -184,13 +171,13 @@ class Stream:
 
 
 def notes(prompts: list[Prompt]) -> dict[str, str]:
-    """Headers that say what of the request is not part of its prompts."""
+    """Return the header that names the fields omitted from the prompts."""
     left_out = sorted({prompt.left_out for prompt in prompts} - {""})
     return {LEFT_OUT_HEADER: ", ".join(left_out)} if left_out else {}
 
 
 async def patiently(generation: Generation, send: Send, message: Any) -> None:
-    """Send, or raise Gone when the client has not read for WRITE_TIMEOUT_S."""
+    """Send a message; raises Gone if the client does not read for WRITE_TIMEOUT_S or has disconnected."""
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await send(message)

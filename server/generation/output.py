@@ -1,4 +1,4 @@
-"""What answers share: token usage, log-probabilities, the pieces of an answer, and who writes them."""
+"""What the responses of all APIs share: outputs, token usage, log-probabilities, and the Writer of their objects."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from ..parsers import Part
 
 Json = dict[str, Any]
 R = TypeVar("R")  # the request model of an API
-TokenText = Callable[[int], tuple[str, bytes]]  # a token's text, and its bytes
+TokenText = Callable[[int], tuple[str, bytes]]  # a token's text and its bytes
 
-# JSON has no infinity. The probability is 0 in float32; clients know this number from OpenAI.
+# JSON has no infinity. OpenAI sends this number for a probability that is 0 in float32.
 NO_CHANCE = -9999.0
 
 
 class Output(NamedTuple):
-    """What became certain about one choice: its text as far as it may be sent, and the tokens it has by now."""
+    """New tokens of one choice, and the text that may be sent with them."""
 
     choice: int
     text: str = ""
-    parts: tuple[Part, ...] = ()  # what the text means
-    places: tuple[int, ...] = ()  # per token with a text: how many of `parts` were there with it and those before
+    parts: tuple[Part, ...] = ()  # of the message that the text is parsed into
+    part_ends: tuple[int, ...] = ()  # per token with text: the number of `parts` up to and including its own
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # as long as token_ids when they were asked for
-    offsets: tuple[int, ...] = ()  # per token: where its text begins in the whole output, in characters
-    finish_reason: str | None = None  # stop | length | tool_calls; with it the choice is complete
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all prompt tokens but the first; with a choice's first
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token if requested
+    offsets: tuple[int, ...] = ()  # per token: the index of its first character in the whole text
+    finish_reason: str | None = None  # stop | length | tool_calls; in a choice's last output
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # from the second token on; in a choice's first output
     stop: str | None = None  # the stop string that ended the text; with finish_reason
 
     @staticmethod
     def join(outputs: list[Output]) -> Output:
-        """One choice's outputs as if they had come at once."""
-        places: list[int] = []
+        """Return the outputs of one choice as a single one."""
+        part_ends: list[int] = []
         num_parts = 0
         for output in outputs:
-            places += [num_parts + place for place in output.places]
+            part_ends += [num_parts + end for end in output.part_ends]
             num_parts += len(output.parts)
         return Output(
             choice=outputs[0].choice,
             text="".join(output.text for output in outputs),
             parts=tuple(part for output in outputs for part in output.parts),
-            places=tuple(places),
+            part_ends=tuple(part_ends),
             token_ids=tuple(token for output in outputs for token in output.token_ids),
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
             offsets=tuple(offset for output in outputs for offset in output.offsets),
@@ -62,16 +62,16 @@ class Output(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One prompt of a request; `echo` is its text where the answer begins with it."""
+    """One prompt of a request; `echo` is its text if the completion begins with it."""
 
     ids: tuple[int, ...]
     echo: str = ""
-    offsets: tuple[int, ...] = ()  # per token: where its text begins in `echo`, when both are told
-    left_out: str = ""  # the field of the request that could not be part of it, and need not
+    offsets: tuple[int, ...] = ()  # with `echo`, per token: the index of its first character there
+    left_out: str = ""  # the field of the request that was omitted because it did not fit
 
 
 class Head(NamedTuple):
-    """What all objects of one answer begin with."""
+    """The fields that all objects of one response begin with."""
 
     id: str
     created: int  # seconds since the epoch
@@ -138,7 +138,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reason
 
 
 class Writer(ABC, Generic[R]):
-    """Writes the JSON objects of one answer. Each API has its own; `whole` and the chunks say the same."""
+    """Builds the JSON objects of one response. Each API has its own; `whole` has the content of all chunks."""
 
     def __init__(self, request: R, head: Head, prompts: list[Prompt], token_text: TokenText) -> None:
         self.request = request
@@ -147,7 +147,7 @@ class Writer(ABC, Generic[R]):
         self.token_text = token_text
 
     def entry(self, token_id: int, entry: TokenLogprob) -> Logprob:
-        """A token of the completion with its log-probability and those of the most likely ones at its position."""
+        """Return a token of the completion with its log-probability and those of the most likely ones."""
         top = zip(entry.top_ids, entry.top_logprobs, strict=True)
         text, data = self.token_text(token_id)
         return Logprob(text, number(entry.logprob), list(data), [self._top(other, logprob) for other, logprob in top])
@@ -159,56 +159,53 @@ class Writer(ABC, Generic[R]):
     def scores(
         self, prompt: Prompt, entries: Sequence[TokenLogprob] | None, count: int | None
     ) -> PromptLogprobs | None:
-        """A prompt's log-probabilities in vLLM's form; null for the first token, which nothing predicts.
+        """Return a prompt's log-probabilities in vLLM's form; null for the first token, which nothing predicts.
 
-        `count` most likely ones per token, -1: all of them; None: the request does not want any.
+        `count`: the number of most likely tokens per position, -1 for all of them; None: not requested.
         """
         if entries is None or count is None:
             return None
-        if count < 0:  # all of them
+        if count < 0:
             count = max((len(entry.top_ids) for entry in entries), default=0)
-        told: PromptLogprobs = [None]
+        scores: PromptLogprobs = [None]
         for token_id, entry in zip(prompt.ids[1:], entries, strict=True):
             ids = entry.top_ids
-            places = {token_id: (entry.logprob, ids.index(token_id) + 1 if token_id in ids else entry.rank)}
-            for place, (other, logprob) in enumerate(zip(ids[:count], entry.top_logprobs, strict=False), 1):
-                places.setdefault(other, (logprob, place))
-            told.append(
-                {
-                    str(each): PromptLogprob(number(p), place, self.token_text(each)[0])
-                    for each, (p, place) in places.items()
-                }
+            ranked = {token_id: (entry.logprob, ids.index(token_id) + 1 if token_id in ids else entry.rank)}
+            for rank, (other, logprob) in enumerate(zip(ids[:count], entry.top_logprobs, strict=False), 1):
+                ranked.setdefault(other, (logprob, rank))
+            scores.append(
+                {str(id): PromptLogprob(number(p), rank, self.token_text(id)[0]) for id, (p, rank) in ranked.items()}
             )
-        return told
+        return scores
 
     @abstractmethod
     def opening(self, usage: Usage | None) -> Sequence[JsonObject]:
-        """Chunks before the first token; `usage` so far where every chunk is to tell it."""
+        """Return the chunks before the first token; `usage` so far, if every chunk is to report it."""
 
     @abstractmethod
     def chunks(self, output: Output, usage: Usage | None) -> Sequence[JsonObject]:
-        """Chunks of a stream; `usage` so far where every chunk is to tell it."""
+        """Return the chunks of an output; `usage` as in `opening`."""
 
     @abstractmethod
     def closing(self, usage: Usage) -> Sequence[JsonObject]:
-        """Chunks after the last token of all choices."""
+        """Return the chunks after the last token of all choices."""
 
     def frame(self, event: Any) -> bytes:
-        """A chunk as it is sent."""
+        """Encode a chunk."""
         return sse.frame(msgspec.json.encode(event))
 
     def failure(self, error: ApiError, usage: Usage) -> bytes:
-        """The last event of a stream that cannot go on: the status has gone, and a connection is never just cut."""
+        """Encode the last event of a stream that fails after its status has been sent."""
         return sse.frame(error.body())
 
     end: bytes = sse.DONE
-    """What comes after the last event, also after a failure."""
+    """Sent after the last event, also after a failure."""
 
     @abstractmethod
     def whole(self, outputs: list[Output], usage: Usage) -> JsonObject:
-        """The answer in one object; one output per choice, in their order."""
+        """Return the response as one object; one output per choice, in their order."""
 
 
 def number(logprob: float) -> float:
-    """A log-probability with 9 significant digits: enough to give a float32 back bit for bit."""
+    """Round a log-probability to 9 significant digits, which preserve a float32 bit for bit."""
     return float(f"{logprob:.9g}") if math.isfinite(logprob) else NO_CHANCE

@@ -1,4 +1,4 @@
-"""Gate: checks grammars before a request is admitted, in a process that they may crash."""
+"""Gate: checks grammars before a request is admitted, in a process that a grammar may crash."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .checker_worker import Job, Verdict
 from .schemas import Grammar
 
 CODE = "invalid_grammar"
-# CPU time of a check. Nearly all grammars take a few milliseconds. What takes longer is put into a line of its own, so
-# that forty slow ones do not hold up a quick one. The slowest of the size that is allowed take 0.3 s.
+# Limits on the CPU time of a check. Nearly all grammars take a few milliseconds. Slower ones are checked again in a
+# queue of their own, so that they do not delay the others; the slowest of the permitted size take 0.3 s.
 QUICK_S, SLOW_S = 0.025, 1.0
-WAIT_S = 30.0  # for the checks queued before this one, and its own
-MAX_KNOWN = 1024  # grammars whose verdict is cached
+WAIT_S = 30.0  # for the checks that are queued before this one, and for itself
+MAX_VERDICTS = 1024  # in the cache
 
 log = logging.getLogger("pequod.server")
 
@@ -35,7 +35,7 @@ class Gone(Exception):
 
 
 class Checker:
-    """The checker's process; started for the first grammar, and restarted when it has died."""
+    """The checker's process, started for the first grammar and restarted when it has died."""
 
     def __init__(self) -> None:
         self.width = 1 << 18  # of the model's logits; set when the model is loaded
@@ -47,7 +47,7 @@ class Checker:
         self._ids = itertools.count(1)
 
     async def check(self, kind: str, text: str, cpu_s: float) -> Verdict:
-        """Check a grammar; raises Gone when the process dies, OSError when there is none."""
+        """Check a grammar; raises Gone when the process dies, OSError when it cannot be started."""
         async with self._starting:
             if self._writer is None:
                 await self._start()
@@ -59,7 +59,7 @@ class Checker:
         try:
             return await asyncio.shield(verdict)
         except asyncio.CancelledError:
-            # The fork runs on until its limits end it: the next caller must not start another one beside it.
+            # The fork runs until its limits end it, and the next caller must not start another one meanwhile.
             await asyncio.wait([verdict])
             verdict.exception()
             raise
@@ -70,7 +70,7 @@ class Checker:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                # From this thread: the system ends a child with the thread that started it.
+                # On this thread: the kernel kills the child when the thread that started it ends.
                 self._process = spawn("server.grammar.checker_worker", theirs.fileno(), str(self.width))
             reader, self._writer = await asyncio.open_connection(sock=ours)
         except BaseException:
@@ -85,7 +85,7 @@ class Checker:
                 verdict = msgspec.msgpack.decode(await reader.readexactly(size), type=Verdict)
                 if verdict.id in self._pending and not self._pending[verdict.id].done():
                     self._pending[verdict.id].set_result(verdict)
-        log.error("the grammar checker has died and is started again")
+        log.error("the grammar checker has died and will be restarted")
         self._end()
 
     def _end(self) -> None:
@@ -113,13 +113,13 @@ class Gate:
     def __init__(self) -> None:
         self.checker = Checker()
         self._quick, self._slow = FairLock(), FairLock()
-        self._known: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest, the oldest use first
-        self._checking: dict[bytes, tuple[asyncio.Task[Verdict], list[None]]] = {}  # with one entry for each waiter
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest, least recently used first
+        self._checking: dict[bytes, tuple[asyncio.Task[Verdict], list[None]]] = {}  # with one entry per waiter
 
     async def check(self, grammar: Grammar, caller: str) -> Grammar:
         """Return the grammar with the CPU time that compiling it takes.
 
-        Raises 400 when it cannot be used, and 503 when too many are checked.
+        Raises 400 if it cannot be used, and 503 if too many are being checked.
         """
         try:
             async with asyncio.timeout(WAIT_S):
@@ -136,34 +136,34 @@ class Gate:
 
     async def _verdict(self, grammar: Grammar, caller: str) -> Verdict:
         digest = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode("utf-8", "surrogatepass")).digest()
-        if digest in self._known:
-            self._known.move_to_end(digest)
-            return self._known[digest]
+        if digest in self._verdicts:
+            self._verdicts.move_to_end(digest)
+            return self._verdicts[digest]
         if digest not in self._checking:
             self._checking[digest] = asyncio.create_task(self._check(grammar, caller, digest)), []
         task, waiters = self._checking[digest]
         waiters.append(None)
         try:
-            # Others may wait for the same grammar: the check is stopped only when the last of them hangs up.
+            # Others may wait for the same grammar: the check is cancelled only when the last of them disconnects.
             return await asyncio.shield(task)
         finally:
             waiters.pop()
             if not waiters:
-                self._forget(digest, task)  # the next request with it starts a new check
+                self._forget(digest, task)  # the next request with this grammar starts a new check
                 task.cancel()
 
     async def _check(self, grammar: Grammar, caller: str, digest: bytes) -> Verdict:
         try:
             async with self._quick.turn(caller):
-                verdict = await self._tried(grammar, QUICK_S)
+                verdict = await self._check_twice(grammar, QUICK_S)
             if verdict.ended == "time":
                 async with self._slow.turn(caller):
-                    verdict = await self._tried(grammar, SLOW_S)
+                    verdict = await self._check_twice(grammar, SLOW_S)
             if verdict.ended == "crash":
                 log.warning("checking a grammar of %d characters ended the checker's fork", len(grammar.text))
-            self._known[digest] = verdict
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
+            self._verdicts[digest] = verdict
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
             return verdict
         finally:
             self._forget(digest, asyncio.current_task())
@@ -172,7 +172,7 @@ class Gate:
         if digest in self._checking and self._checking[digest][0] is task:
             del self._checking[digest]
 
-    async def _tried(self, grammar: Grammar, cpu_s: float) -> Verdict:
+    async def _check_twice(self, grammar: Grammar, cpu_s: float) -> Verdict:
         """Check a grammar; retry once if something other than the grammar ended the checker or its fork."""
         for _ in range(2):
             with suppress(Gone):

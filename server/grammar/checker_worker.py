@@ -1,9 +1,8 @@
 """The grammar checker's process: `python -m server.grammar.checker_worker FD PARENT WIDTH`, started by checker.py.
 
-A grammar is a program that strangers send: compiling it may take long, fill the memory or overflow the stack of the
-library that does it. Each one is checked in a fork of this process, which has limits on its CPU time and memory and a
-stack of its own; whatever happens there costs that one request. A fork takes a few milliseconds, for everything has
-been imported before.
+A grammar is an untrusted program: compiling it may take long, fill the memory or overflow the stack of the library.
+Each one is checked in a fork of this process with limits on its CPU time and memory and a stack of its own, so that
+only its own request can fail. A fork takes a few milliseconds, since everything has been imported before.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from msgspec import Struct
 
 from engine import GrammarTrial, begin_child
 
-from .schemas import wrong
+from .schemas import find_problem
 
 # Compiling recurses along the references of a grammar. The deepest chains that fit into the largest grammar need less
 # than 64 MB; untouched pages cost nothing.
 STACK_BYTES = 512 << 20
-MEMORY_BYTES = 512 << 20  # of one check, beside its stack and what this process has mapped itself
+MEMORY_BYTES = 512 << 20  # of one check, in addition to its stack and to what this process has mapped
 
-# What ends a check before its time, by the signal that ended its process: SIGPROF is that of its CPU time's limit.
+# The problems of grammars whose check was ended by the limit on its CPU time, and by anything else.
 TOO_LONG = "it takes too long to compile"
 TOO_LARGE = "it is too large or too deeply nested to be compiled"
 
@@ -54,39 +53,25 @@ class Verdict(Struct, frozen=True, array_like=True):
     ended: Literal["done", "time", "crash", "killed"]
 
 
-class Frames:
-    """Messages over a blocking socket: four bytes of length, then msgpack."""
+def receive(sock: socket.socket) -> Job | None:
+    """Return the next job; None when the server has closed the socket. Messages begin with their length."""
+    size = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
+    body = sock.recv(size, socket.MSG_WAITALL)
+    return msgspec.msgpack.decode(body, type=Job) if body and len(body) == size else None
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
 
-    def receive(self) -> Job | None:
-        """Return the next job; None when the server is gone."""
-        head = self._read(4)
-        body = head and self._read(int.from_bytes(head, "little"))
-        return msgspec.msgpack.decode(body, type=Job) if body else None
-
-    def send(self, verdict: Verdict) -> None:
-        body = msgspec.msgpack.encode(verdict)
-        self._sock.sendall(len(body).to_bytes(4, "little") + body)
-
-    def _read(self, size: int) -> bytes | None:
-        data = b""
-        while len(data) < size:
-            piece = self._sock.recv(size - len(data))
-            if not piece:
-                return None
-            data += piece
-        return data
+def send(sock: socket.socket, verdict: Verdict) -> None:
+    body = msgspec.msgpack.encode(verdict)
+    sock.sendall(len(body).to_bytes(4, "little") + body)
 
 
 def check(problem: Callable[[str, str], str | None], job: Job) -> Verdict:
-    """Check a grammar, on a thread with a large stack."""
+    """Check a grammar on a thread with a large stack. `problem` compiles it."""
     found: list[str | None] = []
     began = time.process_time()
 
     def work() -> None:
-        found.append(wrong(job.kind, job.text) or problem(job.kind, job.text))
+        found.append(find_problem(job.kind, job.text) or problem(job.kind, job.text))
 
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=work)
@@ -98,7 +83,7 @@ def check(problem: Callable[[str, str], str | None], job: Job) -> Verdict:
 
 
 def run_child(problem: Callable[[str, str], str | None], job: Job, pipe: int) -> None:
-    """In a fork: check one grammar under its limits, write the verdict, and end."""
+    """In a fork, check one grammar under its limits and write the verdict to a pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes its panics there, with pieces of the grammar
     most = mapped_bytes() + STACK_BYTES + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -124,18 +109,17 @@ def verdict_of(job_id: int, pid: int, written: bytes) -> Verdict:
         return msgspec.msgpack.decode(written, type=Verdict)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return Verdict(job_id, TOO_LONG, 0.0, "time")
-    # The kernel when memory is short, or a fork that could not begin: this says nothing about the grammar.
+    # The kernel killed it for lack of memory, or the fork could not start: this is no property of the grammar.
     if os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL:
         return Verdict(job_id, TOO_LARGE, 0.0, "killed")
     return Verdict(job_id, TOO_LARGE, 0.0, "crash")
 
 
 def serve(sock: socket.socket, width: int) -> None:
-    """Fork for each job that comes, and send each verdict when its fork has ended, until the server goes."""
-    frames = Frames(sock)
+    """Fork for each job and send its verdict when the fork has ended, until the server closes the socket."""
     problem = GrammarTrial(width).problem
-    problem("regex", "a")  # what is made at the first use is made here, and not in every fork
-    wrong("json_schema", '{"type": "object"}')
+    problem("regex", "a")  # initializes what would otherwise be initialized in every fork
+    find_problem("json_schema", '{"type": "object"}')
     gc.freeze()
     running: dict[int, tuple[Job, int, list[bytes]]] = {}  # by the pipe's descriptor
     with selectors.DefaultSelector() as selector:
@@ -150,9 +134,9 @@ def serve(sock: socket.socket, width: int) -> None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     del running[key.fd]
-                    frames.send(verdict_of(job.id, pid, b"".join(written)))
+                    send(sock, verdict_of(job.id, pid, b"".join(written)))
                     continue
-                new = frames.receive()
+                new = receive(sock)
                 if new is None:
                     return
                 ours, theirs = os.pipe()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Where a text is forced, each of its characters is compiled apart: so many take some 25 milliseconds, and a{1000000},
-# which is a short expression, would take most of a second.
+# A forced text is compiled character by character. This many take about 25 ms; the short expression a{1000000} would
+# take most of a second.
 MAX_SHORTEST = 1 << 14
 ENOUGH = 1 << 30  # longer lengths are not distinguished
 
-# An escape, the beginning of a group, a count, one from nothing, or any other character. No part looks far ahead.
+# An escape, the beginning of a group, a count, a count from 0, or any other character. No part looks far ahead.
 TOKEN = re.compile(
     r"\\[pPxuU]\{[^}]{0,64}\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[pP][a-zA-Z]|\\."
     r"|\(\?(?:P?<[^>]{1,64}>|[a-zA-Z-]{0,16}[:)])|\{(\d+)(?:,\d*)?\}|\{,\d+\}|.",
@@ -21,11 +21,11 @@ NOTHING = {"^", "$", r"\b", r"\B", r"\A", r"\z"}
 
 @dataclass(slots=True)
 class _Group:
-    """The text between two parentheses, as far as it has been read."""
+    """A group, as far as it has been read. Lengths are the minimum numbers of characters."""
 
     fewest: int = ENOUGH  # of the alternatives before this one
-    length: int = 0  # of this one
-    last: int = 0  # of what a count would repeat
+    length: int = 0  # of this alternative
+    last: int = 0  # of the part that a count would repeat
 
     @property
     def shortest(self) -> int:
@@ -48,37 +48,37 @@ def is_too_long(pattern: str) -> bool:
 def shortest(pattern: str) -> int:
     """Return the length of the shortest match, at most ENOUGH; 0 for an invalid expression."""
     groups = [_Group()]
-    place = 0
-    while place < len(pattern):
-        found = TOKEN.match(pattern, place)
+    index = 0
+    while index < len(pattern):
+        found = TOKEN.match(pattern, index)
         assert found is not None
-        token, place = found[0], found.end()
-        here = groups[-1]
+        token, index = found[0], found.end()
+        group = groups[-1]
         if token == "(" or (token.startswith("(?") and token[-1] != ")"):
             groups.append(_Group())
         elif token == ")" and len(groups) > 1:
             groups.pop()
-            groups[-1].add(here.shortest)
+            groups[-1].add(group.shortest)
         elif token == "|":
-            here.fewest, here.length, here.last = here.shortest, 0, 0
+            group.fewest, group.length, group.last = group.shortest, 0, 0
         elif token in ("*", "?") or (token.startswith("{,") and len(token) > 2):
-            here.repeat(0)
+            group.repeat(0)
         elif token == "+":
-            here.repeat(1)
+            group.repeat(1)
         elif found[1] is not None:
-            here.repeat(int(found[1][-10:]) if len(found[1].lstrip("0")) < 10 else ENOUGH)
+            group.repeat(int(found[1][-10:]) if len(found[1].lstrip("0")) < 10 else ENOUGH)
         elif token == "[":
-            place = _behind_class(pattern, place)
-            here.add(1)
+            index = _after_class(pattern, index)
+            group.add(1)
         elif token not in NOTHING and not token.startswith("(?"):
-            here.add(1)
+            group.add(1)
     return groups[0].shortest if len(groups) == 1 else 0
 
 
-def _behind_class(pattern: str, place: int) -> int:
-    """Where the class ends whose [ stands before `place`."""
-    place += pattern.startswith("^", place)
-    place += pattern.startswith("]", place)
-    while place < len(pattern) and pattern[place] != "]":
-        place += 2 if pattern[place] == "\\" else 1
-    return place + 1
+def _after_class(pattern: str, index: int) -> int:
+    """Return the index after a class whose [ is before `index`."""
+    index += pattern.startswith("^", index)
+    index += pattern.startswith("]", index)
+    while index < len(pattern) and pattern[index] != "]":
+        index += 2 if pattern[index] == "\\" else 1
+    return index + 1

@@ -1,7 +1,7 @@
-"""Checks of grammars that need no vocabulary: they find the problem and its position.
+"""Checks of grammars that need no vocabulary: they report the problem and its position.
 
-llguidance refuses what it cannot do but says nothing about where that stands. The walk here knows the keywords of
-JSON Schema and names the place; what it does not know itself it finds by asking llguidance about parts of the schema.
+llguidance reports what it does not support but not where. The checks here visit every subschema and name its path;
+problems that only llguidance detects are located by having it compile parts of the schema.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .regex_length import MAX_SHORTEST, is_too_long, shortest
 
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SOURCE = 64 << 10  # bytes
-SEARCH_S = 0.05  # to locate an error that only llguidance detects
+SEARCH_S = 0.05  # to locate a problem that only llguidance detects
 
 # What llguidance cannot guarantee. Ignoring it would admit output that the schema forbids.
 UNSUPPORTED = {
@@ -37,8 +37,8 @@ EMPTY: dict[str, tuple[Any, ...]] = {
     "propertyNames": (True, {}),
     "$recursiveAnchor": (False,),
 }
-# What llguidance can hold a text to. Any other format is an annotation, as JSON Schema has it for those that nobody
-# knows: pydantic writes `password`, `binary`, `path` and others.
+# The formats that llguidance enforces. Any other is an annotation, as JSON Schema says of unknown formats: pydantic
+# writes `password`, `binary`, `path` and others.
 FORMATS = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 }  # fmt: skip
@@ -46,20 +46,23 @@ FORMATS = {
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 SINGLE = ("items", "additionalProperties", "additionalItems")
+DEFINITIONS = (("$defs",), ("definitions",))  # paths
+
+Path = tuple[str | int, ...]
 
 
 class Grammar(NamedTuple):
     """A constraint on the completion, and the field of the request that sets it."""
 
-    kind: str  # as the engine knows it
+    kind: str  # the engine's name
     text: str
     field: str
-    is_raw: bool = False  # it binds all of the text, with the marks of reasoning and calls; else only the answer itself
-    compile_s: float = 0.0  # CPU time that compiling it takes, once it has been checked
+    is_raw: bool = False  # constrains all of the text, with the delimiters of reasoning and calls; else the content
+    compile_s: float = 0.0  # CPU time of compiling it, known once it has been checked
 
     @property
     def pair(self) -> tuple[str, str]:
-        """As SamplingParams has it."""
+        """The value of SamplingParams.grammar."""
         return self.kind, self.text
 
 
@@ -68,36 +71,36 @@ def of_schema(schema: Any, field: str, *, is_raw: bool = False) -> Grammar:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except (ValueError, RecursionError):  # it is refused
+        except (ValueError, RecursionError):  # find_problem refuses it
             return Grammar("json_schema", schema, field, is_raw)
-    return Grammar("json_schema", written(telling(schema)), field, is_raw)
+    return Grammar("json_schema", compact(constraining(schema)), field, is_raw)
 
 
-def telling(schema: Any) -> Any:
+def constraining(schema: Any) -> Any:
     """Return a schema without the keywords that do not constrain the output."""
-    text = written(schema)
-    is_telling = not any(f'"{keyword}"' in text for keyword in (*EMPTY, "format"))
-    if is_telling or not isinstance(schema, dict) or len(text) > MAX_SOURCE:  # the last is refused
+    text = compact(schema)
+    is_final = not any(f'"{keyword}"' in text for keyword in (*EMPTY, "format"))
+    if is_final or not isinstance(schema, dict) or len(text) > MAX_SOURCE:  # find_problem refuses a longer one
         return schema
     copy = json.loads(text)
-    for place in walk(copy):
-        if place.depth > MAX_DEPTH:
-            return schema  # it is refused
+    for _, node, depth in walk(copy):
+        if depth > MAX_DEPTH:
+            return schema  # find_problem refuses it
         for keyword, values in EMPTY.items():
-            # By type too: 0 equals False.
-            if any(place.schema.get(keyword) is each or place.schema.get(keyword) == each == {} for each in values):
-                del place.schema[keyword]
-        if isinstance(name := place.schema.get("format"), str) and name not in FORMATS:
-            del place.schema["format"]
+            value = node.get(keyword)
+            if any(value is each or value == each == {} for each in values):  # True and False by identity: 0 == False
+                del node[keyword]
+        if isinstance(name := node.get("format"), str) and name not in FORMATS:
+            del node["format"]
     return copy
 
 
-def written(value: Any) -> str:
+def compact(value: Any) -> str:
     """Return a schema as JSON text."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def wrong(kind: str, text: str) -> str | None:
+def find_problem(kind: str, text: str) -> str | None:
     """Return the problem with a grammar as half a sentence; None if there is none."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_SOURCE:
         return f"it has more than {MAX_SOURCE} bytes"
@@ -111,50 +114,40 @@ def wrong(kind: str, text: str) -> str | None:
         return "it is not a JSON schema"
     if not isinstance(schema, dict):
         return "it is not a JSON object"
-    shortest_of_all = 0
-    for place in walk(schema):
-        if place.depth > MAX_DEPTH:
+    total = 0
+    for path, node, depth in walk(schema):
+        if depth > MAX_DEPTH:
             return f"schemas are nested more than {MAX_DEPTH} deep"
-        for keyword in place.schema:
+        for keyword in node:
             if keyword in UNSUPPORTED:
-                return f"'{keyword}' at '{pointer(*place.path, keyword)}' is not supported"
-        for path, pattern in patterns(place):
+                return f"'{keyword}' at '{pointer(*path, keyword)}' is not supported"
+        for keyword, where, pattern in patterns(path, node):
             if is_too_long(pattern):
-                where = pointer(*path)
-                return f"no text of less than {MAX_SHORTEST} characters matches '{path[len(place.path)]}' at '{where}'"
-            shortest_of_all += shortest(pattern) if "{" in pattern else 0  # others are as long as they are written
-        if shortest_of_all > MAX_SHORTEST:
-            return f"the texts of its patterns have more than {MAX_SHORTEST} characters at least"
-        if (reference := _broken_reference(schema, place)) is not None:
+                return f"no text of less than {MAX_SHORTEST} characters matches '{keyword}' at '{pointer(*where)}'"
+            total += shortest(pattern) if "{" in pattern else 0  # others are as long as their text
+        if total > MAX_SHORTEST:
+            return f"the shortest texts of its patterns have more than {MAX_SHORTEST} characters"
+        if (reference := _broken_reference(schema, path, node.get("$ref"))) is not None:
             return reference
     problem = grammar_problem(kind, text)
-    return None if problem is None else f"{_place_of_error(schema)}{problem}"
+    return None if problem is None else f"{_location(schema)}{problem}"
 
 
-def patterns(place: Place) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the expressions of a schema itself, each with its path."""
-    if isinstance(pattern := place.schema.get("pattern"), str):
-        yield (*place.path, "pattern"), pattern
-    if isinstance(named := place.schema.get("patternProperties"), dict):
-        yield from (((*place.path, "patternProperties", name), name) for name in named)
+def patterns(path: Path, schema: dict[str, Any]) -> Iterator[tuple[str, Path, str]]:
+    """Yield the regular expressions of a schema itself, each after its keyword and path."""
+    if isinstance(pattern := schema.get("pattern"), str):
+        yield "pattern", (*path, "pattern"), pattern
+    if isinstance(named := schema.get("patternProperties"), dict):
+        yield from (("patternProperties", (*path, "patternProperties", name), name) for name in named)
 
 
-class Place(NamedTuple):
-    """A schema within a schema."""
-
-    path: tuple[str | int, ...]
-    schema: dict[str, Any]
-    depth: int
-
-
-def walk(root: dict[str, Any]) -> Iterator[Place]:
-    """All schemas of a document that are objects, outer ones first; one that is too deep ends it."""
-    todo = [Place((), root, 0)]
+def walk(root: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any], int]]:
+    """Yield the path, schema and depth of each schema in a document that is an object, outer ones first."""
+    todo: list[tuple[Path, dict[str, Any], int]] = [((), root, 0)]
     while todo:
-        place = todo.pop()
-        yield place
-        path, schema, depth = place
-        inner: list[tuple[tuple[str | int, ...], Any]] = []
+        path, schema, depth = todo.pop()
+        yield path, schema, depth
+        inner: list[tuple[Path, Any]] = []
         for keyword in MAPS:
             if isinstance(value := schema.get(keyword), dict):
                 inner += [((keyword, name), each) for name, each in value.items()]
@@ -162,41 +155,40 @@ def walk(root: dict[str, Any]) -> Iterator[Place]:
             if isinstance(value := schema.get(keyword), list):
                 inner += [((keyword, i), each) for i, each in enumerate(value)]
         inner += [((keyword,), schema.get(keyword)) for keyword in SINGLE]
-        todo += [Place(path + more, each, depth + 1) for more, each in reversed(inner) if isinstance(each, dict)]
+        todo += [(path + more, each, depth + 1) for more, each in reversed(inner) if isinstance(each, dict)]
 
 
 def pointer(*path: str | int) -> str:
-    """A JSON pointer (RFC 6901), shortened where its names are long."""
+    """Return a JSON pointer (RFC 6901), shortened if it is long."""
     parts = [shown(str(part)).replace("~", "~0").replace("/", "~1") for part in path]
     if len(parts) > 12:
         parts = [*parts[:6], "...", *parts[-5:]]
     return "".join(f"/{part}" for part in parts)
 
 
-def _broken_reference(root: dict[str, Any], place: Place) -> str | None:
-    reference = place.schema.get("$ref")
+def _broken_reference(root: dict[str, Any], path: Path, reference: object) -> str | None:
     if not isinstance(reference, str):
         return None
-    where = f"'$ref' at '{pointer(*place.path, '$ref')}'"
+    where = f"'$ref' at '{pointer(*path, '$ref')}'"
     if not reference.startswith("#"):
         return None if "$id" in root or "id" in root else f"{where} leads out of the schema, which is not supported"
-    here: Any = root
+    node: Any = root
     if not reference.startswith("#/"):
         return None
     for part in reference[2:].split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(here, dict) and name in here:
-            here = here[name]
-        elif isinstance(here, list) and name.isdecimal() and int(name) < len(here):
-            here = here[int(name)]
+        if isinstance(node, dict) and name in node:
+            node = node[name]
+        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
         else:
-            # An escaped name, or a base that "$id" moves: llguidance knows.
+            # llguidance resolves escaped names and bases that "$id" moves.
             return None if "%" in name or "$id" in root else f"{where} leads to nothing"
     return None
 
 
-def _place_of_error(root: dict[str, Any]) -> str:
-    """Locate llguidance's error: the innermost schema that fails by itself, and its keyword."""
+def _location(root: dict[str, Any]) -> str:
+    """Return the position of llguidance's error: the innermost schema that fails by itself, and its keyword."""
     until = time.monotonic() + SEARCH_S
     shared = {keyword: root[keyword] for keyword in ("$defs", "definitions", "$schema") if keyword in root}
 
@@ -205,8 +197,7 @@ def _place_of_error(root: dict[str, Any]) -> str:
         return in_time and grammar_problem("json_schema", json.dumps({**shared, **schema})) is not None
 
     # Definitions first: a schema that refers to a failing one fails too.
-    places = sorted(walk(root), key=lambda place: (place.path[:1] not in (("$defs",), ("definitions",)), -place.depth))
-    for path, schema, _ in places:
+    for path, schema, _ in sorted(walk(root), key=lambda found: (found[0][:1] not in DEFINITIONS, -found[2])):
         if fails(schema):
             causes = [k for k in schema if not fails({name: value for name, value in schema.items() if name != k})]
             if time.monotonic() < until:

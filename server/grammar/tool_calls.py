@@ -2,7 +2,7 @@
 schema of the content, and a budget for the reasoning before them.
 
 They are in llguidance's dialect of Lark: a call's syntax is literal, and its arguments are an embedded JSON schema. An
-added token of the model's vocabulary is written as <[id]>: llguidance does not match such tokens by their text.
+added token of the model's vocabulary is written as <[id]>, since llguidance does not match such tokens by their text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..parsers.formats import BLOCKS, DEEPSEEK, MARKS, Formats
+from ..parsers.formats import BLOCKS, CALL_DELIMITERS, DEEPSEEK, Formats
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.parts import Schema
 from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, types
@@ -88,7 +88,7 @@ class Lark:
     def text(self) -> str:
         return "".join(f"{name}: {body}\n" for name, body in self.rules.items())
 
-    def mark(self, text: str) -> str:
+    def delimiter(self, text: str) -> str:
         """Return a delimiter: its token, or its text if it has none."""
         return f"<[{self._special[text]}]>" if text in self._special else quoted(text)
 
@@ -97,22 +97,22 @@ class Lark:
         self.rules["TEXT"] = "/(?s:.*)/"
         return "TEXT"
 
-    def until(self, mark: str) -> str:
+    def until(self, delimiter: str) -> str:
         """Return a rule for any text up to and including the first such delimiter."""
-        if mark in self._special:
-            return f"{self.any_text()}? {self.mark(mark)}"
+        if delimiter in self._special:
+            return f"{self.any_text()}? {self.delimiter(delimiter)}"
         name = f"until{len(self.rules)}"
-        self.rules[f"{name}[lazy]"] = f"{self.any_text()} {quoted(mark)}"
+        self.rules[f"{name}[lazy]"] = f"{self.any_text()} {quoted(delimiter)}"
         return name
 
-    def thought(self, mark: str) -> str:
+    def thought(self, closes: str) -> str:
         """Return a rule for reasoning within the budget, and the delimiter that ends it."""
         if self._budget is None:
-            return self.until(mark)
+            return self.until(closes)
         if self._budget == 0:
-            return self.mark(mark)
+            return self.delimiter(closes)
         self.rules[f"thought[max_tokens={self._budget}]"] = self.any_text()
-        return f"thought {self.mark(mark)}"
+        return f"thought {self.delimiter(closes)}"
 
     def reasoning(self) -> str:
         """Return a rule for the reasoning that may precede the content or the calls."""
@@ -121,7 +121,7 @@ class Lark:
         opens, closes = BLOCKS[self.formats.reasoning]
         self.rules["GAP"] = "/\\n{1,2}/"
         inner = f"{self.thought(closes)} GAP?"
-        return inner if self.opened else f"({self.mark(opens)} {inner})?"
+        return inner if self.opened else f"({self.delimiter(opens)} {inner})?"
 
     def content(self) -> str:
         """Return a rule for a completion without calls."""
@@ -145,9 +145,9 @@ def arguments(schema: Schema) -> Schema:
     The arguments are an object. If the schema lists its properties and has no COMPOSED keyword, no others are allowed.
     """
     schema = json.loads(json.dumps(schema or NO_ARGUMENTS))
-    for place in walk(schema):
+    for _, node, _ in walk(schema):
         for keyword in ANNOTATIONS:
-            place.schema.pop(keyword, None)
+            node.pop(keyword, None)
     schema["type"] = "object"
     if "properties" in schema and not any(keyword in schema for keyword in COMPOSED):
         schema["additionalProperties"] = False
@@ -157,11 +157,6 @@ def arguments(schema: Schema) -> Schema:
 def quoted(text: str) -> str:
     """Return a rule for exactly this text."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def pieces(*texts: str) -> str:
-    """Return a rule for exactly these texts in a row, split as given."""
-    return " ".join(quoted(text) for text in texts)
 
 
 class Syntax(NamedTuple):
@@ -174,14 +169,14 @@ class Syntax(NamedTuple):
     closes: str
 
 
-def _marked(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
+def _delimited(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
     """Write formats in which a delimiter begins the calls."""
     syntax = SYNTAXES[lark.formats.tools or ""](lark, tools)
     more = f"({syntax.between} {syntax.call})*" if parallel else ""
     calls = f"{syntax.opens} {syntax.call} {more} {syntax.closes}"
     if not is_free:
-        return f"{lark.reasoning()} {lark.mark(syntax.first)} {calls}"
-    before = lark.mark(syntax.first) if lark.has_content else lark.until(syntax.first)
+        return f"{lark.reasoning()} {lark.delimiter(syntax.first)} {calls}"
+    before = lark.delimiter(syntax.first) if lark.has_content else lark.until(syntax.first)
     return f"{lark.reasoning()} ({before} {calls} | {lark.content()})"
 
 
@@ -204,21 +199,21 @@ def _bare(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool
 def _harmony(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
     """Write gpt-oss: a call ends the completion, so there is at most one. The end of its last message ends it too."""
     del parallel
-    end, again = lark.thought(ENDS[0]), f'{lark.mark(START)} "assistant"'
-    opens = f"{lark.mark(CHANNEL)} "
-    thought = f'"analysis" {lark.mark(MESSAGE)} {end} {again}'
+    end, again = lark.thought(ENDS[0]), f'{lark.delimiter(START)} "assistant"'
+    opens = f"{lark.delimiter(CHANNEL)} "
+    thought = f'"analysis" {lark.delimiter(MESSAGE)} {end} {again}'
     begun = f"{end} {again}" if lark.opened else ""
     calls = [
-        f'{quoted(f"commentary to=functions.{name} ")} {lark.mark(CONSTRAIN)} "json" {lark.mark(MESSAGE)} '
+        f'{quoted(f"commentary to=functions.{name} ")} {lark.delimiter(CONSTRAIN)} "json" {lark.delimiter(MESSAGE)} '
         + lark.schema(arguments(schema))
         for name, schema in tools.items()
     ]
     if not is_free:
         return f"{begun} ({opens} {thought})? {opens} {lark.one_of(calls)}"
-    preamble = f'({opens} "commentary" {lark.mark(MESSAGE)} {lark.until(ENDS[0])} {again})?'
-    final = f'"final" {lark.mark(MESSAGE)} {lark.content()}'
-    answers = f"{lark.one_of(calls)} | {final}" if calls else final
-    return f"{begun} ({opens} {thought})? {'' if lark.has_content else preamble} {opens} ({answers})"
+    preamble = f'({opens} "commentary" {lark.delimiter(MESSAGE)} {lark.until(ENDS[0])} {again})?'
+    final = f'"final" {lark.delimiter(MESSAGE)} {lark.content()}'
+    messages = f"{lark.one_of(calls)} | {final}" if calls else final
+    return f"{begun} ({opens} {thought})? {'' if lark.has_content else preamble} {opens} ({messages})"
 
 
 def _no_calls(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
@@ -228,19 +223,19 @@ def _no_calls(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: 
 
 
 def _hermes(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
-    opens, closes = MARKS["hermes"]
-    call = f'"\\n" {_object(lark, tools)} "\\n" {lark.mark(closes)}'
-    return Syntax(opens, "", call, f'"\\n" {lark.mark(opens)}', "")
+    opens, closes = CALL_DELIMITERS["hermes"]
+    call = f'"\\n" {_object(lark, tools)} "\\n" {lark.delimiter(closes)}'
+    return Syntax(opens, "", call, f'"\\n" {lark.delimiter(opens)}', "")
 
 
 def _mistral(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
-    return Syntax(MARKS["mistral"][0], r"/ ?\[/", _object(lark, tools), '", "', '"]"')
+    return Syntax(CALL_DELIMITERS["mistral"][0], r"/ ?\[/", _object(lark, tools), '", "', '"]"')
 
 
 def _mistral_v11(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
-    first, _, between = MARKS["mistral_v11"]
-    calls = [f"{quoted(name)} {lark.mark(between)} {lark.schema(arguments(tools[name]))}" for name in tools]
-    return Syntax(first, "", lark.one_of(calls), lark.mark(first), "")
+    first, _, between = CALL_DELIMITERS["mistral_v11"]
+    calls = [f"{quoted(name)} {lark.delimiter(between)} {lark.schema(arguments(tools[name]))}" for name in tools]
+    return Syntax(first, "", lark.one_of(calls), lark.delimiter(first), "")
 
 
 def _deepseek(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
@@ -250,27 +245,27 @@ def _deepseek(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
     for name, schema in tools.items():
         value = lark.schema(arguments(schema))
         if is_old:
-            call = f'"function" {lark.mark(between)} {quoted(f"{name}{LINE}```json{LINE}")} {value} "\\n```"'
+            call = f'"function" {lark.delimiter(between)} {quoted(f"{name}{LINE}```json{LINE}")} {value} "\\n```"'
         else:
-            call = f"{quoted(name)} {lark.mark(between)} {value}"
+            call = f"{quoted(name)} {lark.delimiter(between)} {value}"
         calls.append(call)
-    call = f"{lark.mark(opens)} {lark.one_of(calls)} {lark.mark(closes)}"
-    return Syntax(first, "", call, quoted(LINE) if is_old else "", lark.mark(last))
+    call = f"{lark.delimiter(opens)} {lark.one_of(calls)} {lark.delimiter(closes)}"
+    return Syntax(first, "", call, quoted(LINE) if is_old else "", lark.delimiter(last))
 
 
 def _coder(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
-    opens, closes = MARKS["qwen3_coder"]
+    opens, closes = CALL_DELIMITERS["qwen3_coder"]
     calls = []
     for name, schema in tools.items():
-        given = arguments(schema)
-        shared: Schema = {key: given[key] for key in ("$defs", "definitions") if key in given}
+        stripped = arguments(schema)
+        shared: Schema = {key: stripped[key] for key in ("$defs", "definitions") if key in stripped}
         written = []
-        for key, inner in given.get("properties", {}).items():
+        for key, inner in stripped.get("properties", {}).items():
             one = f"{quoted(f'{PARAMETER}{key}>{LINE}')} {_tagged(lark, inner, shared)} {quoted(LINE)}"
-            written.append(one if key in given.get("required", ()) else f"({one})?")
+            written.append(one if key in stripped.get("required", ()) else f"({one})?")
         calls.append(f"{quoted(f'{FUNCTION}{name}>{LINE}')} {' '.join(written)} {quoted(END_FUNCTION + LINE)}")
-    call = f"{quoted(LINE)} {lark.one_of(calls)} {lark.mark(closes)}"
-    return Syntax(opens, "", call, f"{quoted(LINE)} {lark.mark(opens)}", "")
+    call = f"{quoted(LINE)} {lark.one_of(calls)} {lark.delimiter(closes)}"
+    return Syntax(opens, "", call, f"{quoted(LINE)} {lark.delimiter(opens)}", "")
 
 
 SYNTAXES: dict[str, Callable[[Lark, Mapping[str, Schema]], Syntax]] = {
@@ -282,7 +277,7 @@ SYNTAXES: dict[str, Callable[[Lark, Mapping[str, Schema]], Syntax]] = {
     "deepseek_v31": _deepseek,
 }
 WRITERS: dict[str, Callable[[Lark, Mapping[str, Schema], bool, bool], str]] = {
-    **dict.fromkeys(SYNTAXES, _marked),
+    **dict.fromkeys(SYNTAXES, _delimited),
     "llama3_json": _bare,
     "json": _bare,
     "gpt_oss": _harmony,
@@ -292,11 +287,10 @@ WRITERS: dict[str, Callable[[Lark, Mapping[str, Schema], bool, bool], str]] = {
 def _object(lark: Lark, tools: Mapping[str, Schema], key: str = "arguments") -> str:
     """Return a rule for one call as a JSON object."""
     # Split as llguidance splits JSON: where the completion may be another object, both are read in the same pieces.
-    calls = [
-        f"{pieces('{', quoted(NAME), ': ', quoted(name), ', ', quoted(key), ': ')} {lark.schema(arguments(schema))} "
-        + quoted("}")
-        for name, schema in tools.items()
-    ]
+    calls = []
+    for name, schema in tools.items():
+        pieces = ["{", quoted(NAME), ": ", quoted(name), ", ", quoted(key), ": "]
+        calls.append(f'{" ".join(map(quoted, pieces))} {lark.schema(arguments(schema))} "}}"')
     return lark.one_of(calls)
 
 
@@ -313,25 +307,18 @@ def _can_be_tagged(schema: Schema) -> bool:
     """Return whether arguments can be written one by one, with strings that need no schema inside the tags."""
     schema = arguments(schema)
     properties = schema.get("properties", {})
-    if not (
-        schema.keys() <= ONE_BY_ONE and schema["type"] == "object" and {*schema.get("required", ())} <= {*properties}
-    ):
+    if not (schema.keys() <= ONE_BY_ONE and {*schema.get("required", ())} <= {*properties}):
         return False
-    if any(">" in name or "\n" in name for name in properties):
+    if any(">" in name or "\n" in name or not isinstance(inner, dict) for name, inner in properties.items()):
         return False
-    for name, inner in properties.items():
-        found = types(schema, name)
-        if not isinstance(inner, dict):
-            return False
-        if "string" in found and not (inner.keys() <= {"type"} or _are_texts(inner)):
-            return False
-    return True
+    strings = [inner for name, inner in properties.items() if "string" in types(schema, name)]
+    return all(inner.keys() <= {"type"} or _are_texts(inner) for inner in strings)
 
 
 def _are_texts(schema: Schema) -> bool:
-    listed = schema.get("enum")
+    values = schema.get("enum")
     return (
         schema.keys() <= {"type", "enum"}
-        and isinstance(listed, list)
-        and all(isinstance(each, str) and END_PARAMETER not in each for each in listed)
+        and isinstance(values, list)
+        and all(isinstance(value, str) and END_PARAMETER not in value for value in values)
     )

@@ -147,7 +147,7 @@ class Limits:
         return ticket
 
     def admit_inputs(self, caller: Caller, inputs: int) -> Ticket:
-        """Admit an embedding request as one sequence in the queue; its inputs then wait for `input_places`."""
+        """Admit an embedding request as one sequence in the queue; its inputs then wait for `input_slots`."""
         self._check(self.inputs, caller, inputs, "queue", "inputs")
         ticket = self.admit(caller, 1)
         ticket.inputs = inputs
@@ -155,7 +155,7 @@ class Limits:
         return ticket
 
     @cached_property
-    def input_places(self) -> asyncio.Semaphore:
+    def input_slots(self) -> asyncio.Semaphore:
         """Bounds the inputs that are in the engine; created once the engine has reported how many sequences it runs."""
         return asyncio.Semaphore(INPUTS_DEPTH * self.max_seqs)
 

@@ -5,8 +5,8 @@ has merged them, the parts do not depend on how the text was split into feeds. A
 chat template. Grammars that force it to write calls are in grammar/tool_calls.py: they need more than the parsers do.
 """
 
-from .formats import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, markers, reasoning_opened
-from .parts import Arguments, Call, CalledTool, Content, Message, MessageParser, Part, Plain, Reasoning, Schema, join
+from .formats import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters, detect, ends_reasoning, reasoning_opened
+from .parts import Arguments, Call, Content, Message, MessageParser, Part, Plain, Reasoning, join
 from .select import message_parser
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "TOOL_FORMATS",
     "Arguments",
     "Call",
-    "CalledTool",
     "Content",
     "Formats",
     "Message",
@@ -22,11 +21,10 @@ __all__ = [
     "Part",
     "Plain",
     "Reasoning",
-    "Schema",
+    "delimiters",
     "detect",
     "ends_reasoning",
     "join",
-    "markers",
     "message_parser",
     "reasoning_opened",
 ]

@@ -15,30 +15,30 @@ class DeepSeek(Scanner):
     opens = (CALLS, CALL)
     closes = (END_CALL, END_CALLS)
 
-    def call(self, mark: str, letter: str) -> Script[str]:
-        if mark == CALLS:
-            letter = yield from self.white(letter)
-            is_there, letter = yield from self.literal(CALL, letter)
-            if not is_there:
-                return letter
-        letter = yield from self.white(letter)
-        name, letter = yield from self.name(letter)
-        is_there, letter = yield from self.literal(BETWEEN, letter)
-        if not is_there:
-            return letter
-        letter = yield from self.white(letter)
-        if letter == "{":
-            return (yield from self.arguments(name, letter))
-        name, letter = yield from self.name(letter)
-        letter = yield from self.white(letter)
-        is_there, letter = yield from self.literal(f"{FENCE}json", letter)
-        letter = yield from self.white(letter)
+    def call(self, delimiter: str, char: str) -> Script[str]:
+        if delimiter == CALLS:
+            char = yield from self.white(char)
+            found, char = yield from self.literal(CALL, char)
+            if not found:
+                return char
+        char = yield from self.white(char)
+        name, char = yield from self.name(char)
+        found, char = yield from self.literal(BETWEEN, char)
+        if not found:
+            return char
+        char = yield from self.white(char)
+        if char == "{":
+            return (yield from self.arguments(name, char))
+        name, char = yield from self.name(char)
+        char = yield from self.white(char)
+        found, char = yield from self.literal(f"{FENCE}json", char)
+        char = yield from self.white(char)
         before = self.num_calls
-        letter = yield from self.arguments(name, letter)
-        if is_there and self.num_calls > before:
-            self.record("", letter)
-            letter = yield from self.white(letter)
-            is_there, letter = yield from self.literal(FENCE, letter)
-            if is_there:
-                self.record("", letter)
-        return letter
+        char = yield from self.arguments(name, char)
+        if found and self.num_calls > before:
+            self.record("", char)
+            char = yield from self.white(char)
+            found, char = yield from self.literal(FENCE, char)
+            if found:
+                self.record("", char)
+        return char

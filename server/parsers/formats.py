@@ -39,7 +39,7 @@ DEEPSEEK = (
     "<｜tool▁calls▁end｜>",
 )
 # The delimiters in the text of a call.
-MARKS: dict[str, tuple[str, ...]] = {
+CALL_DELIMITERS: dict[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]",),
@@ -51,7 +51,7 @@ MARKS: dict[str, tuple[str, ...]] = {
     "json": (),
 }
 
-TOOL_FORMATS = tuple(MARKS)
+TOOL_FORMATS = tuple(CALL_DELIMITERS)
 REASONING_FORMATS = tuple(BLOCKS)
 
 
@@ -60,12 +60,13 @@ def detect(template: str) -> Formats:
     return Formats(_tools(template), _reasoning(template))
 
 
-def markers(formats: Formats) -> frozenset[str]:
+def delimiters(formats: Formats) -> frozenset[str]:
     """Return the tokens that a parser of these formats must see even if they are special."""
     if "gpt_oss" in formats:
-        return frozenset(MARKS["gpt_oss"])
-    marks = MARKS[formats.tools] if formats.tools else ()
-    return frozenset((*marks, *(BLOCKS[formats.reasoning] if formats.reasoning else ())))
+        return frozenset(CALL_DELIMITERS["gpt_oss"])
+    of_calls = CALL_DELIMITERS[formats.tools] if formats.tools else ()
+    of_reasoning = BLOCKS[formats.reasoning] if formats.reasoning else ()
+    return frozenset((*of_calls, *of_reasoning))
 
 
 def reasoning_opened(formats: Formats, prompt_tail: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from .formats import MARKS
+from .formats import CALL_DELIMITERS
 from .scanner import END, Scanner, Script
 
 ARGUMENTS = ("arguments", "parameters")
@@ -16,87 +16,79 @@ class Objects(Scanner):
     bare = frozenset("{[")
     separator = ""  # between objects that are not in a list
 
-    def call(self, mark: str, letter: str) -> Script[str]:
-        letter = yield from self.white(letter)
-        if letter == "[":
-            return (yield from self.listed((yield)))
-        _, letter = yield from self.objects(letter, self.separator)
-        return letter
-
-    def listed(self, letter: str) -> Script[str]:
-        """Read a list of calls, after its opening bracket."""
-        letter = yield from self.white(letter)
-        is_good, letter = yield from self.objects(letter, ",")
-        if is_good and letter == "]":
+    def call(self, delimiter: str, char: str) -> Script[str]:
+        char = yield from self.white(char)
+        if char != "[":
+            _, char = yield from self.objects(char, self.separator)
+            return char
+        char = yield from self.white((yield))
+        are_calls, char = yield from self.objects(char, ",")
+        if are_calls and char == "]":
             self.forget()
-            letter = yield
-        return letter
+            char = yield
+        return char
 
-    def objects(self, letter: str, separator: str) -> Script[tuple[bool, str]]:
+    def objects(self, char: str, separator: str) -> Script[tuple[bool, str]]:
         """Read consecutive objects; return whether all were calls. Other text, and what follows it, stays recorded."""
-        is_good = False
-        while letter == "{":
+        are_calls = False
+        while char == "{":
             before = self.num_calls
-            letter = yield from self.object(letter)
-            is_good = self.num_calls > before
-            if not is_good:
+            char = yield from self.object(char)
+            are_calls = self.num_calls > before
+            if not are_calls:
                 break
-            self.record("", letter)
-            letter = yield from self.white(letter)
-            if letter == separator != END:
-                letter = yield
-                letter = yield from self.white(letter)
-        return is_good, letter
+            self.record("", char)
+            char = yield from self.white(char)
+            if char == separator != END:
+                char = yield from self.white((yield))
+        return are_calls, char
 
-    def object(self, letter: str) -> Script[str]:
+    def object(self, char: str) -> Script[str]:
         """Read one object; emit its call as soon as the name is known."""
         name: str | None = None
         waiting: str | None = None  # arguments that precede the name
-        is_said = False
+        has_arguments = False
         while True:
-            key, letter = yield from self._key((yield))
+            key, char = yield from self._key((yield))
             if key is None:
-                return letter
+                return char
             if key == "name" and name is None:
-                text, letter = yield from self.string(letter)
+                text, char = yield from self.string(char)
                 if text is None or text not in self.tools:
-                    return letter
+                    return char
                 name = text
-                if waiting is not None:
-                    is_said = True
-                    self.say_call(name)(waiting)
-            elif key in ARGUMENTS and letter == "{" and name is not None and not is_said:
-                is_said = True
-                letter = yield from self.value(letter, self.say_call(name))
+            elif key in ARGUMENTS and char == "{" and name is not None and not has_arguments:
+                has_arguments = True
+                char = yield from self.value(char, self.begin_call(name))
             else:
-                letters: list[str] = []
-                letter = yield from self.value(letter, letters.append)
-                if key in ARGUMENTS and not is_said:
-                    waiting = object_text("".join(letters))
+                chars: list[str] = []
+                char = yield from self.value(char, chars.append)
+                if key in ARGUMENTS and not has_arguments:
+                    waiting = object_text("".join(chars))
                     if waiting is None:
-                        return letter
-                    if name is not None:
-                        is_said = True
-                        self.say_call(name)(waiting)
-            letter = yield from self.white(letter)
-            if letter == "}":
-                if name is not None and not is_said:
-                    self.say_call(name)("{}")
+                        return char
+            if name is not None and waiting is not None and not has_arguments:
+                has_arguments = True
+                self.begin_call(name)(waiting)
+            char = yield from self.white(char)
+            if char == "}":
+                if name is not None and not has_arguments:
+                    self.begin_call(name)("{}")
                 return (yield)
-            if letter != ",":
-                return letter
+            if char != ",":
+                return char
 
-    def _key(self, letter: str) -> Script[tuple[str | None, str]]:
+    def _key(self, char: str) -> Script[tuple[str | None, str]]:
         """Read a key and its colon; return the key (None if there is none) and the first character of the value."""
-        letter = yield from self.white(letter)
-        if letter != '"':
-            return None, letter
-        key, letter = yield from self.string(letter)
-        letter = yield from self.white(letter)
-        if letter != ":":
-            return None, letter
-        letter = yield from self.white((yield))
-        return key, letter
+        char = yield from self.white(char)
+        if char != '"':
+            return None, char
+        key, char = yield from self.string(char)
+        char = yield from self.white(char)
+        if char != ":":
+            return None, char
+        char = yield from self.white((yield))
+        return key, char
 
 
 def object_text(text: str) -> str | None:
@@ -115,7 +107,7 @@ def object_text(text: str) -> str | None:
 class Llama(Objects):
     """Llama 3: an object, bare or after a delimiter."""
 
-    opens = MARKS["llama3_json"]
+    opens = CALL_DELIMITERS["llama3_json"]
     separator = ";"
 
 
@@ -123,8 +115,8 @@ class Hermes(Objects):
     """Each object between two delimiters, as Qwen writes them too."""
 
     bare = frozenset()
-    opens = MARKS["hermes"][:1]
-    closes = MARKS["hermes"][1:]
+    opens = CALL_DELIMITERS["hermes"][:1]
+    closes = CALL_DELIMITERS["hermes"][1:]
 
 
 class Mistral(Objects):
@@ -133,17 +125,17 @@ class Mistral(Objects):
     bare = frozenset()
     opens = ("[TOOL_CALLS]",)
 
-    def call(self, mark: str, letter: str) -> Script[str]:
-        letter = yield from self.white(letter)
-        if letter in ("[", "{"):
-            return (yield from super().call(mark, letter))
-        name, letter = yield from self.name(letter)
-        while letter == "[":
-            tag, letter = yield from self.name((yield))
-            if tag not in ("CALL_ID", "ARGS") or letter != "]":
-                return letter
-            letter = yield
+    def call(self, delimiter: str, char: str) -> Script[str]:
+        char = yield from self.white(char)
+        if char in ("[", "{"):
+            return (yield from super().call(delimiter, char))
+        name, char = yield from self.name(char)
+        while char == "[":
+            tag, char = yield from self.name((yield))
+            if tag not in ("CALL_ID", "ARGS") or char != "]":
+                return char
+            char = yield
             if tag == "CALL_ID":  # the model's own; the server assigns others
-                _, letter = yield from self.name(letter)
-        letter = yield from self.white(letter)
-        return (yield from self.arguments(name, letter))
+                _, char = yield from self.name(char)
+        char = yield from self.white(char)
+        return (yield from self.arguments(name, char))

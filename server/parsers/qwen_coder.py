@@ -9,14 +9,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .formats import MARKS
+from .formats import CALL_DELIMITERS
 from .parts import Schema
-from .scanner import END, NOTHING, Edged, Scanner, Script
+from .scanner import END, NOTHING, Scanner, Script, Trimmer
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-MAX_TAG = 256  # characters: names of functions have at most 64, of parameters seldom half as many
-MAX_STEPS = 64  # from a schema to others when looking for its types
+MAX_TAG = 256  # characters: names of functions have at most 64, of parameters seldom 32
+MAX_STEPS = 64  # schemas that are visited to find a parameter's types
 LITERALS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write too
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
@@ -24,82 +24,81 @@ TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: 
 class Coder(Scanner):
     """The outer delimiter may be missing: the model sometimes omits it."""
 
-    opens = (MARKS["qwen3_coder"][0], FUNCTION)
-    closes = (END_FUNCTION, MARKS["qwen3_coder"][1])
+    opens = (CALL_DELIMITERS["qwen3_coder"][0], FUNCTION)
+    closes = (END_FUNCTION, CALL_DELIMITERS["qwen3_coder"][1])
 
-    def call(self, mark: str, letter: str) -> Script[str]:
-        if mark != FUNCTION:
-            letter = yield from self.white(letter)
-            is_there, letter = yield from self.literal(FUNCTION, letter)
-            if not is_there:
-                return letter
-        name, letter = yield from self.name(letter)
-        if letter != ">" or name not in self.tools:
-            return letter
-        say = self.say_call(name)
-        say("{")
-        letter = yield
-        return (yield from self._parameters(self.tools[name], letter, say))
+    def call(self, delimiter: str, char: str) -> Script[str]:
+        if delimiter != FUNCTION:
+            char = yield from self.white(char)
+            found, char = yield from self.literal(FUNCTION, char)
+            if not found:
+                return char
+        name, char = yield from self.name(char)
+        if char != ">" or name not in self.tools:
+            return char
+        emit = self.begin_call(name)
+        emit("{")
+        char = yield
+        return (yield from self._parameters(self.tools[name], char, emit))
 
-    def _parameters(self, schema: Schema, letter: str, say: Callable[[str], None]) -> Script[str]:
+    def _parameters(self, schema: Schema, char: str, emit: Callable[[str], None]) -> Script[str]:
         """Read all parameters. Arguments cut off by the end of the text stay open: half a call must not look whole.
 
-        Of a parameter that is given twice the first one counts: it has been told when the second one comes.
+        If a parameter occurs twice, its first value counts, which has been emitted before the second one begins.
         """
         names: set[str] = set()
         while True:
-            self.record("", letter)
-            letter = yield from self.white(letter)
-            tag, letter = yield from self._tag(letter)
+            self.record("", char)
+            char = yield from self.white(char)
+            tag, char = yield from self._tag(char)
             if tag.startswith(PARAMETER):
                 self.forget()
                 name = tag[len(PARAMETER) : -1]
-                if name in names:
-                    letter = yield from self._value(types(schema, name), letter, lambda _: None)
-                    continue
-                say(f"{', ' if names else ''}{_quoted(name)}: ")
-                names.add(name)
-                letter = yield from self._value(types(schema, name), letter, say)
+                is_new = name not in names
+                if is_new:
+                    emit(f"{', ' if names else ''}{_quoted(name)}: ")
+                    names.add(name)
+                char = yield from self._value(types(schema, name), char, emit if is_new else lambda _: None)
                 continue
-            if letter != END or tag:
-                say("}")
+            if char != END or tag:
+                emit("}")
             if tag == END_FUNCTION:
                 self.forget()
-            return letter
+            return char
 
-    def _tag(self, letter: str) -> Script[tuple[str, str]]:
+    def _tag(self, char: str) -> Script[tuple[str, str]]:
         """Read one of the two tags that may follow, or nothing."""
-        letters: list[str] = []
-        while letter not in (END, "\n") and len(letters) < MAX_TAG:
-            letters.append(letter)
-            tag = "".join(letters)
-            letter = yield
+        chars: list[str] = []
+        while char not in (END, "\n") and len(chars) < MAX_TAG:
+            chars.append(char)
+            tag = "".join(chars)
+            char = yield
             if tag == END_FUNCTION or (tag.startswith(PARAMETER) and tag.endswith(">")):
-                return tag, letter
+                return tag, char
             if not (PARAMETER.startswith(tag) or END_FUNCTION.startswith(tag) or tag.startswith(PARAMETER)):
                 break
-        return "", letter
+        return "", char
 
-    def _value(self, types: frozenset[str], letter: str, say: Callable[[str], None]) -> Script[str]:
+    def _value(self, types: frozenset[str], char: str, emit: Callable[[str], None]) -> Script[str]:
         """Read one value, without the line ends around it, and emit it as JSON."""
         is_text = types == {"string"}
         if is_text:
-            say('"')
-        if letter == "\n":
-            letter = yield
+            emit('"')
+        if char == "\n":
+            char = yield
         value = Raw()
-        said = Edged((lambda text: say(_quoted(text)[1:-1])) if is_text else value.add, NOTHING, frozenset("\n"))
-        mark = yield from self.until((END_PARAMETER,), letter, said)
-        while mark != END and value.is_quoted and "string" not in types:
-            said.add(mark)
-            mark = yield from self.until((END_PARAMETER,), (yield), said)
-        if mark == END:
-            said.flush()
+        trimmed = Trimmer((lambda text: emit(_quoted(text)[1:-1])) if is_text else value.add, NOTHING, frozenset("\n"))
+        delimiter = yield from self.until((END_PARAMETER,), char, trimmed)
+        while delimiter != END and value.is_quoted and "string" not in types:
+            trimmed.add(delimiter)
+            delimiter = yield from self.until((END_PARAMETER,), (yield), trimmed)
+        if delimiter == END:
+            trimmed.flush()
             if not is_text:
-                say(value.text)
+                emit(value.text)
             return END
-        said.flush(but=1)
-        say('"' if is_text else as_json(value.text, types))
+        trimmed.flush(but=1)
+        emit('"' if is_text else as_json(value.text, types))
         return (yield)
 
 
@@ -108,25 +107,25 @@ class Raw:
 
     def __init__(self) -> None:
         self.is_quoted = False
-        self._letters: list[str] = []
+        self._chars: list[str] = []
         self._is_escaped = False
         self._can_be_json = False
 
     def add(self, text: str) -> None:
-        for letter in text:
-            if not self._letters:
-                self._can_be_json = letter in '{["'
-            self._letters.append(letter)
-            if self.is_quoted and not self._is_escaped and letter == "\\":
+        for char in text:
+            if not self._chars:
+                self._can_be_json = char in '{["'
+            self._chars.append(char)
+            if self.is_quoted and not self._is_escaped and char == "\\":
                 self._is_escaped = True
                 continue
-            if letter == '"' and not self._is_escaped and self._can_be_json:
+            if char == '"' and not self._is_escaped and self._can_be_json:
                 self.is_quoted = not self.is_quoted
             self._is_escaped = False
 
     @property
     def text(self) -> str:
-        return "".join(self._letters)
+        return "".join(self._chars)
 
 
 def types(schema: Schema, name: str) -> frozenset[str]:
@@ -137,20 +136,20 @@ def types(schema: Schema, name: str) -> frozenset[str]:
     for _ in range(MAX_STEPS):
         if not todo:
             return frozenset(found)
-        here = todo.pop()
-        if not isinstance(here, dict):
+        node = todo.pop()
+        if not isinstance(node, dict):
             return frozenset()
-        listed = here.get("type")
-        values = here.get("enum") if isinstance(here.get("enum"), list) else [here["const"]] if "const" in here else []
+        listed = node.get("type")
+        values = node.get("enum") if isinstance(node.get("enum"), list) else [node["const"]] if "const" in node else []
         if isinstance(listed, str):
             found.add(listed)
         elif isinstance(listed, list):
-            found |= {each for each in listed if isinstance(each, str)}
+            found |= {kind for kind in listed if isinstance(kind, str)}
         elif values:
             found |= {TYPES.get(type(value), "null") for value in values}
-        elif isinstance(reference := here.get("$ref"), str):
-            todo.append(_at(schema, reference))
-        elif isinstance(inner := here.get("anyOf") or here.get("oneOf") or here.get("allOf"), list):
+        elif isinstance(reference := node.get("$ref"), str):
+            todo.append(_resolve(schema, reference))
+        elif isinstance(inner := node.get("anyOf") or node.get("oneOf") or node.get("allOf"), list):
             todo += inner
         else:
             return frozenset()
@@ -170,11 +169,11 @@ def as_json(text: str, types: frozenset[str]) -> str:
     return bare
 
 
-def _at(schema: Schema, reference: str) -> Any:
-    here: Any = schema
+def _resolve(schema: Schema, reference: str) -> Any:
+    node: Any = schema
     for part in reference.removeprefix("#").split("/")[1:]:
-        here = here.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(here, dict) else None
-    return here
+        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
+    return node
 
 
 def _no_json(name: str) -> None:

@@ -28,7 +28,7 @@ SCANNERS: dict[str, type[Scanner]] = {
 def message_parser(
     formats: Formats, *, tools: Mapping[str, Schema], opened: bool, new_id: Callable[[], str]
 ) -> MessageParser:
-    """Return a parser of one choice's text, in which the tokens of `markers(formats)` must be visible.
+    """Return a parser of one choice's text, in which the tokens of `delimiters(formats)` must be visible.
 
     `tools`: the functions that may be called, with the schemas of their arguments; if there are none, the delimiters
     of calls are text. `opened`: the prompt ends inside of a block of reasoning. `new_id` makes the ids of calls.

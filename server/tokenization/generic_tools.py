@@ -11,12 +11,12 @@ import json
 import re
 from typing import Any
 
-from ..parsers.formats import MARKS
+from ..parsers.formats import CALL_DELIMITERS
 
 Json = dict[str, Any]
 
 FORMAT = "hermes"
-OPENS, CLOSES = MARKS[FORMAT]
+OPENS, CLOSES = CALL_DELIMITERS[FORMAT]
 DESCRIPTION = """You can call functions. Each line between <tools> and </tools> describes one of them as JSON.
 <tools>
 {tools}

@@ -62,7 +62,7 @@ def install() -> None:
         for row in batch.rows:
             seq = loop.scheduler.by_id[row.seq_id]
             kind, at = divmod(seq.request.params.seed, BASE)
-            if kind and seq.num_output == at and row.draws:
+            if kind and seq.num_output == at and row.is_sampled:
                 found.append(KINDS[kind - 1])
         return found
 

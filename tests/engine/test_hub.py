@@ -15,9 +15,11 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from engine import ModelError, hub
 from engine.builtin import path as builtin_path
+from tests.engine.test_gguf import write
 
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}
 FILES = {
@@ -186,7 +188,7 @@ def test_invalid_names_are_refused(model):
 
 def test_a_file_is_not_a_model(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match="is a file; give the folder"):
+    with pytest.raises(ModelError, match="is a file; give a GGUF file, or the folder"):
         hub.fetch(str(tmp_path / "model.safetensors"), weights=True)
 
 
@@ -240,3 +242,16 @@ def test_a_prepared_cache_serves_offline(site):
     assert files["model.safetensors"] == b"prepared" and commit == COMMITS["v2"]
     assert "nor complete in the cache" in site.fetch("theirs/model", HF_HUB_OFFLINE="1")
     assert not site.asked
+
+
+def test_the_type_of_a_gguf_file_may_follow_the_name(site, tmp_path):
+    files = {
+        f"tiny-{kind.name}.gguf": write(tmp_path / kind.name, kind).read_bytes() for kind in (Type.Q4_0, Type.Q8_0)
+    }
+    cache(site.home, "ours/gguf", {**files, "README.md": b"# words"})
+    offline = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for kind in ("Q8_0", "q8_0"):
+        found, revision = site.fetch(f"ours/gguf:{kind}", **offline)
+        assert json.loads(found["config.json"])["quantization_config"]["types"] == ["Q8_0"]
+        assert revision == COMMITS["main"]
+    assert site.fetch("ours/gguf:Q5_K_M", **offline) == "ours/gguf has no GGUF file of the type Q5_K_M"

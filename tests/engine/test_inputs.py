@@ -92,7 +92,7 @@ def test_random_traces_equal_the_row_by_row_version(seed):
         assert got.forward.logits_at.tolist() == [
             end - 1 for row, end in zip(rows, ends, strict=True) if row.num_logits
         ]
-        assert got.drawing.tolist() == [index for index, row in enumerate(rows) if row.num_logits]
+        assert got.sampled_rows.tolist() == [index for index, row in enumerate(rows) if row.num_logits]
         assert got.lengths.tolist() == want.seq_lens_list
 
 

@@ -35,7 +35,9 @@ class Runner:
         error = self.raises.pop(0) if self.raises else None
         if error:
             raise error
-        return StepResult([Sampled([9]) if row.draws else None for row in self.batch.rows], seconds={"forward": 0.25})
+        return StepResult(
+            [Sampled([9]) if row.is_sampled else None for row in self.batch.rows], seconds={"forward": 0.25}
+        )
 
 
 class Outbox:

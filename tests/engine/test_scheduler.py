@@ -51,7 +51,7 @@ class Driver:
 
     def collect(self, token: int = 9) -> list[TokenDelta]:
         assert self.batch is not None
-        result = StepResult([Sampled([token]) if row.draws else None for row in self.batch.rows])
+        result = StepResult([Sampled([token]) if row.is_sampled else None for row in self.batch.rows])
         deltas = self.scheduler.update(self.batch, result)
         self.deltas += deltas
         self.clock.now += 1
@@ -302,7 +302,7 @@ def test_a_step_starts_where_the_one_in_flight_ends():
     driver = Driver(max_batched_tokens=16).add("a", prompt=30)
     first, second = schedule_twice(driver)
     assert (starts(first), starts(second)) == ([(1, 0, 16)], [(1, 16, 14)])
-    assert [row.draws for row in (*first.rows, *second.rows)] == [False, True]
+    assert [row.is_sampled for row in (*first.rows, *second.rows)] == [False, True]
     assert driver.scheduler.schedule() is None, "its next token has not been sampled"
     assert driver.scheduler.update(first, StepResult([None])) == []
     assert driver.scheduler.pool.num_held == 8, "the blocks of both steps"

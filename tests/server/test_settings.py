@@ -272,3 +272,23 @@ def test_the_settings_page_has_every_setting_with_its_default(group):
 )
 def test_fields_that_the_engine_names_become_flags(said, told):
     assert with_flags(said) == told
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "accepted"),
+    [
+        ("builtin", "builtin", {"builtin"}),
+        ("ours/open", "ours/open", {"ours/open", "open"}),
+        ("/models/tiny/", "/models/tiny/", {"/models/tiny/", "tiny"}),
+        ("/models/tiny-Q4_0.gguf", "tiny-Q4_0", {"tiny-Q4_0", "tiny-Q4_0.gguf", "/models/tiny-Q4_0.gguf"}),
+        ("big-00001-of-00003.gguf", "big", {"big", "big-00001-of-00003.gguf"}),
+        ("ours/gguf:Q4_K_M", "ours/gguf:Q4_K_M", {"ours/gguf:Q4_K_M", "gguf:Q4_K_M"}),
+    ],
+)
+def test_a_model_has_a_name_and_accepts_others(model, name, accepted):
+    chosen = Settings(model=model)
+    assert chosen.names == [name]
+    for each in {"builtin", "open", "tiny", "tiny-Q4_0", "big", *accepted}:
+        assert chosen.accepts(each) == (each in accepted)
+    named = Settings(model=model, served_model_name=["chosen"])
+    assert named.accepts("chosen") and not any(map(named.accepts, accepted))

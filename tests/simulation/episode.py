@@ -420,8 +420,8 @@ class Episode:
         track = RequestTracker(app.metrics, str(visit.number), visit.n, [len(prompt) for prompt in visit.prompts], 1)
         fields: dict[str, Any] = {}
         if visit.is_pooled:
-            fields = {"window": INPUTS_DEPTH * self.limits.max_seqs, "places": self.limits.input_places}
-        generation = Generation(app.engine, streams, visit.n, track, due, cut=app.deadline_passed, **fields)
+            fields = {"window": INPUTS_DEPTH * self.limits.max_seqs, "slots": self.limits.input_slots}
+        generation = Generation(app.engine, streams, visit.n, track, due, shutdown=app.deadline_passed, **fields)
         reads = 0
         async with generation.running(request.receive):
             async for outputs in generation.outputs():

@@ -302,7 +302,7 @@ class Runner(FakeRunner):
         world.trace.update(repr((round(world.loop.now, 6), rows)).encode())
         for row in batch.rows:
             fault, at = world.poison.get(row.seq_id, ("", -1))
-            if fault in STEP_FAULTS and (row.draws or row.embeds) and self.length(row.seq_id) == at:
+            if fault in STEP_FAULTS and (row.is_sampled or row.embeds) and self.length(row.seq_id) == at:
                 world.blame[row.seq_id] += 1
                 self.process.suffer(fault)
                 return StepResult([])
@@ -316,7 +316,7 @@ class Runner(FakeRunner):
             world.faults["memory"] += 1
             raise StepOutOfMemory
         for index, row in enumerate(batch.rows):
-            if row.draws and self.length(row.seq_id) == world.bad_rows.get(row.seq_id):
+            if row.is_sampled and self.length(row.seq_id) == world.bad_rows.get(row.seq_id):
                 result.outcomes[index] = RowError(NOT_FINITE)
         return result
 

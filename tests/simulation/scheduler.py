@@ -143,7 +143,7 @@ class FakeRunner:
             outcome: Outcome = None
             params = requests[row.seq_id].params
             pooling = params.pooling
-            assert row.draws == (end == len(own) and pooling is None), "a token is drawn too early or not at all"
+            assert row.is_sampled == (end == len(own) and pooling is None), "a token is sampled too early or not at all"
             assert row.embeds == (end == len(own) and pooling is not None), "a vector is made too early or not at all"
             if pooling is not None:
                 first = end - row.num_hidden
@@ -154,8 +154,8 @@ class FakeRunner:
                 wanted = [len(own) - 1] if pooling.kind == "last" else list(range(len(own)))
                 assert sorted(states) == wanted, "hidden states are missing, or were not asked for"
                 outcome = Embedded(embed(own if pooling.kind == "last" else [states[i] for i in wanted], pooling.kind))
-            assert len(row.scored) in (0, row.num_logits - row.draws), "a position is scored and not computed"
-            if row.draws:
+            assert len(row.scored) in (0, row.num_logits - row.is_sampled), "a position is scored and not computed"
+            if row.is_sampled:
                 run, is_last = self.draws(own, params)
                 logprobs = None if params.logprobs is None else [TokenLogprob(-float(token)) for token in run]
                 outcome = Sampled(run, logprobs, is_last)

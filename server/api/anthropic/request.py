@@ -239,7 +239,7 @@ class MessagesPrompt(Wire):
         tools = tuple(described(tool, index) for index, tool in enumerate(self.tools))
         if isinstance(choice, OneToolChoice):
             named = tuple(tool for tool in tools if tool.name == choice.name)
-            return Calling(named, is_required=True, is_parallel=False, told=tools)
+            return Calling(named, is_required=True, is_parallel=False, described=tools)
         is_parallel = choice is None or not choice.disable_parallel_tool_use
         return Calling(tools, isinstance(choice, AnyToolChoice), is_parallel)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from ...generation.http_response import answer
+from ...generation.http_response import respond
 from ...http.auth import UserDep
 from ...http.body import body
 from ...http.errors import OPENAI_ERRORS
@@ -54,7 +54,7 @@ COUNT_ERRORS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for stat
 @router.post("/v1/messages", response_class=Response, responses=RETURNS, openapi_extra=described(MessagesRequest))
 async def messages(payload: MessagesBody, app: AppDep, caller: UserDep, request: Request) -> Response:
     """Generate the next message of a conversation, in Anthropic's form."""
-    return await answer(app, caller, request, payload.resolve(), write=partial(MessagesWriter, payload), prefix="msg_")
+    return await respond(app, caller, request, payload.resolve(), write=partial(MessagesWriter, payload), prefix="msg_")
 
 
 @router.post("/v1/messages/count_tokens", responses=COUNT_ERRORS, openapi_extra=described(CountTokensRequest))

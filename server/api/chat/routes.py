@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from ...generation.http_response import answer
+from ...generation.http_response import respond
 from ...http.auth import UserDep
 from ...http.body import body
 from ...http.errors import OPENAI_ERRORS
@@ -36,4 +36,6 @@ RETURNS = returned(
 @router.post("/v1/chat/completions", response_class=Response, responses=RETURNS, openapi_extra=described(ChatRequest))
 async def chat(payload: ChatBody, app: AppDep, caller: UserDep, request: Request) -> Response:
     """Generate the next message of a conversation."""
-    return await answer(app, caller, request, payload.resolve(), write=partial(ChatWriter, payload), prefix="chatcmpl-")
+    return await respond(
+        app, caller, request, payload.resolve(), write=partial(ChatWriter, payload), prefix="chatcmpl-"
+    )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from ...generation.http_response import answer
+from ...generation.http_response import respond
 from ...http.auth import UserDep
 from ...http.body import body
 from ...http.errors import OPENAI_ERRORS
@@ -36,7 +36,7 @@ RETURNS = returned(
 @router.post("/v1/completions", response_class=Response, responses=RETURNS, openapi_extra=described(CompletionRequest))
 async def completions(payload: CompletionBody, app: AppDep, caller: UserDep, request: Request) -> Response:
     """Generate continuations of prompts that are texts or token ids."""
-    return await answer(
+    return await respond(
         app,
         caller,
         request,

@@ -75,7 +75,7 @@ async def embed(app: AppState, caller: Caller, request: Request, body: Embedding
     vectors = [Vector(index, each, body) for index, each in enumerate(requests)]
     window = INPUTS_DEPTH * app.limits.max_seqs
     generation = Generation(
-        app.engine, vectors, 1, track, due, cut=app.deadline_passed, window=window, places=app.limits.input_places
+        app.engine, vectors, 1, track, due, shutdown=app.deadline_passed, window=window, slots=app.limits.input_slots
     )
     return Embeddings(generation, vectors, name)
 

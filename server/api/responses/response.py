@@ -173,7 +173,7 @@ class ResponsesWriter(Writer[ResponsesRequest]):
         """Yield the events of an output token by token, so that nothing depends on how many arrived together."""
         self._ids += output.token_ids
         begin = 0
-        for index, end in enumerate(output.places):
+        for index, end in enumerate(output.part_ends):
             if self.request.num_logprobs is not None:
                 self._held.append(self.entry(output.token_ids[index], output.logprobs[index]))
             yield from self._add(output.parts[begin:end])

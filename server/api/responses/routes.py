@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from ...generation.http_response import answer
+from ...generation.http_response import respond
 from ...generation.output import Head, Json, Prompt, TokenText
 from ...http.admission import Caller
 from ...http.auth import UserDep
@@ -73,7 +73,7 @@ async def create(
     """Generate a response to a text or a conversation, which may continue a stored one."""
     await resolve(responses.store, caller, payload)
     keeper = Keeper(responses.store, app.keys.payer(caller), caller, payload)
-    made = await answer(app, caller, request, payload.resolve(), write=keeper.writer, prefix="resp_")
+    made = await respond(app, caller, request, payload.resolve(), write=keeper.writer, prefix="resp_")
     if not payload.background:
         return made
     assert isinstance(made.writer, ResponsesWriter)

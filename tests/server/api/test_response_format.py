@@ -15,7 +15,7 @@ import pytest
 
 from engine import EngineConfig, LocalEngine, TokenDelta
 from server.app import build_app
-from server.grammar.schemas import MAX_DEPTH, wrong
+from server.grammar.schemas import MAX_DEPTH, find_problem
 from server.settings import Settings
 from tests.fakes import FakeEngine, model_folder
 from tests.server.wire import CHAT, COMPLETIONS, QUESTION, ask, chunks, joined, run, saying
@@ -158,7 +158,7 @@ async def test_schemas_may_be_nested_so_deep_and_no_deeper(folder):
             inner = {"type": "array", "items": inner}
         return inner
 
-    assert wrong("json_schema", json.dumps(nested(MAX_DEPTH))) is None
+    assert find_problem("json_schema", json.dumps(nested(MAX_DEPTH))) is None
     status, _, message = await refusal(folder, CHAT, schema(nested(MAX_DEPTH + 1)))
     assert status == 400 and "deep" in message
 
@@ -168,7 +168,7 @@ def test_every_refusal_of_a_collection_is_quick_and_short(data):
     for file in sorted((data / "schemas").rglob("*.jsonl")):
         for line in file.read_text().splitlines()[::4]:
             began = time.process_time()
-            said = wrong("json_schema", json.dumps(json.loads(line)["schema"]))
+            said = find_problem("json_schema", json.dumps(json.loads(line)["schema"]))
             slowest = max(slowest, time.process_time() - began)
             assert said is None or len(said) < 260
     assert slowest < 0.5

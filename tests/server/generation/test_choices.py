@@ -1,4 +1,4 @@
-"""What happens around the tokens: hanging up, silence, errors before and after the first byte, deadlines, the drain."""
+"""Choices: disconnects, silence, errors before and after the first byte, deadlines, the drain."""
 
 import asyncio
 import contextlib
@@ -11,8 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine import EngineDied, ErrorCode, TokenDelta
-from server.generation import choices as generation
-from server.generation import http_response as answer
+from server.generation import choices, http_response
 from tests.fakes import INFO, FakeEngine, listening, model_folder, serving, until
 from tests.live import WAIT_S
 from tests.server.wire import CHAT, COMPLETIONS, QUESTION, ask, chunks, events, ids, joined, saying
@@ -31,7 +30,7 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 async def metric(client: httpx.AsyncClient, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels."""
+    """Return the sum of a metric's samples that have these labels."""
     total = 0.0
     for line in (await client.get("/metrics")).text.splitlines():
         head, _, value = line.rpartition(" ")
@@ -41,7 +40,7 @@ async def metric(client: httpx.AsyncClient, name: str, **labels: str) -> float:
 
 
 async def send_request(url: str, sent: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A POST over a bare socket, so that the test decides when to hang up."""
+    """Send a POST over a bare socket, so that the test decides when to disconnect."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     raw = json.dumps(sent).encode()
@@ -50,12 +49,12 @@ async def send_request(url: str, sent: dict[str, Any]) -> tuple[asyncio.StreamRe
     return reader, writer
 
 
-# The client goes away
+# Disconnects and other ends of the work
 
 
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_client_that_hangs_up_stops_the_work(folder, stream, n):
+async def test_disconnect_aborts_the_engine_requests(folder, stream, n):
     engine = FakeEngine(saying(LONG), delay=0.01)
     async with serving(folder, engine) as (client, app), listening(app) as url:
         reader, writer = await send_request(url, body(n=n, stream=stream))
@@ -70,7 +69,7 @@ async def test_a_client_that_hangs_up_stops_the_work(folder, stream, n):
         assert await metric(client, "vllm:request_success_total", finished_reason="abort") == n
 
 
-async def test_a_client_that_hangs_up_in_the_queue_stops_the_work(folder):
+async def test_disconnect_aborts_queued_engine_requests(folder):
     engine = FakeEngine(saying(LONG))
     engine.hold()
     async with serving(folder, engine) as (_, app), listening(app) as url:
@@ -80,7 +79,7 @@ async def test_a_client_that_hangs_up_in_the_queue_stops_the_work(folder):
         await until(lambda: not engine.open, seconds=1)
 
 
-async def test_a_complete_answer_aborts_nothing(folder):
+async def test_complete_response_aborts_nothing(folder):
     engine = FakeEngine(saying("the whale"))
     async with serving(folder, engine) as (client, app), listening(app) as url:
         async with httpx.AsyncClient(base_url=url) as real:
@@ -94,7 +93,7 @@ async def test_a_complete_answer_aborts_nothing(folder):
 
 
 @WHOLE_OR_STREAM
-async def test_a_stop_string_stops_the_work(folder, stream):
+async def test_stop_string_aborts_the_engine_request(folder, stream):
     engine = FakeEngine(saying(LONG))
     async with serving(folder, engine) as (client, _):
         response = await client.post(COMPLETIONS, json=body(stop="whale", stream=stream))
@@ -106,7 +105,7 @@ async def test_a_stop_string_stops_the_work(folder, stream):
 
 
 class Careless(FakeEngine):
-    """An engine that goes on until it is told to stop: nothing ends with the reader of its tokens."""
+    """An engine that generates until it is told to abort, even if its tokens are no longer read."""
 
     async def generate(self, request):
         self.requests.append(request)
@@ -119,12 +118,12 @@ class Careless(FakeEngine):
 
 
 @WHOLE_OR_STREAM
-@pytest.mark.parametrize("way", ["stop string", "hang up", "deadline"])
-async def test_the_engine_is_told_whatever_the_way_out(folder, way, stream):
+@pytest.mark.parametrize("way", ["stop string", "disconnect", "deadline"])
+async def test_engine_request_is_aborted_however_the_response_ends(folder, way, stream):
     engine = Careless(saying(LONG * 20))
     limit = {"request_timeout": 0.1} if way == "deadline" else {}
     async with serving(folder, engine, **limit) as (client, app), listening(app) as url:
-        if way == "hang up":
+        if way == "disconnect":
             _, writer = await send_request(url, body(stream=stream))
             await until(lambda: engine.requests)
             writer.close()
@@ -135,7 +134,7 @@ async def test_the_engine_is_told_whatever_the_way_out(folder, way, stream):
 
 
 class Driver:
-    """One request straight into the app, with a `send` that the test controls."""
+    """Passes one request to the app, with a `send` that the test controls."""
 
     def __init__(self, app: Any, sent: dict[str, Any]) -> None:
         self.app = app
@@ -171,8 +170,8 @@ class Driver:
 
 
 @WHOLE_OR_STREAM
-async def test_a_client_that_does_not_read_is_given_up(folder, stream, monkeypatch):
-    monkeypatch.setattr(answer, "WRITE_TIMEOUT_S", 0.05)
+async def test_client_that_does_not_read_is_aborted(folder, stream, monkeypatch):
+    monkeypatch.setattr(http_response, "WRITE_TIMEOUT_S", 0.05)
     engine = FakeEngine(saying(LONG))
     async with serving(folder, engine) as (client, app):
         await asyncio.wait_for(Driver(app, body(stream=stream)).run(), WAIT_S)
@@ -183,7 +182,7 @@ async def test_a_client_that_does_not_read_is_given_up(folder, stream, monkeypat
             assert await metric(client, "pequod:request_aborts_total", cause="slow_reader") == 1
 
 
-async def test_a_deadline_stops_the_work_also_while_the_client_does_not_read(folder):
+async def test_deadline_aborts_while_the_client_does_not_read(folder):
     engine = FakeEngine(saying(LONG))
     async with serving(folder, engine, request_timeout=1.0) as (_, app):
         driver = Driver(app, body(stream=True))
@@ -196,7 +195,7 @@ async def test_a_deadline_stops_the_work_also_while_the_client_does_not_read(fol
         assert events(driver.text)[-2]["error"]["code"] == "deadline_exceeded"
 
 
-async def test_a_connection_that_breaks_while_it_is_written_stops_the_work(folder):
+async def test_connection_that_breaks_during_a_write_aborts(folder):
     engine = FakeEngine(saying(LONG))
     async with serving(folder, engine) as (client, app):
         driver = Driver(app, body(stream=True))
@@ -207,33 +206,33 @@ async def test_a_connection_that_breaks_while_it_is_written_stops_the_work(folde
         assert await metric(client, "pequod:request_aborts_total", cause="disconnect") == 1
 
 
-async def test_a_slow_reader_leaves_tokens_in_the_engines_mailbox(folder):
-    drawn = []
+async def test_slow_reader_leaves_tokens_with_the_engine(folder):
+    sampled = []
 
     def say(request):
         for token in ids(LONG):
-            drawn.append(token)
+            sampled.append(token)
             yield token
 
     engine = FakeEngine(say)
     async with serving(folder, engine) as (_, app):
         driver = Driver(app, body(stream=True))
         task = asyncio.create_task(driver.run())
-        await until(lambda: drawn)
+        await until(lambda: sampled)
         for _ in range(200):
             await asyncio.sleep(0)
-        assert len(drawn) <= 3, "the stream read ahead of its client"
+        assert len(sampled) <= 3, "the stream read ahead of its client"
         driver.may_send.set()
         await task
         assert joined(chunks(driver.text))[0]["text"] == LONG[: len(joined(chunks(driver.text))[0]["text"])]
-        assert len(drawn) > 50
+        assert len(sampled) > 50
 
 
 # Silence
 
 
-async def test_silence_is_filled_with_comments_also_in_the_queue(folder, monkeypatch):
-    monkeypatch.setattr(generation, "HEARTBEAT_S", 0.02)
+async def test_comments_are_sent_during_silence_and_while_queued(folder, monkeypatch):
+    monkeypatch.setattr(choices, "HEARTBEAT_S", 0.02)
     engine = FakeEngine(saying("the whale"))
     engine.hold()
     async with serving(folder, engine) as (_, app), listening(app) as url, httpx.AsyncClient(base_url=url) as real:
@@ -251,8 +250,8 @@ async def test_silence_is_filled_with_comments_also_in_the_queue(folder, monkeyp
         assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "the whale"
 
 
-async def test_nothing_but_events_is_written_while_tokens_come(folder, monkeypatch):
-    monkeypatch.setattr(generation, "HEARTBEAT_S", 5.0)
+async def test_no_comments_are_sent_while_tokens_arrive(folder, monkeypatch):
+    monkeypatch.setattr(choices, "HEARTBEAT_S", 5.0)
     seen = events((await ask(folder, COMPLETIONS, body(stream=True), FakeEngine(saying(LONG)))).text)
     assert not [event for event in seen if isinstance(event, str) and event.startswith(":")]
 
@@ -261,7 +260,7 @@ async def test_nothing_but_events_is_written_while_tokens_come(folder, monkeypat
 
 
 @WHOLE_OR_STREAM
-async def test_an_error_before_the_first_byte_has_its_own_status(folder, stream):
+async def test_error_before_the_first_byte_has_its_own_status(folder, stream):
     engine = FakeEngine(saying(LONG))
     engine.error_at = (1, "the step ran out of memory")
     async with serving(folder, engine) as (client, _):
@@ -277,12 +276,12 @@ async def test_an_error_before_the_first_byte_has_its_own_status(folder, stream)
 @pytest.mark.parametrize(
     ("code", "expected"), [(ErrorCode.GRAMMARS_BUSY, (503, "grammars_busy")), (None, (500, "engine_error"))]
 )
-def test_the_status_follows_the_code_of_the_error_and_not_its_sentence(code, expected):
-    error = generation.unfinished(TokenDelta(id=1, finish_reason="error", error="any sentence", code=code))
+def test_status_depends_on_the_code_of_the_error_and_not_on_its_text(code, expected):
+    error = choices.unfinished(TokenDelta(id=1, finish_reason="error", error="any sentence", code=code))
     assert (error.status, error.code) == expected
 
 
-async def test_an_error_after_the_first_byte_is_an_event_and_then_done(folder):
+async def test_error_after_the_first_byte_is_an_event_before_done(folder):
     def engine():
         made = FakeEngine(saying(LONG))
         made.error_at = (4, "the step ran out of memory")
@@ -299,7 +298,7 @@ async def test_an_error_after_the_first_byte_is_an_event_and_then_done(folder):
 
 
 @WHOLE_OR_STREAM
-async def test_an_engine_that_dies_for_good_is_503(folder, stream):
+async def test_engine_that_cannot_be_restarted_is_a_503(folder, stream):
     engine = FakeEngine(saying(LONG))
     engine.hold()
     async with serving(folder, engine) as (client, _):
@@ -313,7 +312,7 @@ async def test_an_engine_that_dies_for_good_is_503(folder, stream):
 
 
 @WHOLE_OR_STREAM
-async def test_a_bug_is_a_500_that_tells_nothing(folder, stream):
+async def test_bug_is_a_500_without_details(folder, stream):
     def say(request):
         yield from ids("the")
         raise ValueError("the secret")
@@ -329,7 +328,7 @@ async def test_a_bug_is_a_500_that_tells_nothing(folder, stream):
 
 
 @WHOLE_OR_STREAM
-async def test_a_bug_while_the_answer_is_written_is_an_error_too(folder, stream):
+async def test_bug_while_the_response_is_encoded_is_an_internal_error(folder, stream):
     engine = FakeEngine(saying(LONG))
     async with serving(folder, engine) as (client, app):
 
@@ -342,12 +341,12 @@ async def test_a_bug_while_the_answer_is_written_is_an_error_too(folder, stream)
         error = events(response.text)[-2] if stream else response.json()
         assert error["error"]["code"] == "internal_error"
         assert engine.open == []
-        reason = "error" if stream else "stop"  # whole: all tokens had come before they were written
+        reason = "error" if stream else "stop"  # whole: all tokens had arrived before they were encoded
         assert await metric(client, "vllm:request_success_total", finished_reason=reason) == 1
 
 
 @WHOLE_OR_STREAM
-async def test_a_server_that_is_stopped_at_once_stops_the_work(folder, stream):
+async def test_cancelled_request_is_aborted_and_released(folder, stream):
     engine = FakeEngine(saying(LONG), delay=0.01)
     async with serving(folder, engine) as (client, app):
         driver = Driver(app, body(stream=stream))
@@ -364,7 +363,7 @@ async def test_a_server_that_is_stopped_at_once_stops_the_work(folder, stream):
 
 
 @WHOLE_OR_STREAM
-async def test_a_full_queue_is_refused_before_the_first_byte(folder, stream):
+async def test_full_queue_is_a_503_before_the_first_byte(folder, stream):
     engine = FakeEngine(saying(LONG))
     engine.hold()
     async with serving(folder, engine, max_num_queued_reqs=1) as (client, _):
@@ -383,7 +382,7 @@ async def test_a_full_queue_is_refused_before_the_first_byte(folder, stream):
 
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("by", ["client", "server"])
-async def test_a_deadline_before_the_first_byte_is_504(folder, stream, by):
+async def test_deadline_before_the_first_byte_is_a_504(folder, stream, by):
     engine = FakeEngine(saying(LONG))
     engine.hold()
     limit = {"request_timeout": 0.05} if by == "server" else {}
@@ -397,7 +396,7 @@ async def test_a_deadline_before_the_first_byte_is_504(folder, stream, by):
         assert await metric(client, "pequod:request_aborts_total", cause=cause) == 1
 
 
-async def test_a_deadline_after_the_first_byte_is_an_event(folder):
+async def test_deadline_after_the_first_byte_is_an_event(folder):
     engine = FakeEngine(saying(LONG), delay=0.02)
     response = await ask(folder, COMPLETIONS, body(stream=True), engine, headers={"X-Deadline-Ms": "200"})
     assert response.status_code == 200
@@ -407,14 +406,14 @@ async def test_a_deadline_after_the_first_byte_is_an_event(folder):
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "1.5", "soon", "", "9" * 400, "٣"])
-async def test_a_bad_deadline_is_refused(folder, value):
+async def test_invalid_deadline_is_refused(folder, value):
     response = await ask(folder, COMPLETIONS, body(), headers={"X-Deadline-Ms": value.encode()})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "X-Deadline-Ms"
 
 
 @WHOLE_OR_STREAM
-async def test_the_end_of_the_drain_ends_what_still_runs(folder, stream):
+async def test_end_of_the_drain_ends_running_requests(folder, stream):
     engine = FakeEngine(saying(LONG), delay=0.01)
     async with serving(folder, engine) as (client, app):
         state = app.state.pequod
@@ -433,7 +432,7 @@ async def test_the_end_of_the_drain_ends_what_still_runs(folder, stream):
         assert await metric(client, "pequod:request_aborts_total", cause="drain") == 1
 
 
-async def test_a_drain_lets_short_answers_end(folder):
+async def test_short_responses_end_during_the_drain(folder):
     engine = FakeEngine(saying("the whale"), delay=0.01)
     async with serving(folder, engine) as (client, app):
         task = asyncio.create_task(client.post(COMPLETIONS, json=body(stream=True)))
@@ -447,7 +446,7 @@ async def test_a_drain_lets_short_answers_end(folder):
 # Several choices
 
 
-async def test_choices_come_side_by_side_and_one_that_fails_ends_all(folder):
+async def test_choices_run_concurrently_and_an_error_ends_all(folder):
     engine = FakeEngine(saying(LONG), info=replace(INFO, max_seqs=3))
     async with serving(folder, engine) as (client, _):
         text = (await client.post(COMPLETIONS, json=body(n=3, stream=True))).text
@@ -470,7 +469,7 @@ async def test_tasks_do_not_outlive_their_request(folder):
         assert len(asyncio.all_tasks()) == before
 
 
-async def test_the_time_to_the_first_token_counts_from_the_requests_arrival(folder):
+async def test_time_to_first_token_begins_when_the_request_arrives(folder):
     engine = FakeEngine(saying("the whale"))
     async with serving(folder, engine) as (client, app):
         prompts = app.state.pequod.model.prompts
@@ -483,5 +482,5 @@ async def test_the_time_to_the_first_token_counts_from_the_requests_arrival(fold
         prompts.encode = slow
         began = time.monotonic()
         await client.post(COMPLETIONS, json=body())
-        told = await metric(client, "vllm:time_to_first_token_seconds_sum")
-        assert 0.05 <= told <= time.monotonic() - began
+        ttft_s = await metric(client, "vllm:time_to_first_token_seconds_sum")
+        assert 0.05 <= ttft_s <= time.monotonic() - began

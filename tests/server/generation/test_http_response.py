@@ -1,11 +1,11 @@
-"""A stream's deltas, joined, are the answer in one piece, byte for byte: any format, any text, any cut."""
+"""A stream's deltas add up to the response without a stream: in any format, for any text, however it is split."""
 
 import random
 from dataclasses import replace
 
 import pytest
 
-from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, markers
+from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
 from tests.fakes import TEMPLATE, model_folder, serving
 from tests.server.api.test_tools import CLOCK, WEATHER
 from tests.server.parsers.test_parsers import write
@@ -25,28 +25,28 @@ CASES += [Formats(None, "think"), Formats("hermes", None), Formats()]
 
 
 def text_of(rng, formats):
-    """A message as it should be, or marks, half marks and what may stand between them."""
+    """Return a well-formed message, or delimiters, parts of delimiters and other text in any order."""
     if formats.tools and formats.reasoning and rng.random() < 0.4:
         calls = [("weather", {"place": rng.choice(WORDS)}), ("clock", {})][: rng.randrange(3)]
         return write(formats, rng.choice(["", "hm"]), rng.choice(["", "the sea"]), calls) or "the sea"
-    marks = [*sorted(markers(formats)), "<think>", "</think>"]
+    texts = [*sorted(delimiters(formats)), "<think>", "</think>"]
     pieces = []
     for _ in range(rng.randrange(1, 14)):
-        piece = rng.choice(marks if rng.random() < 0.45 else WORDS)
+        piece = rng.choice(texts if rng.random() < 0.45 else WORDS)
         pieces.append(piece if rng.random() < 0.9 else piece[: rng.randrange(len(piece) + 1)])
     return "".join(pieces) or "the sea"
 
 
-def spelt(text):
-    """Tokens of a text in which the fake model's own end token does not stand."""
+def spelling(text):
+    """Return the tokens of a text without the fake model's own end token."""
     first, *others = text.split("<|end|>")
     return ids(first) + [token for other in others for token in [*ids("<|en"), *ids("d|>"), *ids(other)]]
 
 
-def merged(answer_chunks):
-    """What a client has put together in the end."""
+def merged(stream_chunks):
+    """Return what a client assembles from the chunks."""
     message, logprobs, tokens, finish, usage = {"content": ""}, [], [], None, None
-    for chunk in answer_chunks:
+    for chunk in stream_chunks:
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
             delta = choice["delta"]
@@ -63,26 +63,26 @@ def merged(answer_chunks):
                 else:
                     assert "name" not in piece["function"] and "id" not in piece
                 calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
-            assert finish is None, "something came after the end"
+            assert finish is None, "a chunk follows the end"
             finish = choice["finish_reason"]
             logprobs += choice["logprobs"]["content"] if choice["logprobs"] else []
             tokens += choice.get("token_ids", [])
     return message, logprobs, tokens, finish, usage
 
 
-def whole(answer):
-    """The same of the answer in one piece, without the calls' random ids."""
-    [choice] = answer["choices"]
+def whole(response):
+    """Return the same of a response without a stream, without the random ids of the calls."""
+    [choice] = response["choices"]
     message = {k: v for k, v in choice["message"].items() if k not in ("role", "refusal")}
     message["content"] = message["content"] or ""
     for call in message.get("tool_calls", ()):
         assert call.pop("id").startswith("call_")
-    usage = answer["usage"]
-    return message, choice["logprobs"]["content"], choice["token_ids"], choice["finish_reason"], usage
+    logprobs = choice["logprobs"]["content"]
+    return message, logprobs, choice["token_ids"], choice["finish_reason"], response["usage"]
 
 
 @pytest.mark.parametrize("formats", CASES, ids=lambda f: f"{f.tools}-{f.reasoning}")
-async def test_a_stream_joined_is_the_whole_answer(tmp_path, formats):
+async def test_stream_adds_up_to_the_whole_response(tmp_path, formats):
     rng = random.Random(f"{formats}")
     config = {"eos_token": "<|end|>", "chat_template": "{# tools #}" + TEMPLATE}
     folder = model_folder(tmp_path / "fake", tokenizer_config=config)
@@ -92,8 +92,8 @@ async def test_a_stream_joined_is_the_whole_answer(tmp_path, formats):
         app.state.pequod.model = replace(app.state.pequod.model, formats=formats)
         for _ in range(EXAMPLES):
             text = text_of(rng, formats)
-            spoken = [*spelt(text), END]
-            engine.say = lambda request, spoken=spoken: spoken
+            output = [*spelling(text), END]
+            engine.say = lambda request, output=output: output
             body = {"messages": QUESTION, "logprobs": True, "return_token_ids": True, "seed": 1}
             if formats.tools and rng.random() < 0.8:
                 body["tools"] = [WEATHER, CLOCK]
@@ -102,13 +102,13 @@ async def test_a_stream_joined_is_the_whole_answer(tmp_path, formats):
                 body["stop"] = [text[at : at + rng.randrange(1, 5)], "whale"]
                 body["include_stop_str_in_output"] = rng.random() < 0.5
             if rng.random() < 0.2:
-                body["max_tokens"] = rng.randrange(1, len(spoken) + 1)
+                body["max_tokens"] = rng.randrange(1, len(output) + 1)
             engine.per_delta = rng.choice([1, 1, 2, 5, 100])
-            at_once = await client.post(CHAT, json=body)
-            assert at_once.status_code == 200, at_once.text
+            response = await client.post(CHAT, json=body)
+            assert response.status_code == 200, response.text
             engine.per_delta = rng.choice([1, 1, 2, 5, 100])
             streamed = await client.post(CHAT, json={**body, "stream": True, "stream_options": {"include_usage": True}})
-            expected = whole(at_once.json())
+            expected = whole(response.json())
             assert merged(chunks(streamed.text)) == expected, (text, body)
             kinds.update(expected[0], [expected[3]])
     assert "content" in kinds and "stop" in kinds

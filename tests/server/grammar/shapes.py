@@ -1,4 +1,4 @@
-"""Grammars that are deep by their references: within 64 KB they overflow an ordinary thread's stack."""
+"""Grammars whose references are nested so deeply that compiling them overflows the stack of an ordinary thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 def schema_chain(wrap: Callable[[Json], Json], length: int | None = None) -> str:
-    """Definitions each of which refers to the next one, as many as fit."""
+    """Return definitions that each refer to the next one, by default as many as fit."""
 
     def make(count: int) -> str:
         definitions = {f"d{i}": wrap({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
@@ -23,7 +23,7 @@ def schema_chain(wrap: Callable[[Json], Json], length: int | None = None) -> str
 
 
 def rule_chain(body: str, name: str = "r", length: int | None = None) -> str:
-    """Rules each of which names the next one; `body` has {} in its place."""
+    """Return rules that each refer to the next one, whose name replaces {} in `body`."""
 
     def make(count: int) -> str:
         rules = "".join(f"{name}{i}: {body.format(f'{name}{i + 1}')}\n" for i in range(count))
@@ -33,7 +33,7 @@ def rule_chain(body: str, name: str = "r", length: int | None = None) -> str:
 
 
 def largest(make: Callable[[int], str]) -> str:
-    """The longest text that is within LIMIT."""
+    """Return the longest text of less than LIMIT bytes."""
     low, high = 1, 1 << 16
     while high - low > 1:
         middle = (low + high) // 2

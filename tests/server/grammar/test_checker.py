@@ -1,4 +1,4 @@
-"""The gate: whatever a grammar does to the library that compiles it, one request is refused, and callers take turns."""
+"""The gate: a grammar that harms the library affects only its own request, and callers take turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.server.grammar.shapes import DEEP, rule_chain
 
 
 async def verdict(gate: Gate, kind: str, text: str, caller: str = "a") -> str | None:
-    """What is wrong with a grammar; None: nothing."""
+    """Return the error message about a grammar; None if it is valid."""
     try:
         await gate.check(Grammar(kind, text, "f"), caller)
     except ApiError as error:
@@ -33,7 +33,7 @@ async def verdict(gate: Gate, kind: str, text: str, caller: str = "a") -> str | 
 
 
 def slow(number: int) -> str:
-    """A grammar that takes longer than the quick ones may, and is like no other."""
+    """Return a grammar that exceeds QUICK_S, different for each number."""
     return rule_chain("{}+", "T", 1200 + number)
 
 
@@ -45,7 +45,7 @@ async def gate():
 
 
 @pytest.mark.parametrize("name", DEEP)
-async def test_a_deep_grammar_costs_its_own_request_at_most(name, gate):
+async def test_deep_grammar_fails_at_most_its_own_request(name, gate):
     kind, make = DEEP[name]
     await verdict(gate, "regex", "a")
     pid = gate.checker._process.pid
@@ -55,7 +55,7 @@ async def test_a_deep_grammar_costs_its_own_request_at_most(name, gate):
     assert gate.checker._process.pid == pid, "the checker's process has died"
 
 
-async def test_what_takes_too_long_is_refused_once(monkeypatch, gate):
+async def test_grammar_that_takes_too_long_is_checked_once(monkeypatch, gate):
     monkeypatch.setattr(gate_module, "SLOW_S", 0.1)
     checked = []
     check = gate.checker.check
@@ -65,7 +65,7 @@ async def test_what_takes_too_long_is_refused_once(monkeypatch, gate):
     assert checked == [gate_module.QUICK_S, 0.1]
 
 
-async def test_what_fills_the_memory_is_refused(monkeypatch, gate):
+async def test_grammar_that_fills_the_memory_is_refused(monkeypatch, gate):
     monkeypatch.setattr(gate_module, "SLOW_S", 20.0)
     code = "import server.grammar.checker_worker as checker; checker.MEMORY_BYTES = 1 << 20; checker.main()"
 
@@ -87,17 +87,17 @@ async def test_quick_grammars_do_not_wait_for_slow_ones(gate):
 
     bombs = [asyncio.create_task(check(f"bomb {i}", "lark", slow(i), "attacker")) for i in range(10)]
     await asyncio.sleep(0)
-    mine = asyncio.create_task(check("mine", "regex", "[a-z]+", "somebody"))
+    mine = asyncio.create_task(check("mine", "regex", "[a-z]+", "another"))
     own = asyncio.create_task(check("own", "regex", "[a-z]*", "attacker"))
     await asyncio.gather(mine, own)
-    assert order[0] == "mine", "other callers take turns with whoever sends many"
-    assert len(order) <= 5, "and one's own quick one does not wait until one's slow ones are done"
+    assert order[0] == "mine", "other callers take turns with one that sends many"
+    assert len(order) <= 5, "a caller's own quick grammar does not wait for all of its slow ones"
     for bomb in bombs:
         bomb.cancel()
     await asyncio.gather(*bombs, return_exceptions=True)
 
 
-async def test_a_killed_checker_is_replaced_and_the_request_is_answered(gate):
+async def test_killed_checker_is_restarted_and_the_grammar_checked_again(gate):
     assert await verdict(gate, "regex", "a") is None
     first = gate.checker._process.pid
     waiting = asyncio.create_task(verdict(gate, "lark", slow(500)))
@@ -107,7 +107,7 @@ async def test_a_killed_checker_is_replaced_and_the_request_is_answered(gate):
     assert gate.checker._process.pid != first
 
 
-async def test_a_checker_that_cannot_be_started_is_no_fault_of_the_client(monkeypatch, gate):
+async def test_checker_that_cannot_be_started_is_a_503(monkeypatch, gate):
     def refuse(*args):
         raise OSError("no processes left")
 
@@ -117,7 +117,7 @@ async def test_a_checker_that_cannot_be_started_is_no_fault_of_the_client(monkey
     assert (caught.value.status, caught.value.code) == (503, "grammars_unavailable")
 
 
-async def test_whoever_waits_too_long_is_told_to_come_back(monkeypatch, gate):
+async def test_long_wait_is_a_503_with_retry_after(monkeypatch, gate):
     monkeypatch.setattr(gate_module, "WAIT_S", 0.01)
     with pytest.raises(ApiError) as caught:
         await gate.check(Grammar("lark", slow(0), "f"), "a")
@@ -125,20 +125,20 @@ async def test_whoever_waits_too_long_is_told_to_come_back(monkeypatch, gate):
     assert caught.value.retry_after
 
 
-async def test_the_check_of_a_grammar_ends_with_the_last_who_waits_for_it(gate):
+async def test_check_is_cancelled_when_its_last_waiter_disconnects(gate):
     tasks = [asyncio.create_task(verdict(gate, "lark", slow(1))) for _ in range(2)]
-    behind = asyncio.create_task(verdict(gate, "lark", slow(2)))
+    following = asyncio.create_task(verdict(gate, "lark", slow(2)))
     await asyncio.sleep(0.02)
     tasks[0].cancel()
     await asyncio.sleep(0)
-    assert gate._checking, "somebody else waits for it"
+    assert gate._checking, "another request waits for it"
     tasks[1].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await behind
+    await following
     assert not gate._checking
 
 
-async def test_the_checker_ends_with_its_parent(gate, monkeypatch):
+async def test_closed_gate_ends_the_checker_which_has_no_secrets(gate, monkeypatch):
     monkeypatch.setenv("PEQUOD_API_KEY", "canary")
     await verdict(gate, "regex", "a")
     pid = gate.checker._process.pid
@@ -152,20 +152,20 @@ async def test_the_checker_ends_with_its_parent(gate, monkeypatch):
 
 
 class Waiting:
-    """A checker whose verdicts come when the test says so."""
+    """A checker whose verdicts the test sets."""
 
     def __init__(self) -> None:
-        self.asked: list[asyncio.Future[Verdict]] = []
+        self.verdicts: list[asyncio.Future[Verdict]] = []
 
     async def check(self, kind: str, text: str, cpu_s: float) -> Verdict:
-        self.asked.append(asyncio.get_running_loop().create_future())
-        return await self.asked[-1]
+        self.verdicts.append(asyncio.get_running_loop().create_future())
+        return await self.verdicts[-1]
 
     async def close(self) -> None:
         pass
 
 
-async def test_who_hangs_up_keeps_its_turn_until_the_fork_has_ended(gate):
+async def test_cancelled_check_keeps_its_turn_until_the_fork_has_ended(gate):
     await verdict(gate, "regex", "a")
     checker = gate.checker
     checker._writer, real = SimpleNamespace(write=lambda data: None), checker._writer
@@ -182,7 +182,7 @@ async def test_who_hangs_up_keeps_its_turn_until_the_fork_has_ended(gate):
     checker._writer = real
 
 
-async def test_who_comes_as_the_last_one_hangs_up_begins_anew():
+async def test_request_after_the_last_waiter_left_starts_a_new_check():
     gate = Gate()
     gate.checker = Waiting()
     grammar = Grammar("regex", "a", "f")
@@ -192,12 +192,12 @@ async def test_who_comes_as_the_last_one_hangs_up_begins_anew():
     await asyncio.sleep(0)
     second = asyncio.create_task(gate.check(grammar, "a"))
     await asyncio.sleep(0.01)
-    gate.checker.asked[-1].set_result(Verdict(1, None, 0.5, "done"))
+    gate.checker.verdicts[-1].set_result(Verdict(1, None, 0.5, "done"))
     assert (await second).compile_s == 0.5
     assert first.cancelled()
 
 
-async def test_a_check_that_is_killed_is_tried_again_and_not_remembered_as_bad():
+async def test_killed_check_is_retried_and_its_verdict_not_cached():
     gate = Gate()
     gate.checker = Waiting()
     grammar = Grammar("regex", "a", "f")
@@ -206,7 +206,7 @@ async def test_a_check_that_is_killed_is_tried_again_and_not_remembered_as_bad()
         for ended in ends:
             await asyncio.sleep(0.01)
             problem = TOO_LARGE if ended == "killed" else None
-            gate.checker.asked[-1].set_result(Verdict(1, problem, 0.0, ended))
+            gate.checker.verdicts[-1].set_result(Verdict(1, problem, 0.0, ended))
         if status is None:
             assert await checking
         else:

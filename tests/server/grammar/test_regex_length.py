@@ -1,4 +1,4 @@
-"""How long a match is at least: the same as Python's own parser says, where both know the notation."""
+"""The length of the shortest match: equal to that of Python's own parser where both know the notation."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from server.grammar.regex_length import ENOUGH, MAX_SHORTEST, is_too_long, short
         ("[abc", 1),
     ],
 )
-def test_the_shortest_match(pattern, characters):
+def test_shortest_match_of_each_kind_of_token(pattern, characters):
     if characters == ENOUGH:
         assert shortest(pattern) > MAX_SHORTEST
     else:
         assert shortest(pattern) == characters
 
 
-def test_what_is_only_written_out_is_not_too_long():
+def test_only_counts_make_a_pattern_too_long():
     assert is_too_long("a{20000}")
     assert is_too_long("(a{200}){200}")
     assert not is_too_long("a{0,20000}b{16000}")
@@ -55,7 +55,7 @@ PATTERNS = st.lists(SEQUENCES, min_size=1, max_size=3).map("|".join)
 
 
 @given(PATTERNS, PATTERNS, st.integers(0, 50))
-def test_it_is_what_python_says(left, right, times):
+def test_length_equals_that_of_pythons_parser(left, right, times):
     pattern = f"({left}){{{times}}}(?:{right})"
     assert shortest(pattern) == _parser.parse(pattern).getwidth()[0]
 
@@ -66,5 +66,5 @@ def test_any_text_has_a_length(text):
 
 
 @pytest.mark.parametrize("piece", ["[", "(", "(?", "\\p{", "{1", "\\", "(?P<", "[^"])
-def test_a_long_text_is_read_once(piece):
-    assert shortest(piece * (65_536 // len(piece))) >= 0  # a search that begins anew would take minutes
+def test_long_pattern_is_parsed_in_linear_time(piece):
+    assert shortest(piece * (65_536 // len(piece))) >= 0  # quadratic time would be minutes

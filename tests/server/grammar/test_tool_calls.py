@@ -1,4 +1,4 @@
-"""What a call grammar lets through, drawn at random, is what the parser of its format reads as valid calls."""
+"""Random texts that a call grammar allows are valid calls to the parser of its format."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llguidance import LLMatcher
 from engine import builtin
 from engine.grammar import limits, source
 from engine.grammar.table import Table
-from server.grammar.schemas import wrong
+from server.grammar.schemas import find_problem
 from server.grammar.tool_calls import arguments, call_grammar
-from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, join, markers, message_parser
+from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters, join, message_parser
 from server.parsers.formats import BLOCKS
 from tests.server.parsers.test_parsers import read
 
@@ -60,8 +60,8 @@ ENDINGS = [
 ]
 
 
-class Drawer:
-    """Draws answers from grammars, as a model would whose every logit is the same, but for a wish to come to an end."""
+class Sampler:
+    """Samples completions from grammars, as a model with equal logits that prefers tokens which close something."""
 
     def __init__(self, path) -> None:
         self.library = tokenizers.Tokenizer.from_file(str(path))
@@ -80,47 +80,47 @@ class Drawer:
         ids = self.library.encode(text, add_special_tokens=False).ids
         return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
-    def draw(self, lark: str, chance: random.Random, most: int = 500) -> str | None:
-        """One whole answer; None when it did not come to an end."""
+    def sample(self, lark: str, rng: random.Random, max_tokens: int = 500) -> str | None:
+        """Return one completion; None if it is longer than `max_tokens`."""
         matcher = self.matcher(lark)
         bits = np.zeros(-(-self.table.library.vocab_size // 32), np.int32)
         ids: list[int] = []
-        while len(ids) < most:
-            if matcher.is_stopped() or (matcher.is_accepting() and chance.random() < 0.3):
+        while len(ids) < max_tokens:
+            if matcher.is_stopped() or (matcher.is_accepting() and rng.random() < 0.3):
                 return self.library.decode(ids, skip_special_tokens=False)
-            ending = chance.choice(self.endings)
-            if chance.random() < 0.6 and matcher.validate_tokens(ending) == len(ending):
+            ending = rng.choice(self.endings)
+            if rng.random() < 0.6 and matcher.validate_tokens(ending) == len(ending):
                 matcher.consume_tokens(ending)
                 ids += ending
                 continue
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             assert not matcher.is_error(), matcher.get_error()
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-            token = int(chance.choice(allowed[allowed != self.table.end_id]))
+            token = int(rng.choice(allowed[allowed != self.table.end_id]))
             assert matcher.consume_token(token), self.library.id_to_token(token)
             ids.append(token)
         return None
 
 
 @pytest.fixture(scope="module")
-def small() -> Drawer:
-    return Drawer(builtin.path() / "tokenizer.json")
+def small() -> Sampler:
+    return Sampler(builtin.path() / "tokenizer.json")
 
 
 @pytest.fixture(scope="module")
-def marked(tmp_path_factory) -> Drawer:
-    """The small vocabulary, in which all marks are tokens."""
+def marked(tmp_path_factory) -> Sampler:
+    """The small vocabulary with all delimiters of reasoning as tokens."""
     path = tmp_path_factory.mktemp("marked") / "tokenizer.json"
     library = tokenizers.Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
-    library.add_special_tokens(sorted(mark for name in REASONING_FORMATS for mark in markers(Formats(None, name))))
+    library.add_special_tokens(sorted(text for name in REASONING_FORMATS for text in delimiters(Formats(None, name))))
     library.save(str(path))
-    return Drawer(path)
+    return Sampler(path)
 
 
 @pytest.fixture(scope="module")
-def large(data) -> Drawer:
-    """Qwen3's vocabulary, in which marks of calls and reasoning are tokens."""
-    return Drawer(data / "tokenizers/qwen3/tokenizer.json")
+def large(data) -> Sampler:
+    """Qwen3's vocabulary, in which the delimiters of calls and reasoning are tokens."""
+    return Sampler(data / "tokenizers/qwen3/tokenizer.json")
 
 
 def formats_of(tools: str, reasoning: bool = True) -> Formats:
@@ -128,7 +128,7 @@ def formats_of(tools: str, reasoning: bool = True) -> Formats:
 
 
 def check(text: str, formats: Formats, tools, opened: bool = False) -> int:
-    """Read an answer; all its calls are valid. Gives how many there are."""
+    """Parse a completion, assert that its calls are valid, and return their number."""
     ids = itertools.count()
     reader = message_parser(formats, tools=tools, opened=opened, new_id=lambda: str(next(ids)))
     message = join([*reader.feed(text), *reader.finish()])
@@ -137,13 +137,13 @@ def check(text: str, formats: Formats, tools, opened: bool = False) -> int:
     return len(message.calls)
 
 
-def draw_all(drawer: Drawer, formats: Formats, tools, times: int, **options) -> list[int]:
-    """How many calls the answers have that came to an end."""
-    made = call_grammar(formats, tools, special=drawer.special, **options)
-    assert wrong(made.kind, made.text) is None
+def sample_all(sampler: Sampler, formats: Formats, tools, times: int, **options) -> list[int]:
+    """Return the number of calls in each completion that came to an end."""
+    made = call_grammar(formats, tools, special=sampler.special, **options)
+    assert find_problem(made.kind, made.text) is None
     counts = []
     for seed in range(times):
-        text = drawer.draw(made.text, random.Random(seed))
+        text = sampler.sample(made.text, random.Random(seed))
         if text is not None:
             counts.append(check(text, made.formats, tools, options["opened"]))
     return counts
@@ -151,45 +151,44 @@ def draw_all(drawer: Drawer, formats: Formats, tools, times: int, **options) -> 
 
 @EACH
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
-def test_what_is_drawn_are_valid_calls(small, tools, opened):
+def test_sampled_calls_are_valid(small, tools, opened):
     formats = formats_of(tools)
-    several = draw_all(small, formats, TOOLS, 12, required=True, parallel=True, opened=opened)
-    single = draw_all(small, formats, TOOLS, 12, required=True, parallel=False, opened=opened)
-    assert len(several) >= 4 and len(single) >= 4, "most answers come to an end"
+    several = sample_all(small, formats, TOOLS, 12, required=True, parallel=True, opened=opened)
+    single = sample_all(small, formats, TOOLS, 12, required=True, parallel=False, opened=opened)
+    assert len(several) >= 4 and len(single) >= 4, "a third of the completions come to an end"
     assert min(several) >= 1 and set(single) == {1}
     assert max(several) > 1 or tools == "gpt_oss"
 
 
 @EACH
-def test_marks_that_are_tokens_are_drawn_as_tokens(large, tools):
-    counts = draw_all(large, formats_of(tools), TOOLS, 6, required=True, parallel=True, opened=False)
+def test_delimiters_that_are_tokens_are_sampled_as_tokens(large, tools):
+    counts = sample_all(large, formats_of(tools), TOOLS, 6, required=True, parallel=True, opened=False)
     assert counts and min(counts) >= 1
 
 
 @EACH
-def test_a_named_function_is_called_once(small, tools):
+def test_named_function_is_called_once(small, tools):
     made = call_grammar(
         formats_of(tools, False), {"ring_bell": {}}, required=True, parallel=False, opened=False, special=small.special
     )
-    texts = [small.draw(made.text, random.Random(seed)) for seed in range(5)]
+    texts = [small.sample(made.text, random.Random(seed)) for seed in range(5)]
     messages = [read(made.formats, text, tools=TOOLS) for text in texts if text is not None]
     assert messages
     assert all([call.name for call in message.calls] == ["ring_bell"] for message in messages)
 
 
 @EACH
-def test_with_auto_the_answer_may_be_text_but_no_bad_call(small, tools):
+def test_without_required_the_completion_may_be_text_but_no_invalid_call(small, tools):
     formats = formats_of(tools)
     made = call_grammar(formats, TOOLS, required=False, parallel=True, opened=False, special=small.special)
     forced = call_grammar(formats, TOOLS, required=True, parallel=True, opened=False, special=small.special)
-    call = next(text for seed in range(50) if (text := small.draw(forced.text, random.Random(seed))) is not None)
+    call = next(text for seed in range(50) if (text := small.sample(forced.text, random.Random(seed))) is not None)
     prose = "<|channel|>final<|message|>The sea." if tools == "gpt_oss" else "The sea."
     assert small.allows(made.text, prose) and not small.allows(forced.text, prose)
     assert small.allows(made.text, call)
     if tools not in ("json", "llama3_json", "gpt_oss"):
         assert small.allows(made.text, f"The sea. {call}") or "<think>" in call
-        mark = call_grammar(formats, TOOLS, required=False, parallel=True, opened=False, special=small.special)
-        assert not small.allows(mark.text, f"{FIRST[tools]} and then")
+        assert not small.allows(made.text, f"{FIRST[tools]} and then")
 
 
 FIRST = {
@@ -214,61 +213,61 @@ FIRST = {
         {"anyOf": [{"type": "object"}]},
     ],
 )
-def test_what_tags_cannot_say_is_said_in_json(small, schema):
+def test_arguments_that_tags_cannot_express_are_written_as_json(small, schema):
     made = call_grammar(
         Formats("qwen3_coder", "think"), {"f": schema}, required=True, parallel=True, opened=False, special={}
     )
     assert made.formats == Formats("json", "think")
 
 
-def test_a_model_without_a_format_writes_json():
+def test_model_without_a_format_writes_json():
     made = call_grammar(Formats(), TOOLS, required=True, parallel=False, opened=False, special={})
     assert made.formats == Formats("json", None)
 
 
-def test_arguments_are_closed_where_nothing_says_otherwise():
+def test_arguments_allow_no_other_properties_by_default():
     assert arguments({}) == {"type": "object", "properties": {}, "additionalProperties": False}
-    described = {"properties": {"description": {"type": "string", "description": "of it"}}}
+    described = {"properties": {"description": {"type": "string", "description": "any"}}}
     closed = {"type": "object", "properties": {"description": {"type": "string"}}, "additionalProperties": False}
     assert arguments(described) == closed
-    assert described["properties"]["description"] == {"type": "string", "description": "of it"}, "the client's own"
-    for said in ({"additionalProperties": {"type": "integer"}}, {"anyOf": [{"required": ["a"]}]}):
-        schema = {"type": "object", "properties": {"a": {}}, **said}
+    assert described["properties"]["description"] == {"type": "string", "description": "any"}, "the client's own"
+    for more in ({"additionalProperties": {"type": "integer"}}, {"anyOf": [{"required": ["a"]}]}):
+        schema = {"type": "object", "properties": {"a": {}}, **more}
         assert arguments(schema) == schema
 
 
 def tool_sets(data):
-    """Functions of people's requests: [(id, {name: schema})]."""
+    """Yield the id and the functions, {name: schema}, of each recorded request."""
     for file in sorted((data / "function_calling").glob("*.jsonl")):
         for line in file.read_text().splitlines():
             case = json.loads(line)
             yield case["id"], {tool["function"]["name"]: tool["function"]["parameters"] for tool in case["tools"]}
 
 
-def test_all_functions_of_the_collections_can_be_forced(data):
+def test_all_recorded_functions_can_be_forced(data):
     refused = {}
     count = 0
     for number, (case, tools) in enumerate(tool_sets(data)):
         formats = formats_of(TOOL_FORMATS[number % len(TOOL_FORMATS)])
         made = call_grammar(formats, tools, required=True, parallel=True, opened=False, special={})
         count += 1
-        if (reason := wrong(made.kind, made.text)) is not None:
+        if (reason := find_problem(made.kind, made.text)) is not None:
             refused[case] = reason
     assert count > 900
     assert refused == {}
 
 
 @EACH
-def test_calls_drawn_for_the_collections_are_valid(data, small, tools):
+def test_calls_sampled_for_recorded_functions_are_valid(data, small, tools):
     ended = 0
     for case, functions in itertools.islice(tool_sets(data), TOOL_FORMATS.index(tools), None, 120):
-        counts = draw_all(small, formats_of(tools, False), functions, 2, required=True, parallel=True, opened=False)
+        counts = sample_all(small, formats_of(tools, False), functions, 2, required=True, parallel=True, opened=False)
         assert all(counts), case
         ended += len(counts)
     assert ended >= 4
 
 
-# Answers that are no calls
+# Completions that are not calls
 
 
 WHALE = {
@@ -279,21 +278,21 @@ WHALE = {
 }
 
 
-def shaped(drawer: Drawer, formats: Formats, tools=None, **more):
-    options = {"required": False, "parallel": True, "opened": False, "special": drawer.special}
+def shaped(sampler: Sampler, formats: Formats, tools=None, **more):
+    options = {"required": False, "parallel": True, "opened": False, "special": sampler.special}
     return call_grammar(formats, tools or {}, **options | more).text
 
 
 @EACH
-@pytest.mark.parametrize("spelt", ["letters", "tokens"])
-def test_an_answer_follows_its_schema_or_is_a_call(request, small, tools, spelt):
-    drawer = small if spelt == "letters" else request.getfixturevalue("large")
+@pytest.mark.parametrize("spelling", ["characters", "tokens"])
+def test_completion_follows_its_schema_or_is_a_call(request, small, tools, spelling):
+    sampler = small if spelling == "characters" else request.getfixturevalue("large")
     formats = formats_of(tools)
-    lark = shaped(drawer, formats, TOOLS, content=json.dumps(WHALE))
-    assert wrong("lark", lark) is None
+    lark = shaped(sampler, formats, TOOLS, content=json.dumps(WHALE))
+    assert find_problem("lark", lark) is None
     messages = []
     for seed in range(16):
-        text = drawer.draw(lark, random.Random(seed))
+        text = sampler.sample(lark, random.Random(seed))
         if text is not None:
             message = read(formats, text, tools=TOOLS)
             assert bool(message.content) != bool(message.calls)
@@ -301,11 +300,11 @@ def test_an_answer_follows_its_schema_or_is_a_call(request, small, tools, spelt)
                 jsonschema.validate(json.loads(message.content), WHALE)
             messages.append(message)
     assert any(message.content for message in messages)
-    assert not drawer.allows(lark, "The sea.")
+    assert not sampler.allows(lark, "The sea.")
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
-def test_reasoning_comes_before_the_schema(small, opened):
+def test_reasoning_precedes_the_content_of_a_schema(small, opened):
     lark = shaped(small, Formats(None, "think"), content=json.dumps(WHALE), opened=opened)
     assert small.allows(lark, ("" if opened else "<think>\n") + 'Some.\n</think>\n\n{"teeth": 50}')
     assert small.allows(lark, '{"teeth": 50}') is not opened
@@ -319,7 +318,7 @@ def test_reasoning_ends_within_its_budget(marked, reasoning):
     after = "<|start|>assistant<|channel|>final<|message|>" if reasoning == "gpt_oss" else "\n\n"
     for budget in (0, 1, 7):
         lark = shaped(marked, formats, budget=budget)
-        assert wrong("lark", lark) is None
+        assert find_problem("lark", lark) is None
         for words in (0, 1, 7, 8):
             thought = " whale" * words
             assert len(marked.library.encode(thought).ids) == words
@@ -327,7 +326,7 @@ def test_reasoning_ends_within_its_budget(marked, reasoning):
             assert marked.allows(lark, f"{opens}{thought}{closes}{after}Yes.") == fits, (budget, words)
 
 
-def test_a_budget_of_nothing_ends_a_block_that_the_prompt_opened(marked):
+def test_budget_of_0_ends_a_block_that_the_prompt_opened(marked):
     lark = shaped(marked, Formats(None, "think"), budget=0, opened=True)
     assert marked.allows(lark, "</think>\n\nYes.")
     assert not marked.allows(lark, "Hm.</think>\n\nYes.")

@@ -1,4 +1,4 @@
-"""Formats: which one a chat template belongs to, what of it must be visible, and where reasoning begins and ends."""
+"""Formats: their detection from a chat template, their delimiters, and where reasoning begins and ends."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import json
 
 import pytest
 
-from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, markers, reasoning_opened
+from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, reasoning_opened
+from server.parsers.formats import delimiters
 from server.tokenization.chat_template import ChatTemplates
 
-# Templates in small, each with the marks that its family's have.
+# Small templates, each with the delimiters of its family.
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 HERMES = (
     "{% if tools %}Functions: {{ tools | tojson }}\nCall one like this: "
     '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>{% endif %}'
 ) + CHATML
 CODER = (
-    "{% if tools %}{{ tools | tojson }} Call one so: <tool_call>\n<function=its_name>\n<parameter=its_parameter>\n"
+    "{% if tools %}{{ tools | tojson }} Call like this: <tool_call>\n<function=its_name>\n<parameter=its_parameter>\n"
     "value\n</parameter>\n</function>\n</tool_call>{% endif %}"
 ) + CHATML
 GLM = "{% if tools %}{{ tools }} <tool_call>name\n<arg_key>k</arg_key>\n<arg_value>v</arg_value></tool_call>{% endif %}"
@@ -76,24 +77,24 @@ KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{
         ("", Formats(None, None)),
     ],
 )
-def test_formats_are_seen_in_the_template(template, formats):
+def test_formats_are_detected_from_the_template(template, formats):
     assert detect(template) == formats
 
 
-def test_the_template_of_qwen3(data):
+def test_qwen3_template_is_detected(data):
     template = json.loads((data / "tokenizers/qwen3/tokenizer_config.json").read_text())["chat_template"]
     formats = detect(template)
     assert formats == Formats("hermes", "think")
-    assert markers(formats) == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+    assert delimiters(formats) == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
     templates = ChatTemplates({"default": template}, {})
-    asked = [{"role": "user", "content": "Is it <think>"}]
+    messages = [{"role": "user", "content": "Is it <think>"}]
     for thinking in (True, False):
-        prompt = templates.render(asked, None, template_kwargs={"enable_thinking": thinking})
-        assert not reasoning_opened(formats, prompt), "it begins to think by itself, or has ended it"
+        prompt = templates.render(messages, None, template_kwargs={"enable_thinking": thinking})
+        assert not reasoning_opened(formats, prompt), "the model opens the block itself, or the prompt has closed it"
 
 
 @pytest.mark.parametrize("reasoning", REASONING_FORMATS)
-def test_a_prompt_can_end_inside_of_reasoning(reasoning):
+def test_prompt_can_end_inside_reasoning(reasoning):
     formats = Formats("gpt_oss" if reasoning == "gpt_oss" else None, reasoning)
     closes = ends_reasoning(formats)
     assert closes is not None
@@ -107,19 +108,19 @@ def test_a_prompt_can_end_inside_of_reasoning(reasoning):
     assert not reasoning_opened(Formats(None, None), opens)
 
 
-def test_models_that_do_not_reason_have_nothing_to_end():
+def test_models_that_do_not_reason_have_no_closing_delimiter():
     assert ends_reasoning(Formats("hermes", None)) is None
 
 
 @pytest.mark.parametrize("tools", TOOL_FORMATS)
-def test_no_mark_stands_within_another(tools):
-    """The scanner counts on it."""
+def test_no_delimiter_contains_another(tools):
+    """Scanner.until relies on it."""
     for reasoning in REASONING_FORMATS:
-        marks = markers(Formats(tools, reasoning))
-        assert not [(a, b) for a in marks for b in marks if a != b and a in b]
+        found = delimiters(Formats(tools, reasoning))
+        assert not [(a, b) for a in found for b in found if a != b and a in b]
 
 
-def test_what_is_visible_without_calls_are_the_marks_of_reasoning():
-    assert markers(Formats(None, "think")) == {"<think>", "</think>"}
-    assert markers(Formats(None, None)) == markers(Formats("json", None)) == frozenset()
-    assert "<|channel|>" in markers(Formats(None, "gpt_oss"))
+def test_without_calls_only_the_delimiters_of_reasoning_are_visible():
+    assert delimiters(Formats(None, "think")) == {"<think>", "</think>"}
+    assert delimiters(Formats(None, None)) == delimiters(Formats("json", None)) == frozenset()
+    assert "<|channel|>" in delimiters(Formats(None, "gpt_oss"))

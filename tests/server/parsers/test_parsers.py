@@ -1,4 +1,4 @@
-"""Parsers: what was written comes out again, however the text is cut; what is no call is text; and it costs no more."""
+"""Parsers: they recover what a model wrote however its text is split, keep other text, and take linear time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server import parsers
-from server.parsers import TOOL_FORMATS, Call, Content, Formats, Message, Reasoning, join, markers, message_parser
-from server.parsers.formats import BLOCKS, MARKS
+from server.parsers import TOOL_FORMATS, Call, Content, Formats, Message, Reasoning, delimiters, join, message_parser
+from server.parsers.formats import BLOCKS, CALL_DELIMITERS
 
 PROPERTY = settings(
     max_examples=150,
@@ -63,12 +63,12 @@ def calls(message: Message) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in message.calls]
 
 
-def cut(text: str, places: list[int]) -> list[str]:
-    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+def split(text: str, cuts: list[int]) -> list[str]:
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
-# How a model writes a message. The slow obvious version of the formats: nothing here is the parsers' code.
+# How a model writes a message, without any of the parsers' code.
 
 
 def write(formats: Formats, reasoning: str, content: str, made: list[tuple[str, dict[str, Any]]]) -> str:
@@ -140,41 +140,19 @@ WRITERS = {
     "json": lambda content, made: "" if content or not made else f"[{', '.join(pair(*call) for call in made)}]",
 }
 
-ALL_MARKS = sorted(
-    {mark for marks in MARKS.values() for mark in marks} | {m for block in BLOCKS.values() for m in block}
-)
-PIECES = [*ALL_MARKS, "<function=", "</function>", "<parameter=x>", "</parameter>", *'{}[]"\\<>;,:|', "\n", " ", "\n\n"]
-PIECES += [
-    '{"name": "find_ship", "arguments": ',
-    '"parameters": {}',
-    "<thi",
-    "<tool_",
-    "```json",
-    "```",
-    "é",
-    "🐋",
-    "\u2028",
-]
-PIECES += [
-    "find_ship",
-    "ring-bell.now",
-    "function",
-    " to=",
-    "functions.",
-    "a",
-    "null",
-    "<|cha",
-    "true",
-    "name",
-    "\\u00",
-]
+ALL_DELIMITERS = sorted({*itertools.chain(*CALL_DELIMITERS.values(), *BLOCKS.values())})
+PIECES = [
+    *ALL_DELIMITERS, *'{}[]"\\<>;,:|', "<function=", "</function>", "<parameter=x>", "</parameter>", "\n", " ", "\n\n",
+    '{"name": "find_ship", "arguments": ', '"parameters": {}', "<thi", "<tool_", "```json", "```", "é", "🐋", "\u2028",
+    "find_ship", "ring-bell.now", "function", " to=", "functions.", "a", "null", "<|cha", "true", "name", "\\u00",
+]  # fmt: skip
 AWKWARD = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8).map("".join)
 CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 
-def without(marks):
-    """Text that could not be mistaken: with the marks themselves in it, no reader could know."""
-    return lambda text: not any(mark in text for mark in marks)
+def without(delimiters):
+    """Return a filter of unambiguous texts: those that contain none of the delimiters."""
+    return lambda text: not any(delimiter in text for delimiter in delimiters)
 
 
 def plain(text: str) -> str:
@@ -182,13 +160,13 @@ def plain(text: str) -> str:
 
 
 def values(formats: Formats):
-    """Arguments that the format can carry: XML knows no escapes, so an end mark cannot stand in a text."""
+    """Arguments that the format can carry: tags have no escapes, so a string cannot contain the closing tag."""
     text = st.text(max_size=8) | AWKWARD
     deep = st.recursive(
         st.none() | st.booleans() | st.integers() | text, lambda x: st.lists(x, max_size=3), max_leaves=5
     )
     if formats.tools == "gpt_oss":
-        text = text.filter(without(MARKS["gpt_oss"]))
+        text = text.filter(without(CALL_DELIMITERS["gpt_oss"]))
         deep = st.lists(st.integers() | text)
     if formats.tools != "qwen3_coder":
         return st.fixed_dictionaries(
@@ -210,22 +188,21 @@ def values(formats: Formats):
 
 
 @EACH
-def test_what_was_written_comes_out_however_it_is_cut(formats):
-    marks = {*markers(formats), "<function=", "</function>"}
-    prose = AWKWARD.filter(without(marks)).map(plain)
+def test_message_is_recovered_however_it_is_split(formats):
+    prose = AWKWARD.filter(without({*delimiters(formats), "<function=", "</function>"})).map(plain)
 
     @PROPERTY
     @given(
         prose,
-        # A bare object at the beginning is what a call looks like.
+        # A bare object at the beginning looks like a call.
         prose.filter(lambda text: formats.tools not in ("json", "llama3_json") or text[:1] not in ("{", "[")),
         st.lists(st.tuples(st.just("find_ship"), values(formats)) | st.just(("ring-bell.now", {})), max_size=3),
         CUTS,
     )
-    def check(reasoning, content, made, places):
+    def check(reasoning, content, made, cuts):
         content = "" if made and formats.tools == "json" else content
         text = write(formats, reasoning, content, made)
-        got = read(formats, *cut(text, places))
+        got = read(formats, *split(text, cuts))
         assert got == read(formats, text) == read(formats, *text)
         assert (got.reasoning, got.content, calls(got)) == (reasoning, content, made)
 
@@ -234,19 +211,18 @@ def test_what_was_written_comes_out_however_it_is_cut(formats):
 
 @EACH
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
-def test_garbage_is_read_alike_however_it_is_cut(formats, opened):
+def test_garbage_is_parsed_alike_however_it_is_split(formats, opened):
     @PROPERTY
-    @given(st.lists(st.sampled_from(PIECES + ALL_MARKS), max_size=25).map("".join), CUTS)
-    def check(text, places):
-        said = parts(formats, cut(text, places), opened=opened)
-        got = join(said)
+    @given(st.lists(st.sampled_from(PIECES + ALL_DELIMITERS), max_size=25).map("".join), CUTS)
+    def check(text, cuts):
+        got = join(parts(formats, split(text, cuts), opened=opened))
         assert got == read(formats, text, opened=opened) == read(formats, *text, opened=opened)
         if not got.calls and formats.tools != "gpt_oss":
             opens, closes = BLOCKS[formats.reasoning]
             kept = text
             if got.reasoning or opened:
                 kept = kept.replace(opens, "", 0 if opened else 1).replace(closes, "", 1)
-            # Nothing but the marks of the reasoning and white space next to them is missing.
+            # Nothing but the delimiters of the reasoning and white space next to them is missing.
             assert "".join((got.reasoning + got.content).split()) in ("".join(kept.split()), "".join(text.split())) or (
                 not got.reasoning
             )
@@ -255,7 +231,7 @@ def test_garbage_is_read_alike_however_it_is_cut(formats, opened):
 
 
 @EACH
-def test_without_tools_the_marks_of_calls_are_text(formats):
+def test_without_tools_the_delimiters_of_calls_are_text(formats):
     text = write(formats, "", "", [("find_ship", {"name": "Pequod"})])
     got = read(formats, text, tools={})
     assert not got.calls
@@ -270,56 +246,58 @@ def test_calls_of_unknown_functions_are_text(formats):
     assert "sink" in got.content and '"Pequod"'.strip('"') in got.content
 
 
-@pytest.mark.parametrize("cut", range(1, len("</tool_call>")))
-def test_a_closing_mark_that_was_cut_off_is_no_content(cut):
-    text = '<tool_call>\n{"name": "find_ship", "arguments": {}}\n' + "</tool_call>"[:cut]
+@pytest.mark.parametrize("length", range(1, len("</tool_call>")))
+def test_incomplete_closing_delimiter_is_not_content(length):
+    text = '<tool_call>\n{"name": "find_ship", "arguments": {}}\n' + "</tool_call>"[:length]
     got = read(Formats("hermes"), text)
     assert (calls(got), got.content) == ([("find_ship", {})], "")
 
 
-def test_a_known_call_behind_an_unknown_one_is_a_call():
+def test_known_call_after_an_unknown_one_is_a_call():
     got = read(Formats("hermes"), write_hermes("", [("sink", {}), ("find_ship", {})]))
     assert calls(got) == [("find_ship", {})]
     assert got.content == '\n<tool_call>\n{"name": "sink", "arguments": {}}\n</tool_call>'
 
 
 @EACH
-def test_arguments_come_as_they_are_written(formats):
-    """The name is said before the arguments are whole, and of these no letter waits for the next but one."""
+def test_arguments_are_streamed_as_they_are_written(formats):
+    """The name is emitted before the arguments are complete, and each character of these at once."""
     text = write(formats, "", "", [("find_ship", {"name": "P" * 100})])
     reader = parser(formats)
-    lengths, said = [], 0
-    for letter in text:
-        for part in reader.feed(letter):
-            said += len(part.text) if isinstance(part, parsers.Arguments) else 0
-        lengths.append(said)
+    lengths, length = [], 0
+    for char in text:
+        for part in reader.feed(char):
+            length += len(part.text) if isinstance(part, parsers.Arguments) else 0
+        lengths.append(length)
     middle = text.index("P" * 100) + 50
     assert lengths[middle] - lengths[middle - 10] == 10
-    assert said > 100
+    assert length > 100
 
 
 @EACH
-def test_plain_text_waits_for_nothing(formats):
+def test_plain_text_is_emitted_at_once(formats):
     reader = parser(formats)
-    assert [join(reader.feed(letter)).content for letter in "a whale"] == ["a", "", " w", "h", "a", "l", "e"] or (
+    assert [join(reader.feed(char)).content for char in "a whale"] == ["a", "", " w", "h", "a", "l", "e"] or (
         formats.tools == "gpt_oss"
     )
     assert reader.finish() == []
 
 
 @pytest.mark.parametrize("reasoning", [name for name in BLOCKS if name != "gpt_oss"])
-def test_reasoning_is_told_from_the_answer(reasoning):
+def test_reasoning_is_separated_from_content(reasoning):
     opens, closes = BLOCKS[reasoning]
     formats = Formats(None, reasoning)
     assert read(formats, f"\n{opens}\nhm\n\nhm\n{closes}\n\n so\n") == Message(" so\n", "hm\n\nhm", ())
     assert read(formats, f"\nhm\n{closes}so", opened=True) == Message("so", "hm", ())
-    assert read(formats, f"{opens}hm\n") == Message("", "hm\n", ()), "begun and never ended"
-    assert read(formats, f"so {opens}hm{closes}") == Message(f"so {opens}hm{closes}", "", ()), "only where text begins"
+    assert read(formats, f"{opens}hm\n") == Message("", "hm\n", ()), "opened and never closed"
+    assert read(formats, f"so {opens}hm{closes}") == Message(f"so {opens}hm{closes}", "", ()), (
+        "only at the beginning of the text"
+    )
     assert read(formats, opens[:-1]) == Message(opens[:-1], "", ())
 
 
 @EACH
-def test_whether_it_reasons_is_known_at_once(formats):
+def test_is_reasoning_follows_the_delimiters_at_once(formats):
     reader = parser(formats)
     opens, closes = BLOCKS[formats.reasoning]
     assert not reader.is_reasoning
@@ -333,7 +311,7 @@ def test_whether_it_reasons_is_known_at_once(formats):
     assert parser(formats, opened=True).is_reasoning
 
 
-def test_a_model_without_marks_has_the_plain_parser():
+def test_model_without_delimiters_has_the_plain_parser():
     assert isinstance(parser(Formats()), parsers.Plain)
     assert isinstance(parser(Formats("hermes"), tools={}), parsers.Plain)
     assert read(Formats(), "a", "", "b\n") == Message("ab\n", "", ())
@@ -385,7 +363,7 @@ ONE = [("find_ship", {"masts": 3})]
         ("qwen3_coder", "<tool_call>\n<function=find_ship\n", None, []),
     ],
 )
-def test_models_do_not_always_write_what_they_should(tools, text, content, made):
+def test_malformed_calls_are_parsed_as_far_as_possible(tools, text, content, made):
     got = read(Formats(tools), text)
     assert got == read(Formats(tools), *text)
     assert got.content == (text if content is None else content)
@@ -416,13 +394,13 @@ def test_models_do_not_always_write_what_they_should(tools, text, content, made)
         ("unheard_of", '{"a": 1}', {"a": 1}),
     ],
 )
-def test_the_schema_says_what_a_tagged_value_is(name, written, meant):
+def test_schema_determines_the_type_of_a_tagged_value(name, written, meant):
     got = read(Formats("qwen3_coder"), write_coder("", [("find_ship", {name: written})]))
     assert calls(got) == [("find_ship", {name: meant})]
 
 
 @pytest.mark.parametrize(("name", "first", "second"), [("masts", 3, 4), ("name", "Rachel", "Rachel\n")])
-def test_of_a_tagged_parameter_given_twice_the_first_one_counts(name, first, second):
+def test_first_value_of_a_repeated_tagged_parameter_counts(name, first, second):
     given = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for value in (first, second, first))
     text = f"<tool_call>\n<function=find_ship>\n{given}<parameter=is_lost>true</parameter></function></tool_call>"
     [call] = read(Formats("qwen3_coder"), text).calls
@@ -430,7 +408,7 @@ def test_of_a_tagged_parameter_given_twice_the_first_one_counts(name, first, sec
     assert pairs == [(name, first), ("is_lost", True)]
 
 
-def test_a_second_value_that_the_text_ends_in_leaves_the_call_open():
+def test_text_that_ends_in_a_repeated_value_leaves_the_call_open():
     text = "<function=find_ship><parameter=masts>3</parameter><parameter=masts>4"
     [call] = read(Formats("qwen3_coder"), text).calls
     assert call.arguments == '{"masts": 3'
@@ -447,7 +425,7 @@ def test_a_second_value_that_the_text_ends_in_leaves_the_call_open():
         ("<|channel|>" + "x" * 300, ("<|channel|>" + "x" * 300, "")),
     ],
 )
-def test_messages_of_gpt_oss(text, message):
+def test_gpt_oss_messages_are_parsed(text, message):
     got = read(Formats("gpt_oss", "gpt_oss"), text)
     assert got[:2] == message[:2]
 
@@ -459,19 +437,19 @@ def test_messages_of_gpt_oss(text, message):
         "<|start|>assistant to=functions.find_ship<|channel|>analysis",
     ],
 )
-def test_where_gpt_oss_names_the_function(header):
+def test_gpt_oss_recipient_is_found_in_the_header(header):
     assert calls(read(Formats("gpt_oss", "gpt_oss"), f'{header}<|message|> {{"masts": 3}}\n<|call|>')) == ONE
     assert calls(read(Formats("gpt_oss", "gpt_oss"), f"{header}<|message|><|call|>")) == [("find_ship", {})]
 
 
 def steps(formats: Formats, text: str) -> int:
-    """Lines of the parsers that are run for a text."""
-    place = str(pathlib.Path(parsers.__file__).parent)
+    """Return the number of lines that the parsers execute for a text."""
+    folder = str(pathlib.Path(parsers.__file__).parent)
     count = 0
 
     def trace(frame, event, argument):
         nonlocal count
-        if not frame.f_code.co_filename.startswith(place):
+        if not frame.f_code.co_filename.startswith(folder):
             return None
         count += event == "line"
         return trace
@@ -494,14 +472,14 @@ def steps(formats: Formats, text: str) -> int:
         "<|channel|>x<|message|>",
     ],
 )
-def test_twice_the_text_is_twice_the_work(formats, unit):
+def test_time_is_linear_in_the_length_of_the_text(formats, unit):
     call = write(formats, "", "", [("find_ship", {"name": ""})])[:-20]
     for before in ("", call):
         once, twice = (steps(formats, before + unit * (times * (700 // len(unit)))) for times in (1, 2))
-        assert twice <= 2.3 * once + 500  # of the first letters, some cost more or less than those to come
+        assert twice <= 2.3 * once + 500  # the first characters cost more or less than those that follow
 
 
-def test_parts_of_a_kind_are_said_as_one():
-    said = parts(Formats("hermes", "think"), [f"<think>hm</think>so it is{write_hermes('', ONE)}"])
-    assert said[:2] == [Reasoning("hm"), Content("so it is")]
-    assert said[2:] == [Call(0, "call_0", "find_ship"), parsers.Arguments(0, '{"masts": 3}')]
+def test_adjacent_parts_of_one_kind_are_merged():
+    got = parts(Formats("hermes", "think"), [f"<think>hm</think>so it is{write_hermes('', ONE)}"])
+    assert got[:2] == [Reasoning("hm"), Content("so it is")]
+    assert got[2:] == [Call(0, "call_0", "find_ship"), parsers.Arguments(0, '{"masts": 3}')]

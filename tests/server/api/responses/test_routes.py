@@ -12,7 +12,7 @@ import pytest
 from server.api.responses.schema import ResponseEvent
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
 from tests.server.api.responses.wire import CALL, CLOCK, LOGPROBS, SECOND, WEATHER, respond
-from tests.server.generation.test_http_response import CASES, spelt, text_of
+from tests.server.generation.test_http_response import CASES, spelling, text_of
 from tests.server.wire import CHAT, END, RESPONSES, Odds, ask, ids, run, saying, typed
 
 MESSAGE_EVENTS = [
@@ -205,7 +205,7 @@ async def test_deltas_joined_are_the_items_and_equal_the_whole(folder, more):
     async with serving(folder, engine) as (client, app):
         for formats in CASES * 4:
             app.state.pequod.model = replace(app.state.pequod.model, formats=formats)
-            spoken = [*spelt(text_of(rng, formats)), END]
+            spoken = [*spelling(text_of(rng, formats)), END]
             engine.say = lambda request, spoken=spoken: spoken
             body = {"input": "the sea", "tools": [WEATHER, CLOCK] if formats.tools else [], **more}
             engine.per_delta = rng.choice([1, 2, 5, 100])

@@ -1,0 +1,129 @@
+"""The tensors of a GGUF file as a checkpoint. Matrices in blocks are given to the kernels as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import gguf
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from ..files import LIST_BYTES, read_file
+from ..kernels.blocks import PIECE_NUMBERS
+from ..kernels.matmul import BlockRows, Parts
+from ..models.weights import Checkpoint, Entry
+from ..types import ModelError
+from .folder import TENSORS
+from .reader import PLAIN, TYPES
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class _Listed(Struct):
+    """A tensor in tensors.json, see engine/gguf/folder.py."""
+
+    file: str
+    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    type: int
+    offset: Annotated[int, Meta(ge=0)]
+    num_bytes: Annotated[int, Meta(ge=0)]
+    interleaved: Annotated[int, Meta(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEntry(Entry):
+    """A tensor in a GGUF file. `dtype` is that of its dequantized numbers."""
+
+    type: int
+    interleaved: int  # rows of a head, if the halves of each are interleaved; else 0
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors that the folder of a GGUF file lists. The files are mapped. Raises ModelError."""
+
+    entries: dict[str, BlockEntry]  # type: ignore[assignment]
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / TENSORS
+        data = read_file(path, LIST_BYTES) or b""
+        try:
+            listed = msgspec.json.decode(data, type=dict[str, _Listed])
+        except (msgspec.DecodeError, RecursionError):
+            raise ModelError(f"{path} is broken; remove its folder, and start again") from None
+        self.entries = {
+            name: BlockEntry(
+                Path(each.file),
+                each.offset,
+                each.num_bytes,
+                DTYPES.get(TYPES[each.type].name, torch.float32),
+                each.shape,
+                each.type,
+                each.interleaved,
+            )
+            for name, each in listed.items()
+        }
+        files = sorted({entry.file for entry in self.entries.values()})
+        self._mapped = {file: _map(file) for file in files}
+        for name, entry in self.entries.items():
+            if entry.offset + entry.num_bytes > len(self._mapped[entry.file]):
+                raise ModelError(f"{entry.file} is cut short: the tensor {name} ends beyond it; download it again")
+        self._headers = [(file.name, len(self._mapped[file]), data) for file in files]
+
+    def fill(self, targets: Mapping[str, Tensor], progress: Callable[[int], None]) -> None:
+        with torch.inference_mode():
+            for name, target in targets.items():
+                entry = self.entries[name]
+                heads = self._rows(entry)
+                if entry.interleaved:
+                    order = np.arange(len(heads)).reshape(-1, entry.interleaved // 2, 2).swapaxes(1, 2).ravel()
+                    heads = heads[order]
+                step = max(1, PIECE_NUMBERS * len(heads) // max(1, target.numel()))
+                for start in range(0, len(heads), step):
+                    piece = _numbers(heads[start : start + step], entry)
+                    target[start : start + step].copy_(piece.view(target[start : start + step].shape))
+                progress(entry.num_bytes)
+
+    def stored(self, names: Sequence[str], dtype: torch.dtype) -> Parts:
+        """Return the blocks of these tensors; empty if one has none."""
+        entries = [self.entries[name] for name in names]
+        if any(TYPES[entry.type].name in PLAIN for entry in entries):
+            return []
+        return [
+            BlockRows(torch.from_numpy(self._rows(entry)), entry.shape, entry.type, dtype, entry.interleaved)
+            for entry in entries
+        ]
+
+    def equal(self, one: str, other: str) -> bool:
+        a, b = self.entries[one], self.entries[other]
+        return (a.type, a.shape) == (b.type, b.shape) and bool((self._rows(a) == self._rows(b)).all())
+
+    def close(self) -> None:
+        self._mapped.clear()
+
+    def _rows(self, entry: BlockEntry) -> np.ndarray:
+        """Return the bytes of a tensor, [rows, bytes of a row]; a vector's numbers are its rows."""
+        data = self._mapped[entry.file][entry.offset : entry.offset + entry.num_bytes]
+        return data.reshape(entry.shape[0], -1)
+
+
+def _map(file: Path) -> np.ndarray:
+    try:
+        # Private and writable, because torch warns of memory that it could not write. Nothing is written.
+        return np.memmap(file, np.uint8, "c")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _numbers(rows: np.ndarray, entry: BlockEntry) -> Tensor:
+    """Return the numbers of some rows of a tensor."""
+    kind = TYPES[entry.type].name
+    if kind in PLAIN:
+        return torch.from_numpy(np.ascontiguousarray(rows)).view(entry.dtype)
+    return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType(entry.type)))

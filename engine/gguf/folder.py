@@ -1,0 +1,82 @@
+"""Converts a GGUF file to a model folder without weights, once: the folder is kept in the cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..types import ModelError
+from .config import checkpoint_names, config_of
+from .reader import PART, files_of, read
+from .tokenizer import Vocabulary
+
+FORMAT = 1  # of the folders; another number makes new ones
+TENSORS = "tensors.json"
+
+
+def folder_of(path: Path) -> Path:
+    """Return the model folder of a GGUF file, converting the file if that has not been done. Raises ModelError."""
+    try:
+        path = path.resolve()
+        stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files_of(path)]
+        key = hashlib.sha256(repr((FORMAT, stats)).encode()).hexdigest()[:24]
+        folder = cache_folder() / key / model_name(path)
+        if not folder.is_dir():
+            _write(folder, _files(path))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be converted: {error.strerror}: {error.filename}") from None
+    return folder
+
+
+def is_converted(folder: Path) -> bool:
+    """Return whether `folder_of` has written a folder, which is then trusted to name the files of its weights."""
+    return folder.parent.parent == cache_folder()
+
+
+def model_name(path: Path) -> str:
+    """Return the name of a file's model: without the suffix and the number of a part."""
+    part = PART.fullmatch(path.name)
+    return part[1] if part else path.stem
+
+
+def cache_folder() -> Path:
+    """Return the directory of converted headers."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pequod" / "gguf"
+
+
+def _files(path: Path) -> dict[str, Any]:
+    """Return file name -> content of the folder."""
+    model = read(path)
+    tensors = {
+        name: {
+            "file": str(tensor.file),
+            "shape": tensor.shape,
+            "type": tensor.type,
+            "offset": tensor.offset,
+            "num_bytes": tensor.num_bytes,
+            "interleaved": interleaved,
+        }
+        for name, (tensor, interleaved) in checkpoint_names(model).items()
+    }
+    return {"config.json": config_of(model), **Vocabulary(model.metadata).files(), TENSORS: tensors}
+
+
+def _write(folder: Path, files: dict[str, Any]) -> None:
+    """Write the folder. It appears whole, also if several processes write it at once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
+    try:
+        for name, content in files.items():
+            (scratch / name).write_text(json.dumps(content, ensure_ascii=False))
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,219 @@
+"""Writes a GGUF file's vocabulary as a tokenizer.json, and its special tokens and chat template beside it.
+
+Two kinds are supported: byte-level BPE ("gpt2"), whose pre-tokenizer is named by a key, and sentencepiece BPE
+("llama"), whose merges follow from the tokens' scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..types import ModelError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+# Patterns that split text before BPE, as the models' own tokenizers have them.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS = r"\p{N}"
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+ENDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = WORDS + r"\p{N}{1,3}" + ENDS
+QWEN2 = WORDS + r"\p{N}" + ENDS
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+TEKKEN = CASED + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {name: [LLAMA3] for name in ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3")}
+PATTERNS |= {name: [DIGITS, GPT2] for name in ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")}
+PATTERNS |= {name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")}
+PATTERNS |= {name: [GPT2] for name in ("gpt-2", "mpt", "olmo", "jais", "phi-2")}
+PATTERNS |= {"tekken": [TEKKEN]}
+NORMALIZED = {"qwen2", "deepseek-r1-qwen"}  # to Unicode's composed form
+WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not merged
+BEGUN = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # texts begin with bos if no key says otherwise
+# Tokens that end an answer though the file may name only one of them as its end.
+END_TOKENS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "</s>",
+}  # fmt: skip
+LONGEST_MERGED = 256  # characters of a token that merges are sought for; the longest real ones have 128
+NAMED_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+PREFIX = "tokenizer.ggml."
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in sentencepiece's tokens
+
+
+class Vocabulary:
+    """The tokenizer's part of the metadata. Raises ModelError for values that cannot be used."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.metadata = metadata
+        self.tokens = self._list("tokens", str)
+        self.types = self._list("token_type", int, len(self.tokens)) or [NORMAL] * len(self.tokens)
+        if not self.tokens:
+            raise ModelError("the GGUF file holds no vocabulary: it has no tokenizer.ggml.tokens")
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(PREFIX + key)
+
+    def token(self, key: str) -> str | None:
+        """Return the token that a key names by its id."""
+        found = self.get(key)
+        return self.tokens[found] if isinstance(found, int) and 0 <= found < len(self.tokens) else None
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Return file name -> content: tokenizer.json, tokenizer_config.json and generation_config.json."""
+        kind = self.get("model")
+        if kind == "gpt2":
+            parts = self._byte_level()
+        elif kind == "llama":
+            parts = self._sentencepiece()
+        else:
+            raise ModelError(f"the GGUF file's tokenizer {str(kind)[:64]!r} is not supported; gpt2 and llama are")
+        added = [
+            {
+                "id": index,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": self.types[index] != USER_DEFINED,
+            }
+            for index, token in enumerate(self.tokens)
+            if self.types[index] in (UNKNOWN, CONTROL, USER_DEFINED) and token
+        ]
+        tokenizer = {"version": "1.0", "added_tokens": added, "post_processor": self._post_processor(), **parts}
+        return {
+            "tokenizer.json": tokenizer,
+            "tokenizer_config.json": self._config(),
+            "generation_config.json": self._generation(),
+        }
+
+    def _list(self, key: str, kind: type, length: int | None = None) -> list[Any]:
+        found = self.get(key)
+        if found is None:
+            return []
+        if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+            raise ModelError(f"the GGUF file's {PREFIX}{key} is not a list of the right type")
+        if length is not None and len(found) != length:
+            raise ModelError(f"the GGUF file's {PREFIX}{key} has {len(found)} values for {length} tokens")
+        return found
+
+    def _ids(self) -> dict[str, int]:
+        """Return token -> id; the first of equal tokens counts."""
+        ids: dict[str, int] = {}
+        for index, token in enumerate(self.tokens):
+            ids.setdefault(token, index)
+        return ids
+
+    def _byte_level(self) -> dict[str, Any]:
+        name = self.get("pre") or "gpt-2"
+        patterns = PATTERNS.get(name)
+        if patterns is None:
+            raise ModelError(
+                f"the GGUF file's pre-tokenizer {str(name)[:64]!r} is not supported; use the model's safetensors files"
+            )
+        ids = self._ids()
+        merges = [merge.split(" ") for merge in self._list("merges", str)]
+        if any(len(pair) != 2 or "".join(pair) not in ids or not ids.keys() >= {*pair} for pair in merges):
+            raise ModelError("the GGUF file's tokenizer.ggml.merges names tokens that the vocabulary does not have")
+        splits = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in patterns
+        ]
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        return {
+            "normalizer": {"type": "NFC"} if name in NORMALIZED else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": ids, "merges": merges, "ignore_merges": name in WHOLE_WORDS},
+        }
+
+    def _sentencepiece(self) -> dict[str, Any]:
+        ids, scores = self._ids(), self._list("scores", float, len(self.tokens))
+        if not scores:
+            raise ModelError("the GGUF file's vocabulary has no scores, which the merges follow from")
+        ranked = []
+        for token, index in ids.items():
+            if self.types[index] != NORMAL or len(token) > LONGEST_MERGED:
+                continue
+            for cut in range(1, len(token)):
+                left, right = ids.get(token[:cut]), ids.get(token[cut:])
+                if left is not None and right is not None:
+                    ranked.append((-scores[index], -cut, left, right))
+        ranked.sort()
+        prefix = [{"type": "Prepend", "prepend": SPACE}] if self.get("add_space_prefix") is not False else []
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        decoder: list[dict[str, Any]] = [
+            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]
+        if prefix:
+            decoder.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        return {
+            "normalizer": {"type": "Sequence", "normalizers": [*prefix, replace]},
+            "pre_tokenizer": None,
+            "decoder": {"type": "Sequence", "decoders": decoder},
+            "model": {
+                "type": "BPE",
+                "vocab": ids,
+                "merges": [[self.tokens[left], self.tokens[right]] for *_, left, right in ranked],
+                "unk_token": self.token("unknown_token_id"),
+                "fuse_unk": True,
+                "byte_fallback": BYTE in self.types,
+            },
+        }
+
+    def _adds(self, key: str, default: bool) -> bool:
+        found = self.get(key)
+        return found if isinstance(found, bool) else default
+
+    def _post_processor(self) -> dict[str, Any] | None:
+        """Return what adds bos and eos around a text."""
+        name, kind = self.get("pre"), self.get("model")
+        bos, eos = self.token("bos_token_id"), self.token("eos_token_id")
+        sequence: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
+        single, tokens = [sequence], {}
+        if bos and self._adds("add_bos_token", kind == "llama" or name in BEGUN):
+            single, tokens[bos] = [{"SpecialToken": {"id": bos, "type_id": 0}}, *single], bos
+        if eos and self._adds("add_eos_token", False):
+            single, tokens[eos] = [*single, {"SpecialToken": {"id": eos, "type_id": 0}}], eos
+        if not tokens:
+            return None
+        ids = self._ids()
+        special = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in tokens}
+        return {"type": "TemplateProcessing", "single": single, "pair": [sequence], "special_tokens": special}
+
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            name: token for name, key in NAMED_TOKENS.items() if (token := self.token(key)) is not None
+        }
+        main = self.metadata.get("tokenizer.chat_template")
+        start = "tokenizer.chat_template."
+        named = {key.removeprefix(start): value for key, value in self.metadata.items() if key.startswith(start)}
+        if named and isinstance(main, str):
+            named = {"default": main} | named
+            config["chat_template"] = [{"name": name, "template": template} for name, template in named.items()]
+        elif isinstance(main, str):
+            config["chat_template"] = main
+        return config
+
+    def _generation(self) -> dict[str, Any]:
+        named = [self.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+        ends = [found for found in named if isinstance(found, int) and 0 <= found < len(self.tokens)]
+        ends += [
+            index for index, token in enumerate(self.tokens) if token in END_TOKENS and self.types[index] == CONTROL
+        ]
+        found = {name: self.metadata[key] for key, name in SAMPLING.items() if key in self.metadata}
+        return {"eos_token_id": list(dict.fromkeys(ends)), **found}

@@ -1,0 +1,437 @@
+// y = x W^T for weights in the blocks of a GGUF file, see matmul.h. x is quantized to 8 bits first, see bytes.h.
+//
+// The numbers and scales of a file are kept as they are, and only rearranged.
+//
+// Panels. A group of a row is 32 numbers, or 16 if they have 6 bits. Its units hold the lowest four bits of eight
+// numbers each, the first four numbers in the low nibbles. One more unit before them holds the upper bits of all its
+// numbers: with 5 bits, number 4s + b has bit 8b + s; with 6 bits, it has the two bits from 8b + 2s on. Numbers of 8
+// bits are bytes.
+//
+// Scales. A panel has a record for each block, which is one group or several: for each row the scale and, if the
+// format has them, the minimum, in float16. If several groups share a record, bytes follow for each group: for each row
+// the factor of its scale, and that of its minimum.
+//
+// Activations. A number of x has one byte, or two: the second has 7 more bits, multiplied by the same weights after the
+// sums have been shifted by 7 bits. That takes up to twice the time, and rounds x less than bfloat16 does.
+//
+// Order. A group's sum of products is an integer, exact in any order. The groups are added as floats from the first to
+// the last: the sum multiplied by its scales in one fused multiply-add, then the sum of x multiplied by the minimum in
+// another.
+#include "blocks.h"
+#include "bytes.h"
+#include "packing.h"
+#include "matmul.h"
+
+namespace {
+
+// -- numbers of a group -----------------------------------------------------------------------------------------------
+
+// Shift right, or left if N is negative.
+template <int N>
+inline __attribute__((always_inline)) U shifted(U u) {
+  if constexpr (N >= 0) return shift_right<N>(u);
+  else return shift_left<-N>(u);
+}
+
+// The layout of groups whose numbers have this number of bits.
+template <int BITS>
+struct Group {
+  static const int SIZE = BITS == 6 ? 16 : 32;
+  static const int UPPER = BITS == 5 || BITS == 6;  // units of upper bits
+  static const int UNITS = SIZE / (BITS == 8 ? 4 : 8) + UPPER;
+
+  // The upper bits of numbers 4S to 4S + 3, in bits 4 and 5 of each byte.
+  template <int S>
+  static inline __attribute__((always_inline)) U upper_bits(U u) {
+    if constexpr (BITS == 5) return and_(shifted<S - 4>(u), set1_units(0x10101010));
+    else return and_(shifted<2 * S - 4>(u), set1_units(0x30303030));
+  }
+
+  // Multiply numbers from 4S on by x, and add the products to the sums.
+  template <int M, int J, int S = 0>
+  static inline __attribute__((always_inline)) void multiply(U (&sum)[M][J], const U (&upper)[J], const char* w,
+                                                             int64_t size, const char* x) {
+    if constexpr (S < SIZE / 4) {
+      const char* at = w + (UPPER + (BITS == 8 ? S : S / 2)) * WIDTH * 4;
+      U numbers[J];
+      UNROLLED for (int j = 0; j < J; ++j) numbers[j] = load_units(at + j / 2 * size + j % 2 * LANES * 4);
+      if constexpr (BITS < 8)
+        UNROLLED for (int j = 0; j < J; ++j) numbers[j] = and_(shifted<S % 2 * 4>(numbers[j]), set1_units(0x0f0f0f0f));
+      if constexpr (UPPER)
+        UNROLLED for (int j = 0; j < J; ++j) numbers[j] = or_(numbers[j], upper_bits<S>(upper[j]));
+      Way::step<M, J>(sum, numbers, x);
+      multiply<M, J, S + 1>(sum, upper, w, size, x + M * Way::X_BYTES);
+    }
+  }
+};
+
+// -- scales -----------------------------------------------------------------------------------------------------------
+
+struct Scales {
+  const Format& format;
+  const char* of_panel;
+  int64_t record_bytes;
+
+  static int64_t record(const Format& format) {
+    return (format.groups == 1 ? 2 : 2 + format.groups) * WIDTH * (1 + format.has_minimum);
+  }
+  Scales(const Matrix& matrix, const Format& format, int64_t panel, int64_t groups)
+      : format(format), record_bytes(record(format)) {
+    of_panel = (const char*)matrix.scales + panel * (groups / format.groups) * record_bytes;
+  }
+  // The scale (0) or minimum (1) of a group, for LANES rows from `row` on.
+  V at(int64_t group, int which, int row) const {
+    const char* from = of_panel + group / format.groups * record_bytes;
+    const V scale = load_f16((const uint16_t*)from + which * WIDTH + row);
+    if (format.groups == 1) return scale;
+    const int kinds = 1 + format.has_minimum;
+    const int64_t factors = 2 * WIDTH * kinds + (group % format.groups * kinds + which) * WIDTH;
+    return mul(scale, load_bytes((const int8_t*)from + factors + row));
+  }
+};
+
+// -- the sums ---------------------------------------------------------------------------------------------------------
+
+// Independent of the activations' type, so that it is compiled once for all types.
+template <int BITS>
+struct Sums {
+  typedef Group<BITS> Layout;
+  static const int FOURS = Layout::SIZE / 4;
+  static const int BYTES = FOURS * Way::X_BYTES;  // of a row's group
+  // Of a row's group: the sum of its numbers, their scale, the product of both, and the bytes.
+  static constexpr int row_bytes(int planes) { return 12 + planes * BYTES; }
+
+  // The running sums are in `out`, in the first-level cache. Registers hold the sums of the current group.
+  template <int M, int P>
+  static __attribute__((noinline)) void compute(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
+                                                const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
+    const Format& format = format_of(matrix.format);
+    const int64_t size = units * WIDTH * 4, groups = units / Layout::UNITS;
+    const char* w = (const char*)matrix.panels + panel * size;
+    for (int m = 0; m < M; ++m)
+      for (int j = 0; j < 2 * P; ++j) store(out[m][0] + j * LANES, zero());
+    for (int64_t g = 0; g < groups; ++g, xs += M * row_bytes(matrix.planes), w += Layout::UNITS * WIDTH * 4) {
+      for (int64_t l = 0; l < Layout::UNITS * lines; ++l, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      U sum[M][2 * P], upper[2 * P];
+      UNROLLED for (int m = 0; m < M; ++m)
+        UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = set1_units(0);
+      UNROLLED for (int j = 0; j < 2 * P; ++j) upper[j] = load_units(w + j / 2 * size + j % 2 * LANES * 4);
+      for (int plane = 0;; ++plane) {
+        Layout::template multiply<M, 2 * P>(sum, upper, w, size, xs + (12 + plane * BYTES) * M);
+        if (plane + 1 == matrix.planes) break;
+        UNROLLED for (int m = 0; m < M; ++m)
+          UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = shift_left<FINE_BITS>(sum[m][j]);
+      }
+      UNROLLED for (int m = 0; m < M; ++m) {
+        const U offset = set1_units(-format.zero * ((const uint32_t*)xs)[m]);
+        UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = add_ints(sum[m][j], offset);
+      }
+      // Without this the compiler keeps copies of `out` on the stack and writes both, which doubles the time.
+      __asm__ volatile("" ::: "memory");
+      const float *scale = (const float*)xs + M, *scaled = scale + M;
+      UNROLLED for (int j = 0; j < 2 * P; ++j) {
+        const Scales scales(matrix, format, panel + j / 2, groups);
+        const V of_w = scales.at(g, 0, j % 2 * LANES);
+        UNROLLED for (int m = 0; m < M; ++m) {
+          float* to = out[m][0] + j * LANES;
+          store(to, fma(ints_to_floats(sum[m][j]), mul(set1(scale[m]), of_w), load(to)));
+        }
+        if (!format.has_minimum) continue;
+        const V minimum = scales.at(g, 1, j % 2 * LANES);
+        UNROLLED for (int m = 0; m < M; ++m) {
+          float* to = out[m][0] + j * LANES;
+          store(to, fma(set1(scaled[m]), minimum, load(to)));
+        }
+      }
+    }
+  }
+};
+
+// PLANES: bytes of an activation.
+template <class Number_, int BITS, int PLANES>
+struct InBlocks {
+  typedef Number_ Number;
+  typedef Sums<BITS> All;
+  typedef Group<BITS> Layout;
+
+  static int64_t units(int64_t columns) { return columns / Layout::SIZE * Layout::UNITS; }
+  static int64_t row_bytes(int64_t units) { return units / Layout::UNITS * All::row_bytes(PLANES); }
+
+  static void pack_x(const Number* x, int64_t columns, int64_t, int64_t rows, char* to) {
+    for (int64_t k = 0; k < columns; k += Layout::SIZE, to += rows * All::row_bytes(PLANES))
+      for (int64_t m = 0; m < rows; ++m) {
+        Bytes<Layout::SIZE> bytes;
+        bytes.quantize(x + m * columns + k, columns - k);
+        put(bytes.numbers, rows, m, to + 12 * rows);
+        if constexpr (PLANES == 2) {
+          int8_t rest[Layout::SIZE];
+          bytes.sum = bytes.sum * FINE + bytes.quantize_rest(x + m * columns + k, rest);
+          bytes.scale /= FINE;
+          put(rest, rows, m, to + (12 + All::BYTES) * rows);
+        }
+        const int32_t sum = bytes.scale > 0 ? bytes.sum : 0;
+        ((int32_t*)to)[m] = sum;
+        ((float*)to)[rows + m] = bytes.scale;
+        ((float*)to)[2 * rows + m] = bytes.scale * (float)sum;
+      }
+  }
+  static void put(const int8_t* numbers, int64_t rows, int64_t m, char* to) {
+    for (int f = 0; f < All::FOURS; ++f) Way::put(numbers + 4 * f, rows, m, to + f * rows * Way::X_BYTES);
+  }
+  template <int M, int P>
+  static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
+                                                         const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
+    All::template compute<M, P>(matrix, units, panel, xs, ahead, lines, out);
+  }
+};
+
+template <class Kind>
+int32_t multiply(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows, int32_t threads) {
+  typedef typename Kind::Number Number;
+  Matmul<Kind> matmul = {matrix, (const Number*)x, (const Number*)residual, y, rows};
+  return matmul.compute(threads);
+}
+
+}  // namespace
+
+#define MATMUL_OF(name, Number, bits)                                                                                  \
+  EXPORT int32_t NAMED(name)(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows,         \
+                             int32_t threads) {                                                                        \
+    const Timed timed(MATMUL);                                                                                         \
+    const auto compute = matrix->planes == 1 ? multiply<InBlocks<Number, bits, 1>> : multiply<InBlocks<Number, bits, 2>>; \
+    return compute(matrix, x, residual, y, rows, threads);                                                             \
+  }
+
+MATMUL_OF(matmul_blocks4_float32, float, 4)
+MATMUL_OF(matmul_blocks4_bfloat16, uint16_t, 4)
+MATMUL_OF(matmul_blocks5_float32, float, 5)
+MATMUL_OF(matmul_blocks5_bfloat16, uint16_t, 5)
+MATMUL_OF(matmul_blocks6_float32, float, 6)
+MATMUL_OF(matmul_blocks6_bfloat16, uint16_t, 6)
+MATMUL_OF(matmul_blocks8_float32, float, 8)
+MATMUL_OF(matmul_blocks8_bfloat16, uint16_t, 8)
+
+// Multiply x by each part, into its columns of y. Residual and y have numbers of the same type.
+EXPORT int32_t NAMED(matmul_joined)(const Joined* joined, const void* x, const void* residual, void* y, int64_t rows,
+                                    int32_t threads) {
+  int32_t failed = 0;
+  for (int64_t i = 0; i < joined->count; ++i) {
+    const int64_t offset = joined->offsets[i];
+    const void* added = residual ? (const char*)residual + offset : nullptr;
+    failed |= joined->parts[i].apply(x, added, (char*)y + offset, rows, threads);
+  }
+  return failed;
+}
+
+// -- repacking --------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// What a block in a file has in one row: stored numbers as bytes, and its scales.
+struct Block {
+  uint8_t numbers[256];
+  uint16_t scale, minimum;  // float16
+  uint8_t factors[16], minimums[8];
+
+  Block(const Format& format, const uint8_t* from) : scale(half(from)), minimum(0) {
+    switch (format.type) {
+      case Q4_0:
+        nibbles(from + 2, 16, 0);
+        break;
+      case Q4_1:
+        minimum = half(from + 2);
+        nibbles(from + 4, 16, 0);
+        break;
+      case Q5_0:
+        nibbles(from + 6, 16, 0);
+        fifth_bits(from + 2);
+        break;
+      case Q5_1:
+        minimum = half(from + 2);
+        nibbles(from + 8, 16, 0);
+        fifth_bits(from + 4);
+        break;
+      case Q8_0:
+        for (int i = 0; i < 32; ++i) numbers[i] = from[2 + i] ^ 0x80;
+        break;
+      case Q4_K:
+        scales_of_k(from);
+        for (int c = 0; c < 4; ++c) nibbles(from + 16 + 32 * c, 32, 64 * c);
+        break;
+      case Q5_K:
+        scales_of_k(from);
+        for (int c = 0; c < 4; ++c) nibbles(from + 48 + 32 * c, 32, 64 * c);
+        for (int i = 0; i < 256; ++i) numbers[i] |= (from[16 + i % 32] >> (i / 32) & 1) << 4;
+        break;
+      case Q6_K:
+        scale = half(from + 208);
+        memcpy(factors, from + 192, 16);
+        for (int c = 0; c < 2; ++c) nibbles(from + 64 * c, 64, 128 * c);
+        for (int i = 0; i < 256; ++i) numbers[i] |= (from[128 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3) << 4;
+    }
+  }
+
+  static uint16_t half(const uint8_t* from) {
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return bits;
+  }
+  // The low nibbles of `count` bytes are the numbers from `at` on, and the high nibbles those after them.
+  void nibbles(const uint8_t* from, int count, int at) {
+    for (int i = 0; i < count; ++i) numbers[at + i] = from[i] & 15, numbers[at + count + i] = from[i] >> 4;
+  }
+  void fifth_bits(const uint8_t* from) {
+    for (int i = 0; i < 32; ++i) numbers[i] |= (from[i / 8] >> (i % 8) & 1) << 4;
+  }
+  // Twelve bytes have the 6 bits of eight factors and of eight minimums, which are subtracted.
+  void scales_of_k(const uint8_t* from) {
+    minimum = half(from + 2) ^ 0x8000;
+    const uint8_t* q = from + 4;
+    for (int i = 0; i < 4; ++i) {
+      factors[i] = q[i] & 63, minimums[i] = q[i + 4] & 63;
+      factors[i + 4] = (q[i + 8] & 15) | (q[i] >> 6) << 4, minimums[i + 4] = q[i + 8] >> 4 | (q[i + 4] >> 6) << 4;
+    }
+  }
+};
+
+uint32_t unit_at(const uint8_t* bytes) {
+  uint32_t unit;
+  memcpy(&unit, bytes, 4);
+  return unit;
+}
+
+// Write the units of a group of stored numbers, see the top of this file.
+template <int BITS>
+void units_of(const uint8_t* numbers, uint32_t* to) {
+  typedef Group<BITS> Layout;
+  if (BITS == 8) return (void)memcpy(to, numbers, Layout::SIZE);
+  if (Layout::UPPER) {
+    uint32_t upper = 0;
+    for (int s = 0; s < Layout::SIZE / 4; ++s)
+      upper |= BITS == 5 ? (unit_at(numbers + 4 * s) >> 4 & 0x01010101) << s
+                         : (unit_at(numbers + 4 * s) >> 4 & 0x03030303) << 2 * s;
+    *to++ = upper;
+  }
+  for (int k = 0; k < Layout::SIZE; k += 8)
+    *to++ = (unit_at(numbers + k) & 0x0f0f0f0f) | (unit_at(numbers + k + 4) & 0x0f0f0f0f) << 4;
+}
+
+struct Repacker {
+  static int64_t scratch_bytes(const Weight& weight) {
+    return LANES * 4 * (weight.columns / 4 + LANES);  // at most a unit for four numbers
+  }
+
+  static void pack(const Rows& rows, char* buffer) {
+    const Format& format = format_of(rows.weight.format);
+    if (format.bits == 4) panels_of<4>(rows, format, (uint32_t*)buffer);
+    else if (format.bits == 5) panels_of<5>(rows, format, (uint32_t*)buffer);
+    else if (format.bits == 6) panels_of<6>(rows, format, (uint32_t*)buffer);
+    else panels_of<8>(rows, format, (uint32_t*)buffer);
+  }
+
+  // Rearrange LANES rows, then transpose them into panels.
+  template <int BITS>
+  static void panels_of(const Rows& rows, const Format& format, uint32_t* buffer) {
+    typedef Group<BITS> Layout;
+    const Weight& weight = rows.weight;
+    const int64_t apart = weight.columns / 4 + LANES, units = weight.columns / Layout::SIZE * Layout::UNITS;
+    const int64_t blocks = weight.columns / Layout::SIZE / format.groups, record = Scales::record(format);
+    for (int64_t p = rows.first; p < rows.last; ++p)
+      for (int half = 0; half < WIDTH; half += LANES) {
+        for (int j = 0; j < LANES; ++j) {
+          const uint8_t* row = (const uint8_t*)rows.row(p, half + j);
+          uint32_t* to = buffer + j * apart;
+          char* scales = (char*)weight.scales + p * blocks * record;
+          if (!row) memset(to, 0, (size_t)units * 4);
+          for (int64_t b = 0; b < blocks; ++b, scales += record) {
+            if (!row) {
+              put_scales(format, nullptr, half + j, scales);
+              continue;
+            }
+            const Block block(format, row + b * format.block_bytes);
+            for (int g = 0; g < format.groups; ++g, to += Layout::UNITS) units_of<BITS>(block.numbers + g * Layout::SIZE, to);
+            put_scales(format, &block, half + j, scales);
+          }
+        }
+        uint32_t* to = (uint32_t*)weight.panels + p * units * WIDTH + half;
+        for (int64_t u = 0; u < units; u += LANES) {
+          U square[LANES];
+          UNROLLED for (int j = 0; j < LANES; ++j) square[j] = load_units(buffer + j * apart + u);
+          transpose(square);
+          for (int64_t k = 0; k < LANES && u + k < units; ++k) store_units(to + (u + k) * WIDTH, square[k]);
+        }
+      }
+  }
+
+  // Write a row's scales to its block's record; without a block, zeros.
+  static void put_scales(const Format& format, const Block* block, int row, char* record) {
+    uint16_t* halves = (uint16_t*)record + row;
+    const int kinds = 1 + format.has_minimum;
+    halves[0] = block ? block->scale : 0;
+    if (format.has_minimum) halves[WIDTH] = block ? block->minimum : 0;
+    if (format.groups == 1) return;
+    uint8_t* factors = (uint8_t*)record + 2 * WIDTH * kinds + row;
+    for (int g = 0; g < format.groups; ++g, factors += kinds * WIDTH) {
+      factors[0] = block ? block->factors[g] : 0;
+      if (format.has_minimum) factors[WIDTH] = block ? block->minimums[g] : 0;
+    }
+  }
+};
+
+void put_number(float* to, float x) { *to = x; }
+void put_number(uint16_t* to, float x) { *to = to_bf16(x); }
+
+template <int BITS, class Number>
+void dequantize(const Matrix& matrix, const Format& format, int64_t id, Number* to) {
+  typedef Group<BITS> Layout;
+  const int64_t panel = id / WIDTH, groups = matrix.columns / Layout::SIZE, units = groups * Layout::UNITS;
+  const uint32_t* from = (const uint32_t*)matrix.panels + panel * units * WIDTH + id % WIDTH;
+  const Scales scales(matrix, format, panel, groups);
+  const int first = (int)(id % WIDTH) / LANES * LANES;
+  for (int64_t g = 0; g < groups; ++g, from += Layout::UNITS * WIDTH, to += Layout::SIZE) {
+    float of_rows[2][LANES] = {};
+    store(of_rows[0], scales.at(g, 0, first));
+    if (format.has_minimum) store(of_rows[1], scales.at(g, 1, first));
+    for (int k = 0; k < Layout::SIZE; ++k) {
+      const int byte = 8 * (k % 4), four = k / 4;
+      int stored;
+      if (BITS == 8) stored = (int)(from[four * WIDTH] >> byte & 255);
+      else stored = (int)(from[(Layout::UPPER + k / 8) * WIDTH] >> (byte + four % 2 * 4) & 15);
+      if (BITS == 5) stored |= (int)(from[0] >> (byte + four) & 1) << 4;
+      if (BITS == 6) stored |= (int)(from[0] >> (byte + 2 * four) & 3) << 4;
+      put_number(to + k, of_rows[0][id % LANES] * (float)(stored - format.zero) + of_rows[1][id % LANES]);
+    }
+  }
+}
+
+template <class Number>
+void dequantize(const Matrix& matrix, int64_t id, Number* to) {
+  const Format& format = format_of(matrix.format);
+  if (format.bits == 4) dequantize<4>(matrix, format, id, to);
+  else if (format.bits == 5) dequantize<5>(matrix, format, id, to);
+  else if (format.bits == 6) dequantize<6>(matrix, format, id, to);
+  else dequantize<8>(matrix, format, id, to);
+}
+
+}  // namespace
+
+// Like `pack` in matmul.cpp, for rows in the blocks of `format`.
+EXPORT int32_t NAMED(repack)(const Weight* weights, int64_t count, Progress* progress, int32_t threads) {
+  Packing<Repacker> packing = {weights, count, progress, nullptr, 0, 0};
+  return packing.compute(threads);
+}
+
+// The size of the scales of a panel's block, in bytes.
+EXPORT int64_t NAMED(scales_bytes)(int32_t format) { return Scales::record(format_of(format)); }
+
+// Like `dequantized` in quantized.cpp.
+EXPORT int64_t NAMED(dequantized_blocks)(const Matrix* matrix, int64_t number_bytes, const int64_t* ids, int64_t count,
+                                         void* to) {
+  const Timed timed(OTHER);
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= matrix->outputs) return i + 1;
+    if (number_bytes == 4) dequantize(*matrix, ids[i], (float*)to + i * matrix->columns);
+    else dequantize(*matrix, ids[i], (uint16_t*)to + i * matrix->columns);
+  }
+  return 0;
+}

@@ -1,0 +1,182 @@
+"""Matmuls with weights in the blocks of a GGUF file, which are computed as they are; see blocks.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .library import Kernels
+from .matmul import BlockRows, Packed, Packing
+from .structures import Joined as JoinedParts
+from .structures import Multiplied
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A type of blocks in a GGUF file."""
+
+    name: str
+    block: int  # numbers in a block
+    block_bytes: int
+    bits: int  # of a stored number
+    group: int = 32  # numbers that share a scale
+    has_minimum: bool = False
+
+    @property
+    def group_units(self) -> int:
+        """The number of four-byte units of a group in a panel's row."""
+        return self.group * self.bits // 32
+
+
+Q8_0 = 8
+PIECE_NUMBERS = 1 << 22  # dequantized at once
+# By the type's number in a GGUF file. blocks.h has the same table.
+FORMATS = {
+    2: Format("Q4_0", 32, 18, 4),
+    3: Format("Q4_1", 32, 20, 4, has_minimum=True),
+    6: Format("Q5_0", 32, 22, 5),
+    7: Format("Q5_1", 32, 24, 5, has_minimum=True),
+    8: Format("Q8_0", 32, 34, 8),
+    12: Format("Q4_K", 256, 144, 4, has_minimum=True),
+    13: Format("Q5_K", 256, 176, 5, has_minimum=True),
+    14: Format("Q6_K", 256, 210, 6, group=16),
+}
+
+
+def blocks_bytes(name: str, numbers: int, dtype: torch.dtype) -> int:
+    """Return the size of repacked weights of a type in a GGUF file. Types without a format become `dtype` if they are
+    plain, else Q8_0; see gguf/checkpoint.py."""
+    if name in ("F32", "F16", "BF16"):
+        return numbers * dtype.itemsize
+    form = next((form for form in FORMATS.values() if form.name == name), FORMATS[Q8_0])
+    groups = form.block // form.group
+    scales = 2 if groups == 1 else 2 + groups
+    return numbers // form.block * (groups * form.group_units * 4 + scales * (2 if form.has_minimum else 1))
+
+
+def in_q8_0(part: BlockRows) -> BlockRows:
+    """Return rows of any type of the gguf package, converted to Q8_0. The rounding errors are about 1/250 of a block's
+    largest number."""
+    import gguf
+
+    data, step = part.data.numpy(), max(1, PIECE_NUMBERS // part.shape[1])
+    numbers = (
+        gguf.dequantize(data[start : start + step], gguf.GGMLQuantizationType(part.format))
+        for start in range(0, len(data), step)
+    )
+    pieces = [gguf.quantize(piece, gguf.GGMLQuantizationType(Q8_0)) for piece in numbers]
+    return part._replace(data=torch.from_numpy(np.concatenate(pieces)), format=Q8_0, mapped=False)
+
+
+def in_blocks(
+    kernels: Kernels,
+    parts: Sequence[BlockRows],
+    bias: Tensor | None = None,
+    *,
+    gated: bool,
+    wide: bool,
+    activation_bytes: int,
+    packing: Packing | None,
+) -> Packed:
+    """Return a weight in blocks. Parts in types without a kernel, and gate and up in two formats, become Q8_0."""
+    parts = [part if part.format in FORMATS else in_q8_0(part) for part in parts]
+    mixed = len({part.format for part in parts}) > 1
+    if mixed and gated:
+        parts = [part if part.format == Q8_0 else in_q8_0(part) for part in parts]
+    if not all(part.mapped for part in parts):
+        packing = None  # now, so that only one converted weight is in memory
+    if mixed and not gated:
+        return Joined(kernels, parts, bias, activation_bytes=activation_bytes, packing=packing)
+    return Blocks(kernels, parts, bias, gated=gated, wide=wide, activation_bytes=activation_bytes, packing=packing)
+
+
+class Blocks(Packed):
+    """Like Packed, for a weight in blocks of one format.
+
+    Activations are quantized to 8 or 15 bits, each group of a row separately. `lookup` returns dequantized rows.
+    """
+
+    packer = "repack"
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        parts: Sequence[BlockRows],
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        wide: bool = False,
+        stride: int | None = None,
+        activation_bytes: int = 1,  # that a number of x is quantized to, 1 or 2
+        packing: Packing | None = None,
+    ) -> None:
+        self.format, self.planes = parts[0].format, activation_bytes
+        self._format = FORMATS[self.format]
+        if any(part.format != self.format for part in parts):
+            raise ValueError(f"blocks of several formats: {sorted({FORMATS[part.format].name for part in parts})}")
+        super().__init__(kernels, parts, bias, gated=gated, wide=wide, stride=stride, packing=packing)
+
+    def row_bytes(self) -> int:
+        return self.columns // self._format.block * self._format.block_bytes
+
+    def _function(self, kernels: Kernels) -> Any:
+        return kernels.multiply_blocks[self._format.bits, self.dtype]
+
+    def _units(self) -> int:
+        return self.columns // self._format.group * self._format.group_units
+
+    def _allocate_scales(self, num_panels: int) -> Tensor:
+        record = self._kernels.scales_bytes(self.format)
+        return torch.empty(num_panels, self.columns // self._format.block, record, dtype=torch.uint8)
+
+    def _look_up(self, ids: Tensor, out: Tensor) -> int:
+        arguments = ids.data_ptr(), len(ids), out.data_ptr()
+        return int(self._kernels.dequantized_blocks(self._address, self.dtype.itemsize, *arguments))
+
+
+class Joined(Packed):
+    """Like Packed, for a weight whose parts are in blocks of several formats, as queries and values in Q4_K_M."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        parts: Sequence[BlockRows],
+        bias: Tensor | None = None,
+        *,
+        activation_bytes: int = 1,
+        packing: Packing | None = None,
+    ) -> None:
+        self.dtype, self.columns = parts[0].dtype, parts[0].shape[1]
+        self.result, self.outputs = self.dtype, sum(part.shape[0] for part in parts)
+        self._parts: list[Blocks] = []
+        offsets, start = [], 0
+        for _, group in groupby(parts, key=lambda part: part.format):
+            rows = list(group)
+            end = start + sum(part.shape[0] for part in rows)
+            own_bias = None if bias is None else bias[start:end]
+            part = Blocks(
+                kernels, rows, own_bias, stride=self.outputs, activation_bytes=activation_bytes, packing=packing
+            )
+            self._parts.append(part)
+            offsets.append(start * self.dtype.itemsize)
+            start = end
+        self._kept = (
+            (Multiplied * len(offsets))(*(part.multiplied() for part in self._parts)),
+            (ctypes.c_int64 * len(offsets))(*offsets),
+        )
+        self._joined = JoinedParts(*(ctypes.addressof(each) for each in self._kept), len(offsets))
+        self._multiply, self._address = kernels.multiply_joined, ctypes.addressof(self._joined)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self._parts)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("embeddings have one format")
