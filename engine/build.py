@@ -132,7 +132,9 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
         spec, checkpoint = models.examine(folder.path, config)
     else:
         spec = models.describe(folder.path, config)
-    backend = attention.choose(config.attention, device, spec.layers, spec.dtype, config.cpu_isa)
+    backend = attention.choose(
+        config.attention, device, spec.layers, spec.dtype, config.cpu_isa, cache_dtype=spec.cache_dtype
+    )
     product = models.product(config, spec, device)
     return Described(started, config, device, folder, spec, checkpoint, backend, product)
 

@@ -9,7 +9,7 @@ from .types import ConfigError
 
 POLICIES = ("fcfs", "priority", "prefill-first", "static")
 QUANTIZATIONS = ("none", "int8", "int4")
-KV_DTYPES = ("auto", "int8")
+KV_DTYPES = ("auto", "int8", "fp8")
 GGUF_ACTIVATIONS = ("auto", "int8", "int16")
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
@@ -27,7 +27,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     gguf_activations: str = "auto"  # int8 | int16: what activations are quantized to for weights in GGUF blocks
     implementation: str = "auto"  # native | transformers
     attention: str = "auto"
-    kv_dtype: str = "auto"  # of the keys and values in the cache: auto (the model's dtype) or int8
+    kv_dtype: str = "auto"  # of the keys and values in the cache: auto (the model's dtype), int8 or fp8
     cpu_isa: str = "auto"  # instruction set of our CPU kernels; torch: do not use them
     products: str = "auto"  # what computes matmuls: torch or an instruction set; auto: as cpu_isa says
     max_len: int | None = None  # tokens of prompt plus output; None: the model's maximum

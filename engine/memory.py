@@ -324,7 +324,7 @@ def _tries(
         if _can_quantize(requested, spec) and (plan := works(quantized, quantization="int8")):
             size = _gb(plan.weights_bytes)
             tries.append(f"`quantization=int8`: weights of {size} leave memory for {plan.num_tokens} tokens")
-    if not spec.int8_cache and (plan := works(replace(spec, int8_cache=True), kv_dtype="int8")):
+    if spec.kv_dtype == "auto" and (plan := works(replace(spec, kv_dtype="int8"), kv_dtype="int8")):
         tries.append(f"`kv_dtype=int8`: a KV cache of {_gb(plan.kv_cache_bytes)} holds {plan.num_tokens} tokens")
     small: dict[str, Any] = {
         "max_seqs": min(config.max_seqs, 4),

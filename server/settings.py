@@ -110,8 +110,8 @@ class Settings(BaseSettings):
     model_impl: Literal["auto", "native", "transformers"] = _engine(
         "auto", "model code: native (ours), transformers (theirs, on our KV cache) or auto"
     )
-    kv_cache_dtype: Literal["auto", "int8"] = _engine(
-        "auto", "data type of cached keys and values: auto (the model's), or int8 with a scale for each"
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = _engine(
+        "auto", "data type of cached keys and values: auto (the model's), or int8 or fp8 with a scale for each"
     )
     attention_backend: str = _engine(
         "auto",

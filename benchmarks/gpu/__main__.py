@@ -49,11 +49,13 @@ def parts(device: str, is_tiny: bool) -> list[tuple[str, float, list[str]]]:
     if is_tiny:
         return [
             ("kernels", 20, ["benchmarks.gpu.kernels", "--tiny"]),
+            ("layers", 20, ["benchmarks.gpu.layers", "--tiny"]),
             ("tiny", 20, ["benchmarks.gpu.engine", "--shape", "tiny"]),
             ("tiny, torch's attention", 20, ["benchmarks.gpu.engine", "--shape", "tiny", "--attention", "reference"]),
         ]
     return [
         ("kernels", 80, ["benchmarks.gpu.kernels"]),
+        ("layers", 40, ["benchmarks.gpu.layers"]),
         ("0.6B", 130, ["benchmarks.gpu.engine", "--shape", "0.6B"]),
         ("8B", 170, ["benchmarks.gpu.engine", "--shape", "8B"]),
         ("0.6B, torch's attention", 90, ["benchmarks.gpu.engine", "--shape", "0.6B", "--attention", "reference"]),

@@ -23,6 +23,7 @@ from engine.roofline import BYTES, SHAPES, matrix_rate, read_rate
 
 BLOCK = 16
 REPLAYS = 20  # of the same step: a race moves the result
+NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -39,9 +40,16 @@ class Case:
     """Rows with random keys and values in a cache whose blocks are scattered."""
 
     def __init__(
-        self, backend: Any, layer: AttentionLayer, rows: list[tuple[int, int]], device: torch.device, dtype: torch.dtype
+        self,
+        backend: Any,
+        layer: AttentionLayer,
+        rows: list[tuple[int, int]],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        held: torch.dtype | None = None,
     ) -> None:
-        """rows: (cached tokens, new tokens) each."""
+        """rows: (cached tokens, new tokens) each. held: the cache's dtype; None: dtype."""
         self.backend, self.layer, self.rows = backend, layer, rows
         draw = torch.Generator(device).manual_seed(len(rows))
         needs = [-(-(cached + new) // BLOCK) for cached, new in rows]
@@ -54,7 +62,7 @@ class Case:
         self.keys = [numbers(cached + new, layer.num_kv_heads, layer.head_dim) for cached, new in rows]
         self.values = [numbers(cached + new, layer.num_kv_heads, layer.v_head_dim) for cached, new in rows]
         self.q = numbers(sum(new for _, new in rows), layer.num_heads, layer.head_dim)
-        self.cache = backend.allocate(layer, sum(needs), BLOCK, dtype, device)
+        self.cache = backend.allocate(layer, sum(needs), BLOCK, held or dtype, device)
         for row, (cached, _) in enumerate(rows):
             if cached:  # only to store them: the result of a single query is not used
                 meta = AttentionMeta.of([(self.blocks[row], 0, cached)], BLOCK, device)
@@ -96,9 +104,12 @@ def seconds_of(work: Callable[[], Any], device: torch.device, times: int) -> flo
     return statistics.median(found)
 
 
-def correctness(backend: Any, layer: AttentionLayer, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def correctness(
+    backend: Any, layer: AttentionLayer, device: torch.device, dtype: torch.dtype, held: torch.dtype
+) -> dict[str, Any]:
     """Return the error of mixed rows against float64, and whether the same step gives the same bits each time."""
-    case = Case(backend, layer, [(0, 1), (300, 1), (511, 1), (5, 40), (0, 130), (1000, 1)], device, dtype)
+    rows = [(0, 1), (300, 1), (511, 1), (5, 40), (0, 130), (1000, 1)]
+    case = Case(backend, layer, rows, device, dtype, held=held)
     first, want = case.run().clone(), case.oracle()
     same = all(torch.equal(first, case.run()) for _ in range(REPLAYS))
     return {"relative_error": float((first.double() - want).norm() / want.norm()), "same_bits": same}
@@ -123,17 +134,29 @@ def main() -> None:
     choice = choose(args.attention, device, [layer], dtype)
     print(json.dumps({"measurement": "attention", "backend": choice.name, "note": choice.note}), flush=True)
     backend = choice.backend.create("auto")
+    caches = [dtype]  # in the order of the measurements
+    for held, name in NAMES.items():
+        reason = choice.backend.objection([layer], dtype, held, device, "auto")
+        if reason is None:
+            caches.append(held)
+        else:
+            print(json.dumps({"measurement": f"cache in {name}", "skipped": reason}), flush=True)
     with torch.inference_mode():
-        print(json.dumps({"measurement": "correctness", **correctness(backend, layer, device, dtype)}), flush=True)
-        for rows in (1, 4) if args.tiny else (64, 1, 16, 256):
+        for held in caches:
+            found = correctness(backend, layer, device, dtype, held)
+            name = "correctness" if held == dtype else f"correctness, cache in {NAMES[held]}"
+            print(json.dumps({"measurement": name, **found}), flush=True)
+        counts = (1, 4) if args.tiny else (64, 1, 16, 256)
+        for rows, held in [*((rows, dtype) for rows in counts), *((counts[0], held) for held in caches[1:])]:
             if time.perf_counter() + 5 > end:
                 break
             context = 64 if args.tiny else 1024
-            case = Case(backend, layer, [(context - 1, 1)] * rows, device, dtype)
+            case = Case(backend, layer, [(context - 1, 1)] * rows, device, dtype, held=held)
             took = seconds_of(case.run, device, 3 if args.tiny else 30)
-            moved = rows * context * layer.bytes(dtype)
+            moved = rows * context * layer.bytes(held)
+            cache = "" if held == dtype else f", cache in {NAMES[held]}"
             print(json.dumps({
-                "measurement": f"decode of {rows} rows of {context}", "us": 1e6 * took,
+                "measurement": f"decode of {rows} rows of {context}{cache}", "us": 1e6 * took,
                 "of_copy_rate": moved / took / copy,
             }), flush=True)  # fmt: skip
             del case

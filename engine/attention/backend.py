@@ -41,7 +41,12 @@ class AttentionBackend(Protocol):
 
     @classmethod
     def objection(
-        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
+        cls,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        isa: str,
     ) -> str | None:
         """Return why it cannot serve a model with these layers, or None if it can.
 
@@ -63,7 +68,7 @@ class AttentionBackend(Protocol):
         layer: AttentionLayer,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,  # the model's, or int8 (see `stored_size`)
+        dtype: torch.dtype,  # the model's, or one with scales (see `stored_size`)
         device: torch.device,
         *,
         sinks: Tensor | None = None,  # [heads], if the layer has them

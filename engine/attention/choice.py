@@ -45,18 +45,25 @@ def check(name: str) -> None:
 
 
 def choose(
-    name: str, device: torch.device, layers: Sequence[AttentionLayer], dtype: torch.dtype, isa: str = "auto"
+    name: str,
+    device: torch.device,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    isa: str = "auto",
+    *,
+    cache_dtype: torch.dtype | None = None,
 ) -> Choice:
     """Return the backend for a model on a device; "auto" selects the first one that can serve the model.
 
-    `isa` is the setting of the CPU kernels. Raises ConfigError if the named backend cannot serve the model.
+    `cache_dtype`: the KV cache's; None: the model's. `isa`: the setting of the CPU kernels. Raises ConfigError if the
+    named backend cannot serve the model.
     """
     check(name)
     candidates = [name] if name != "auto" else [each for each in BACKENDS if device.type in BACKENDS[each].device_types]
     reasons: list[str] = []
     for candidate in candidates:
         backend = _class(candidate)
-        reason = backend.objection(layers, dtype, device, isa)
+        reason = backend.objection(layers, dtype, cache_dtype or dtype, device, isa)
         if reason is None:
             return Choice(candidate, backend, f"{backend.drawback}: {reasons[0]}" if reasons else "")
         reasons.append(reason)

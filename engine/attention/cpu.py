@@ -120,12 +120,19 @@ class Paged:
 
     @classmethod
     def objection(
-        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
+        cls,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        isa: str,
     ) -> str | None:
         if device.type != "cpu":
             return f"the device is {device}"
         if dtype not in DTYPES:
             return f"it computes in {' and '.join(DTYPES.values())}, not in {str(dtype).removeprefix('torch.')}"
+        if cache_dtype not in (dtype, torch.int8):
+            return f"it has no cache in {str(cache_dtype).removeprefix('torch.')} (`kv_dtype=int8` is as small)"
         if uneven := next((layer for layer in layers if layer.head_dim != layer.v_head_dim), None):
             return f"it needs keys as long as values, and these have {uneven.head_dim} and {uneven.v_head_dim} numbers"
         try:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+# The dtypes of caches with scales, and the largest number that each stores.
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
@@ -45,9 +48,9 @@ class AttentionLayer:
 
 
 def stored_size(dim: int, dtype: torch.dtype) -> int:
-    """Return the number of elements that a key or value of `dim` numbers has in a cache: `dim`, and 4 more in int8.
+    """Return the number of elements that a key or value of `dim` numbers has in a cache: 4 more if it is scaled.
 
-    An int8 key or value is integers from -127 to 127, and a float32 scale to multiply them by: the largest magnitude /
-    127. If that is below the smallest normal float32, all are zero.
+    A scaled key or value is numbers of one byte, and a float32 scale to multiply them by: the largest magnitude /
+    LARGEST. If that is below the smallest normal float32, all are zero.
     """
-    return dim + 4 if dtype == torch.int8 else dim
+    return dim + 4 if dtype in LARGEST else dim

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from .backend import AttentionBackend, LayerCache
-from .layer import AttentionLayer, stored_size
+from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
 
@@ -33,6 +34,7 @@ ITEM = 8  # int32 numbers per work item, as the kernel reads them
 # By dtype, the relative difference from the reference above which the kernels are not used.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TRIAL_BLOCK = 16  # tokens per block in the trial
+FP8_CAPABILITY = (8, 9)  # of GPUs that convert fp8
 
 
 class Work:
@@ -95,6 +97,31 @@ class Plan:
         return _Launches(decodes, [Work(items, 0, device)] if items else [])
 
 
+class HeadNorms(NamedTuple):
+    """The RMSNorms of each head's query and key."""
+
+    q: Tensor  # [head_dim], the weight
+    k: Tensor
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of a step's tokens."""
+
+    positions: Tensor  # [tokens] int64
+    angles: Tensor  # [positions, 2, head_dim / 2] float32: cosines and sines, see Rotary.table
+
+
+class _View:
+    """A cache as the kernels read it."""
+
+    def __init__(self, cache: LayerCache) -> None:
+        self.tensor = cache.tensor
+        self.is_scaled = cache.tensor.dtype in LARGEST
+        self.scales = cache.tensor.view(torch.float32) if self.is_scaled else cache.tensor
+        self.strides = *self.tensor.stride()[:2], *self.scales.stride()[:2]  # of blocks and heads
+
+
 class PagedGPU:
     """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream."""
 
@@ -109,17 +136,19 @@ class PagedGPU:
 
     @classmethod
     def objection(
-        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
+        cls,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        isa: str,
     ) -> str | None:
-        if device.type != "cuda" and not is_interpreted():
-            return "the Triton kernels need a CUDA device"
-        if dtype not in MAX_ERROR:
-            return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
-        if any(max(layer.head_dim, layer.v_head_dim) > MAX_DIM for layer in layers):
-            return f"the Triton kernels serve heads of up to {MAX_DIM} numbers"
-        if any(layer.num_heads // layer.num_kv_heads > TILE_ROWS for layer in layers):
-            return f"the Triton kernels serve up to {TILE_ROWS} query heads per KV head"
-        return lack() or trial(layers, dtype, device)
+        if reason := limitation(layers, dtype, device):
+            return reason
+        is_fp8 = cache_dtype == torch.float8_e4m3fn and device.type == "cuda"
+        if is_fp8 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            return "this GPU does not convert fp8 (`kv_dtype=int8` is as small)"
+        return trial(layers, dtype, cache_dtype, device)
 
     @classmethod
     def workspace_bytes(
@@ -149,11 +178,11 @@ class PagedGPU:
     ) -> LayerCache:
         """Return a cache [blocks, kv_heads, bytes of a head's share of a block in the cache's dtype].
 
-        A share is the keys, then the values, and in int8 then the keys' scales and the values' scales.
+        A share is the keys, then the values, and with scales then the keys' scales and the values' scales.
         """
         line = stored_size(layer.head_dim, dtype) + stored_size(layer.v_head_dim, dtype)
         # A share's scales are aligned to four bytes.
-        padding = -block_size * (layer.head_dim + layer.v_head_dim) % 4 if dtype == torch.int8 else 0
+        padding = -block_size * (layer.head_dim + layer.v_head_dim) % 4 if dtype in LARGEST else 0
         tensor = torch.empty(num_blocks, layer.num_kv_heads, block_size * line + padding, dtype=dtype, device=device)
         return LayerCache(layer, block_size, tensor, None if sinks is None else sinks.float().contiguous())
 
@@ -166,38 +195,72 @@ class PagedGPU:
     def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         from ..kernels.gpu import attention as kernels
 
-        layer, tensor, meta = cache.layer, cache.tensor, plan.meta
-        is_int8 = tensor.dtype == torch.int8
-        scales = tensor.view(torch.float32) if is_int8 else tensor
-        sizes = {
-            "DIM": layer.head_dim,
-            "V_DIM": layer.v_head_dim,
-            "DIM_P": padded(layer.head_dim),
-            "V_DIM_P": padded(layer.v_head_dim),
-            "BLOCK": cache.block_size,
-            "INT8": is_int8,
-        }
-        strides = tensor.stride(0), tensor.stride(1), scales.stride(0), scales.stride(1)
+        layer, view = cache.layer, _View(cache)
         kernels.store[k.shape[0], layer.num_kv_heads](
-            k, v, meta.slot_mapping, tensor, scales, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *strides,
-            **sizes, num_warps=1, enable_fp_fusion=False,  # rounding to int8 is exact
+            k, v, plan.meta.slot_mapping, view.tensor, view.scales,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), *view.strides,
+            DIM=layer.head_dim, V_DIM=layer.v_head_dim, DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim),
+            BLOCK=cache.block_size, SCALED=view.is_scaled,
+            num_warps=1, enable_fp_fusion=False,  # quantizing is exact
         )  # fmt: skip
+        return self._attend(cache, q, plan)
+
+    def attend_qkv(
+        self,
+        cache: LayerCache,
+        qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        plan: Plan,
+    ) -> Tensor:
+        """Normalize and rotate queries and keys, then do as `attend`; returns [tokens, heads, head_dim].
+
+        The queries are rotated in place, in `qkv`.
+        """
+        self.rotate_store(cache, qkv, rotation, norms, plan)
+        layer = cache.layer
+        q = qkv[:, : layer.num_heads * layer.head_dim].unflatten(1, (layer.num_heads, layer.head_dim))
+        return self._attend(cache, q, plan)
+
+    def rotate_store(
+        self, cache: LayerCache, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, plan: Plan
+    ) -> None:
+        """Do all of `attend_qkv` that comes before attention."""
+        from ..kernels.gpu import attention as kernels
+
+        layer, view = cache.layer, _View(cache)
+        group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
+        kernels.rotate_store[qkv.shape[0], layer.num_kv_heads](
+            qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, *rotation,
+            plan.meta.slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
+            qkv.stride(0), *view.strides,
+            HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
+            BLOCK=cache.block_size, NORM=norms is not None, SCALED=view.is_scaled,
+            num_warps=warps(2 * group * half), enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _attend(self, cache: LayerCache, q: Tensor, plan: Plan) -> Tensor:
+        """Attend to what the cache holds; see `attend`."""
+        from ..kernels.gpu import attention as kernels
+
+        layer, meta, view = cache.layer, plan.meta, _View(cache)
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
         queries = queries_of(layer, q.dtype)
         launches = plan.launches(layer.window, queries)
         for works, most, split in ((launches.decodes, 1, SPLIT), (launches.chunks, queries, 0)):
             for work in works:
                 self._reserve(work.num_parts, layer, q.device)
-                rows = tile_rows(layer, most)
                 kernels.attend[programs(work.count, layer.num_kv_heads, q.device), layer.num_kv_heads](
-                    q, tensor, scales, meta.block_table, work.table, meta.query_start, meta.seq_lens, out,
+                    q, view.tensor, view.scales, meta.block_table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
                     layer.scale, layer.softcap or 0.0,
-                    q.stride(0), q.stride(1), *strides, meta.block_table.stride(0), out.stride(0),
-                    HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, QUERIES=most, ROWS=rows,
-                    TILE=tile(layer, q.dtype), SPLIT=split, WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None,
-                    SINKS=cache.sinks is not None, WIDEN=is_interpreted(), **sizes,
-                    num_warps=8 if rows > 64 else 4, enable_fp_fusion=True,
+                    q.stride(0), q.stride(1), *view.strides, meta.block_table.stride(0), out.stride(0),
+                    HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, V_DIM=layer.v_head_dim,
+                    DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size,
+                    QUERIES=most, ROWS=tile_rows(layer, most), TILE=tile(layer, q.dtype), SPLIT=split,
+                    WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None, SINKS=cache.sinks is not None,
+                    SCALED=view.is_scaled, WIDEN=is_interpreted(),
+                    num_warps=attend_warps(layer, most), enable_fp_fusion=True,
                 )  # fmt: skip
         return out
 
@@ -227,9 +290,24 @@ def tile_rows(layer: AttentionLayer, queries: int) -> int:
     return padded(queries * layer.num_heads // layer.num_kv_heads)
 
 
+def attend_warps(layer: AttentionLayer, queries: int) -> int:
+    """Return the warps of a program whose items have this many queries: the fewest whose registers do not spill."""
+    return 8 if queries > 1 or tile_rows(layer, queries) > 64 else 4
+
+
 def padded(dim: int) -> int:
     """Return the width of a tile for heads of `dim` numbers: a power of two, at least what a product of tiles needs."""
-    return max(16, 1 << (dim - 1).bit_length())
+    return max(16, power_of_two(dim))
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+def warps(numbers: int) -> int:
+    """Return the warps of a program for this many numbers: eight per thread, if possible, are one load of 16 bytes."""
+    return min(16, max(1, numbers // 256))
 
 
 def tile(layer: AttentionLayer, dtype: torch.dtype) -> int:
@@ -253,6 +331,19 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def limitation(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the kernels cannot serve a model with these layers, before they are tried, or None."""
+    if device.type != "cuda" and not is_interpreted():
+        return "the Triton kernels need a CUDA device"
+    if dtype not in MAX_ERROR:
+        return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
+    if any(max(layer.head_dim, layer.v_head_dim) > MAX_DIM for layer in layers):
+        return f"the Triton kernels serve heads of up to {MAX_DIM} numbers"
+    if any(layer.num_heads // layer.num_kv_heads > TILE_ROWS for layer in layers):
+        return f"the Triton kernels serve up to {TILE_ROWS} query heads per KV head"
+    return lack()
+
+
 def lack() -> str | None:
     """Return what this machine lacks to compile Triton kernels, or None."""
     if importlib.util.find_spec("triton") is None:
@@ -266,14 +357,16 @@ def lack() -> str | None:
     return None
 
 
-def trial(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> str | None:
+def trial(
+    layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+) -> str | None:
     """Compile and run the kernels for each kind of layer; return why they cannot be used, or None.
 
     The compiled kernels are kept, so this costs a start no more than their first use would.
     """
     for layer in dict.fromkeys(layers):
         try:
-            error = _error(layer, dtype, device)
+            error = _error(layer, dtype, cache_dtype, device)
         except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
             first = (str(problem).strip().splitlines() or [""])[0]
             return f"the Triton kernels do not run on this device: {type(problem).__name__}: {first[:200]}"
@@ -282,7 +375,7 @@ def trial(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.de
     return None
 
 
-def _error(layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> float:
+def _error(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device) -> float:
     """Return the relative difference from the reference, for a chunk of two tiles and then a decode of two parts."""
     draw = torch.Generator().manual_seed(0)
     length = SPLIT + 2
@@ -298,7 +391,7 @@ def _error(layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> f
     with torch.inference_mode():
         backends: list[AttentionBackend] = [PagedGPU(), Reference()]
         for backend in backends:
-            cache = backend.allocate(layer, len(blocks), TRIAL_BLOCK, dtype, device, sinks=sinks)
+            cache = backend.allocate(layer, len(blocks), TRIAL_BLOCK, cache_dtype, device, sinks=sinks)
             found = []
             for first, last in ((0, length - 1), (length - 1, length)):
                 plan = backend.plan(AttentionMeta.of([(blocks, first, last - first)], TRIAL_BLOCK, device))

@@ -1,8 +1,8 @@
 """Paged attention in plain torch, for any device, float type and head sizes. The oracle of every faster backend.
 
 A layer's cache is [blocks, kv_heads, block_size * (head_dim + v_head_dim)]: for each KV head the block's keys, then its
-values, so that a KV head's part of a block is contiguous and can be gathered by one copy. In an int8 cache the four
-bytes of a scale follow each key and each value, which are dequantized after they are gathered.
+values, so that a KV head's part of a block is contiguous and can be gathered by one copy. In a cache with scales
+the four bytes of a scale follow each key and each value, which are dequantized after they are gathered.
 
 Rows of one token (decode) with similar lengths are gathered together and computed as one batched matmul, which reads
 each KV head's keys once for all query heads that share them. Other rows are computed one by one.
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ..config import EngineConfig
 from .backend import LayerCache
-from .layer import AttentionLayer, stored_size
+from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 
 # Keys or values that are gathered at once, in numbers: 2**23 is 16 MiB of bfloat16, which is small compared with a
@@ -30,7 +30,7 @@ from .metadata import AttentionMeta
 GATHER_NUMBERS = 1 << 23
 # Scores that are materialized at once: 64 MiB of float32.
 SCORE_NUMBERS = 1 << 24
-TINY, LARGEST = torch.finfo(torch.float32).tiny, 127  # the minimum scale, and the maximum of int8 keys and values
+TINY = torch.finfo(torch.float32).tiny  # the minimum scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,12 @@ class Reference:
 
     @classmethod
     def objection(
-        cls, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, isa: str
+        cls,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        isa: str,
     ) -> str | None:
         return None
 
@@ -93,8 +98,8 @@ class Reference:
         widest = max(layers, key=lambda layer: layer.numbers)
         everything = config.max_seqs * config.max_len * widest.numbers
         gathered = min(everything, max(config.max_len * widest.numbers, 2 * GATHER_NUMBERS))
-        # For int8, keys or values in turn: the bytes, and twice float32 before the model's dtype.
-        extra = 5 if cache_dtype == torch.int8 else 0
+        # With scales, keys or values in turn: the bytes, and twice float32 before the model's dtype.
+        extra = 5 if cache_dtype in LARGEST else 0
         scores = min(SCORE_NUMBERS, widest.num_heads * config.max_batched_tokens * config.max_len)
         return gathered * (dtype.itemsize + extra) + 3 * 4 * scores
 
@@ -175,8 +180,9 @@ class Reference:
         return out
 
     def _store(self, k: Tensor, v: Tensor, cache: Tensor, block: Tensor, offset: Tensor) -> None:
-        if cache.dtype == torch.int8:
-            k, v = quantize(k), quantize(v)
+        if cache.dtype in LARGEST:
+            k, v = quantize(k, cache.dtype), quantize(v, cache.dtype)
+        cache, k, v = _indexable(cache), _indexable(k), _indexable(v)
         block_size = cache.shape[2] // (k.shape[2] + v.shape[2])
         split = block_size * k.shape[2]
         cache[..., :split].unflatten(2, (block_size, k.shape[2]))[block, :, offset] = k
@@ -191,9 +197,9 @@ class Reference:
         gathered = []
         for name, run, dim in (("keys", flat[:, :split], line), ("values", flat[:, split:], v_line)):
             space = self._workspace(name, pages.numel() * run.shape[1], cache).view(-1, run.shape[1])
-            torch.index_select(run, 0, pages.reshape(-1), out=space)
+            torch.index_select(_indexable(run), 0, pages.reshape(-1), out=_indexable(space))
             part = space.view(rows, kv_heads, blocks * run.shape[1] // dim, dim)
-            gathered.append(dequantize(part, k.dtype) if cache.dtype == torch.int8 else part)
+            gathered.append(dequantize(part, k.dtype) if cache.dtype in LARGEST else part)
         return gathered[0], gathered[1]
 
     def _workspace(self, name: str, numbers: int, like: Tensor) -> Tensor:
@@ -204,16 +210,18 @@ class Reference:
         return space[:numbers]
 
 
-def quantize(x: Tensor) -> Tensor:
-    """Quantize keys or values [..., dim] to int8 [..., dim + 4], of which the last four are the scale's bytes."""
-    wide = x.float()
+def quantize(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
+    """Quantize keys or values [..., dim] to a dtype of LARGEST, [..., dim + 4]; the last four are the scale's bytes."""
+    wide, largest = x.float(), LARGEST[dtype]
     top = wide.abs().amax(-1, keepdim=True)
-    small, finite = top < LARGEST * TINY, top.isfinite()
-    scale = (top / LARGEST).masked_fill(small, 0).masked_fill(~finite, math.nan)
+    small, finite = top < largest * TINY, top.isfinite()
+    scale = (top / largest).masked_fill(small, 0).masked_fill(~finite, math.nan)
     # Not a Python number divided by `top`: torch would multiply by the reciprocal, which rounds twice.
-    inverse = (torch.full_like(top, LARGEST) / top).masked_fill(small | ~finite, 0)
-    whole = (wide * inverse).nan_to_num(0).round().clamp(-LARGEST, LARGEST)
-    return torch.cat([whole.to(torch.int8), scale.view(torch.int8)], -1)
+    inverse = (torch.full_like(top, largest) / top).masked_fill(small | ~finite, 0)
+    scaled = (wide * inverse).nan_to_num(0)
+    if dtype == torch.int8:
+        scaled = scaled.round()
+    return torch.cat([scaled.clamp(-largest, largest).to(dtype), scale.view(dtype)], -1)
 
 
 def dequantize(quantized: Tensor, dtype: torch.dtype) -> Tensor:
@@ -224,6 +232,11 @@ def dequantize(quantized: Tensor, dtype: torch.dtype) -> Tensor:
     )
     wide = torch.promote_types(dtype, torch.float32)
     return (whole.to(wide) * scale).to(dtype)
+
+
+def _indexable(x: Tensor) -> Tensor:
+    """Return float8 numbers as bytes: torch does not index them on every device."""
+    return x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _pages(blocks: Tensor, kv_heads: int) -> Tensor:

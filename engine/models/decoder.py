@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from torch import Tensor
 from ..kernels.library import Choice
 from ..kernels.matmul import Packing
 from ..types import ModelError
+from . import on_gpu
 from .decoder_layer import Layer
 from .executor import Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
 from .layers import InFile, Linear, RMSNorm
+from .on_gpu import OnGPU
 from .rope import Rotary
 from .spec import BITS, ModelSpec
 from .weights import Checkpoint
@@ -159,9 +162,17 @@ class Decoder:
 
     def _finish(self) -> None:
         """Choose the executors, after everything is packed."""
-        fused = Fused.of(self.product.kernels, self.spec, self.embedding, self.layers, self.rotary)
+        parts = self.spec, self.embedding, self.layers, self.rotary
+        fused = Fused.of(self.product.kernels, *parts)
         if fused is not None:
             self.executors.insert(0, fused)
+        device = self.norm.weight.device
+        objection = on_gpu.objection(self.spec, device, self.product.kernels) or on_gpu.trial(*parts)
+        if objection is None:
+            self.executors.insert(0, OnGPU(*parts))
+            self.norm.use(lambda x: on_gpu.add_norm(x, None, self.norm))
+        elif device.type == "cuda":
+            self.product = replace(self.product, note=f"torch computes norms and gates of layers: {objection}")
 
     @torch.inference_mode()
     def forward(self, forward: Forward) -> Outputs:

@@ -100,7 +100,7 @@ def describe(
         num_params=num_params,
         source=source,
         hidden_size=hidden_size,
-        int8_cache=config.kv_dtype == "int8",
+        kv_dtype=config.kv_dtype,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -129,9 +130,14 @@ class Gated(Linear):
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._fused:
             return super().__call__(x, residual)
-        gate, up = super().__call__(x).chunk(2, dim=-1)
+        gate, up = self.product(x).chunk(2, dim=-1)
         out = self._activation(gate) * up
         return out if residual is None else residual + out
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return gate and up before the activation, [rows, 2 * inner]; not for weights that are packed as gated."""
+        assert not self._fused
+        return super().__call__(x)
 
 
 def can_reorder(weight: Tensor) -> bool:
@@ -154,23 +160,27 @@ class RMSNorm:
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self.eps = eps
-        self._norm: Any = None  # our kernel
+        self._kernel: Callable[[Tensor], Tensor] | None = None
 
     def pack(self, kernels: Kernels | None) -> None:
-        """Use our kernel; x must then be [rows, size]."""
+        """Use our CPU kernel, see `use`."""
         if kernels is not None:
-            self._norm = kernels.norm[self.weight.dtype]
+            self.use(partial(self._on_cpu, kernels.norm[self.weight.dtype]))
+
+    def use(self, kernel: Callable[[Tensor], Tensor]) -> None:
+        """Let a kernel compute the norm. It is called with contiguous x: [rows, size]."""
+        self._kernel = kernel
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._norm is not None:
-            return self._by_kernel(x.contiguous())
+        if self._kernel is not None:
+            return self._kernel(x.contiguous())
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
-    def _by_kernel(self, x: Tensor) -> Tensor:
+    def _on_cpu(self, norm: Any, x: Tensor) -> Tensor:
         if x.dtype != self.weight.dtype or x.dim() != 2 or x.shape[1] != len(self.weight):
             raise ValueError(f"not [rows, {len(self.weight)}] of {self.weight.dtype}: {tuple(x.shape)} of {x.dtype}")
         y = torch.empty_like(x)
         pointers = x.data_ptr(), self.weight.data_ptr(), y.data_ptr()
-        self._norm(*pointers, *x.shape, self.eps, torch.get_num_threads())
+        norm(*pointers, *x.shape, self.eps, torch.get_num_threads())
         return y

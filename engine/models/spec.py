@@ -26,6 +26,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
 # from the unquantized model.
 BITS: dict[str, tuple[int | None, int | None]] = {
@@ -116,7 +117,7 @@ class ModelSpec:
     hidden_size: int = 0  # of the last hidden states; 0: not available
     quantization: str = "none"  # of the weights, see BITS
     activation_bytes: int = 1  # of the activations' numbers in matmuls with weights in GGUF blocks
-    int8_cache: bool = False  # whether the KV cache is int8
+    kv_dtype: str = "auto"  # see EngineConfig
 
     @property
     def weights_bytes(self) -> int:
@@ -162,7 +163,7 @@ class ModelSpec:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        return torch.int8 if self.int8_cache else self.dtype
+        return CACHE_DTYPES.get(self.kv_dtype, self.dtype)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -277,7 +278,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         hidden_size=hidden,
         quantization=_quantization(source, config),
         activation_bytes=_activation_bytes(source, config),
-        int8_cache=config.kv_dtype == "int8",
+        kv_dtype=config.kv_dtype,
     )
 
 

@@ -19,12 +19,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention.layer import AttentionLayer
-from engine.attention.paged_gpu import SPLIT, padded, queries_of, tile, tile_rows
-from engine.kernels.gpu import attention
+from engine.attention.layer import LARGEST, AttentionLayer
+from engine.attention.paged_gpu import SPLIT, attend_warps, padded, power_of_two, queries_of, tile, tile_rows, warps
+from engine.kernels.gpu import attention, layers
+from engine.models.on_gpu import GATE_TILE, MAX_HIDDEN
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8"}
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
 # Strides of blocks and tokens are multiples of 16 for the heads below, as the launcher finds when it runs.
 ALIGNED = re.compile(r".*_(ptr|token|head|block|row)$")
 
@@ -40,15 +47,16 @@ LAYERS = {
     "gpt-oss": layer(64, 8, 64, window=128, sinks="sinks"),
     "Phi-3": layer(32, 32, 96),
 }
+# Numbers of a hidden state, and of the MLP's.
+SIZES = {"Qwen3 0.6B": (1024, 3072), "Llama 8B": (4096, 14336), "Phi-3": (3072, 8192), "largest": (MAX_HIDDEN, 1)}
+Arguments = tuple[dict[str, Any], dict[str, Any]]  # types and constants
 
 
-def attend(
-    layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, decodes: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, decodes: bool) -> Arguments:
     """Return the types of the arguments and the constants of a launch, as PagedGPU makes it."""
     queries = 1 if decodes else queries_of(layer, dtype)
     types = {
-        "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache == torch.int8 else cache,
+        "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache in LARGEST else cache,
         "out_ptr": dtype,
     }  # fmt: skip
     signature = {name: "*" + NAMES[each] for name, each in types.items()}
@@ -60,36 +68,71 @@ def attend(
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
         "ROWS": tile_rows(layer, queries), "TILE": tile(layer, dtype), "SPLIT": SPLIT if decodes else 0,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
-        "INT8": cache == torch.int8, "WIDEN": False,
+        "SCALED": cache in LARGEST, "WIDEN": False,
     }  # fmt: skip
     return signature, constants
 
 
-def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Arguments:
     signature = {"k_ptr": "*" + NAMES[dtype], "v_ptr": "*" + NAMES[dtype], "slots_ptr": "*i64"}
-    signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache == torch.int8 else "*" + NAMES[cache]}
+    signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache in LARGEST else "*" + NAMES[cache]}
     constants = {
         "DIM": layer.head_dim, "V_DIM": layer.v_head_dim, "DIM_P": padded(layer.head_dim),
-        "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "INT8": cache == torch.int8,
+        "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "SCALED": cache in LARGEST,
     }  # fmt: skip
     return signature, constants
 
 
-def kernels() -> Iterator[tuple[str, Any, tuple[dict[str, Any], dict[str, Any]], int]]:
+def rotate_store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Arguments:
+    signature = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr"), "*" + NAMES[dtype])
+    signature |= {"positions_ptr": "*i64", "angles_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32"}
+    signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache in LARGEST else "*" + NAMES[cache]}
+    constants = {
+        "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim,
+        "GROUP_P": power_of_two(layer.num_heads // layer.num_kv_heads), "HALF_P": power_of_two(layer.head_dim // 2),
+        "BLOCK": 16, "NORM": True, "SCALED": cache in LARGEST,
+    }  # fmt: skip
+    return signature, constants
+
+
+def add_norm(size: int, dtype: torch.dtype) -> Arguments:
+    signature = dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "normed_ptr"), "*" + NAMES[dtype])
+    return signature | {"eps": "fp32"}, {"SIZE": size, "SIZE_P": power_of_two(size), "ADD": True}
+
+
+def gate(inner: int, activation: str, dtype: torch.dtype) -> Arguments:
+    signature = dict.fromkeys(("gate_up_ptr", "out_ptr"), "*" + NAMES[dtype])
+    return signature, {"INNER": inner, "TILE": GATE_TILE, "ACTIVATION": activation}
+
+
+def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
     """Yield (name, kernel, its arguments, warps) for the shapes and dtypes that are compiled."""
     for name, each in LAYERS.items():
         for dtype, cache in (
-            (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8), (torch.float32, torch.float32),
+            (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8), (torch.bfloat16, torch.float8_e4m3fn),
+            (torch.float32, torch.float32),
         ):  # fmt: skip
+            if cache == torch.float8_e4m3fn and arch < 89:
+                continue  # Triton does not convert these numbers there
             label = f"{name} {NAMES[dtype]} {NAMES[cache]}"
             for decodes in (True, False):
                 arguments = attend(each, dtype, cache, decodes=decodes)
-                warps = 8 if arguments[1]["ROWS"] > 64 else 4
-                yield f"{'decode' if decodes else 'chunk'} {label}", attention.attend, arguments, warps
+                num_warps = attend_warps(each, arguments[1]["QUERIES"])
+                yield f"{'decode' if decodes else 'chunk'} {label}", attention.attend, arguments, num_warps
             yield f"store {label}", attention.store, store(each, dtype, cache), 1
+            arguments = rotate_store(each, dtype, cache)
+            numbers = 2 * arguments[1]["GROUP_P"] * arguments[1]["HALF_P"]
+            yield f"rotate {label}", attention.rotate_store, arguments, warps(numbers)
+    for name, (hidden, inner) in SIZES.items():
+        for dtype in (torch.bfloat16, torch.float32):
+            norm = add_norm(hidden, dtype)
+            label = f"{name} {NAMES[dtype]} {NAMES[dtype]}"
+            yield f"norm {label}", layers.add_norm, norm, warps(norm[1]["SIZE_P"])
+            for activation in ("silu", "gelu", "gelu_pytorch_tanh", "relu"):
+                yield f"gate {label} {activation}", layers.gate, gate(inner, activation, dtype), warps(GATE_TILE)
 
 
-def resources(kernel: Any, arguments: tuple[dict[str, Any], dict[str, Any]], warps: int, arch: int) -> dict[str, Any]:
+def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> dict[str, Any]:
     """Compile a kernel; return its registers and stack per thread, its shared memory, and its matrix instructions."""
     types, constants = arguments
     signature = {name: types.get(name, "i32") if name not in constants else "constexpr" for name in kernel.arg_names}
@@ -99,7 +142,7 @@ def resources(kernel: Any, arguments: tuple[dict[str, Any], dict[str, Any]], war
         if name not in constants and ALIGNED.match(name)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-    options = {"num_warps": warps, "enable_fp_fusion": kernel is attention.attend}
+    options = {"num_warps": num_warps, "enable_fp_fusion": kernel not in (attention.store, attention.rotate_store)}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -125,9 +168,9 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     args = parser.parse_args()
-    for name, kernel, arguments, warps in kernels():
+    for name, kernel, arguments, num_warps in kernels(args.arch):
         if args.only in name:
-            print(json.dumps({"kernel": name, **resources(kernel, arguments, warps, args.arch)}), flush=True)
+            print(json.dumps({"kernel": name, **resources(kernel, arguments, num_warps, args.arch)}), flush=True)
 
 
 if __name__ == "__main__":

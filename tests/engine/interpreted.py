@@ -15,12 +15,21 @@ import torch
 
 from engine import ConfigError, EngineConfig, EngineRequest, LocalEngine, SamplingParams
 from engine.attention import AttentionLayer, AttentionMeta, check, choice, paged_gpu
+from engine.attention.layer import LARGEST
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import quantize
 from tests.engine.test_attention import CPU, Pool, layer_of
 from tests.models import make
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def representable(x: torch.Tensor) -> torch.Tensor:
+    """Return keys or values that fp8 stores exactly: the interpreter rounds to it otherwise than a GPU."""
+    x = (100 * x).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    x[x.abs() < 1] = 0
+    x[..., 0] = 448
+    return x / 128
 
 
 @pytest.fixture
@@ -41,6 +50,7 @@ def small(monkeypatch):
         ((1, 1, 40, 40), 16, torch.float32, {"window": 5, "sinks": True}),
         ((2, 2, 16, 16), 16, torch.int8, {}),
         ((1, 3, 24, 7), 5, torch.int8, {"window": 20, "softcap": 5.0, "sinks": True}),
+        ((1, 3, 24, 7), 5, torch.float8_e4m3fn, {"window": 20, "softcap": 5.0, "sinks": True}),
     ],
 )
 def test_mixed_rows_equal_dense_attention(small, shape, block_size, held, rules):
@@ -50,6 +60,8 @@ def test_mixed_rows_equal_dense_attention(small, shape, block_size, held, rules)
     pool = Pool(
         1, [40, 3, 67], layer, block_size=block_size, dtype=torch.float32, held=held, sinks=values, backend=PagedGPU()
     )
+    if held == torch.float8_e4m3fn:
+        pool.k, pool.v = ([representable(each) for each in numbers] for numbers in (pool.k, pool.v))
     assert pool.run() < 1e-5
 
 
@@ -85,10 +97,13 @@ def test_more_parts_than_the_workspace_holds_are_launched_one_after_another(smal
     assert pool.step({0: 1, 1: 1, 2: 1}) < 1e-5
 
 
-def test_int8_holds_the_same_numbers_and_scales_as_the_reference(small):
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_a_cache_holds_the_same_numbers_and_scales_as_the_reference(small, dtype):
     backend, layer = PagedGPU(), layer_of(1, 24, 16)
-    cache = backend.allocate(layer, 2, 4, torch.int8, CPU)
+    cache = backend.allocate(layer, 2, 4, dtype, CPU)
     k, v = torch.randn(4, 1, 24), torch.randn(4, 1, 16)
+    if dtype == torch.float8_e4m3fn:
+        k, v = representable(k), representable(v)
     k[1] = 0
     k[2, 0, 3] = float("nan")
     v[3] = 1e-40
@@ -97,8 +112,11 @@ def test_int8_holds_the_same_numbers_and_scales_as_the_reference(small):
     share = cache.tensor[1, 0]
     keys, values = share[:96].view(4, 24), share[96:160].view(4, 16)
     scales = share[160:].view(torch.float32).view(2, 4)
-    for found, scale, wanted in ((keys, scales[0], quantize(k)[:, 0]), (values, scales[1], quantize(v)[:, 0])):
-        assert torch.equal(found, wanted[:, :-4])
+    for found, scale, wanted in (
+        (keys, scales[0], quantize(k, dtype)[:, 0]),
+        (values, scales[1], quantize(v, dtype)[:, 0]),
+    ):
+        assert torch.equal(found.float(), wanted[:, :-4].float())
         assert torch.equal(scale.nan_to_num(-1), wanted[:, -4:].contiguous().view(torch.float32)[:, 0].nan_to_num(-1))
 
 
@@ -121,20 +139,29 @@ def test_padding_tokens_are_not_stored(small):
     ],
 )
 def test_models_that_the_kernels_cannot_serve_are_declined(layer, dtype, words):
-    assert words in PagedGPU.objection([layer], dtype, CPU, "auto")
+    assert words in PagedGPU.objection([layer], dtype, dtype, CPU, "auto")
     with pytest.raises(ConfigError, match=words):
         choice.choose("triton", CPU, [layer], dtype)
 
 
+def test_an_fp8_cache_is_declined_on_a_gpu_that_does_not_convert_fp8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    layer, dtypes = AttentionLayer(2, 1, 16, 16, scale=0.25), (torch.bfloat16, torch.float8_e4m3fn)
+    words = PagedGPU.objection([layer], *dtypes, torch.device("cuda"), "auto")
+    assert words == "this GPU does not convert fp8 (`kv_dtype=int8` is as small)"
+
+
 def test_kernels_that_fail_or_err_are_declined(small, monkeypatch):
     layer = AttentionLayer(2, 1, 16, 16, scale=0.25)
-    assert PagedGPU.objection([layer], torch.float32, CPU, "auto") is None
+    assert PagedGPU.objection([layer], torch.float32, torch.float32, CPU, "auto") is None
     check("triton")
     monkeypatch.setattr(paged_gpu, "programs", lambda *_: 1 / 0)
-    assert "do not run on this device: ZeroDivisionError" in PagedGPU.objection([layer], torch.float32, CPU, "auto")
+    assert "do not run on this device: ZeroDivisionError" in PagedGPU.objection(
+        [layer], torch.float32, torch.float32, CPU, "auto"
+    )
     monkeypatch.undo()
     monkeypatch.setattr(paged_gpu.Reference, "attend", lambda self, cache, q, k, v, plan: q.new_ones(q.shape))
-    assert "wrong results on this device" in PagedGPU.objection([layer], torch.float32, CPU, "auto")
+    assert "wrong results on this device" in PagedGPU.objection([layer], torch.float32, torch.float32, CPU, "auto")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
@@ -144,7 +171,13 @@ def test_an_engine_samples_the_tokens_of_the_reference(tmp_path, name):
 
     def outputs(attention: str) -> list[tuple[int, ...]]:
         config = EngineConfig(
-            model=str(folder), dtype="float32", attention=attention, block_size=4, num_blocks=64, max_batched_tokens=16
+            model=str(folder),
+            dtype="float32",
+            attention=attention,
+            cpu_isa="torch",  # as on a GPU
+            block_size=4,
+            num_blocks=64,
+            max_batched_tokens=16,
         )
 
         async def run() -> list[tuple[int, ...]]:

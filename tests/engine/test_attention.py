@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine import ConfigError
 from engine.attention import AttentionBackend, AttentionLayer, AttentionMeta, KVCache, check, choice, create, reference
+from engine.attention.layer import LARGEST
 from engine.attention.reference import Reference, dequantize, quantize
 
 CPU = torch.device("cpu")
@@ -37,8 +38,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window=None, softcap
 
 
 def spoil(cache: Tensor) -> Tensor:
-    """Fill with NaN; an int8 cache with bytes that are NaN as a scale."""
-    return cache.fill_(-1 if cache.dtype == torch.int8 else math.nan)
+    """Fill with NaN; an int8 or fp8 cache with bytes that are NaN as a scale."""
+    if cache.dtype not in LARGEST:
+        return cache.fill_(math.nan)
+    cache.view(torch.int8).fill_(-1)
+    return cache
 
 
 def layer_of(kv_heads: int, dim: int, v_dim: int, *, group: int = 2, **more: Any) -> AttentionLayer:
@@ -89,7 +93,7 @@ class Pool:
             device=CPU,
             sinks=None if sinks is None else {"sinks": sinks},
         )
-        self.is_int8 = held == torch.int8
+        self.held = held or dtype
         spoil(self.cache.layers[0].tensor)
         self.done = [0] * len(lengths)
 
@@ -106,7 +110,7 @@ class Pool:
                 continue
             start, end = self.done[s], self.done[s] + new
             k, v = (
-                dequantize(quantize(x), torch.float64) if self.is_int8 else x.double()
+                dequantize(quantize(x, self.held), torch.float64) if self.held in LARGEST else x.double()
                 for x in (self.k[s][:end], self.v[s][:end])
             )
             layer = {name: getattr(self.layer, name) for name in ("scale", "window", "softcap")}
@@ -126,7 +130,7 @@ class Pool:
         return worst
 
 
-@pytest.mark.parametrize("held", [torch.float64, torch.int8], ids=str)
+@pytest.mark.parametrize("held", [torch.float64, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 5, 20])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -196,12 +200,26 @@ def test_int8_error_is_at_most_half_a_step(dtype, scale):
     torch.testing.assert_close(found.gather(-1, at), x.gather(-1, at), rtol=rtol, atol=torch.finfo(dtype).tiny)
 
 
-def test_int8_of_nan_infinity_and_tiny_numbers():
-    tiny = torch.finfo(torch.float32).tiny
-    x = torch.tensor([[0.0, -0.0], [1e-39, -1e-45], [126 * tiny, 1.0 * tiny], [math.nan, 1.0], [-math.inf, 1.0]])
-    found = dequantize(quantize(x), torch.float32)
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 3e37])
+def test_fp8_error_is_at_most_a_sixteenth(scale):
+    x = torch.randn(50, 3, 33) * scale
+    held = quantize(x, torch.float8_e4m3fn)
+    assert held.dtype == torch.float8_e4m3fn and held.shape == (50, 3, 37)
+    step = x.abs().amax(-1, keepdim=True).double() / 448
+    error = (dequantize(held, torch.float64) - x.double()).abs()
+    assert (error <= (x.double().abs() / 16).maximum(step / 1024) * 1.0001).all()
+    at = x.abs().argmax(-1, keepdim=True)
+    torch.testing.assert_close(dequantize(held, torch.float32).gather(-1, at), x.gather(-1, at), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_nan_infinity_and_tiny_numbers_are_quantized(dtype):
+    tiny, small = torch.finfo(torch.float32).tiny, (LARGEST[dtype] - 1) * torch.finfo(torch.float32).tiny
+    x = torch.tensor([[0.0, -0.0], [1e-39, -1e-45], [small, 1.0 * tiny], [math.nan, 1.0], [-math.inf, 1.0]])
+    found = dequantize(quantize(x, dtype), torch.float32)
     assert (found[:3] == 0).all() and found[3:].isnan().all()
-    assert dequantize(quantize(torch.tensor([[128 * tiny, 0.0]])), torch.float32)[0, 0] == pytest.approx(128 * tiny)
+    large = small + 2 * tiny
+    assert dequantize(quantize(torch.tensor([[large, 0.0]]), dtype), torch.float32)[0, 0] == pytest.approx(large)
 
 
 def test_one_odd_sequence_in_int8_does_not_touch_another():
@@ -215,6 +233,7 @@ def test_one_odd_sequence_in_int8_does_not_touch_another():
 def test_what_a_token_takes():
     layer = layer_of(2, 8, 24)
     assert [layer.bytes(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8)] == [256, 128, 2 * (12 + 28)]
+    assert layer.bytes(torch.float8_e4m3fn) == layer.bytes(torch.int8)
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         assert Reference().allocate(layer, 3, 5, dtype, CPU).tensor.nbytes == 15 * layer.bytes(dtype)
 
@@ -225,13 +244,13 @@ class Picky(Reference):
     drawback = "picky computes attention, slower"
 
     @classmethod
-    def objection(cls, layers, dtype, device, isa):
+    def objection(cls, layers, dtype, cache_dtype, device, isa):
         return "its heads are large" if max(layer.head_dim for layer in layers) > 8 else None
 
 
 class Refusing(Reference):
     @classmethod
-    def objection(cls, layers, dtype, device, isa):
+    def objection(cls, layers, dtype, cache_dtype, device, isa):
         return "it refuses everything"
 
 

@@ -171,6 +171,16 @@ def test_an_unknown_backend_is_refused_before_anything_is_loaded(tmp_path):
         build(EngineConfig(model=str(tmp_path / "nothing"), attention="magic"))
 
 
+def test_an_fp8_cache_on_a_cpu_is_served_by_torch_with_a_note(tmp_path):
+    built = build(EngineConfig(model=tiny_llama(tmp_path), device="cpu", kv_dtype="fp8"))
+    assert (built.info.attention, built.info.kv_dtype) == ("reference", "float8_e4m3fn")
+    assert built.info.kv_bytes_per_token == 2 * 2 * 2 * (4 + 4)
+    if choose("auto", torch.device("cpu"), [AttentionLayer(2, 1, 8, 8, scale=1.0)], torch.float32).name == "cpu":
+        assert "it has no cache in float8_e4m3fn (`kv_dtype=int8` is as small)" in built.info.notes[-1]
+    got = step(built.runner, [Row(1, 0, [3, 1, 4], [0], 1)], [Entered(1, GREEDY, 3, [])])
+    assert 0 <= got.outcomes[0].token_ids[0] < 40
+
+
 def only_config(folder: Path) -> Path:
     """Delete a model's weights."""
     (folder / "model.safetensors").unlink()

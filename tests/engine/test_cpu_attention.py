@@ -171,7 +171,7 @@ def test_one_key_is_its_value(kind):
     _, dtype, _ = kind
     made = pool(kind, (16, 2, 2, 64), [1])
     # A whole number times its scale is rounded, and a cache's number is not.
-    assert made.step({0: 1}) <= (LIMITS[dtype] if made.is_int8 else 0.0)
+    assert made.step({0: 1}) <= (LIMITS[dtype] if made.held == torch.int8 else 0.0)
 
 
 def test_empty_rows_do_not_affect_others(best):

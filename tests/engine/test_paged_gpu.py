@@ -17,10 +17,12 @@ from tests.engine.test_attention import CPU, layer_of
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
+ATTENTION, LAYERS = {"decode", "chunk", "store", "rotate"}, {"norm", "gate"}
 
 
-def test_kernels_in_the_interpreter_equal_the_reference():
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/engine/interpreted.py"]
+@pytest.mark.parametrize("file", ["interpreted.py", "interpreted_layers.py"])
+def test_kernels_in_the_interpreter_equal_torch(file):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/engine/{file}"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
@@ -28,23 +30,35 @@ def test_kernels_in_the_interpreter_equal_the_reference():
 
 def test_without_a_gpu_or_a_compiler_there_is_a_reason(monkeypatch):
     layers = [layer_of(1, 16, 16)]
-    assert PagedGPU.objection(layers, torch.bfloat16, CPU, "auto") == "the Triton kernels need a CUDA device"
+    assert (
+        PagedGPU.objection(layers, torch.bfloat16, torch.int8, CPU, "auto") == "the Triton kernels need a CUDA device"
+    )
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     assert paged_gpu.lack() == "Triton needs a C compiler: install gcc"
 
 
-@pytest.mark.parametrize("arch, only", [(90, "Llama 8B bf16 bf16"), (90, "window bf16 i8"), (80, "Llama 8B bf16 bf16")])
-def test_compiled_kernels_spill_no_registers(arch, only, tmp_path):
+@pytest.mark.parametrize(
+    "arch, only, kernels",
+    [
+        (90, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
+        (90, "window bf16 i8", ATTENTION),
+        (90, "window bf16 fp8", ATTENTION),
+        (90, "window fp32 fp32", ATTENTION),
+        (90, "largest", LAYERS),
+        (80, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
+    ],
+)
+def test_compiled_kernels_spill_no_registers(arch, only, kernels, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.engine.gpu_resources", "--arch", str(arch), "--only", only]
     done = subprocess.run(
         command, env={**env, "TRITON_CACHE_DIR": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True, check=True
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {each["kernel"].split()[0] for each in found} == {"decode", "chunk", "store"}
+    assert {each["kernel"].split()[0] for each in found} == kernels
     for each in found:
         assert each["stack"] == each["spills"] == 0, each
         assert each["shared"] <= (227 if arch == 90 else 163) * 1024, each
-    chunk = next(each for each in found if each["kernel"].startswith("chunk"))
-    assert chunk["HGMMA" if arch == 90 else "HMMA"], "prompts are not multiplied by the matrix units"
+    chunks = [each for each in found if each["kernel"].startswith("chunk") and "bf16" in each["kernel"]]
+    assert all(each["HGMMA" if arch == 90 else "HMMA"] for each in chunks), "prompts do not use the matrix units"

@@ -1,12 +1,16 @@
-"""The oracle's table on a CUDA device: the same code, the same tokens. `make test-gpu`."""
+"""The oracle's table on a CUDA device: the same code, the same tokens; and our kernels there. `make test-gpu`."""
 
 import pathlib
 
 import pytest
 import torch
 
+from engine import EngineConfig
+from engine.attention.paged_gpu import FP8_CAPABILITY
+from engine.build import build
+from engine.models.on_gpu import OnGPU
 from tests import oracle
-from tests.models import FLOAT32_ONLY, MODELS
+from tests.models import FLOAT32_ONLY, MODELS, NATIVE, make
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,3 +33,17 @@ def test_random_models_give_the_tokens_of_transformers(name, tmp_path: pathlib.P
     cases = oracle.generated(name, tmp_path / name, dtype, seed=list(MODELS).index(name) + 1)
     found = oracle.check(tmp_path / name, dtype, cases, oracle.MAX_LEN.get(name))
     assert found == dict.fromkeys(oracle.SITUATIONS, len(cases))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: pathlib.Path):
+    """Each kernel is compared with torch when a model is loaded."""
+    if kv_dtype == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("this GPU does not convert fp8")
+    runner, info, _ = build(
+        EngineConfig(model=str(make(name, tmp_path)), dtype=dtype, kv_dtype=kv_dtype, device="cuda")
+    )
+    assert (info.attention, info.product_note) == ("triton", "")
+    assert isinstance(runner.model.executors[0], OnGPU)

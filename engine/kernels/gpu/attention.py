@@ -1,7 +1,7 @@
-"""Triton kernels of paged attention: `store` writes keys and values to the cache, `attend` reads them.
+"""Triton kernels of paged attention: `store` or `rotate_store` write keys and values to the cache, `attend` reads them.
 
-A block of the cache holds for each KV head its keys, then its values, and in int8 then the scales of both. Strides
-count numbers of the tensor that they belong to. Sums are in float32.
+A block of the cache holds for each KV head its keys, then its values, and in int8 and fp8 then the scales of both.
+Strides count numbers of the tensor that they belong to. Sums are in float32.
 
 `attend` computes the softmax online as in Dao 2023, "FlashAttention-2". Its programs take work items from a list that
 the host makes, because it knows the length of every row. A row of one query is split over its context into parts of a
@@ -20,17 +20,35 @@ ITEM = tl.constexpr(8)  # int32 numbers per work item; the first item is the hea
 
 
 @triton.jit
-def _quantized(x):
-    """Return a vector as int8 numbers and their scale, as engine.attention.reference.quantize does."""
-    top = tl.max(tl.abs(x), 0)  # ignores NaN
-    small = top < 127 * 1.1754943508222875e-38
-    finite = (top < float("inf")) & (tl.sum((x != x).to(tl.int32), 0) == 0)
-    inverse = tl.where(small | (finite == 0), 0.0, tl.div_rn(127.0, top))
-    scale = tl.where(small, 0.0, tl.div_rn(top, 127.0))
-    scale = tl.where(finite, scale, float("nan"))
-    whole = x * inverse
-    whole = tl.where(whole == whole, whole, 0.0)
-    return (whole + ROUND - ROUND).to(tl.int8), scale
+def _scales(top, nans, DTYPE: tl.constexpr):
+    """Return what to multiply a vector by before it is rounded to a cache's DTYPE, and its scale.
+
+    `top` is its largest magnitude except NaN, and `nans` the number of NaN. The results are those of
+    engine.attention.reference.quantize.
+    """
+    LARGEST: tl.constexpr = 127.0 if DTYPE == tl.int8 else 448.0
+    small = top < LARGEST * 1.1754943508222875e-38
+    finite = (top < float("inf")) & (nans == 0)
+    inverse = tl.where(small | (finite == 0), 0.0, tl.div_rn(LARGEST, top))
+    scale = tl.where(small, 0.0, tl.div_rn(top, LARGEST))
+    return inverse, tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def _rounded(x, inverse, DTYPE: tl.constexpr):
+    """Return a vector as numbers of a cache's DTYPE."""
+    x = x * inverse
+    x = tl.where(x == x, x, 0.0)
+    if DTYPE == tl.int8:
+        x = x + ROUND - ROUND
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _quantized(x, DTYPE: tl.constexpr):
+    """Return a vector as numbers of a cache's DTYPE, and their scale."""
+    inverse, scale = _scales(tl.max(tl.abs(x), 0), tl.sum((x != x).to(tl.int32), 0), DTYPE)
+    return _rounded(x, inverse, DTYPE), scale
 
 
 @triton.jit
@@ -38,7 +56,7 @@ def store(
     k_ptr, v_ptr, slots_ptr, cache_ptr, scales_ptr,
     k_token, k_head, v_token, v_head, cache_block, cache_head, scales_block, scales_head,
     DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr,
-    INT8: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Store one KV head's key and value of one token. Tokens with a negative slot are padding.
 
@@ -55,14 +73,105 @@ def store(
         e = tl.arange(0, V_DIM_P)
         k = tl.load(k_ptr + token * k_token + head * k_head + d, mask=d < DIM, other=0.0)
         v = tl.load(v_ptr + token * v_token + head * v_head + e, mask=e < V_DIM, other=0.0)
-        if INT8:
+        if SCALED:
             scales = scales_ptr + block * scales_block + head * scales_head + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
-            k, k_scale = _quantized(k.to(tl.float32))
-            v, v_scale = _quantized(v.to(tl.float32))
+            k, k_scale = _quantized(k.to(tl.float32), cache_ptr.dtype.element_ty)
+            v, v_scale = _quantized(v.to(tl.float32), cache_ptr.dtype.element_ty)
             tl.store(scales, k_scale)
             tl.store(scales + BLOCK, v_scale)
         tl.store(share + offset * DIM + d, k, mask=d < DIM)
         tl.store(share + BLOCK * DIM + offset * V_DIM + e, v, mask=e < V_DIM)
+
+
+@triton.jit
+def _normalized(a, b, weight_ptr, i, live, eps, DTYPE: tl.constexpr, DIM: tl.constexpr):
+    """Return the RMSNorm of heads [heads, DIM] in halves, rounded before and after the weight as in torch."""
+    factor = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+    first = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)[None, :]
+    second = tl.load(weight_ptr + DIM // 2 + i, mask=live, other=0.0).to(tl.float32)[None, :]
+    a = ((a * factor).to(DTYPE).to(tl.float32) * first).to(DTYPE).to(tl.float32)
+    b = ((b * factor).to(DTYPE).to(tl.float32) * second).to(DTYPE).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _rotated(a, b, cos, sin, DTYPE: tl.constexpr):
+    """Return the rotation of heads in halves; each product is rounded, as in torch."""
+    first = (a * cos).to(DTYPE).to(tl.float32) - (b * sin).to(DTYPE).to(tl.float32)
+    second = (b * cos).to(DTYPE).to(tl.float32) + (a * sin).to(DTYPE).to(tl.float32)
+    return first.to(DTYPE), second.to(DTYPE)
+
+
+@triton.jit
+def _store_halves(a, b, at, scale_at, mask, HALF: tl.constexpr, SCALED: tl.constexpr):
+    """Store one head [1, DIM] in halves, at `at` and HALF numbers after it."""
+    if SCALED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+        nans = tl.sum((a != a).to(tl.int32), 1) + tl.sum((b != b).to(tl.int32), 1)
+        DTYPE: tl.constexpr = at.dtype.element_ty
+        inverse, scale = _scales(tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1)), nans, DTYPE)
+        tl.store(scale_at + tl.arange(0, 1), scale)
+        a = _rounded(a, inverse[:, None], DTYPE)
+        b = _rounded(b, inverse[:, None], DTYPE)
+    tl.store(at, a, mask=mask)
+    tl.store(at + HALF, b, mask=mask)
+
+
+@triton.jit
+def rotate_store(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, angles_ptr, slots_ptr, cache_ptr, scales_ptr, eps,
+    qkv_token, cache_block, cache_head, scales_block, scales_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_P: tl.constexpr, HALF_P: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Normalize and rotate one token's heads of one KV head: queries in place, key and value to the cache.
+
+    qkv: [tokens, (HEADS + 2 * KV_HEADS) * DIM]. q_weight, k_weight: [DIM], used with NORM. positions: [tokens] int64.
+    angles: [positions, 2, DIM / 2] float32, cosines and sines. Number i of a head is paired with i + DIM / 2. slots,
+    cache and scales as in `store`. GROUP_P >= HEADS / KV_HEADS and HALF_P >= DIM / 2 are powers of two.
+    """
+    DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    i = tl.arange(0, HALF_P)
+    live = i < HALF
+    angle = angles_ptr + tl.load(positions_ptr + token) * DIM + i
+    cos = tl.load(angle, mask=live, other=0.0)[None, :]
+    sin = tl.load(angle + HALF, mask=live, other=0.0)[None, :]
+    line = qkv_ptr + token * qkv_token + i[None, :]
+
+    group = tl.arange(0, GROUP_P)[:, None]
+    mask = (group < GROUP) & live[None, :]
+    q_at = line + (kv_head * GROUP + group) * DIM
+    a = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(q_at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        a, b = _normalized(a, b, q_weight_ptr, i, live, eps, DTYPE, DIM)
+    first, second = _rotated(a, b, cos, sin, DTYPE)
+    tl.store(q_at, first, mask=mask)
+    tl.store(q_at + HALF, second, mask=mask)
+
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        block = slot // BLOCK
+        offset = slot % BLOCK
+        one = live[None, :]
+        k_at = line + (HEADS + kv_head) * DIM
+        c = tl.load(k_at, mask=one, other=0.0).to(tl.float32)
+        d = tl.load(k_at + HALF, mask=one, other=0.0).to(tl.float32)
+        if NORM:
+            c, d = _normalized(c, d, k_weight_ptr, i, live, eps, DTYPE, DIM)
+        k_first, k_second = _rotated(c, d, cos, sin, DTYPE)
+        v_at = k_at + KV_HEADS * DIM
+        v_first = tl.load(v_at, mask=one, other=0.0)
+        v_second = tl.load(v_at + HALF, mask=one, other=0.0)
+        share = cache_ptr + block * cache_block + kv_head * cache_head + offset * DIM + i[None, :]
+        scales = scales_ptr + block * scales_block + kv_head * scales_head + (BLOCK * 2 * DIM + 3) // 4 + offset
+        _store_halves(k_first, k_second, share, scales, one, HALF, SCALED)
+        _store_halves(v_first, v_second, share + BLOCK * DIM, scales + BLOCK, one, HALF, SCALED)
 
 
 @triton.jit
@@ -72,7 +181,7 @@ def attend(
     q_token, q_head, cache_block, cache_head, scales_block, scales_head, table_row, out_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
     V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, INT8: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend causally from the queries of work items, for the KV head of the program.
@@ -135,7 +244,7 @@ def attend(
                 scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
             else:
                 scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-            if INT8:
+            if SCALED:
                 scales = (
                     scales_ptr
                     + block * scales_block
@@ -157,7 +266,7 @@ def attend(
             weights = tl.exp2(scores - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(weights, 1)
-            if INT8:
+            if SCALED:
                 weights = weights * v_scale[None, :]
             if WIDEN:
                 values = values * decay[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")

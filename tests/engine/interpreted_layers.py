@@ -1,0 +1,291 @@
+"""The Triton kernels of a decoder's layers in Triton's interpreter; test_paged_gpu.py runs this file.
+
+    TRITON_INTERPRET=1 python -m pytest tests/engine/interpreted_layers.py
+
+The interpreter truncates where a GPU rounds to bfloat16, so rounding is compared in float16.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from engine import EngineConfig
+from engine.attention import AttentionMeta, KVCache
+from engine.attention.layer import LARGEST
+from engine.attention.paged_gpu import HeadNorms, PagedGPU, Rotation
+from engine.kernels.gpu import attention as attention_kernels
+from engine.kernels.gpu import layers as layer_kernels
+from engine.models import Forward, on_gpu
+from engine.models.decoder import Decoder
+from engine.models.executor import Eager
+from engine.models.layers import ACTIVATIONS, RMSNorm
+from engine.models.on_gpu import OnGPU, add_norm, gated
+from engine.models.rope import Rope, Rotary, rotate
+from tests.engine.test_attention import CPU, layer_of, spoil
+from tests.models import load_model, make
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def inside(rows: Tensor) -> Tensor:
+    """Return the same rows between rows of NaN, which nobody may read."""
+    return torch.cat([torch.full_like(rows[:1], math.nan), rows, torch.full_like(rows[:1], math.nan)])[1:-1]
+
+
+def norm_of(size: int, dtype: torch.dtype) -> RMSNorm:
+    norm = RMSNorm(size, 1e-6, dtype, CPU)
+    norm.weight.uniform_(0.5, 1.5)
+    return norm
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("size", [64, 80, 1000, 3072])
+def test_the_residual_is_added_in_place_and_normalized(size, dtype, tolerance):
+    torch.manual_seed(size)
+    x, added, norm = torch.randn(3, size).to(dtype), torch.randn(3, size).to(dtype), norm_of(size, dtype)
+    stream = inside(x)
+    normed = add_norm(stream, inside(added), norm)
+    torch.testing.assert_close(normed, norm(x + added), rtol=tolerance, atol=tolerance)
+    if dtype != torch.bfloat16:
+        assert torch.equal(stream, x + added)
+    torch.testing.assert_close(add_norm(inside(x), None, norm), norm(x), rtol=tolerance, atol=tolerance)
+
+
+def test_a_row_is_normalized_alike_in_any_batch():
+    x, added, norm = torch.randn(5, 1000), torch.randn(5, 1000), norm_of(1000, torch.float32)
+    together = add_norm(x.clone(), added, norm)
+    alone = [add_norm(x[row : row + 1].clone(), added[row : row + 1], norm) for row in range(5)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_a_token_is_rotated_and_gated_alike_in_any_batch():
+    layer, rotary, backend = layer_of(2, 80, 80), Rotary(Rope(80), 64, torch.float32, CPU), PagedGPU()
+    norms = HeadNorms(norm_of(80, torch.float32).weight, norm_of(80, torch.float32).weight, 1e-6)
+    qkv, positions = torch.randn(3, 8 * 80), torch.tensor([40, 7, 11])
+
+    def stored(tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the queries of tokens of one sequence each, and the cache without what nobody has stored."""
+        cache = backend.allocate(layer, 12, 4, torch.float32, CPU)
+        cache.tensor.zero_()
+        rows = [([4 * token + place for place in range(4)] * 3, int(positions[token]), 1) for token in tokens]
+        mine = qkv[tokens].clone()
+        plan = backend.plan(AttentionMeta.of(rows, 4))
+        backend.rotate_store(cache, mine, Rotation(positions[tokens], rotary.table(64)), norms, plan)
+        return mine, cache.tensor
+
+    together, cache = stored([2, 0, 1])
+    for place, token in enumerate([2, 0, 1]):
+        alone, own = stored([token])
+        assert torch.equal(alone[0], together[place])
+        assert torch.equal(own[4 * token : 4 * token + 4], cache[4 * token : 4 * token + 4]) and own.any()
+    gates = gated(qkv, "silu")
+    assert torch.equal(gates, torch.cat([gated(qkv[token : token + 1], "silu") for token in range(3)]))
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("inner", [1, 100, 1500])
+def test_gates_are_exact_until_they_are_rounded(inner, activation):
+    torch.manual_seed(inner)
+    x = 4 * torch.randn(3, 2 * inner)
+    gate, up = x.double().chunk(2, dim=-1)
+    want = ACTIVATIONS[activation](gate) * up
+    torch.testing.assert_close(gated(inside(x), activation).double(), want, rtol=1e-5, atol=1e-6)
+    half = x.half()
+    gate, up = half.float().chunk(2, dim=-1)
+    torch.testing.assert_close(
+        gated(half, activation), (ACTIVATIONS[activation](gate) * up).half(), rtol=1e-3, atol=1e-5
+    )
+
+
+def test_gates_of_large_numbers_are_finite():
+    x = torch.tensor([[-200.0, 200.0, 1.0, 1.0]])
+    for activation in ACTIVATIONS:
+        assert gated(x, activation).tolist() == [[0.0, 200.0]]
+
+
+def rotations(
+    shape: tuple[int, int, int], window: int | None, held: torch.dtype, norms: list[RMSNorm]
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yield (result, cache) of ours and of torch for chunks, then decodes, in caches of which the rest is NaN."""
+    kv_heads, group, dim = shape
+    torch.manual_seed(dim)
+    layer, rotary = layer_of(kv_heads, dim, dim, group=group, window=window), Rotary(Rope(dim), 64, torch.float32, CPU)
+    backends = [PagedGPU(), PagedGPU()]
+    ours, torchs = caches = [backend.allocate(layer, 9, 5, held, CPU) for backend in backends]
+    for cache in caches:
+        spoil(cache.tensor)
+    for first, second in [((0, 23), (0, 3)), ((23, 1), (3, 1))]:
+        plan = PagedGPU().plan(AttentionMeta.of([([7, 2, 8, 3, 0], *first), ([5], *second)], 5))
+        positions = torch.cat([torch.arange(cached, cached + new) for cached, new in (first, second)])
+        qkv = torch.randn(len(positions), (group + 2) * kv_heads * dim)
+        widths = [group * kv_heads * dim, kv_heads * dim, kv_heads * dim]
+        q, k, v = (part.unflatten(1, (-1, dim)) for part in qkv.split(widths, dim=1))
+        if norms:
+            q, k = norms[0](q), norms[1](k)
+        turn = rotary.at(positions)
+        want = backends[1].attend(torchs, rotate(q, *turn), rotate(k, *turn), v, plan)
+        heads = HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
+        found = backends[0].attend_qkv(ours, inside(qkv), Rotation(positions, rotary.table(64)), heads, plan)
+        yield found, ours.tensor, want, torchs.tensor
+
+
+@pytest.mark.parametrize("held", [torch.float32, *LARGEST], ids=str)
+@pytest.mark.parametrize(
+    "shape, window", [((2, 2, 64), None), ((1, 1, 80), 20), ((2, 3, 96), None), ((1, 7, 128), 20), ((1, 2, 256), None)]
+)
+def test_queries_and_keys_are_rotated_and_stored_as_in_torch(shape, window, held):
+    for found, ours, want, torchs in rotations(shape, window, held, []):
+        assert torch.equal(found, want) and not found.isnan().any()
+        assert torch.equal(ours.view(torch.uint8), torchs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 96), (1, 2, 256)])
+def test_queries_and_keys_are_normalized_as_in_torch(shape):
+    norms = [norm_of(shape[2], torch.float32) for _ in range(2)]
+    for found, ours, want, torchs in rotations(shape, None, torch.float32, norms):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_keys_in_float16_are_rounded_where_torch_rounds_them():
+    layer, dtype = layer_of(2, 80, 80), torch.float16
+    rotary = Rotary(Rope(80), 64, dtype, CPU)
+    backend, positions, qkv = PagedGPU(), torch.tensor([40, 41, 42]), torch.randn(3, 8 * 80).half()
+    cache = backend.allocate(layer, 3, 16, dtype, CPU)
+    plan = backend.plan(AttentionMeta.of([([1, 0, 2], 40, 3)], 16))
+    k = rotate(qkv[:, 4 * 80 : 6 * 80].unflatten(1, (2, 80)), *rotary.at(positions))
+    backend.attend_qkv(cache, qkv.clone(), Rotation(positions, rotary.table(64)), None, plan)
+    assert torch.equal(cache.tensor[2, :, : 16 * 80].view(2, 16, 80)[:, 8:11], k.transpose(0, 1))
+
+
+def test_padding_tokens_are_not_stored():
+    backend = PagedGPU()
+    cache = backend.allocate(layer_of(1, 16, 16), 1, 4, torch.float32, CPU)
+    cache.tensor.fill_(7)
+    meta = AttentionMeta.of([([0], 0, 2)], 4)
+    meta.slot_mapping[1] = -1
+    rotation = Rotation(torch.tensor([0, 1]), torch.ones(2, 2, 8))
+    backend.attend_qkv(cache, torch.zeros(2, 64), rotation, None, backend.plan(meta))
+    assert (cache.tensor == 0).sum() == 32 and (cache.tensor == 7).sum() == 4 * 32 - 32
+
+
+def step(model: Decoder, rows: list[tuple[list[int], int, int]], cache: KVCache) -> Forward:
+    """Return a step of these rows of (block ids, cached tokens, new tokens)."""
+    positions = torch.cat([torch.arange(cached, cached + new) for _, cached, new in rows])
+    plan = cache.plan(AttentionMeta.of(rows, 4))
+    return Forward((7 * positions + 3) % model.spec.vocab_size, positions, plan, cache, positions)
+
+
+def cache_of(model: Decoder) -> KVCache:
+    cache = KVCache.allocate(
+        PagedGPU(), model.spec.layers, num_blocks=16, block_size=4, dtype=model.spec.cache_dtype, device=CPU
+    )
+    for layer in cache.layers:
+        spoil(layer.tensor)
+    return cache
+
+
+def model_of(name: str, folder: Any) -> Decoder:
+    config = EngineConfig(model=str(make(name, folder)), cpu_isa="torch", dtype="float32")
+    model = load_model(config, folder)
+    assert isinstance(model, Decoder) and isinstance(model.executors[0], OnGPU)
+    return model
+
+
+CHUNKS = [([3, 7, 1], 0, 9), ([5, 2], 0, 2)]
+MIXED = [([3, 7, 1], 9, 1), ([5, 2], 2, 2)]
+DECODES = [([3, 7, 1], 10, 1), ([5, 2], 4, 1)]
+
+
+def test_the_final_norm_is_one_call(tmp_path, monkeypatch):
+    model, calls = model_of("qwen3", tmp_path), Calls()
+    monkeypatch.setattr(layer_kernels, "add_norm", calls.kernel(layer_kernels.add_norm))
+    x = torch.randn(2, model.spec.hidden_size)
+    with torch.no_grad(), calls:
+        found = model.norm(x)
+    assert calls.names == ["add_norm"]
+    want = model.norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.norm.eps)
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "llama-bias", "mistral", "qwen3"])
+def test_steps_equal_those_in_torch(tmp_path, name):
+    model = model_of(name, tmp_path)
+    eager = next(executor for executor in model.executors if isinstance(executor, Eager))
+    ours, torchs = cache_of(model), cache_of(model)
+    with torch.inference_mode():
+        for rows in (CHUNKS, MIXED, DECODES):
+            assert model.executors[0].takes(step(model, rows, ours))
+            found = model.executors[0].run(step(model, rows, ours))
+            torch.testing.assert_close(found, eager.run(step(model, rows, torchs)), rtol=1e-4, atol=1e-4)
+
+
+class Calls(TorchDispatchMode):
+    """Records what a GPU would be given: torch's operations, except views and allocations, and our kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if not func.is_view and "empty" not in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def kernel(self, kernel: Any) -> Any:
+        """Return a kernel that is recorded instead of the operations of the interpreter."""
+        calls = self
+
+        class Recorded:
+            def __getitem__(self, grid: Any) -> Any:
+                def launch(*args: Any, **options: Any) -> None:
+                    calls.names.append(kernel.fn.__name__)
+                    with _disable_current_modes():
+                        kernel[grid](*args, **options)
+
+                return launch
+
+        return Recorded()
+
+
+@pytest.mark.parametrize("name, products", [("qwen3", ["mm"] * 4), ("llama-bias", ["addmm"] * 4)])
+def test_a_layer_takes_at_most_ten_device_calls(tmp_path, monkeypatch, name, products):
+    model, calls = model_of(name, tmp_path), Calls()
+    cache = cache_of(model)
+    for module, kernels in (
+        (attention_kernels, ["attend", "rotate_store", "store"]),
+        (layer_kernels, ["add_norm", "gate"]),
+    ):
+        for kernel in kernels:
+            monkeypatch.setattr(module, kernel, calls.kernel(getattr(module, kernel)))
+    qkv, output, gate_up, down = products
+    for rows, launches in (CHUNKS, 1), (MIXED, 2), (DECODES, 1):
+        forward = step(model, rows, cache)
+        model.executors[0].run(forward)  # makes the step's plan and the workspace
+        calls.names.clear()
+        with torch.no_grad(), calls:  # in inference mode a product would be seen before it is resolved
+            model.executors[0].run(forward)
+        layer = ["add_norm", qkv, "rotate_store", *["attend"] * launches, output, "add_norm", gate_up, "gate", down]
+        assert len(layer) <= 10
+        assert calls.names == ["embedding", *layer * len(model.layers), "add_"]
+
+
+def test_kernels_that_fail_or_err_are_replaced_by_torch(tmp_path, monkeypatch):
+    folder = make("qwen3", tmp_path)
+    config = EngineConfig(model=str(folder), cpu_isa="torch", dtype="float32")
+    monkeypatch.setattr(on_gpu, "gated", lambda gate_up, activation: gate_up[:, : gate_up.shape[1] // 2].contiguous())
+    model = load_model(config, folder)
+    assert [type(executor) for executor in model.executors] == [Eager]
+    parts = model.spec, model.embedding, model.layers, model.rotary
+    assert "wrong results on this device" in on_gpu.trial(*parts)
+    monkeypatch.setattr(on_gpu, "gated", lambda *_: 1 / 0)
+    assert "do not run on this device: ZeroDivisionError" in on_gpu.trial(*parts)
