@@ -78,7 +78,7 @@ def test_a_client_may_say_its_version_and_what_it_lacks(place, monkeypatch):
     assert table.missing(object, place) is None
 
 
-def test_a_failure_is_told_with_its_reason():
+def test_a_failure_is_reported_with_its_reason():
     class Client:
         @staticmethod
         def chat(place):

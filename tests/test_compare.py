@@ -175,7 +175,7 @@ async def test_a_driver_that_fails_says_why():
         ((sys.executable, "-c", "print('no AMX here'); raise SystemExit(3)"), "the server ended with code 3; "),
     ],
 )
-async def test_a_peer_that_cannot_be_started_is_told_as_such(command, said):
+async def test_a_peer_that_cannot_be_started_is_reported_as_such(command, said):
     async def then(peer: Contestant):
         return peer
 
@@ -370,7 +370,7 @@ def test_ratios_pass_over_rounds_in_which_one_has_no_figure():
     }
 
 
-def test_the_table_tells_rounds_and_the_share_of_the_round_that_has_both(tmp_path):
+def test_the_table_has_rounds_and_the_share_of_the_round_that_has_both(tmp_path):
     everyone = [
         contestant(Peer("us"), A=[30, 20, 90], C=[9, 5, 5], P=[7], S=[18]),
         contestant(Peer("them"), A=[10], C=[10]),

@@ -316,7 +316,7 @@ def health(*paths: str, **environment: str) -> int:
     ).returncode
 
 
-def test_the_health_check_tells_a_server_that_answers_from_one_that_does_not(answering):
+def test_the_health_check_fails_for_a_server_that_does_not_respond(answering):
     port = str(answering)
     assert health(PEQUOD_PORT=port) == 0
     assert health("/live", PEQUOD_PORT=port) == 0

@@ -222,7 +222,7 @@ def test_nan_infinity_and_tiny_numbers_are_quantized(dtype):
     assert dequantize(quantize(torch.tensor([[large, 0.0]]), dtype), torch.float32)[0, 0] == pytest.approx(large)
 
 
-def test_one_odd_sequence_in_int8_does_not_touch_another():
+def test_an_outlier_sequence_in_int8_does_not_change_another():
     pool = Pool(6, [20, 30], layer_of(2, 8, 8), block_size=8, dtype=torch.float32, held=torch.int8)
     pool.k[0][3] = math.nan
     meta = AttentionMeta.of([(pool.blocks[s], 0, n) for s, n in enumerate(pool.lengths)], 8)

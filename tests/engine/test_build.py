@@ -124,7 +124,7 @@ def test_a_load_describes_its_model_and_opens_its_weights_once(tmp_path, monkeyp
 
 
 @needs_library
-def test_what_samples_does_not_depend_on_who_computes_the_products(tmp_path):
+def test_the_sampling_kernels_do_not_depend_on_what_computes_the_products(tmp_path):
     """float16 has no product of ours; --cpu-isa torch alone has no kernels that sample either."""
     folder, drawn = tiny_llama(tmp_path), {}
     params = SamplingParams(max_tokens=9, seed=7, temperature=1.5, top_p=0.9, top_k=20, presence_penalty=0.5)

@@ -356,7 +356,7 @@ def test_what_does_not_fit_is_refused(best):
             best.plan(replace(meta, **part))
 
 
-def test_layers_of_one_kind_share_what_the_kernel_is_told_of_a_step(best):
+def test_layers_of_one_kind_share_the_arguments_of_a_step(best):
     kinds = [layer_of(2, 8, 8), layer_of(2, 8, 8, sinks="a"), layer_of(2, 8, 8, window=3)]
     same, too, other = (best.allocate(kind, 3, 16, torch.float32, CPU) for kind in kinds)
     plan, strides = best.plan(AttentionMeta.of([([0], 0, 4)], 16)), (64, 8, 64, 8, 64, 8)

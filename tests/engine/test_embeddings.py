@@ -188,28 +188,25 @@ def test_input_that_cannot_be_embedded_fails_alone(home):
     run(config(folder), use)
 
 
-def test_embedding_is_computed_after_an_engine_restart():
+async def test_embedding_is_computed_after_an_engine_restart():
     prompt = [token % 500 + 20 for token in range(1500)]
 
-    async def main():
-        engine = ProcessEngine(EngineConfig(model="builtin", num_blocks=400, max_seqs=2, max_batched_tokens=4))
-        await engine.start()
-        await engine.ready()
-        try:
-            undisturbed = vector(await last(engine, embedding(prompt, MEAN, 1)))
-            reader = asyncio.create_task(last(engine, embedding(prompt, MEAN, 2)))
-            before = engine.status.last_step
-            while engine.status.last_step == before:
-                await asyncio.sleep(0.005)
-            assert not reader.done()
-            os.kill(engine.pid, signal.SIGKILL)
-            again = vector(await reader)
-            assert engine.status.restarts == 1
-            assert again @ undisturbed > 0.99999
-        finally:
-            await engine.close()
-
-    asyncio.run(asyncio.wait_for(main(), 90))
+    engine = ProcessEngine(EngineConfig(model="builtin", num_blocks=400, max_seqs=2, max_batched_tokens=4))
+    await engine.start()
+    await engine.ready()
+    try:
+        undisturbed = vector(await last(engine, embedding(prompt, MEAN, 1)))
+        reader = asyncio.create_task(last(engine, embedding(prompt, MEAN, 2)))
+        before = engine.status.last_step
+        while engine.status.last_step == before:
+            await asyncio.sleep(0.005)
+        assert not reader.done()
+        os.kill(engine.pid, signal.SIGKILL)
+        again = vector(await reader)
+        assert engine.status.restarts == 1
+        assert again @ undisturbed > 0.99999
+    finally:
+        await engine.close()
 
 
 def test_abort_ends_a_partly_computed_prompt(home):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import numpy as np
@@ -108,22 +107,19 @@ def test_no_tokens_are_forced_with_log_probabilities(tmp_path):
     assert bench.matcher.jump(10) == []
 
 
-def test_a_token_that_the_grammar_does_not_allow_fails_its_row_alone():
-    async def main():
-        grammars = Grammars(CONFIG, 2048)
-        for number in (1, 2):
-            grammars.add(number, await grammars.compile(request(number, ("choice", '["yes"]'))))
-        grammars.add(3, await grammars.compile(request(3, ("choice", '[""]'))))
-        batch = Batch(1, [Row(number, 0, [5], [0], 1) for number in (1, 2, 3)] + [Row(4, 0, [5], [0], 1)])
-        rows = grammars.rows(batch)
-        assert rows == [0, 1, 2]
-        y = next(i for i in TOKENS.encode("yes").ids)
-        nothing_left = RowError("no token is left", ErrorCode.NO_TOKEN_LEFT)
-        result = StepResult([Sampled([y]), Sampled([TOKENS.token_to_id("!")]), nothing_left, Sampled([7])])
-        whole, *others = grammars.advance(batch, rows, result, lambda _: 50).outcomes
-        assert TOKENS.decode(whole.token_ids) == "yes"
-        assert whole.is_last
-        assert others == [REFUSED, Sampled([], is_last=True), Sampled([7])], "an output that cannot go on may end here"
-        grammars.close()
-
-    asyncio.run(main())
+async def test_a_token_that_the_grammar_does_not_allow_fails_its_row_alone():
+    grammars = Grammars(CONFIG, 2048)
+    for number in (1, 2):
+        grammars.add(number, await grammars.compile(request(number, ("choice", '["yes"]'))))
+    grammars.add(3, await grammars.compile(request(3, ("choice", '[""]'))))
+    batch = Batch(1, [Row(number, 0, [5], [0], 1) for number in (1, 2, 3)] + [Row(4, 0, [5], [0], 1)])
+    rows = grammars.rows(batch)
+    assert rows == [0, 1, 2]
+    y = next(i for i in TOKENS.encode("yes").ids)
+    nothing_left = RowError("no token is left", ErrorCode.NO_TOKEN_LEFT)
+    result = StepResult([Sampled([y]), Sampled([TOKENS.token_to_id("!")]), nothing_left, Sampled([7])])
+    whole, *others = grammars.advance(batch, rows, result, lambda _: 50).outcomes
+    assert TOKENS.decode(whole.token_ids) == "yes"
+    assert whole.is_last
+    assert others == [REFUSED, Sampled([], is_last=True), Sampled([7])], "an output that cannot go on may end here"
+    grammars.close()

@@ -140,7 +140,7 @@ async def test_resumed_answer_continues_from_any_token(params):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-async def test_an_answer_has_no_more_tokens_than_asked_for(number):
+async def test_an_output_has_no_more_tokens_than_requested(number):
     [(whole, _)] = await run(request(number, SCHEMA))
     text_tokens = [token for token in whole if token not in ENDS]
     for most in (1, 2, 5, 7, len(text_tokens) - 1):
@@ -148,7 +148,7 @@ async def test_an_answer_has_no_more_tokens_than_asked_for(number):
     assert await run(request(number, SCHEMA, max_tokens=len(text_tokens))) == [(text_tokens, "stop")]
 
 
-async def test_an_answer_that_is_whole_ends_whatever_else_was_asked():
+async def test_a_complete_output_ends_whatever_else_was_requested():
     choice = ("choice", '["yes"]')
     for params in ({"min_tokens": 50}, {"stop_ids": ()}, {"min_tokens": 50, "stop_ids": ()}):
         [(ids, reason)] = await run(request(1, choice, **params))

@@ -84,66 +84,51 @@ class Bench:
         self.outbox.ended.clear()
 
 
-def test_a_request_is_announced_before_its_first_step_and_ends_once():
-    async def main():
-        async with Bench() as bench:
-            bench.add(1)
-            await bench.end()
-            assert bench.outbox.events == [("started", 1), (1, None, 9), (1, "length", 9)]
-            assert bench.runner.threads == {"model_0"}
-            assert bench.outbox.stats.seconds.keys() >= {"schedule", "forward", "publish"}
-
-    asyncio.run(main())
+async def test_a_request_is_announced_before_its_first_step_and_ends_once():
+    async with Bench() as bench:
+        bench.add(1)
+        await bench.end()
+        assert bench.outbox.events == [("started", 1), (1, None, 9), (1, "length", 9)]
+        assert bench.runner.threads == {"model_0"}
+        assert bench.outbox.stats.seconds.keys() >= {"schedule", "forward", "publish"}
 
 
-def test_messages_are_read_during_a_step_and_an_abort_takes_effect_at_its_end():
-    async def main():
-        async with Bench() as bench:
-            bench.runner.go.clear()
-            bench.add(1, max_tokens=1000)
-            await asyncio.to_thread(bench.runner.in_step.wait, WAIT_S)
-            bench.loop.abort(1)
-            bench.add(2)
-            assert bench.outbox.events == [("started", 1)]
-            bench.runner.go.set()
-            await bench.end()
-            assert bench.outbox.events[1] == (1, "abort")
-            await bench.end()
-            assert bench.outbox.events[2:] == [("started", 2), (2, None, 9), (2, "length", 9)]
-            assert bench.scheduler.pool.num_held == 0
-
-    asyncio.run(main())
+async def test_messages_are_read_during_a_step_and_an_abort_takes_effect_at_its_end():
+    async with Bench() as bench:
+        bench.runner.go.clear()
+        bench.add(1, max_tokens=1000)
+        await asyncio.to_thread(bench.runner.in_step.wait, WAIT_S)
+        bench.loop.abort(1)
+        bench.add(2)
+        assert bench.outbox.events == [("started", 1)]
+        bench.runner.go.set()
+        await bench.end()
+        assert bench.outbox.events[1] == (1, "abort")
+        await bench.end()
+        assert bench.outbox.events[2:] == [("started", 2), (2, None, 9), (2, "length", 9)]
+        assert bench.scheduler.pool.num_held == 0
 
 
-def test_request_that_can_never_run_fails_at_once():
-    async def main():
-        async with Bench() as bench:
-            bench.add(1, prompt=(1,) * 64)
-            assert bench.outbox.events == [(1, "error")]
-
-    asyncio.run(main())
+async def test_request_that_can_never_run_fails_at_once():
+    async with Bench() as bench:
+        bench.add(1, prompt=(1,) * 64)
+        assert bench.outbox.events == [(1, "error")]
 
 
-def test_out_of_memory_fails_one_request_and_the_loop_goes_on():
-    async def main():
-        async with Bench() as bench:
-            bench.runner.raises = [StepOutOfMemory()]
-            bench.add(1, prompt=(1, 2, 3))
-            bench.add(2)
-            await bench.end()
-            assert (1, "error") in bench.outbox.events
-            await bench.end()
-            assert bench.outbox.events[-1] == (2, "length", 9)
-
-    asyncio.run(main())
+async def test_out_of_memory_fails_one_request_and_the_loop_goes_on():
+    async with Bench() as bench:
+        bench.runner.raises = [StepOutOfMemory()]
+        bench.add(1, prompt=(1, 2, 3))
+        bench.add(2)
+        await bench.end()
+        assert (1, "error") in bench.outbox.events
+        await bench.end()
+        assert bench.outbox.events[-1] == (2, "length", 9)
 
 
-def test_any_other_failure_of_a_step_ends_the_loop():
-    async def main():
-        async with Bench() as bench:
-            bench.runner.raises = [RuntimeError("broken")]
-            bench.add(1)
-            with pytest.raises(RuntimeError, match="broken"):
-                await asyncio.wait_for(asyncio.shield(bench.task), WAIT_S)
-
-    asyncio.run(main())
+async def test_any_other_failure_of_a_step_ends_the_loop():
+    async with Bench() as bench:
+        bench.runner.raises = [RuntimeError("broken")]
+        bench.add(1)
+        with pytest.raises(RuntimeError, match="broken"):
+            await asyncio.wait_for(asyncio.shield(bench.task), WAIT_S)

@@ -149,7 +149,7 @@ def test_a_burst_with_one_prompt_costs_one_prefill():
     assert driver.step() == {"a": 1, "b": 1, "c": 1, "d": 1}
 
 
-def test_who_waits_for_a_block_goes_on_when_the_one_who_fills_it_is_gone():
+def test_a_sequence_that_waits_for_a_block_continues_when_its_writer_is_gone():
     driver = Driver(max_batched_tokens=8).add("a", range(1, 18)).add("b", range(1, 18))
     assert driver.step() == {"a": 8}
     driver.abort("a")
@@ -202,7 +202,7 @@ def test_prefill_first_lets_prompts_push_decode_rows_out_of_a_step():
     assert [driver.step() for _ in range(4)] == [{"a": 1, "b": 7}, {"b": 8}, {"a": 1, "b": 5}, {"a": 1, "b": 1}]
 
 
-def test_static_lets_nobody_in_before_the_last_batch_has_ended():
+def test_static_admits_none_before_the_last_batch_has_ended():
     driver = Driver(policy="static").add("a", prompt=2, max_tokens=2).add("b", prompt=2, max_tokens=4)
     driver.step()
     driver.add("c", prompt=2)
@@ -262,7 +262,7 @@ def test_a_request_ends_at_the_length_of_the_model():
         ((1,), {"output_ids": (1,), "max_tokens": 1}, "no token left"),
     ],
 )
-def test_what_can_never_run_is_told_at_once(prompt, fields, words):
+def test_what_can_never_run_is_refused_at_once(prompt, fields, words):
     driver = Driver(max_len=24).add("a", prompt, **fields)
     assert driver.ends() == {"a": "error"}
     assert words in driver.deltas[0].error
@@ -329,7 +329,7 @@ def test_a_sequence_in_flight_is_not_preempted():
     assert driver.scheduler.counters.preempted == 0
 
 
-def test_admission_leaves_blocks_for_those_who_run():
+def test_admission_leaves_blocks_for_running_sequences():
     driver = Driver(num_blocks=10, max_len=40).add("a", prompt=16, max_tokens=20)
     driver.step()
     driver.add("b", prompt=21, max_tokens=1)
@@ -342,7 +342,7 @@ def test_admission_leaves_blocks_for_those_who_run():
     assert driver.step() == {"a": 1, "d": 15}
 
 
-def test_the_stats_of_a_step_tell_what_happened_in_it():
+def test_the_stats_of_a_step_count_what_happened_in_it():
     driver = Driver().add("a", prompt=6).add("b", prompt=1)
     driver.step()
     stats = driver.scheduler.stats(driver.batch, {"forward": 0.5}, 12.0)

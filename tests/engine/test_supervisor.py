@@ -105,7 +105,7 @@ async def test_an_engine_that_hangs_is_replaced_and_its_streams_go_on(kind, capl
     assert any(reason in record.getMessage() for record in caplog.records)
 
 
-async def test_an_engine_that_is_stopped_from_outside_is_replaced_and_nobody_is_lost():
+async def test_an_engine_that_is_stopped_from_outside_is_replaced_and_no_request_is_lost():
     [expected] = await undisturbed([1], max_tokens=300)
 
     async def work(engine: ProcessEngine) -> None:

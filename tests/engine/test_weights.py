@@ -134,7 +134,7 @@ def test_a_head_in_the_file_decides_over_the_flag(folder):
     assert model.head is model.embedding
 
 
-def test_hash_tells_checkpoints_apart(folder, source):
+def test_checkpoints_have_different_hashes(folder, source):
     before = Checkpoint(source).weights_hash
     assert Checkpoint(folder).weights_hash == before == load(source).weights_hash
     tensors = load_file(folder / "model.safetensors")

@@ -43,7 +43,7 @@ async def test_models_by_their_served_names(tmp_path):
         assert app.state.pequod.check_model(None) == "org/model-1"
 
 
-async def test_the_version_tells_what_serves(tmp_path):
+async def test_the_version_names_model_and_server(tmp_path):
     async with serving(model_folder(tmp_path / "m")) as (client, app):
         told = (await client.get("/version")).json()
         assert told["model"] == "fake"
@@ -83,7 +83,7 @@ async def test_the_description_of_the_api_is_whole(tmp_path):
         assert {path.replace("{model_id}", "{model_id:path}") for path in schema["paths"]} == documented
 
 
-async def test_the_description_tells_keys_refusals_and_examples(tmp_path):
+async def test_the_description_has_keys_refusals_and_examples(tmp_path):
     async with serving(model_folder(tmp_path / "m"), api_key=["k"]) as (client, _):
         paths = (await client.get("/openapi.json")).json()["paths"]
         asking = {path for path, operations in paths.items() for op in operations.values() if "security" in op}
@@ -180,7 +180,7 @@ async def test_a_failure_in_mid_stream_is_logged_without_its_text(tmp_path, capl
     assert "ishmael" not in caplog.text
 
 
-async def test_an_exception_that_nobody_catches_is_logged_without_its_text(tmp_path, caplog):
+async def test_an_uncaught_exception_is_logged_without_its_text(tmp_path, caplog):
     async def fail():
         raise ValueError("canary-1")
 

@@ -72,7 +72,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_folder_is_told_in_one_sentence(name, tmp_path):
+def test_a_broken_folder_is_reported_in_one_sentence(name, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(fetch("builtin", weights=False).path, folder)
     spoil, word = BROKEN[name]
@@ -93,7 +93,7 @@ def test_a_broken_folder_is_told_in_one_sentence(name, tmp_path):
     assert len(told) == 1 or name == PANIC, "only a panic is reported by the library too"
 
 
-def test_a_misspelt_backend_is_told_with_the_list():
+def test_a_misspelt_backend_is_refused_with_the_list():
     done = subprocess.run(
         [sys.executable, "-m", "server", "serve", "--attention-backend", "flash", "--port", str(free_port())],
         capture_output=True,

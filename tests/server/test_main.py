@@ -79,7 +79,7 @@ def test_help_of_each_command_imports_nothing_heavy(command):
 
 
 @pytest.mark.parametrize("command", ["serve", "config"])
-def test_help_tells_every_setting(pequod, command):
+def test_help_lists_every_setting(pequod, command):
     code, out, _ = pequod(command, "--help")
     assert code == 0
     assert [name for name in settings.FIELDS if settings.flag(name) not in out] == []
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(pequod, argv, said):
     assert err.startswith("pequod: ") and err.count("\n") == 1
 
 
-def test_config_show_tells_value_and_source(pequod, monkeypatch, tmp_path):
+def test_config_show_prints_value_and_source(pequod, monkeypatch, tmp_path):
     path = tmp_path / "my.toml"
     path.write_text("block_size = 32\nport = 1\n")
     monkeypatch.setenv("PEQUOD_SEED", "7")
@@ -190,7 +190,7 @@ def test_clients_that_come_before_the_app_are_held():
             assert accepted.recv(5, socket.MSG_WAITALL) == b"early"
 
 
-def test_a_socket_file_left_behind_is_replaced_and_a_used_one_is_not(tmp_path):
+def test_a_stale_socket_file_is_replaced_and_a_used_one_is_not(tmp_path):
     settings_ = Settings(uds=tmp_path / "p.sock")
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(tmp_path / "p.sock"))
@@ -238,7 +238,7 @@ def test_a_completion_in_process_imports_neither_torch_nor_a_server():
     assert done.returncode == 0, done.stderr
 
 
-def test_output_that_nobody_reads_ends_quietly():
+def test_a_closed_stdout_ends_the_command_quietly():
     command = f"{sys.executable} -m server config show | true"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stderr == ""

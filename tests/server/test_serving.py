@@ -107,7 +107,7 @@ def test_a_full_pool_preempts_and_every_answer_is_as_alone(data):
         assert small.metric("pequod:kv_blocks", state="held") == 0
 
 
-def test_sigterm_lets_running_streams_finish_and_takes_nobody_new(server):
+def test_sigterm_lets_running_streams_finish_and_admits_no_new_request(server):
     with Server("--drain-seconds", "120") as draining:
         body = {"model": "builtin", "prompt": "Go", "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with draining.client.stream("POST", "/v1/completions", json=body) as answer:

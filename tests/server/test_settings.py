@@ -166,7 +166,7 @@ def test_keys_stay_out_of_texts():
         assert "canary" not in text
 
 
-def test_a_misspelled_variable_is_told():
+def test_a_misspelled_variable_is_reported():
     told = misspelled({"PEQUOD_MAX_MODLE_LEN": "1", "PEQUOD_TEST_DATA": "/d", "PEQUOD_CONFIG": "x", "PATH": "/bin"})
     assert told == ["PEQUOD_MAX_MODLE_LEN is not a setting; did you mean PEQUOD_MAX_MODEL_LEN?"]
 

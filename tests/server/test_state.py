@@ -79,7 +79,7 @@ async def test_the_port_answers_before_anything_slow_has_happened(tmp_path, monk
         gate.set()
 
 
-async def test_a_model_that_cannot_be_loaded_is_told_once_and_for_all(tmp_path):
+async def test_a_model_that_cannot_be_loaded_is_reported_once(tmp_path):
     engine = FakeEngine(is_loaded=False)
     async with serving(model_folder(tmp_path / "m"), engine, wait=False) as (client, app):
         add_generation(app)
@@ -141,7 +141,7 @@ async def test_an_engine_that_dies_for_good_later_is_noticed(tmp_path):
 # Health
 
 
-async def test_health_tells_silence_stalls_and_restarts(tmp_path):
+async def test_health_reports_silence_stalls_and_restarts(tmp_path):
     engine = FakeEngine()
     async with serving(model_folder(tmp_path / "m"), engine, stall_seconds=20) as (client, app):
         limits = app.state.pequod.limits
@@ -206,7 +206,7 @@ async def test_a_drain_lets_running_answers_end(tmp_path):
         assert await state.drained(0) is True
 
 
-async def test_at_the_deadline_every_stream_is_told_to_end(tmp_path):
+async def test_at_the_deadline_every_stream_ends_with_an_error(tmp_path):
     async with serving(model_folder(tmp_path / "m")) as (_, app):
         add_generation(app)
         state = app.state.pequod
@@ -221,7 +221,7 @@ async def test_at_the_deadline_every_stream_is_told_to_end(tmp_path):
             assert state.limits.open_choices == 0
 
 
-async def test_a_stream_that_does_not_end_holds_the_drain_only_so_long(tmp_path, monkeypatch):
+async def test_a_stream_that_does_not_end_delays_the_drain_up_to_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("server.state.CUT_S", 0.05)
     async with serving(model_folder(tmp_path / "m")) as (_, app):
         app.state.pequod.limits.admit(Caller(), 1)

@@ -45,7 +45,7 @@ def test_the_page_is_the_one_that_the_server_shows(server):
     [["--exclude-method", "POST"], *(["--include-path", path] for path in POSTS)],
     ids=lambda filters: filters[-1].removeprefix("POST") or "others",
 )
-def test_every_answer_is_one_that_the_page_tells_of(server, tmp_path, filters):
+def test_every_response_is_one_that_the_page_describes(server, tmp_path, filters):
     (tmp_path / "schemathesis.toml").write_text(CONFIG)
     examples = os.environ.get("PEQUOD_FUZZ_EXAMPLES", "50")
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(tmp_path / "schemathesis.toml"), "run"]

@@ -36,7 +36,7 @@ async def test_reasoning_stands_beside_the_answer(folder):
     assert (message["reasoning_content"], message["content"]) == ("Whales are large.", "Yes.")
 
 
-async def test_a_stream_tells_reasoning_and_answer_in_deltas_of_their_own(folder):
+async def test_a_stream_has_separate_deltas_for_reasoning_and_content(folder):
     seen = await deltas(folder, THOUGHT)
     assert "".join(delta.get("reasoning_content", "") for delta in seen) == "Whales are large."
     assert "".join(delta.get("content", "") for delta in seen) == "Yes."
@@ -96,7 +96,7 @@ async def prompt(folder, more):
     return engine.requests[0].prompt_ids
 
 
-async def test_effort_none_is_told_to_the_template(folder):
+async def test_effort_none_reaches_the_template(folder):
     engine = FakeEngine(saying("Yes."))
     assert (await ask(folder, CHAT, {"messages": QUESTION, "reasoning_effort": "none"}, engine)).status_code == 200
     assert engine.requests[0].prompt_ids[-len(ids("<think>\n\n</think>\n\n")) :] == tuple(
@@ -113,7 +113,7 @@ async def test_an_effort_only_turns_thinking_on_where_the_template_has_no_levels
 
 
 @pytest.mark.parametrize(("template", "kind"), [(THINKING, "effect"), (TEMPLATE, "label")], ids=["switch", "none"])
-async def test_capabilities_tell_whether_an_effort_changes_anything(tmp_path, template, kind):
+async def test_capabilities_say_whether_an_effort_has_an_effect(tmp_path, template, kind):
     config = {"eos_token": "<|end|>", "chat_template": template}
     path = model_folder(tmp_path / "model", tokenizer_config=config)
     async with serving(path) as (client, _):

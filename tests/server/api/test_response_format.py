@@ -258,7 +258,7 @@ async def test_answers_follow_their_grammar_streamed_and_whole(path):
     assert float(re.search(r"\npequod:grammar_forced_tokens_total (\S+)", metrics)[1]) > 5
 
 
-async def test_logprobs_of_a_grammar_row_are_told_for_every_token():
+async def test_a_grammar_row_has_logprobs_for_every_token():
     async def use(client):
         asked = {**BASE[CHAT], **schema(POINT), "logprobs": True, "top_logprobs": 1, "seed": 1, "max_tokens": 60}
         return (await client.post(CHAT, json=asked)).json()

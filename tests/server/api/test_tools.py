@@ -91,7 +91,7 @@ async def test_what_is_not_a_tool_is_text(folder):
     assert (await choice(folder, CALL, tools=None))["message"]["content"] == CALL
 
 
-async def test_the_prompt_tells_of_the_tools(folder):
+async def test_the_prompt_describes_the_tools(folder):
     assert (await prompt(folder, tools=[WEATHER, CLOCK])).endswith("<tool_call>weather<tool_call>clock")
     assert "<tool_call>" not in await prompt(folder)
     assert "<tool_call>" not in await prompt(folder, tools=[])
@@ -102,7 +102,7 @@ async def test_with_choice_none_there_are_no_tools(folder):
     assert (await choice(folder, CALL, tool_choice="none"))["message"]["content"] == CALL
 
 
-async def test_allowed_tools_are_told_of_but_not_called(folder):
+async def test_tools_that_are_not_allowed_are_described_but_not_called(folder):
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}
     some = {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
     assert (await prompt(folder, **some)).endswith("<tool_call>weather<tool_call>clock")

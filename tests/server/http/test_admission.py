@@ -131,7 +131,7 @@ def test_an_idle_hour_does_not_count_as_slow():
     assert limits.retry_after() == 3
 
 
-def test_nobody_is_admitted_while_draining():
+def test_no_request_is_admitted_while_draining():
     limits, _ = make()
     limits.draining = True
     assert refused(limits).code == "draining"
@@ -238,7 +238,7 @@ async def test_a_body_that_keeps_coming_may_take_its_time(tmp_path, monkeypatch)
             writer.close()
 
 
-async def test_idle_uploads_of_one_client_keep_nobody_else_out(tmp_path, monkeypatch):
+async def test_idle_uploads_of_one_client_keep_no_other_client_out(tmp_path, monkeypatch):
     """As many as would hold all bytes that bodies may have, each without its last byte."""
     monkeypatch.setattr("server.http.middleware.PROGRESS_S", 1.0)
     async with serving(model_folder(tmp_path / "m"), max_body_bytes=100_000) as (_, app):

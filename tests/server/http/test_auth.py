@@ -49,7 +49,7 @@ APP = app_module.build_app(app_module.Settings(model="builtin"), FakeEngine())
 
 
 @pytest.mark.parametrize("route", APP.routes, ids=lambda route: f"{'-'.join(sorted(route.methods))}-{route.path}")
-async def test_a_route_answers_who_has_the_key_of_its_role_and_nobody_else(tmp_path, route):
+async def test_a_route_accepts_only_the_keys_of_its_role(tmp_path, route):
     (role,) = roles(route)
     path = re.sub(r"\{.*?\}", "fake", route.path)
     # /v1/responses/compact could be the path of a response too: what is taken there has its own row.
@@ -119,7 +119,7 @@ async def test_a_path_that_looks_public_opens_nothing(tmp_path):
             assert answer.status_code in (401, 404) or answer.json().get("state") == "ready", path
 
 
-async def test_without_keys_nobody_is_asked(tmp_path):
+async def test_without_keys_no_request_needs_one(tmp_path):
     async with serving(model_folder(tmp_path / "m")) as (client, _):
         assert (await client.get("/v1/models")).status_code == 200
         assert (await client.get("/v1/models", headers={"Authorization": "Bearer any"})).status_code == 200

@@ -128,7 +128,7 @@ def test_a_request_whose_head_came_in_two_pieces_is_answered_to_its_end(sockets)
     sockets(use, {"timeout_keep_alive": 1})
 
 
-def test_who_closes_one_half_is_answered_and_who_hangs_up_is_forgotten(sockets):
+def test_a_half_closed_connection_gets_its_response_and_a_closed_one_is_dropped(sockets):
     async def use(connect, app, engine):
         whole = head(JSON, f"Content-Length: {len(SHORT)}") + SHORT
         for cut in range(0, len(whole), 17):
@@ -233,7 +233,7 @@ def test_the_rest_has_a_bound_in_bytes(sockets, patient, monkeypatch):
     sockets(use)
 
 
-def test_who_hangs_up_behind_the_answer_is_let_go(sockets, patient):
+def test_a_client_that_disconnects_after_the_response_is_dropped(sockets, patient):
     async def use(connect, app, engine):
         reader, writer = await connect()
         writer.write(head(JSON, f"Content-Length: {10**10}") + b"a" * 1000)
@@ -274,7 +274,7 @@ def test_what_follows_a_refusal_is_no_request(sockets, hasty):
     sockets(use)
 
 
-def test_garbage_behind_a_request_does_not_stand_in_its_answer(sockets):
+def test_garbage_after_a_request_is_not_in_its_response(sockets):
     body = json.dumps({"prompt": "a" * 50, "max_tokens": 40, "stream": True}).encode()
 
     async def use(connect, app, engine):
@@ -303,7 +303,7 @@ def test_a_bad_chunk_ends_the_request_that_it_belongs_to(sockets, patient):
     sockets(use)
 
 
-def test_a_bad_chunk_behind_an_answer_gets_no_second_one(sockets, patient):
+def test_a_bad_chunk_after_a_response_gets_no_second_response(sockets, patient):
     async def use(connect, app, engine):
         reader, writer = await connect()
         writer.write(head(JSON, "Transfer-Encoding: chunked", first=NOWHERE) + b"5\r\naaaaa\r\n")

@@ -61,7 +61,7 @@ async def test_work_for_a_client_that_hangs_up_is_cancelled():
     assert cancelled
 
 
-async def test_a_waiter_that_is_cancelled_leaves_no_work_behind():
+async def test_a_cancelled_waiter_leaves_no_work():
     before = asyncio.all_tasks()
     waiting = asyncio.create_task(while_connected(request(asyncio.Event()), asyncio.sleep(WAIT_S)))
     await asyncio.sleep(2 * SOON_S)

@@ -112,7 +112,7 @@ def test_a_missing_field_is_named():
     assert (error.param, error.code) == ("messages", MISSING)
 
 
-def test_a_missing_role_is_named_where_the_role_tells_the_kind():
+def test_a_missing_role_is_named_where_the_role_selects_the_kind():
     with pytest.raises(ApiError) as caught:
         parse(ChatRequest, b'{"messages": [{"content": "a"}]}')
     assert (caught.value.param, caught.value.code) == ("messages.0.role", MISSING)
@@ -156,7 +156,7 @@ def test_very_many_unknown_names_are_one_error():
         ({"stream": True, "stream_options": 1}, "stream_options", "an object"),
     ],
 )
-def test_a_wrong_type_is_told_in_the_words_of_json(change, param, told):
+def test_a_wrong_type_is_named_in_the_words_of_json(change, param, told):
     with pytest.raises(ApiError) as caught:
         parse(ChatRequest, json.dumps({"messages": [{"role": "user", "content": "a"}], **change}).encode())
     assert caught.value.message == f"Invalid '{param}': must be {told}."

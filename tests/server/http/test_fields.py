@@ -37,7 +37,7 @@ async def answers(folder, path, bodies, **settings):
         return seen
 
 
-def test_the_table_tells_the_kind_of_each_field():
+def test_the_table_has_the_kind_of_each_field():
     table = kinds(ChatRequest)
     assert {table[name] for name in ("response_format", "structured_outputs")} == {"effect"}
     assert {table[name] for name in ("temperature", "n", "stop", "messages", "stream_options")} == {"effect"}

@@ -92,7 +92,7 @@ def test_a_bad_body_is_refused_by_name(server, undisturbed, row):
 
 
 @pytest.mark.parametrize("more", ODD.values(), ids=ODD.keys())
-def test_what_is_odd_is_answered(server, undisturbed, more):
+def test_unusual_but_valid_requests_are_served(server, undisturbed, more):
     body = more if isinstance(more, bytes) else json.dumps({"prompt": "a", "max_tokens": 8, **more}).encode()
     answer = server.client.post(COMPLETIONS, content=body)
     assert answer.status_code == 200, answer.text

@@ -64,7 +64,7 @@ async def test_a_request_keeps_its_id_or_gets_one(tmp_path):
             assert re.fullmatch(r"req-[0-9a-f]{16}", made)
 
 
-async def test_a_wrong_method_is_told_all_that_the_path_takes(tmp_path):
+async def test_a_wrong_method_is_refused_with_those_that_the_path_allows(tmp_path):
     async with serving(model_folder(tmp_path / "m")) as (client, _):
         answer = await client.put("/v1/responses/resp_1")
         assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
@@ -103,7 +103,7 @@ async def test_a_page_of_another_origin_cannot_post_without_a_preflight(tmp_path
         assert (await client.post("/probe", content=b"{}")).status_code == 200  # curl -d names no JSON
 
 
-async def test_unknown_routes_and_methods_are_told_in_the_envelope(tmp_path):
+async def test_unknown_routes_and_methods_get_the_error_envelope(tmp_path):
     async with serving(model_folder(tmp_path / "m")) as (client, _):
         for method, path, status in [
             ("GET", "/nowhere", 404),

@@ -49,7 +49,7 @@ def test_a_share_goes_by_weight():
     assert (shared.share("heavy", 2.0), shared.share("one", 1.0)) == (54, 27)
 
 
-def test_what_is_given_back_is_nobodys():
+def test_a_released_amount_belongs_to_no_caller():
     shared = FairShares(10)
     shared.acquire("a", 4)
     shared.acquire("a", 2)
@@ -71,7 +71,7 @@ def test_one_caller_cannot_fill_the_queue():
     assert refusal(limits, "third").code == "queue_full"
 
 
-def test_a_caller_who_has_more_than_its_share_now_gets_no_more_until_it_has_less():
+def test_a_caller_above_its_share_gets_no_more_until_it_has_less():
     limits = make(seqs=4, queued=100)
     tickets = [limits.admit(Caller("a", "a"), 1) for _ in range(84)]
     limits.admit(Caller("b", "b"), 1)
@@ -91,7 +91,7 @@ def test_a_single_request_cannot_ask_for_more_than_a_share():
 
 
 @pytest.mark.parametrize("queued", [1, 2, 3, 4])
-def test_a_queue_of_few_places_is_one_callers_who_is_alone(queued):
+def test_a_single_caller_may_fill_a_short_queue(queued):
     limits = make(seqs=2, queued=queued)
     assert fill(limits, "a") == 2 + queued
     assert refusal(limits, "a").status == 503

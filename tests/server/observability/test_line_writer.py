@@ -47,7 +47,7 @@ def test_lines_are_written_in_their_order(tmp_path):
     assert (tmp_path / "log").read_text().splitlines() == [f"line {i}" for i in range(1000)]
 
 
-def test_what_nobody_reads_is_dropped_and_counted_and_nobody_waits(pipe, monkeypatch):
+def test_unread_lines_are_dropped_and_counted_and_no_writer_waits(pipe, monkeypatch):
     monkeypatch.setattr(lines_module, "MAX_LINES", 100)
     monkeypatch.setattr(lines_module, "CLOSE_S", 0.05)
     _, file = pipe
@@ -80,7 +80,7 @@ def test_a_reader_that_comes_back_gets_what_comes_then(pipe, monkeypatch):
     writer.close()
 
 
-def test_a_file_that_cannot_be_written_stops_nobody(tmp_path):
+def test_a_file_that_cannot_be_written_blocks_no_writer(tmp_path):
     full = open("/dev/full", "w", buffering=1)
     writer = LineWriter(full)
     writer.write("lost")
@@ -136,7 +136,7 @@ async def test_dropped_lines_are_a_metric(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_whose_stderr_nobody_reads_answers_on():
+def test_a_server_with_an_unread_stderr_keeps_responding():
     held = held_port()
     port = held.getsockname()[1]
     child = subprocess.Popen(

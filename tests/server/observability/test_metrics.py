@@ -173,7 +173,7 @@ def test_an_abort_counts_its_cause_once_and_each_open_choice():
     assert page("vllm:prompt_tokens_total") == 3  # no token of b and c has come
 
 
-async def test_steps_are_told_as_the_engine_tells_them():
+async def test_steps_are_exported_as_the_engine_reports_them():
     bench = Bench()
     stepped = Bench()
     stepped.engine = bench.engine
@@ -295,7 +295,7 @@ def test_two_apps_in_one_process_count_for_themselves():
     assert second.page()("vllm:generation_tokens_total") == 0
 
 
-def test_the_memory_of_the_engines_process_is_told():
+def test_the_memory_of_the_engines_process_is_exported():
     bench = Bench()
     with pytest.raises(AssertionError):
         bench.page()("pequod:engine_resident_bytes")
@@ -366,7 +366,7 @@ def test_promtool_reads_the_page():
     assert done.returncode in (0, 3)
 
 
-def test_the_share_of_the_limit_is_told_by_phase():
+def test_the_share_of_the_limit_is_exported_by_phase():
     bench = Bench()
     limit = Roofline(
         bytes_per_s=1000.0, flops_per_s=1e9, pair_flops_per_s=1e9, weights_bytes=100, kv_bytes_per_token=10,

@@ -165,7 +165,7 @@ def test_half_a_surrogate_in_the_prompt_is_the_prompts(made: Make) -> None:
     assert Detokenizer(tokenizer, context=half).feed(tokenizer.encode("the", add_special=False)).text == " the"
 
 
-def test_leading_space_stays_behind_a_prompt(made: Make) -> None:
+def test_the_leading_space_stays_after_a_prompt(made: Make) -> None:
     tokenizer = made("byte fallback")
     sea = tokenizer.encode("sea", add_special=False)
     assert tokenizer.decode(sea) == "sea"

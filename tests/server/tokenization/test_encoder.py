@@ -59,7 +59,7 @@ async def test_ids_are_spelt_with_the_place_of_each_token(made: Make) -> None:
     assert await Prompts(tokenizer).decode_with_offsets(ids, False) == ("the sea<|end|> whale", [0, 3, 7, 14])
 
 
-async def test_words_are_spelt_at_the_start_of_a_text_and_behind_a_space(made: Make) -> None:
+async def test_words_are_spelt_at_the_start_of_a_text_and_after_a_space(made: Make) -> None:
     tokenizer = made("byte level")
     prompts = Prompts(tokenizer)
     both = [tuple(tokenizer.encode(text)) for text in ("whale", " whale")]

@@ -255,7 +255,7 @@ def test_read_only_home_converts_in_a_temporary_folder(
         ({"tokenizer.model": "not a model"}, "cannot be converted"),
     ],
 )
-def test_broken_folders_are_told_in_one_sentence(
+def test_broken_folders_are_reported_in_one_sentence(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], says: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

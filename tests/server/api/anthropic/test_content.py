@@ -49,7 +49,7 @@ async def test_the_conversation_reaches_the_template_as_turns(folder):
         ({"content": [{"type": "text", "text": "fog"}, {"type": "text", "text": "ice"}]}, "Error: fog\nice"),
     ],
 )
-async def test_an_error_is_told_also_where_it_has_no_content(folder, content, told):
+async def test_an_error_without_content_is_reported_too(folder, content, told):
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True, **content}
     assert await prompt(folder, messages=[{"role": "user", "content": [result]}]) == f"tool: {told}; assistant: "
 
@@ -79,7 +79,7 @@ async def test_an_accounting_header_is_no_part_of_the_prompt(folder):
     assert await told("aa") == await told("bb") == await prompt(folder, system="brief")
 
 
-async def test_thinking_and_effort_are_told_to_the_template(folder):
+async def test_thinking_and_effort_reach_the_template(folder):
     assert (await prompt(folder)).startswith("user"), "without a word about thinking there is none, as Anthropic has it"
     assert (await prompt(folder, thinking={"type": "disabled"})).startswith("user")
     assert (await prompt(folder, thinking={"type": "adaptive"})).startswith("pensive user")

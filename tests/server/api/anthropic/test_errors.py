@@ -88,7 +88,7 @@ async def test_a_format_and_a_stop_sequence_exclude_each_other(folder):
     assert error["param"] == "stop_sequences"
 
 
-async def test_a_prompt_that_does_not_fit_is_told_in_the_words_that_agents_look_for(folder):
+async def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_agents_search_for(folder):
     status, error = await refusal(folder, messages=[{"role": "user", "content": "sea " * 600}])
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "messages")
     assert error["message"].startswith("prompt is too long")

@@ -114,7 +114,7 @@ async def test_thinking_can_be_left_out(folder):
     ]
 
 
-async def test_a_call_that_was_cut_has_no_input_and_the_reason_tells_why(folder):
+async def test_a_call_that_was_cut_has_no_input_and_the_reason_says_why(folder):
     told = await answer(folder, CALL, tools=[LOOK], max_tokens=len(ids(CALL)) - len(ids("true}}\n</tool_call>")))
     assert told["stop_reason"] == "max_tokens"
     assert [(call["name"], call["input"]) for call in told["content"]] == [("look", {})]

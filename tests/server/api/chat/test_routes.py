@@ -55,7 +55,7 @@ async def test_an_answer_has_what_openai_has(folder):
     }
 
 
-async def test_a_stream_has_the_role_first_one_end_and_usage_when_asked(folder):
+async def test_a_stream_has_the_role_first_one_end_and_usage_on_request(folder):
     body = {"messages": QUESTION, "stream": True, "stream_options": {"include_usage": True}}
     response = await ask(folder, CHAT, body, FakeEngine(saying("the whale")))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -73,7 +73,7 @@ async def test_a_stream_has_the_role_first_one_end_and_usage_when_asked(folder):
     assert seen[-1]["usage"]["completion_tokens"] == 3
 
 
-async def test_without_the_option_a_stream_tells_no_usage(folder):
+async def test_without_the_option_a_stream_has_no_usage(folder):
     seen = chunks((await ask(folder, CHAT, {"messages": QUESTION, "stream": True}, FakeEngine(saying("the")))).text)
     assert all("usage" not in chunk for chunk in seen)
 
@@ -132,7 +132,7 @@ async def test_a_stream_joined_is_the_whole_answer_byte_for_byte(folder, more, p
     msgspec.convert(answer, ChatCompletion)
 
 
-async def test_logprobs_tell_each_token_its_bytes_and_all_bits(folder):
+async def test_logprobs_have_each_tokens_bytes_and_all_bits(folder):
     body = {"messages": QUESTION, "logprobs": True, "top_logprobs": 2}
     answer = (await ask(folder, CHAT, body, Odds(saying("🐳")))).json()
     entries = answer["choices"][0]["logprobs"]["content"]
@@ -197,7 +197,7 @@ async def test_choices_draw_with_seeds_of_their_own_and_the_same_ones_again(fold
     assert await seeds(1, None) != await seeds(1, None)
 
 
-async def test_a_request_reaches_the_engine_as_it_was_asked(folder):
+async def test_a_request_reaches_the_engine_unchanged(folder):
     engine = FakeEngine(saying("a"))
     body = {
         "messages": QUESTION, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "presence_penalty": 1,
@@ -296,7 +296,7 @@ async def test_names_of_the_model(folder):
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
-async def test_what_cannot_fit_is_told_with_the_number_and_the_flag(folder):
+async def test_what_cannot_fit_is_refused_with_the_number_and_the_flag(folder):
     long = await ask(folder, CHAT, {"messages": [{"role": "user", "content": "sea " * 600}]})
     error = long.json()["error"]
     assert long.status_code == 400

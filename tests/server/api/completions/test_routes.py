@@ -48,7 +48,7 @@ async def test_every_form_of_prompt_is_answered_n_times_prompt_by_prompt(folder,
     assert answer["usage"]["completion_tokens"] == 2 * len(prompts)
 
 
-async def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(folder):
+async def test_an_output_has_sixteen_tokens_by_default(folder):
     assert (await ask(folder, COMPLETIONS, {"prompt": "the sea"})).json()["usage"]["completion_tokens"] == 16
     assert (await ask(folder, COMPLETIONS, {"prompt": "the sea", "max_tokens": 3})).json()["usage"][
         "completion_tokens"
@@ -111,7 +111,7 @@ async def test_logprobs_are_columns_and_offsets_count_characters(folder):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["the 🐳;<|user|> sea", ids("the 🐳;<|user|> sea")], ids=["text", "ids"])
-async def test_echo_with_logprobs_tells_those_of_prompt_and_output_in_one_line(folder, prompt, stream):
+async def test_echo_with_logprobs_joins_those_of_prompt_and_output(folder, prompt, stream):
     engine = Odds(saying(" whale"))
     body = {"prompt": prompt, "echo": True, "logprobs": 2, "stream": stream, "skip_special_tokens": False}
     response = await ask(folder, COMPLETIONS, body, engine)
@@ -178,7 +178,7 @@ async def test_prompt_logprobs_have_the_form_of_vllm_for_each_choice_and_cost_on
 @pytest.mark.parametrize(
     ("prompt", "k", "ranks"), [([11, 1], 2, {"1": 2, "0": 1}), ([11, 12], 1, {"12": None, "0": 1})]
 )
-async def test_the_rank_of_a_prompt_token_is_told_where_it_is_known(folder, prompt, k, ranks):
+async def test_the_rank_of_a_prompt_token_is_returned_where_it_is_known(folder, prompt, k, ranks):
     engine = FakeEngine(saying("a"))  # says that 0, 1, ... are the most likely ones
     answer = (await ask(folder, COMPLETIONS, {"prompt": prompt, "prompt_logprobs": k}, engine)).json()
     [_, entry] = answer["choices"][0]["prompt_logprobs"]
@@ -197,7 +197,7 @@ async def test_words_are_forbidden_as_they_are_spelt_with_and_without_a_space(fo
     assert params.uses_history
 
 
-async def test_the_drawn_token_is_among_the_likely_ones_even_when_none_was_asked_for(folder):
+async def test_the_sampled_token_is_reported_even_if_no_likely_ones_were_requested(folder):
     columns = (await ask(folder, COMPLETIONS, {"prompt": "the sea", "logprobs": 0}, Odds(saying("a")))).json()[
         "choices"
     ][0]["logprobs"]
@@ -226,7 +226,7 @@ async def test_a_text_goes_on_where_its_prompt_ends(tmp_path, stream):
     assert (joined(chunks(response.text)) if stream else whole(response.json()))[0]["text"] == "the sea"
 
 
-async def test_too_long_is_told_with_both_numbers_and_the_flag(folder):
+async def test_too_long_is_refused_with_both_numbers_and_the_flag(folder):
     for body, param in (
         ({"prompt": [11] * 512}, "prompt"),
         ({"prompt": "sea " * 100_000}, "prompt"),

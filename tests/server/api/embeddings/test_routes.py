@@ -99,7 +99,7 @@ async def test_tokens_around_a_text_can_be_left_out(tmp_path):
         ({"truncate_prompt_tokens": -1}, list(range(9))),
     ],
 )
-async def test_long_inputs_are_cut_where_that_is_asked_for(folder, body, cut):
+async def test_long_inputs_are_cut_on_request(folder, body, cut):
     engine = FakeEngine()
     await embed(folder, engine, input=list(range(9)), **body)
     assert list(engine.requests[0].prompt_ids) == cut
@@ -180,7 +180,7 @@ async def test_salt_and_priority_go_to_the_engine(folder):
 # Many inputs
 
 
-async def test_many_inputs_are_fed_in_order_and_leave_room_for_others(folder):
+async def test_many_inputs_are_submitted_in_order_and_leave_capacity_for_others(folder):
     engine = FakeEngine(delay=0.001)
     async with serving(folder, engine, max_num_queued_reqs=5) as (client, app):
         limits = app.state.pequod.limits
@@ -290,7 +290,7 @@ async def test_a_deadline_ends_all_inputs(folder):
     assert len(engine.aborted) == WINDOW
 
 
-async def test_what_the_engine_cannot_finish_is_told(folder):
+async def test_what_the_engine_cannot_finish_is_reported(folder):
     engine = FakeEngine()
     engine.error_at = (1, "the hidden states are no numbers")
     failed = await ask(folder, EMBEDDINGS, {"input": MANY}, engine)

@@ -77,7 +77,7 @@ async def test_delete_stops_the_work_too(folder):
         assert (await client.get(f"{RESPONSES}/{made['id']}")).status_code == 404
 
 
-async def test_background_work_that_fails_tells_why(folder):
+async def test_background_work_that_fails_has_a_reason(folder):
     engine = FakeEngine(saying("the whale and the sea"))
     engine.error_at = (2, "no more")
     async with serving(folder, engine) as (client, _):

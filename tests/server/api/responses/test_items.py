@@ -133,7 +133,7 @@ async def test_what_asks_for_nothing_passes(folder, body):
     assert (await respond(folder, **body))["status"] == "completed"
 
 
-async def test_the_length_of_a_prompt_is_told_without_an_answer(folder):
+async def test_the_length_of_a_prompt_is_returned_without_generating(folder):
     body = {"model": "fake", "input": "the sea", "instructions": "Sing."}
     engine = FakeEngine(saying("a"))
     async with serving(folder, engine) as (client, _):
@@ -167,6 +167,6 @@ async def test_functions_of_a_group_have_its_name_before_theirs(folder):
     assert "[sea__weather Hull]" in await prompts(folder, {**body, "input": again})
 
 
-async def test_the_response_tells_its_penalties(folder):
+async def test_the_response_has_its_penalties(folder):
     answer = (await ask(folder, RESPONSES, {"input": "a", "presence_penalty": 0.5}, FakeEngine(saying("a")))).json()
     assert (answer["presence_penalty"], answer["frequency_penalty"]) == (0.5, 0.0)

@@ -119,13 +119,13 @@ async def test_logprobs_are_none_of_marks(folder, says, text, more):
     assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode().strip() == text
 
 
-async def test_token_ids_are_told_when_asked_for(folder):
+async def test_token_ids_are_returned_on_request(folder):
     answer = await respond(folder, return_token_ids=True)
     assert answer["token_ids"] == [*ids("the whale"), END]
     assert len(answer["prompt_token_ids"]) == answer["usage"]["input_tokens"]
 
 
-async def test_a_format_is_a_grammar_and_told_as_it_came(tmp_path):
+async def test_a_format_is_a_grammar_and_is_returned_unchanged(tmp_path):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
     engine = FakeEngine(saying("{}"))

@@ -471,7 +471,7 @@ async def test_unwritten_records_have_a_bound_of_their_own_in_memory(tmp_path, m
         disk.is_full = False
 
 
-async def test_records_that_were_evicted_unwritten_leave_nothing_behind(tmp_path, monkeypatch):
+async def test_records_that_were_evicted_unwritten_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.FIRST_DELAY_S", 1000)
     store = Store(tmp_path / "store.db", 10, 1 << 20)
     disk = Faulty(store)

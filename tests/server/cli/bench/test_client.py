@@ -148,7 +148,7 @@ async def test_a_server_that_takes_everything_gets_every_wish():
     assert not target.is_pequod
 
 
-async def test_fields_that_a_server_refuses_are_left_out_and_told():
+async def test_fields_that_a_server_refuses_are_left_out_and_reported():
     other = Other(refuses=("ignore_eos", "min_tokens"), stops_at=4)
     target, done = await measured(other)
     assert not {"ignore_eos", "min_tokens"} & set(other.bodies[-1])
@@ -167,13 +167,13 @@ async def test_a_server_that_takes_text_alone_gets_as_many_words_as_make_the_tok
     assert any("text of about" in note for note in notes(target, done.shots))
 
 
-async def test_without_usage_chunks_count_and_that_is_told():
+async def test_without_usage_chunks_are_counted_and_that_is_reported():
     target, done = await measured(Other(usage=False, per_chunk=2))
     assert summarize(done)["output_tokens"] == 9
     assert any("no usage" in note for note in target.notes)
 
 
-async def test_several_tokens_in_a_chunk_are_told():
+async def test_several_tokens_in_a_chunk_are_reported():
     target, done = await measured(Other(per_chunk=3))
     assert summarize(done)["output_tokens"] == 18
     assert any("18 tokens came in 6 chunks" in note for note in notes(target, done.shots))
