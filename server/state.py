@@ -142,10 +142,6 @@ class AppState:
             waiting=waiting,
         )
 
-    def is_alive(self) -> bool:
-        """Whether this process should be kept, for /live. An engine that hangs is replaced without a new server."""
-        return self.failed is None
-
     # Drain
 
     def begin_drain(self) -> None:

@@ -31,9 +31,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0  # of an incomplete head, without the chunk that it began in
         self._header_bytes = 0  # of names and values, also of the trailers of a chunked body
         self._rest_bytes: int | None = None  # received of a body after its response; None: there is no such body
-        self._plain_head: bytes | None = (
-            None  # the head of an upgrade request without the upgrade, to be parsed instead
-        )
+        self._plain_head: bytes | None = None  # parsed instead of the head of an upgrade request: without the upgrade
         self.is_parting = False  # the response is complete, and all further bytes are discarded
         self.max_connections, self.limit_concurrency = self.limit_concurrency, None
         self._timer: asyncio.TimerHandle | None = None

@@ -14,6 +14,7 @@ import logging
 import re
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, cast
 
 from fastapi import FastAPI, Request, Response
@@ -42,28 +43,21 @@ JSON_TYPES = {
 log = logging.getLogger("pequod.server")
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error response."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,  # seconds
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.type = type
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
-        self.headers = headers or {}
+    status: int
+    message: str
+    _: KW_ONLY
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None  # seconds
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> bytes:
         """The error as JSON, also for an error event in a stream."""
@@ -255,22 +249,9 @@ def allowed_methods(app: FastAPI, scope: Scope) -> list[str]:
 
 
 # For the OpenAPI document: the form of an error, and the statuses that a route may return.
-ENVELOPE: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+FIELDS = {"message": "string", "type": "string", "param": ["string", "null"], "code": ["string", "null"]}
+ERROR = {"type": "object", "required": [*FIELDS], "properties": {name: {"type": kind} for name, kind in FIELDS.items()}}
+ENVELOPE: dict[str, Any] = {"type": "object", "required": ["error"], "properties": {"error": ERROR}}
 OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": ENVELOPE}}}
     for status, text in {

@@ -78,17 +78,18 @@ class Metrics:
         ) -> Histogram:
             return Histogram(name, text, labels, buckets=buckets, registry=self.own)
 
-        self.http_requests = Counter(
-            "http_requests",
-            "HTTP requests by method, route and status of the response.",
-            ["method", "handler", "status"],
-            registry=self.own,
+        def own_counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(name, text, labels, registry=self.own)
+
+        by_route = ["method", "handler"]
+        self.http_requests = own_counter(
+            "http_requests", "HTTP requests by method, route and status of the response.", [*by_route, "status"]
         )
         self.http_seconds = own_histogram(
             "http_request_duration_seconds",
             "Seconds from a request's head to the last byte of its response.",
             HTTP,
-            ["method", "handler"],
+            by_route,
         )
         self.fine_gaps = own_histogram(
             "pequod:inter_token_latency_seconds",
@@ -104,19 +105,14 @@ class Metrics:
             "pequod:grammar_mask_seconds",
             "Seconds to compute the grammar masks of one step, in parallel with the forward pass.",
         )
-        self.forced_tokens = Counter(
-            "pequod:grammar_forced_tokens",
-            "Tokens that were not sampled because a grammar allowed only one.",
-            registry=self.own,
+        self.forced_tokens = own_counter(
+            "pequod:grammar_forced_tokens", "Tokens that were not sampled because a grammar allowed only one."
         )
         self.loop_lag = own_histogram(
             "pequod:event_loop_lag_seconds", "Seconds by which the server's event loop woke up late."
         )
-        aborts = Counter(
-            "pequod:request_aborts",
-            "Requests aborted before they were complete, by cause.",
-            ["cause"],
-            registry=self.own,
+        aborts = own_counter(
+            "pequod:request_aborts", "Requests aborted before they were complete, by cause.", ["cause"]
         )
         self.aborts = {cause: aborts.labels(cause) for cause in ABORT_CAUSES}
         self.own.register(_Scrape(self._own_families))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from engine import RequestStats
@@ -134,15 +135,13 @@ class RequestTracker:
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Choice:
     """The state of one choice."""
 
-    __slots__ = ("first", "gaps", "last", "queued", "reason", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.first = 0.0
-        self.last = 0.0
-        self.gaps = array("f")
-        self.queued: float | None = None
-        self.reason: str | None = None
+    tokens: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    gaps: array[float] = field(default_factory=lambda: array("f"))
+    queued: float | None = None
+    reason: str | None = None

@@ -115,7 +115,6 @@ class ChatTemplates:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        documents: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         limit: int = MAX_CHARACTERS,
     ) -> str:
@@ -133,7 +132,7 @@ class ChatTemplates:
             **self._special_tokens,
             "messages": chat,
             "tools": tools or None,
-            "documents": documents,
+            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         own = template_kwargs or {}

@@ -31,7 +31,6 @@ class RenderOptions(TypedDict, total=False):
 
     add_generation_prompt: bool
     continue_final_message: bool
-    documents: list[dict[str, Any]] | None
     template_kwargs: dict[str, Any] | None
 
 
@@ -221,7 +220,6 @@ class Prompts:
         return await self._run(lambda: self._renderer(size).render(messages, tools, **options), size, caller)
 
     async def decode(self, ids: Sequence[int], skip_special: bool = True, *, caller: str = "") -> str:
-        """Decode token ids."""
         size = CHARACTERS_PER_TOKEN * len(ids)
         return await self._run(lambda: self.tokenizer.decode(ids, skip_special), size, caller)
 

@@ -23,7 +23,6 @@ ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=r"^[a
 # prompt it would only prevent prefix cache hits.
 ACCOUNTING = "x-anthropic-billing-header:"
 
-
 # Blocks of Anthropic's own tools, blocks that are not text, and blocks that control a conversation.
 OTHER_BLOCKS = """
     advisor_tool_result bash_code_execution_tool_result code_execution_tool_result compaction container_upload document
@@ -176,7 +175,6 @@ def blocks(message: UserTurn | AssistantTurn | SystemTurn) -> list[Block]:
 
 
 def assistant_turn(parts: list[Block]) -> Json:
-    """Return the assistant's turn."""
     turn: Json = {"role": "assistant", "content": content(texts(parts))}
     thinking = "\n".join(part.thinking for part in parts if isinstance(part, ThinkingBlock) and part.thinking)
     if thinking:

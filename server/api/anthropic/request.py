@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # Claude Code sends this with every request; it has no effect here.
 KEEP_THINKING = [{"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})]
 
-
 # Tools that Anthropic runs, or whose schemas only its models know.
 BUILT_IN_TOOLS = """
     advisor_20260301 bash_20241022 bash_20250124 browser_toolset_20260801 code_execution_20250522

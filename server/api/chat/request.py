@@ -32,7 +32,6 @@ ONLY_TEXT = "The models read text alone."
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
-
 # Clients mark what is worth caching with it; here cached prefixes are always found.
 CacheMark = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=64)]], Field(max_length=8)

@@ -50,7 +50,6 @@ class CompletionRequest(FormatFields):
         | Annotated[IdLists, Tag("id_lists")],
         Discriminator(form),
     ]
-
     """A text, token ids, or a list of either; each gets n completions."""
 
     max_tokens: Annotated[int, Field(ge=UNLIMITED, le=MAX_INT)] | None = None
@@ -70,14 +69,9 @@ class CompletionRequest(FormatFields):
     }
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list."""
-        return listed(self.prompt)
-
-    @property
     def prompt_source(self) -> TextPrompts:
         return TextPrompts(
-            self.prompts,
+            listed(self.prompt),
             add_special=self.add_special_tokens is not False,
             skip_special=self.skip_special_tokens is not False,
             echo=bool(self.echo),

@@ -12,14 +12,13 @@ from pydantic_core.core_schema import ValidationInfo
 
 from ...http.fields import Refused, Wire, clash, refused
 from ...http.openapi import examples
-from ..completions.request import MAX_PROMPT_IDS, form, listed
-from ..sampling import MAX_INT, MAX_TEXT, CacheSalt, Count, ModelName, Priority, TokenId, User
+from ..completions.request import Ids, form, listed
+from ..sampling import MAX_INT, MAX_TEXT, CacheSalt, Count, ModelName, Priority, User
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 AS_TEXT = "Send the prompt that /apply-template returns as input."
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
-Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
@@ -97,7 +96,6 @@ class EmbeddingRequest(Wire):
 
     @property
     def inputs(self) -> list[str] | list[list[int]]:
-        """The inputs as a list."""
         return listed(self.input)
 
     def cut(self, ids: list[int], longest: int) -> list[int]:

@@ -90,7 +90,6 @@ def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:
 
 
 async def encode(model: LoadedModel, caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
-    """The inputs as token ids."""
     prompts = []
     for given in body.inputs:
         if isinstance(given, str):
@@ -114,7 +113,6 @@ def check_lengths(info: EngineInfo, prompts: list[Prompt]) -> None:
 def engine_requests(
     app: AppState, caller: Caller, body: EmbeddingRequest, prompts: list[Prompt]
 ) -> list[EngineRequest]:
-    """One request per input."""
     pooling = Pooling(kind=body.pooling or "last", dimensions=body.dimensions)
     params = SamplingParams(max_tokens=0, pooling=pooling)
     salt = app.keys.salt_for(caller, body.cache_salt)

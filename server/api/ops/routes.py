@@ -36,7 +36,8 @@ def healthy(good: str, bad: str) -> dict[int | str, dict[str, Any]]:
 @router.get("/live", dependencies=PUBLIC, responses=healthy("The process works", "Only a new process can help"))
 async def live(app: AppDep) -> Response:
     """200 unless the engine has failed for good, so that the process must be restarted."""
-    return JSONResponse(app.health().body(), 200 if app.is_alive() else 503)
+    # An engine that hangs is replaced without a new server.
+    return JSONResponse(app.health().body(), 200 if app.failed is None else 503)
 
 
 READY = healthy("New work is taken", "New work is refused; state says why")
@@ -92,7 +93,6 @@ class Cards(Wire):
 
 
 def card(app: AppState, name: str) -> Card:
-    """One served name."""
     info = app.engine.info
     length = info.max_len if info is not None else app.settings.max_model_len
     return Card(id=name, created=app.created, max_model_len=length)

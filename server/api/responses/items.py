@@ -188,7 +188,6 @@ def in_namespace(namespace: str | None, name: str) -> str:
 
 
 def reasoning_text(item: Json) -> str:
-    """Return the text of a reasoning item."""
     return "\n".join(part["text"] for part in item.get("content") or item.get("summary") or ())
 
 

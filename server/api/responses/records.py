@@ -17,9 +17,7 @@ class Record(NamedTuple):
     is_open: bool  # it is still being generated
     answer: bytes  # the response as JSON
     items: bytes  # the conversation before it as JSON
-    payer: str = (
-        ""  # whose share it counts against; the owner, unless all owners are the same because there are no keys
-    )
+    payer: str = ""  # whose share it counts against; "": the owner's, as always where there are keys
 
     @property
     def share(self) -> str:

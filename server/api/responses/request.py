@@ -9,7 +9,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
-from ...generation.request import Calling, ConversationPrompt, GenerationRequest, Tool
+from ...generation.request import Calling, ConversationPrompt, GenerationRequest
 from ...grammar.schemas import Grammar, of_schema
 from ...http.fields import LABEL, Refused, Wire, clash, refused
 from ...http.openapi import examples
@@ -36,10 +36,6 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-
-
-# Text and reasoning
-
 Summary = Literal["auto", "concise", "detailed", "none"]
 
 
@@ -223,8 +219,9 @@ class ResponsesRequest(Labels, GenerationFields):
     @property
     def prompt_source(self) -> ConversationPrompt:
         budget = self.thinking_token_budget
+        instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return ConversationPrompt(
-            turns=self.turns,
+            turns=[*instructions, *as_turns(self.items)],
             render_options=self.render_options,
             calling=self.calling,
             thinks=self.thinks,
@@ -246,11 +243,6 @@ class ResponsesRequest(Labels, GenerationFields):
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     @property
-    def turns(self) -> list[Json]:
-        first: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        return first + as_turns(self.items)
-
-    @property
     def thinks(self) -> bool | None:
         return is_thinking(self.chat_template_kwargs, by_effort(self._effort))
 
@@ -270,11 +262,6 @@ class ResponsesRequest(Labels, GenerationFields):
             return of_schema(format.schema_, "text.format.schema")
         return of_outputs(self.structured_outputs)
 
-    @property
-    def offered(self) -> tuple[Tool, ...]:
-        """The tools in the form that generation reads."""
-        return tuple(functions(self.tools))
-
     def called(self, name: str) -> tuple[str, str | None]:
         """Return the name of a called function, and the namespace that it belongs to."""
         for group in self.tools or ():
@@ -288,4 +275,5 @@ class ResponsesRequest(Labels, GenerationFields):
     def calling(self) -> Calling | None:
         choice = self.tool_choice
         mode = choice.mode if isinstance(choice, FlatAllowed) else None
-        return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
+        tools = tuple(functions(self.tools))
+        return calling_of(tools, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
@@ -12,7 +12,7 @@ from ...http.auth import UserDep
 from ...http.body import body
 from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS
-from ...http.openapi import described
+from ...http.openapi import Responses, described
 from ...loading import LoadedModel
 from ...state import AppDep, AppState
 from ...tokenization.encoder import Prompts, TextTooLong
@@ -25,9 +25,7 @@ router = APIRouter(tags=["tokens"])
 TokenizeBody = Annotated[TokenizeRequest, Depends(body(TokenizeRequest))]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(body(DetokenizeRequest))]
 TemplateBody = Annotated[TemplateRequest, Depends(body(TemplateRequest))]
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: OPENAI_ERRORS[status] for status in (400, 401, 404, 408, 413, 429, 503)
-}
+ERRORS: Responses = {status: OPENAI_ERRORS[status] for status in (400, 401, 404, 408, 413, 429, 503)}
 
 
 @router.post("/tokenize", responses=ERRORS, openapi_extra=described(TokenizeRequest))
