@@ -179,4 +179,4 @@ class Joined(Packed):
         return sum(part.num_bytes for part in self._parts)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        raise NotImplementedError("embeddings have one format")
+        raise AssertionError("an embedding is one tensor, of one format")
