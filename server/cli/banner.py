@@ -57,7 +57,7 @@ def curl(settings: Settings, where: tuple[str, int] | Path, has_template: bool) 
         path, body = "completions", {"model": name, "prompt": "Once upon a time", "max_tokens": 50}
     words += [f"{base}/v1/{path}", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     line = " ".join(shlex.quote(word) for word in words)
-    # The shell inserts the key, which so stays off the screen; of several keys, the first.
+    # The shell inserts the first key, so that it does not appear on the screen.
     key = "$PEQUOD_API_KEY" if len(settings.api_key) <= 1 else "${PEQUOD_API_KEY%%,*}"
     return line + (f' -H "Authorization: Bearer {key}"' if settings.keys else "")
 

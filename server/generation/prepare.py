@@ -74,7 +74,7 @@ async def prepare(
 
 
 def time_limit(app: AppState, request: Request) -> Due | None:
-    """Return the client's own deadline or --request-timeout, whichever is sooner; raises 400."""
+    """Return the earlier of the client's deadline and --request-timeout. Raises 400."""
     now = time.monotonic()
     limits = []
     if app.settings.request_timeout is not None:
