@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # Models below this size run on one thread: on two busy cores a decode step of a model with 0.3 M parameters took 13 to
 # 100 ms with two threads, and 3 ms with one.
 TINY_BYTES = 64 << 20
+# For the memory of an engine that has ended: a driver may free it after the process is gone.
+FREED_S = 10.0
 
 
 def pick_device(name: str) -> torch.device:
@@ -149,12 +151,9 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
     config, device, spec = described.config, described.device, described.spec
     backend, product, checkpoint = described.attention, described.product, described.checkpoint
     assert checkpoint is not None, "described without weights"
-    machine = memory.measure(str(device))
-    if again:
-        machine = dataclasses.replace(machine, share=1.0)
     set_threads(described)
     try:
-        plan = described.arrange(machine)
+        machine, plan = _plan(described, again=again)
         # Measured now, while this process does nothing else.
         limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
         model = _guarded(lambda: models.load(spec, checkpoint, device, product, progress))
@@ -213,6 +212,21 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         roofline=limits,
     )
     return Built(runner, info, resolved)
+
+
+def _plan(described: Described, *, again: bool) -> tuple[memory.Machine, memory.Plan]:
+    """Measure and divide the memory; see `load` for `again`."""
+    deadline = time.monotonic() + FREED_S
+    while True:
+        machine = memory.measure(str(described.device))
+        if again:
+            machine = dataclasses.replace(machine, share=1.0)
+        try:
+            return machine, described.arrange(machine)
+        except memory.Impossible:
+            if not again or time.monotonic() > deadline:
+                raise
+        time.sleep(FREED_S / 50)
 
 
 def set_threads(described: Described) -> None:

@@ -128,8 +128,7 @@ class Decoder:
                 try:
                     packing.run()
                 except OSError as error:
-                    file = checkpoint.file_of(error.filename)
-                    raise ModelError(f"{file} cannot be read: {error.strerror}; download it again") from None
+                    raise checkpoint.unreadable(error) from None
         progress(1.0)
         self._finish()
 

@@ -1,9 +1,10 @@
 """Reads checkpoints in safetensors files. Headers are checked first; then tensors are streamed into the model.
 
 The format is a length (8 bytes, little-endian), a JSON header of that length (name -> dtype, shape, offsets), and the
-tensors' bytes. Tensors are read directly into their targets, through a small buffer if the dtypes differ. Loading thus
-needs the model's memory and that of the tensors being packed. Weights that the kernels can pack as stored are read by
-the kernels. Files in other formats are never opened: unpickling runs whatever code their author put into them.
+tensors' bytes. Tensors are read directly into their targets, through small buffers if the dtypes differ or the target
+is on a GPU. Loading thus needs the model's memory and that of the tensors being packed. Weights that the kernels can
+pack as stored are read by the kernels. Files in other formats are never opened: unpickling runs whatever code their
+author put into them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import RawIOBase
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from ..files import LIST_BYTES, check_values, read_file
 from ..kernels.matmul import Parts, Stored
 from ..types import ModelError
+from .upload import PIECE_BYTES, Piece, Upload, pieces, read_all
 
 DTYPES = {
     "F64": torch.float64,
@@ -39,7 +40,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-PIECE_BYTES = 16 << 20  # read at once: enough for full disk speed, and small compared with a model
 SAMPLE_BYTES = 4096  # of a tensor's start and end, for weights_hash
 
 
@@ -82,6 +82,7 @@ class Checkpoint:
         self._headers: list[tuple[str, int, bytes]] = []  # file name, file size, header
         self._header_bytes = 0
         self._opened: dict[Path, int] = {}  # descriptors
+        self._uploads: dict[torch.device, Upload] = {}
         listed = _index(folder)
         for path in sorted({folder / file for file in listed.values()}) if listed else _files(folder):
             self._open(path)
@@ -128,13 +129,24 @@ class Checkpoint:
 
     def fill(self, targets: Mapping[str, Tensor], progress: Callable[[int], None]) -> None:
         """Copy each named tensor into its target, in file order. `check` must have passed. `progress` is called with
-        the size of each piece in bytes."""
-        with torch.inference_mode():
+        the size of each piece in bytes. Files stay open until `close`."""
+        uploads: dict[torch.device, list[Piece]] = {}
+        try:
             for file, entries in self._by_file({name: self.entries[name] for name in targets}).items():
-                with file.open("rb", buffering=0) as stream:
-                    for name, entry in entries:
-                        read = _read_into if _is_as_stored(targets[name], entry) else _convert_into
-                        read(stream, entry, targets[name].view(-1), progress)
+                descriptor = self._descriptor(file)
+                for name, entry in entries:
+                    target = targets[name].view(-1)
+                    if target.dtype == entry.dtype and target.device.type == "cpu":
+                        _read_into(descriptor, entry, target, progress)
+                    else:
+                        work = pieces(descriptor, entry.offset, entry.dtype, target)
+                        uploads.setdefault(target.device, []).extend(work)
+            for device, work in uploads.items():
+                if device not in self._uploads:
+                    self._uploads[device] = Upload(device)
+                self._uploads[device].run(work, progress)
+        except OSError as error:
+            raise self.unreadable(error) from None
 
     def stored(self, names: Sequence[str], dtype: torch.dtype) -> Parts:
         """Return these tensors' locations in files that stay open until `close`; empty if one has another dtype."""
@@ -143,12 +155,15 @@ class Checkpoint:
             return []
         return [Stored(self._descriptor(entry.file), entry.offset, entry.shape, dtype) for entry in entries]
 
-    def file_of(self, descriptor: int) -> Path:
-        """Return the file of a descriptor that `stored` has returned."""
-        return next(file for file, opened in self._opened.items() if opened == descriptor)
+    def unreadable(self, error: OSError) -> ModelError:
+        """Return the error for a file that cannot be read; the filename of `error` is one of our descriptors."""
+        file = next(file for file, opened in self._opened.items() if opened == error.filename)
+        return ModelError(f"{file} cannot be read: {error.strerror}; download it again")
 
     def close(self) -> None:
-        """Close the files that `stored` has opened."""
+        """End the uploads, and close the files that `fill` and `stored` have opened."""
+        while self._uploads:
+            self._uploads.popitem()[1].close()
         while self._opened:
             os.close(self._opened.popitem()[1])
 
@@ -157,9 +172,17 @@ class Checkpoint:
         a, b = self.entries[one], self.entries[other]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
-        with a.file.open("rb", buffering=0) as left, b.file.open("rb", buffering=0) as right:
-            pairs = zip(_pieces(left, a), _pieces(right, b), strict=True)
-            return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for (_, x), (_, y) in pairs)
+        buffers = bytearray(min(PIECE_BYTES, a.num_bytes)), bytearray(min(PIECE_BYTES, a.num_bytes))
+        for start in range(0, a.num_bytes, PIECE_BYTES):
+            left, right = (memoryview(buffer)[: a.num_bytes - start] for buffer in buffers)
+            try:
+                read_all(self._descriptor(a.file), left, a.offset + start)
+                read_all(self._descriptor(b.file), right, b.offset + start)
+            except OSError as error:
+                raise self.unreadable(error) from None
+            if left != right:
+                return False
+        return True
 
     def _descriptor(self, file: Path) -> int:
         if file not in self._opened:
@@ -229,43 +252,13 @@ def _end(begin: int, entries: Iterable[Entry]) -> int:
     return begin
 
 
-def _is_as_stored(target: Tensor, entry: Entry) -> bool:
-    return target.dtype == entry.dtype and target.device.type == "cpu"
-
-
-def _read_into(stream: RawIOBase, entry: Entry, target: Tensor, progress: Callable[[int], None]) -> None:
+def _read_into(descriptor: int, entry: Entry, target: Tensor, progress: Callable[[int], None]) -> None:
     """Read a tensor's bytes directly into `target`."""
     data = target.view(torch.uint8).numpy().data
-    stream.seek(entry.offset)
     for start in range(0, entry.num_bytes, PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]
-        _read_all(stream, piece, entry)
+        read_all(descriptor, piece, entry.offset + start)
         progress(len(piece))
-
-
-def _convert_into(stream: RawIOBase, entry: Entry, target: Tensor, progress: Callable[[int], None]) -> None:
-    for start, piece in _pieces(stream, entry):
-        target[start : start + piece.numel()].copy_(piece)
-        progress(piece.numel() * piece.itemsize)
-
-
-def _read_all(stream: RawIOBase, target: memoryview, entry: Entry) -> None:
-    """Fill `target`: one read may return less."""
-    while len(target):
-        count = stream.readinto(target)
-        if not count:
-            raise ModelError(f"{entry.file} ended while it was read; download it again")
-        target = target[count:]
-
-
-def _pieces(stream: RawIOBase, entry: Entry) -> Any:
-    """Yield (index of the first number, numbers) for each piece of a tensor; the next piece overwrites the last."""
-    buffer = bytearray(min(PIECE_BYTES, entry.num_bytes))
-    stream.seek(entry.offset)
-    for start in range(0, entry.num_bytes, PIECE_BYTES):
-        view = memoryview(buffer)[: min(PIECE_BYTES, entry.num_bytes - start)]
-        _read_all(stream, view, entry)
-        yield start // entry.dtype.itemsize, torch.frombuffer(view, dtype=entry.dtype)
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import models
+from engine import memory, models
 from engine.attention import AttentionLayer, choose
 from engine.batch import Batch, Entered, Row
-from engine.build import build, pick_device
+from engine.build import build, describe, load, pick_device
 from engine.config import EngineConfig
 from engine.kernels import library
 from engine.models import hf
@@ -155,6 +155,20 @@ def test_what_memory_does_not_allow_is_a_config_error_with_ways_out(tmp_path):
         build(config)
     assert type(caught.value) is MemoryShort, "the wire knows no subclasses of it"
     assert str(caught.value).count("\ntry: ") == 3
+
+
+def test_an_engine_that_replaces_another_waits_for_its_memory(tmp_path, monkeypatch):
+    """A driver may still hold the memory of a GPU's process for moments after it has ended."""
+    described = describe(EngineConfig(model=str(tiny_llama(tmp_path)), device="cpu", num_blocks=8))
+    machines = [memory.Machine("cpu", 1 << 30, available) for available in (0, 0, 1 << 30)]
+    monkeypatch.setattr(memory, "measure", lambda device: machines.pop(0))
+    monkeypatch.setattr("engine.build.FREED_S", 0.05)
+    assert load(described, again=True).info.num_blocks == 8
+    assert not machines
+
+    monkeypatch.setattr(memory, "measure", lambda device: memory.Machine("cpu", 1 << 30, 0))
+    with pytest.raises(MemoryShort):
+        load(describe(described.config), again=True)
 
 
 def test_the_number_of_threads_is_set(tmp_path):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine import EngineConfig, ModelError, models
 from engine.kernels.library import choose
 from engine.kernels.matmul import Packing
-from engine.models import weights
+from engine.models import upload, weights
 from engine.models.weights import Checkpoint
 from tests.models import load_model, make
 
@@ -116,6 +116,25 @@ def test_numbers_are_converted_on_the_way(folder):
     assert torch.equal(
         model.embedding.weight, load_file(folder / "model.safetensors")["model.embed_tokens.weight"].double()
     )
+
+
+def test_file_truncated_while_it_is_read_is_reported(folder, monkeypatch):
+    """Once directly into the weights, and once through the buffers in which numbers are converted."""
+    read_all = upload.read_all
+
+    def cut(descriptor: int, target: memoryview, offset: int) -> None:
+        os.truncate(folder / "model.safetensors", offset)
+        read_all(descriptor, target, offset)
+
+    for dtype, module in (("float32", weights), ("float64", upload)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "read_all", cut)
+            data = (folder / "model.safetensors").read_bytes()
+            with pytest.raises(
+                ModelError, match=r"model\.safetensors cannot be read: it ends early; download it again"
+            ):
+                load(folder, dtype=dtype)
+            (folder / "model.safetensors").write_bytes(data)
 
 
 def test_a_base_model_without_its_prefix(folder):

@@ -40,17 +40,6 @@ OPENMP = ("libgomp", "libiomp", "libomp")
 GIB = 1 << 30
 TORCH_S = 120.0
 ENGINE_S = 120.0
-TORCH = """
-import json, sys
-import torch
-cuda = torch.version.cuda or torch.version.hip
-devices = []
-for i in range(torch.cuda.device_count()):
-    p = torch.cuda.get_device_properties(i)
-    devices.append({"name": p.name, "bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"})
-print(json.dumps({"version": torch.__version__, "cuda": cuda, "threads": torch.get_num_threads(),
-    "cpu": torch.backends.cpu.get_cpu_capability(), "devices": devices}))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +224,7 @@ def torch_facts() -> dict[str, Any] | Finding:
     """Return torch's facts, or a finding if it cannot be imported. A child process imports it: torch needs memory."""
     fix = f"pip install '{TORCH_RELEASES}' (without a GPU: from the CPU index, see torch's website)"
     try:
-        done = run_python("-c", TORCH, timeout_s=TORCH_S)
+        done = run_python("-m", "engine.facts", timeout_s=TORCH_S)
     except subprocess.TimeoutExpired:
         return Finding("torch", "fail", f"was not imported within {TORCH_S:.0f} s", fix)
     if done.returncode != 0:
@@ -251,17 +240,43 @@ def torch_findings(torch: dict[str, Any]) -> Iterator[Finding]:
     is_tested = (2, 11) <= number < (2, 14)
     yield judge("torch", is_tested, text if is_tested else f"{text}, not tested", f"pip install '{TORCH_RELEASES}'")
     for i, device in enumerate(torch["devices"]):
-        text = f"cuda:{i} {device['name']}, {size(device['bytes'])}, compute capability {device['capability']}"
-        yield Finding("gpu", "ok", text)
+        yield gpu(i, device, torch["driver"])
     if torch["devices"]:
-        return
-    if not Path("/dev/nvidiactl").exists():
+        yield triton(torch)
+    elif torch["driver"] is None:
         yield Finding("gpu", "ok", "none; the CPU is used")
     elif torch["cuda"]:
         fix = "update the NVIDIA driver: `nvidia-smi` must work and show at least torch's CUDA version"
-        yield Finding("gpu", "warn", "there is one, but torch cannot use it", fix)
+        yield Finding("gpu", "warn", f"there is one with driver {torch['driver']}, but torch cannot use it", fix)
     else:
         yield Finding("gpu", "warn", "there is one, but this torch is a CPU build", "pip install torch from PyPI")
+
+
+def gpu(index: int, device: dict[str, Any], driver: str | None) -> Finding:
+    text = f"cuda:{index} {device['name']}, compute capability {device['capability']}, driver {driver or 'unknown'}"
+    if device["free"] is None:
+        fix = "end the process that uses it exclusively: `nvidia-smi` lists them"
+        return Finding("gpu", "fail", f"{text}: it cannot be used now", fix)
+    fix = "end other programs on it, `nvidia-smi` lists them, or choose another GPU with --device"
+    text += f", {size(device['free'])} free of {size(device['bytes'])}"
+    return judge("gpu", device["free"] >= 0.8 * device["bytes"], text, fix)
+
+
+def triton(torch: dict[str, Any]) -> Finding:
+    """Return whether our GPU kernels can be compiled; Triton compiles a C function for each that starts it."""
+    missing = {
+        "Triton": (torch["triton"], "pip install triton"),
+        "a C compiler": (torch["compiler"], "apt-get install gcc"),
+        "Python's headers": (torch["headers"], "apt-get install python3-dev"),
+    }
+    fixes = [fix for has, fix in missing.values() if not has]
+    absent = " and ".join(name for name, (has, _) in missing.items() if not has)
+    text = (
+        f"without {absent} torch computes attention and the norms, slower"
+        if absent
+        else (f"{torch['triton']}, with {torch['compiler']} and Python's headers")
+    )
+    return judge("triton", not fixes, text, "; ".join(fixes))
 
 
 def engine(settings: Settings) -> list[Finding]:
@@ -292,6 +307,7 @@ def engine(settings: Settings) -> list[Finding]:
         else Finding("products", "ok", f"computed {products}"),
         Finding("attention", "ok", attention),
         Finding("sampling", "ok", f"computed {sampling}"),
+        *(Finding("note", "ok", with_flags(note)) for note in info.notes),
     ]
     if runtimes is not None:
         fix = "several thread pools slow each other down: reinstall torch with pip only, and unset LD_PRELOAD"

@@ -15,6 +15,7 @@ from msgspec import structs
 
 import engine
 from engine import ConfigError, EngineDied, EngineInfo, ModelError
+from engine.facts import driver
 from server import settings
 from server.__main__ import main
 from server.cli.commands import doctor
@@ -22,7 +23,8 @@ from server.cli.commands.doctor import Finding
 from server.settings import Settings
 
 TORCH = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "devices": []}
-GPU = {"name": "H200", "bytes": 140 << 30, "capability": "9.0"}
+TORCH |= {"driver": None, "triton": "3.6.0", "compiler": "/usr/bin/gcc", "headers": True}
+GPU = {"name": "H200", "bytes": 140 << 30, "free": 139 << 30, "capability": "9.0"}
 
 
 @pytest.fixture(autouse=True)
@@ -94,14 +96,49 @@ def test_a_child_reports_the_facts_of_torch():
     assert levels(doctor.torch_findings(facts))["torch"] == "ok"
 
 
-def test_torch_builds(monkeypatch):
+def test_torch_builds():
+    with_driver = {**TORCH, "driver": "580.65.06"}
     assert levels(doctor.torch_findings({**TORCH, "version": "2.9.1"}))["torch"] == "warn"
-    found = list(doctor.torch_findings({**TORCH, "cuda": "13.0", "devices": [GPU, GPU]}))
-    assert [finding.name for finding in found] == ["torch", "gpu", "gpu"]
-    assert "H200, 140.0 GiB" in found[1].text
-    monkeypatch.setattr(Path, "exists", lambda self: str(self) == "/dev/nvidiactl")
-    assert levels(doctor.torch_findings(TORCH))["gpu"] == "warn"  # a GPU, and torch for CPUs
-    assert levels(doctor.torch_findings({**TORCH, "cuda": "13.0"}))["gpu"] == "warn"  # a GPU, and no driver
+    assert levels(doctor.torch_findings(TORCH))["gpu"] == "ok"
+    assert levels(doctor.torch_findings(with_driver))["gpu"] == "warn"  # a GPU, and torch for CPUs
+    assert levels(doctor.torch_findings({**with_driver, "cuda": "13.0"}))["gpu"] == "warn"  # a driver that is too old
+
+
+def test_gpus():
+    busy, unusable = {**GPU, "free": 50 << 30}, {**GPU, "free": None}
+    torch = {**TORCH, "cuda": "13.0", "driver": "580.65.06", "devices": [GPU, busy, unusable]}
+    found = list(doctor.torch_findings(torch))
+    assert [finding.name for finding in found] == ["torch", "gpu", "gpu", "gpu", "triton"]
+    assert [finding.level for finding in found] == ["ok", "ok", "warn", "fail", "ok"]
+    assert found[1].text == ("cuda:0 H200, compute capability 9.0, driver 580.65.06, 139.0 GiB free of 140.0 GiB")
+
+
+@pytest.mark.parametrize(
+    "lacks, text, fix",
+    [
+        ({"triton": None}, "without Triton torch computes", "pip install triton"),
+        ({"compiler": None}, "without a C compiler torch computes", "apt-get install gcc"),
+        (
+            {"compiler": None, "headers": False},
+            "without a C compiler and Python's headers torch computes",
+            "apt-get install gcc; apt-get install python3-dev",
+        ),
+    ],
+)
+def test_what_compiling_gpu_kernels_needs(lacks, text, fix):
+    finding = doctor.triton({**TORCH, **lacks})
+    assert (finding.level, finding.fix) == ("warn", fix) and finding.text.startswith(text)
+
+
+def test_the_driver_is_found_in_the_kernels_own_words(tmp_path):
+    file = tmp_path / "version"
+    assert driver(file) is None
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 12\n"
+    )
+    assert driver(file) == "580.65.06"
+    file.write_text("")
+    assert driver(file) is None
 
 
 def test_capacity_counts_the_gpu_where_there_is_one():
