@@ -11,6 +11,7 @@ from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
 from .memory import measure as measure_memory
+from .packaged import on_this_machine as packaged_models
 from .packaged import pull
 from .process import begin_child, spawn
 from .supervisor import Child, ProcessEngine
@@ -62,6 +63,7 @@ __all__ = [
     "fetch",
     "grammar_problem",
     "measure_memory",
+    "packaged_models",
     "pull",
     "read_file",
     "read_json",

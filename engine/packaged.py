@@ -41,6 +41,11 @@ PACKAGES = {
 }
 
 
+def on_this_machine() -> dict[str, Path]:
+    """Return the packaged models that need no download: name -> file."""
+    return {name: file for name in PACKAGES if (file := find(name)) is not None}
+
+
 def find(name: str) -> Path | None:
     """Return the file of a packaged model, from an installed package or from the cache; None: neither has it."""
     package = PACKAGES[name]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+import engine
 from tests.live import Server
 
 # The same examples at every run: what is found is found before it lands, and not by whoever runs the tests next.
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def anyio_backend() -> str:
     """The event loop of async tests: asyncio alone, since the server does not run on trio."""
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def no_packaged_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without MODEL a command uses the built-in model, also on a machine that has one from a package."""
+    monkeypatch.setattr(engine, "packaged_models", dict)
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             cwd=cwd or pathlib.Path(__file__).parent.parent,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **(env or {})},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "PEQUOD_MODEL": "builtin", **(env or {})},
         )
         self.client = httpx.Client(base_url=self.url, timeout=120)
         keys = [value for flag, value in itertools.pairwise(args) if flag == "--api-key"]

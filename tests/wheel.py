@@ -56,7 +56,7 @@ def main() -> int:
             assert found_kernels == str(packages / kernels), f"the wheel's kernels are not taken: {found_kernels}"
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {len(names)} files", flush=True)
 
-        command = [python, "-m", "server", "complete", "--prompt", "Hello", "--max-tokens", "8", "--json"]
+        command = [python, "-m", "server", "complete", "builtin", "--prompt", "Hello", "--max-tokens", "8", "--json"]
         answer = json.loads(subprocess.check_output(command, cwd=place, env=clean, text=True))
         assert answer["generated_tokens"] > 0, answer
         serve(python, place, clean)
@@ -81,7 +81,7 @@ def serve(python: pathlib.Path, place: pathlib.Path, environment: dict[str, str]
     from tests.live import free_port
 
     port = free_port()
-    command = [python, "-m", "server", "serve", "--port", str(port)]
+    command = [python, "-m", "server", "serve", "builtin", "--port", str(port)]
     process = subprocess.Popen(command, cwd=place, env=environment, stderr=subprocess.DEVNULL)
     try:
         for _ in range(300):

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 REFRESH_S = 0.1
 ANYWHERE = ("0.0.0.0", "::")
 QUESTION = "What is continuous batching?"
-DEMONSTRATION = "This small model was trained for demonstration: it can answer a few questions about Pequod, no more."
+NOTES = {
+    "builtin": "This small model was trained for demonstration: it can answer a few questions about Pequod, no more."
+    " `pequod pull smollm2` downloads a chat model of 94 MB, which is then the default.",
+    "smollm2": "This model is the default because it is on this machine. It is small: name a larger one as MODEL.",
+}
 EXACT = "exact: a request has the same bits alone and in any batch"
 INEXACT = "equal up to rounding: a batch's other requests can change the last bits of a sum"
 
@@ -119,8 +123,8 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
     if info.product_note:
         lines.append(("note", with_flags("; ".join(filter(None, [info.product_note, info.product_fix])))))
     lines += [("note", with_flags(note)) for note in info.notes]
-    if settings.model == "builtin":
-        lines.append(("note", DEMONSTRATION))
+    if settings.model in NOTES:
+        lines.append(("note", NOTES[settings.model]))
     return lines
 
 

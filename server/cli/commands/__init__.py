@@ -125,8 +125,11 @@ def add_settings(parser: Parser, *groups: str, model: bool = True, extra: Sequen
                 _add_field(box, name)
 
 
-def settings_from(arguments: argparse.Namespace) -> Loaded:
-    """Return the settings of flags, environment and TOML file. API keys are hidden from the process list."""
+def settings_from(arguments: argparse.Namespace, *, default_model: Callable[[], str] | None = None) -> Loaded:
+    """Return the settings of flags, environment and TOML file. API keys are hidden from the process list.
+
+    `default_model` returns the model to use if none of these names one, in the place of the setting's default.
+    """
     given = {name: value for name, value in vars(arguments).items() if name in settings.FIELDS}
     for name, value in given.items():
         if settings.shape(name)[0] is list:
@@ -142,11 +145,20 @@ def settings_from(arguments: argparse.Namespace) -> Loaded:
     for sentence in misspelled(os.environ):
         warn(sentence)
     loaded = load(given, config)
+    if default_model is not None and loaded.sources["model"] == "default":
+        loaded = Loaded(load({**given, "model": default_model()}, config).settings, loaded.sources)
     secrets = (*loaded.settings.api_key, loaded.settings.metrics_key)
     hide(secret.get_secret_value() for secret in secrets if secret is not None)
     if loaded.settings.local_files_only:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported, here and in the engine
     return loaded
+
+
+def chat_model() -> str:
+    """Return the chat model from the package index if it is on this machine, else the built-in one."""
+    from engine import packaged_models
+
+    return next(iter(packaged_models()), "builtin")
 
 
 def warn(sentence: str) -> None:

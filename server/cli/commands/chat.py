@@ -8,7 +8,7 @@ import sys
 
 from ...settings_values import nearest
 from ..source import Completion, Options, Source, TooLong, choose
-from . import Failure, Parser, UsageError, add_settings, settings_from, wants_colour, warn
+from . import Failure, Parser, UsageError, add_settings, chat_model, settings_from, wants_colour, warn
 from .complete import add_sampling
 
 HELP = {
@@ -34,7 +34,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends."""
-    loaded = settings_from(arguments)
+    loaded = settings_from(arguments, default_model=chat_model)
     source = choose(loaded, arguments.url)
     options = Options(arguments.max_tokens, arguments.temperature, loaded.settings.seed, arguments.ignore_eos)
     with asyncio.Runner() as runner:

@@ -8,7 +8,7 @@ import json
 import sys
 
 from ..source import COMPLETION_TOKENS, Completion, Options, Source, choose
-from . import Parser, UsageError, add_settings, settings_from, warn, whole
+from . import Parser, UsageError, add_settings, chat_model, settings_from, warn, whole
 
 
 def add_sampling(parser: Parser, max_tokens: str) -> None:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the completion as it is generated."""
     if (arguments.prompt is None) == (arguments.prompt_ids is None):
         raise UsageError("give either --prompt TEXT or --prompt-ids 1,2,3")
-    loaded = settings_from(arguments)
+    loaded = settings_from(arguments, default_model=chat_model)
     prompt = arguments.prompt_ids if arguments.prompt is None else arguments.prompt
     if prompt == "-":
         prompt = sys.stdin.read()

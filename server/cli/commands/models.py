@@ -31,18 +31,23 @@ class Model:
 
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod models [flags]"
-    parser.description = "List the built-in model and the models in the Hugging Face cache, and which can be served."
+    parser.description = (
+        "List the models on this machine: the built-in one, those of packages (`pequod pull`), and those in the Hugging"
+        " Face cache, and which can be served."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser, "engine", model=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a line for each model."""
+    from engine import packaged_models
+
     config = settings_from(arguments).settings.engine_config()
 
     def examine(local: tuple[str, Path, int]) -> Model:
         name, folder, num_bytes = local
-        problem = missing(folder)
+        problem = "" if name in packaged_models() else missing(folder)
         if not problem:
             try:
                 code, plan = make(replace(config, model=str(folder), revision=None))
@@ -61,17 +66,19 @@ def run(arguments: argparse.Namespace) -> int:
     for model in found:
         verdict = f"no: {model.problem}" if model.problem else f"pequod serve {model.name}"
         print(f"{model.name:<{names}}  {model.architecture:<{kinds}}  {size(model.bytes):>9}  {verdict}")
-    if len(found) == 1:
+    if not {model.name for model in found} - {"builtin", *packaged_models()}:
         print(f"The Hugging Face cache {cache_folder()} has no models; `pequod serve NAME` downloads one.")
     return 0
 
 
 def local_models() -> list[tuple[str, Path, int]]:
-    """Return name, folder and size of the built-in model and of those in the cache, which are sorted by name."""
-    from engine import fetch
+    """Return name, folder and size of the built-in model, those of packages, and those in the cache, sorted by name."""
+    from engine import fetch, packaged_models
 
     folder = fetch("builtin", None, weights=True).path
     found = [("builtin", folder, sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))]
+    for name, file in packaged_models().items():
+        found.append((name, fetch(name, None, weights=True).path, file.stat().st_size))
     if not cache_folder().is_dir():
         return found
     from huggingface_hub import scan_cache_dir

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import Parser, UsageError, add_settings, settings_from, warn
+from . import Parser, UsageError, add_settings, chat_model, settings_from, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,10 @@ SPARE_DESCRIPTORS = 96
 
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod serve [MODEL] [flags]"
-    parser.description = "Serve a model over the OpenAI HTTP API. Without MODEL: the small built-in one."
+    parser.description = (
+        "Serve a model over the OpenAI HTTP API. Without MODEL: smollm2 if it is on this machine, see `pequod pull`,"
+        " else the small built-in one."
+    )
     add_settings(parser, "model", "engine", "http", "limits", "logs")
 
 
@@ -41,7 +44,7 @@ def run(arguments: argparse.Namespace, child: Child | None = None) -> int:
     `child`: the engine's process, if it was started before this module was imported.
     """
     began = time.monotonic()
-    settings = settings_from(arguments).settings
+    settings = settings_from(arguments, default_model=chat_model).settings
     check_tls(settings)
     with listen(settings) as listener:
         return serve(settings, listener, began, child)

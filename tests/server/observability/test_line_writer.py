@@ -140,7 +140,19 @@ def test_a_server_with_an_unread_stderr_keeps_responding():
     held = held_port()
     port = held.getsockname()[1]
     child = subprocess.Popen(
-        [sys.executable, "-m", "server", "serve", "--port", str(port), "--log-format", "json", "--drain-seconds", "1"],
+        [
+            sys.executable,
+            "-m",
+            "server",
+            "serve",
+            "builtin",
+            "--port",
+            str(port),
+            "--log-format",
+            "json",
+            "--drain-seconds",
+            "1",
+        ],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -25,14 +25,18 @@ from engine import (
     EngineInfo,
     EngineRequest,
     ModelError,
+    packaged,
 )
+from engine.gguf import folder
 from server import settings
 from server.__main__ import main
 from server.cli import banner
+from server.cli.commands import Parser, add_settings, chat_model, settings_from
 from server.observability import logs
 from server.settings import Settings
 from server.tokenization.tokenizer import Tokenizer
 from tests import fakes
+from tests.engine.test_gguf import write
 
 BUILTIN = Path(engine.__file__).parent / "builtin" / "model"
 INFO = EngineInfo(
@@ -480,6 +484,37 @@ def test_models_lists_the_cache_and_why_one_cannot_be_served(pequod, fake, child
     code, out, _ = pequod("models")
     assert "no: 1 of 2 weight files were not downloaded" in out
     assert "pequod serve org/whole" in out
+
+
+def test_models_lists_those_of_packages(pequod, child, tmp_path, monkeypatch):
+    file = write(tmp_path / "small.gguf")
+    monkeypatch.setattr(folder, "cache_folder", lambda: tmp_path / "converted")
+    monkeypatch.setattr(packaged, "find", lambda name: file)
+    monkeypatch.setattr(engine, "packaged_models", packaged.on_this_machine)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    child.stdout = "{}"
+    _, out, _ = pequod("models", "--json")
+    models = {model["name"]: model for model in json.loads(out)["models"]}
+    assert list(models) == ["builtin", "smollm2"]
+    assert models["smollm2"]["can_serve"] and models["smollm2"]["bytes"] == file.stat().st_size
+    assert "has no models; `pequod serve NAME` downloads one" in pequod("models")[1]
+
+
+def test_without_a_model_the_packaged_one_is_the_default_if_it_is_here(monkeypatch):
+    parser = Parser()
+    add_settings(parser, "model")
+
+    def chosen(*argv: str) -> tuple[str, str]:
+        loaded = settings_from(parser.parse(argv), default_model=chat_model)
+        return loaded.settings.model, loaded.sources["model"]
+
+    assert chosen() == ("builtin", "default")
+    monkeypatch.setattr(engine, "packaged_models", lambda: {"smollm2": Path("small.gguf")})
+    assert chosen() == ("smollm2", "default")
+    assert chosen("builtin") == ("builtin", "flag --model")
+    assert chosen("--revision", "main") == ("smollm2", "default")
+    monkeypatch.setenv("PEQUOD_MODEL", "/models/orca")
+    assert chosen() == ("/models/orca", "env PEQUOD_MODEL")
 
 
 # banner and logs
