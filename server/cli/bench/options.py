@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..commands import Parser, add_settings, whole
 
@@ -50,22 +50,19 @@ def json_file(text: str) -> Path | None:
     return Path(text)
 
 
-def add_own(parser: Parser) -> None:
-    """Add MODEL and the settings of the Pequod to start, for measurements that need one started here."""
-    parser.set_defaults(url=None, api="completions")
-    add_settings(parser, "model", "engine", "limits", extra=["api_key"])
-
-
-def add_server(parser: Parser, api: str = "completions") -> None:
-    """Add MODEL and the settings of the Pequod to start, or --url; `api` is the default."""
-    box = parser.add_argument_group("server")
-    box.add_argument("--url", metavar="URL", help="measure this server, of any kind, instead of starting a Pequod")
-    box.add_argument(
-        "--api",
-        choices=["completions", "chat"],
-        default=api,
-        help=f"API to use (default: {api}); completions accepts prompts as token ids",
-    )
+def add_server(parser: Parser, api: str = "completions", *, takes_url: bool = True) -> None:
+    """Add MODEL and the settings of the Pequod to start, and unless it has to be one, --url and --api."""
+    if takes_url:
+        box = parser.add_argument_group("server")
+        box.add_argument("--url", metavar="URL", help="measure this server, of any kind, instead of starting a Pequod")
+        box.add_argument(
+            "--api",
+            choices=["completions", "chat"],
+            default=api,
+            help=f"API to use (default: {api}); completions accepts prompts as token ids",
+        )
+    else:
+        parser.set_defaults(url=None, api=api)
     add_settings(parser, "model", "engine", "limits", extra=["api_key"])
 
 
@@ -80,11 +77,18 @@ def add_numbers(box: argparse._ActionsContainer, flag: str, default: list[int], 
     box.add_argument(flag, metavar="N,...", type=wholes, default=default, help=f"{text} (default: {numbers})")
 
 
-def add_repeats(parser: Parser, rounds: int) -> None:
-    """Add the number of repetitions."""
+def add_measurement(parser: Parser, *, rounds: int, takes_url: bool = True, plots: bool = True) -> None:
+    """Add the number of repetitions, the server and the output."""
     box = parser.add_argument_group("repetition")
     add_number(box, "--rounds", rounds, "measured repetitions")
     add_number(box, "--warmup", 1, "repetitions before them that are discarded", minimum=0)
+    add_server(parser, takes_url=takes_url)
+    add_output(parser, plots)
+
+
+def chosen(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the values of these flags, for the description of the workload in a result."""
+    return {name: getattr(arguments, name) for name in names}
 
 
 def add_lengths(parser: Parser, input_len: int, output_len: int) -> None:
