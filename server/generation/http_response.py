@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -108,18 +109,18 @@ class GeneratedResponse(Response):
         await response(scope, receive, partial(patiently, self.generation, send))
 
 
+@dataclass(eq=False)
 class Stream:
     """Sends a generation as server-sent events.
 
     The head is sent with the first token or after HEARTBEAT_S, so that earlier errors have a status of their own.
     """
 
-    def __init__(self, generation: Generation, writer: Writer, request: GenerationRequest, send: Send) -> None:
-        self.generation = generation
-        self.writer = writer
-        self.request = request
-        self.send = send
-        self.has_begun = False
+    generation: Generation
+    writer: Writer
+    request: GenerationRequest
+    send: Send
+    has_begun: bool = False
 
     async def run(self) -> None:
         try:

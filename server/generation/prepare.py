@@ -16,6 +16,7 @@ from ..grammar.schemas import Grammar
 from ..http.admission import Caller, Ticket
 from ..http.errors import CONTEXT_CODE, ApiError, invalid
 from ..loading import LoadedModel
+from ..parsers import Plain
 from ..state import AppState
 from ..tokenization.detokenizer import Detokenizer
 from ..tokenization.encoder import Prompts, TextTooLong
@@ -238,7 +239,7 @@ def make_choices(
             engine_request,
             stream,
             grammar.field if grammar else "",
-            parser=shape.parser() if shape else None,
+            parser=shape.parser() if shape else Plain(),
             scores=scores,
             only_scores=request.only_scores,
             is_json=request.grammar is not None and request.grammar.kind == "json_schema",

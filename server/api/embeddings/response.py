@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
@@ -130,13 +131,12 @@ def engine_requests(
     ]
 
 
+@dataclass(eq=False)
 class Vector(Reader):
     """The vector of one input, encoded when it arrives: encoding all at the end would delay every other stream."""
 
-    def __init__(self, index: int, request: EngineRequest, body: EmbeddingRequest) -> None:
-        super().__init__(index, request)
-        self.body = body
-        self.written = msgspec.Raw(b"null")
+    body: EmbeddingRequest
+    written: msgspec.Raw = field(default=msgspec.Raw(b"null"), init=False)
 
     def read(self, delta: TokenDelta) -> Output:
         if delta.embedding is None:

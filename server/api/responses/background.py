@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...http import retry
@@ -20,12 +21,12 @@ class Cancelled(Exception):
     """The response was cancelled by a request."""
 
 
+@dataclass(eq=False)
 class Job:
     """One response in progress. Its writer has it kept whenever its status changes."""
 
-    def __init__(self, generation: Generation, writer: ResponsesWriter) -> None:
-        self.generation = generation
-        self.writer = writer
+    generation: Generation
+    writer: ResponsesWriter
 
     async def run(self) -> None:
         """Generate until the response has ended or failed."""
