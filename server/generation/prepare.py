@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from engine import EngineInfo, EngineRequest
 
 from ..grammar.schemas import Grammar
 from ..http.admission import Caller, Ticket
-from ..http.errors import CONTEXT_CODE, ApiError, invalid
+from ..http.errors import CONTEXT_CODE, invalid
 from ..loading import LoadedModel
 from ..parsers import Plain
 from ..state import AppState
@@ -45,13 +46,7 @@ class Prepared(NamedTuple):
 
 
 async def prepare(
-    app: AppState,
-    model: LoadedModel,
-    caller: Caller,
-    request: GenerationRequest,
-    *,
-    ticket: Ticket,
-    default_max_tokens: int | None,
+    app: AppState, model: LoadedModel, caller: Caller, request: GenerationRequest, ticket: Ticket
 ) -> Prepared:
     """Check the grammar and encode the prompts; raises the 400, 429 or 503 that ends the request here."""
     info, grammar = model.info, request.grammar
@@ -64,7 +59,7 @@ async def prepare(
         shape = await output_shape(
             app.grammars, model, caller, request, conversation=request.prompt, grammar=grammar, prompt=prompts[0]
         )
-    max_tokens = [max_completion(info, request, prompt.ids, default_max_tokens) for prompt in prompts]
+    max_tokens = [max_completion(info, request, prompt.ids) for prompt in prompts]
     check_scores(request, prompts, info.vocab_size)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     bad_words = await encode_bad_words(model, caller, request)
@@ -113,27 +108,31 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
 
 async def encoded(encoding: Awaitable[list[Prompt]], param: str) -> list[Prompt]:
     """Return the prompts of the field `param`; raises 400 for what the tokenizer or the template refuses."""
-    try:
+    with refusals(param):
         prompts = await encoding
-    except (TemplateError, TextTooLong) as error:
-        raise text_error(error, param) from None
     if not all(prompt.ids for prompt in prompts):
         raise invalid(f"Invalid '{param}': the prompt has no tokens.", param)
     return prompts
 
 
-def text_error(error: TemplateError | TextTooLong, param: str) -> ApiError:
-    """Return the 400 for a text that cannot be encoded."""
-    return invalid(str(error), param, CONTEXT_CODE if isinstance(error, TextTooLong) else "invalid_value")
+@contextmanager
+def refusals(param: str) -> Iterator[None]:
+    """Turn what the tokenizer or the template refuses into a 400 for the field `param`."""
+    try:
+        yield
+    except TemplateError as error:
+        raise invalid(str(error), param) from None
+    except TextTooLong as error:
+        raise invalid(str(error), param, CONTEXT_CODE) from None
 
 
-def max_completion(info: EngineInfo, request: GenerationRequest, ids: Sequence[int], default: int | None) -> int:
+def max_completion(info: EngineInfo, request: GenerationRequest, ids: Sequence[int]) -> int:
     """Return the maximum number of tokens of this prompt's completions; raises 400 if the prompt leaves none."""
     left = info.max_len - len(ids)
     if left < 1:
         message = f"The prompt has {len(ids)} tokens, and the context holds {info.max_len} of prompt and completion"
         raise invalid(f"{message} together (--max-model-len).", request.prompt_field, CONTEXT_CODE)
-    limit = default if request.limit[1] is None else request.limit[1]
+    limit = request.limit[1]
     most = left if limit is None or limit == UNLIMITED else min(limit, left)
     if request.min_tokens > most:
         raise invalid(f"Invalid 'min_tokens': the completion has at most {most} tokens.", "min_tokens")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,14 +74,8 @@ class Metrics:
         self._renders, self._rendered_at = float(RENDER_BURST), self.clock()
         self._rendered = [self.own] + [self.vllm] * (settings.metrics_compat == "vllm")
 
-        def own_histogram(
-            name: str, text: str, buckets: Sequence[float] = FINE, labels: Sequence[str] = ()
-        ) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=self.own)
-
-        def own_counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-            return Counter(name, text, labels, registry=self.own)
-
+        own_histogram = partial(Histogram, buckets=FINE, registry=self.own)
+        own_counter = partial(Counter, registry=self.own)
         by_route = ["method", "handler"]
         self.http_requests = own_counter(
             "http_requests", "HTTP requests by method, route and status of the response.", [*by_route, "status"]
@@ -88,8 +83,8 @@ class Metrics:
         self.http_seconds = own_histogram(
             "http_request_duration_seconds",
             "Seconds from a request's head to the last byte of its response.",
-            HTTP,
             by_route,
+            buckets=HTTP,
         )
         self.fine_gaps = own_histogram(
             "pequod:inter_token_latency_seconds",
@@ -98,7 +93,7 @@ class Metrics:
         step_seconds = own_histogram(
             "pequod:step_seconds",
             "Seconds per engine step by phase; kernels is the part spent in our CPU kernels.",
-            labels=["phase"],
+            ["phase"],
         )
         self.step_seconds = {phase: step_seconds.labels(phase) for phase in (*PHASES, KERNELS)}
         self.grammar_masks = own_histogram(

@@ -136,7 +136,7 @@ class Vector(Reader):
     """The vector of one input, encoded when it arrives: encoding all at the end would delay every other stream."""
 
     body: EmbeddingRequest
-    written: msgspec.Raw = field(default=msgspec.Raw(b"null"), init=False)
+    written: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b"null"), init=False)
 
     def read(self, delta: TokenDelta) -> Output:
         if delta.embedding is None:

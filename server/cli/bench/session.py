@@ -25,7 +25,6 @@ from .steps import Step, StepLog
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ...settings_sources import Loaded
 
 START_S = 3600.0  # a large model is first downloaded
 LOGGED_S = 0.1  # the server's thread may write a step to the log after the response that it belongs to
@@ -127,11 +126,6 @@ def flags(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def start(arguments: argparse.Namespace, loaded: Loaded) -> Child:
-    """Start the Pequod that the arguments describe."""
-    return pequod(loaded.settings.model, flags(arguments))
-
-
 @contextlib.asynccontextmanager
 async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
     """Use the server at --url, or a Pequod that runs until the block ends."""
@@ -145,7 +139,7 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
             # A new seed each time: the server may have cached the prompts of an earlier measurement.
             seed = random.randrange(2**31) if values.seed is None else values.seed
         else:
-            child = start(arguments, loaded)
+            child = pequod(values.model, flags(arguments))
             stack.callback(child.stop)
             task = progress.add_task(f"starting {values.model}", total=None)
             await child.ready(START_S)

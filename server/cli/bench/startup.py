@@ -11,8 +11,8 @@ from . import options
 from .client import connect
 from .figures import Figures, spread
 from .load import Prompts
-from .processes import peak_bytes
-from .session import START_S, bar, machine, start
+from .processes import peak_bytes, pequod
+from .session import START_S, bar, flags, machine
 from .show import Result, report, spread_table
 
 LABELS = [
@@ -68,10 +68,9 @@ async def measure(arguments: argparse.Namespace) -> Result:
 
 async def once(arguments: argparse.Namespace) -> Figures:
     """Start a Pequod, measure two requests, and stop it."""
-    loaded = settings_from(arguments)
-    values = loaded.settings
+    values = settings_from(arguments).settings
     async with contextlib.AsyncExitStack() as stack:
-        child = start(arguments, loaded)
+        child = pequod(values.model, flags(arguments))
         stack.callback(child.stop)
         port, ready = await child.ready(START_S)
         target = await connect(child.url, values.names[0], values.first_key, ask=False)
