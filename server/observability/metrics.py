@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -114,9 +114,7 @@ class Metrics:
 
         self._labels = {"model_name": self.model, "engine": "0"}
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"vllm:{name}", text, list(self._labels), registry=self.vllm).labels(**self._labels)
-
+        counter = partial(self._labelled, Counter)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens whose prefill is complete.")
         self.prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
@@ -158,9 +156,11 @@ class Metrics:
         self.vllm.register(_Scrape(self._vllm_families))
         self._lengths: tuple[Histogram, Histogram, Histogram] | None = None
 
+    def _labelled(self, kind: type[F], name: str, text: str, **options: Any) -> F:
+        return kind(f"vllm:{name}", text, list(self._labels), registry=self.vllm, **options).labels(**self._labels)
+
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        family = Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.vllm)
-        return family.labels(**self._labels)
+        return self._labelled(Histogram, name, text, buckets=buckets)
 
     def bind(self, info: EngineInfo) -> None:
         """Create the families whose buckets end at the model's length, once it is known."""
@@ -320,6 +320,7 @@ class Metrics:
         return last.blocks_free, last.blocks_cached, last.blocks_held, last.blocks_unaccounted
 
 
+F = TypeVar("F", Counter, Histogram)
 M = TypeVar("M", CounterMetricFamily, GaugeMetricFamily)
 
 

@@ -54,7 +54,7 @@ class Renderer:
         self._special_tokens = special_tokens
         self._max_seconds = max_seconds
         self._child: _Child | None = None
-        self._lock = threading.Lock()  # for the child, which `close` ends from another thread
+        self._lock = threading.RLock()  # for the child, which `close` ends from another thread
         self._closed = False
 
     def __bool__(self) -> bool:
@@ -101,8 +101,7 @@ class Renderer:
                 kind, text = child.ask((method, args, options))
                 break
             except (OSError, EOFError, ValueError, RecursionError):  # it has died, or the reply is invalid
-                with self._lock:
-                    self._end()
+                self._end()
                 if child.process.returncode == -signal.SIGALRM:  # the child's own alarm
                     raise TemplateError(TOO_SLOW) from None
                 if attempt:
@@ -110,8 +109,7 @@ class Renderer:
         if kind == RENDERED:
             return text
         if kind == EXHAUSTED:  # its memory may not suffice for the next request
-            with self._lock:
-                self._end()
+            self._end()
         raise TemplateError(text)
 
     def _running(self) -> _Child | None:
@@ -124,9 +122,10 @@ class Renderer:
             return self._child
 
     def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
+        with self._lock:
+            child, self._child = self._child, None
+            if child is not None:
+                child.end()
 
 
 class _Child:

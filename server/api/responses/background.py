@@ -31,9 +31,15 @@ class Job:
     async def run(self) -> None:
         """Generate until the response has ended or failed."""
         failure: Exception | None = None
+        has_begun = False
         self.generation.start(no_client)
         try:
-            await self._read()
+            async for taken in self.generation.outputs():
+                if taken and not has_begun:
+                    has_begun = True
+                    self.writer.keep("in_progress")
+                for output in taken:
+                    self.writer.chunks(output, None)
         except Exception as error:
             self.generation.stop(error, "error")
             failure = error
@@ -46,15 +52,6 @@ class Job:
             self.writer.cancelled(usage)
         else:
             self.writer.failed(from_exception(failure), usage)
-
-    async def _read(self) -> None:
-        has_begun = False
-        async for taken in self.generation.outputs():
-            if taken and not has_begun:
-                has_begun = True
-                self.writer.keep("in_progress")
-            for output in taken:
-                self.writer.chunks(output, None)
 
 
 class Background:
