@@ -159,16 +159,9 @@ class Embeddings(Response):
         async with self.generation.running(receive):
             async for _ in self.generation.outputs():
                 pass
-            response = Response(self._json(), media_type="application/json")
+            data = [Embedding("embedding", vector.index, vector.written) for vector in self.vectors]
+            total = self.generation.usage()
+            usage = EmbeddingUsage(total.prompt_tokens, total.total_tokens, total.prompt_tokens_details)
+            body = msgspec.json.encode(EmbeddingList("list", data, self.model, usage))
+            response = Response(body, media_type="application/json")
             await response(scope, receive, lambda message: patiently(self.generation, send, message))
-
-    def _json(self) -> bytes:
-        usage = self.generation.usage()
-        return msgspec.json.encode(
-            EmbeddingList(
-                "list",
-                [Embedding("embedding", vector.index, vector.written) for vector in self.vectors],
-                self.model,
-                EmbeddingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details),
-            )
-        )
