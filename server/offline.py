@@ -270,7 +270,7 @@ class _Session:
                 response = await self._client.post(path, json=body)
                 if response.is_success:
                     return Output.of(response.json())
-                error = _error(response.status_code, response.content)
+                error = APIError(response.status_code, response.json()["error"])
                 if error.code not in BUSY:
                     raise error
                 await asyncio.sleep(BUSY_S)
@@ -278,14 +278,10 @@ class _Session:
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[str]:
         async with self._turns, self._client.stream("POST", path, json={**body, "stream": True}) as response:
             if not response.is_success:
-                raise _error(response.status_code, await response.aread())
+                raise APIError(response.status_code, json.loads(await response.aread())["error"])
             async for _, event in EventStream(response):
                 if error := event.get("error"):
                     raise APIError(response.status_code, error)
                 for choice in event["choices"]:
                     if piece := choice.get("text") or choice.get("delta", {}).get("content"):
                         yield piece
-
-
-def _error(status: int, body: bytes) -> APIError:
-    return APIError(status, json.loads(body)["error"])

@@ -22,6 +22,7 @@ from ..state import AppState
 from ..tokenization.detokenizer import Detokenizer
 from ..tokenization.encoder import Prompts, TextTooLong
 from ..tokenization.generic_tools import FORMAT as GENERIC
+from ..tokenization.generic_tools import renders_tools
 from ..tokenization.renderer import TemplateError
 from .choices import Choice, Due, Scores
 from .output import Json, Prompt
@@ -315,7 +316,7 @@ def check_accepts_tools(model: LoadedModel) -> None:
     """Raise 400 if the operator has chosen a parser that could not parse any call."""
     if model.formats.tools is None:
         raise invalid("Invalid 'tools': this server runs with --tool-call-parser none.", "tools")
-    if model.formats.tools != GENERIC and not model.prompts.renders_tools:
+    if model.formats.tools != GENERIC and not renders_tools(model.prompts.template_source):
         raise invalid(
             "Invalid 'tools': the model's chat template renders no tools, and those that are described to the model "
             f"without it are called in the format of --tool-call-parser {GENERIC}.",

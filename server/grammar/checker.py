@@ -101,6 +101,7 @@ class Checker:
                 waiting.set_exception(Gone())
 
     async def close(self) -> None:
+        """Stop the process; waiting callers get an error."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -180,10 +181,6 @@ class Gate:
                 if verdict.ended != "killed":
                     return verdict
         raise Gone
-
-    async def close(self) -> None:
-        """Stop the checker's process; waiting callers get an error."""
-        await self.checker.close()
 
 
 def refusal(field: str, problem: str) -> ApiError:

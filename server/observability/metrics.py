@@ -279,8 +279,7 @@ class Metrics:
             memory = {"weights": info.weights_bytes, "kv": info.kv_bytes_per_token * info.block_size * info.num_blocks}
             text = "Bytes of device memory by use."
             yield _with_values(GaugeMetricFamily("pequod:memory_bytes", text, labels=["kind"]), memory)
-        resident = resident_bytes(getattr(self.engine, "pid", None))
-        if resident is not None:
+        if (resident := resident_bytes(getattr(self.engine, "pid", None))) is not None:
             yield GaugeMetricFamily(
                 "pequod:engine_resident_bytes", "Resident memory of the engine process in bytes.", resident
             )
@@ -342,11 +341,8 @@ class _Scrape:
 
 
 def resident_bytes(pid: int | None) -> int | None:
-    """Return the resident memory of a process; None if the system does not report it."""
-    if pid is None:
-        return None
+    """Return the resident memory of a process; None if there is none or the system does not report it."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
-    return pages * os.sysconf("SC_PAGE_SIZE")

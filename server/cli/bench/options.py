@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..commands import Parser, add_settings, whole
+from ..commands import Parser, add_settings, real, whole
 
 Number = TypeVar("Number", int, float)
 URL_USAGE = "[MODEL | --url URL] [flags]"
@@ -18,15 +19,7 @@ def wholes(text: str) -> list[int]:
     return _sorted(text, whole(1), "1,2,4")
 
 
-def positive(text: str) -> float:
-    """Parse a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text[:64]} is not a number above 0")
-    return value
+positive = real("above 0", lambda value: 0 < value < math.inf)
 
 
 def positives(text: str) -> list[float]:
