@@ -78,11 +78,8 @@ class GenerationRequest:
     prompt: TextPrompts | ConversationPrompt
     prompt_field: str = "prompt"  # of the client's request, like all fields named here
     num_choices: int = 1  # completions of each prompt
-    # The end of the completion.
-    limit: tuple[str, int | None] = (
-        "max_tokens",
-        None,
-    )  # the field and its value in tokens; None or -1: as many as fit
+    # The end of the completion. `limit`: the field and its value in tokens; None or -1: as many as fit.
+    limit: tuple[str, int | None] = ("max_tokens", None)
     min_tokens: int
     stop_field: str = "stop"
     stops: list[str] = field(default_factory=list)

@@ -44,7 +44,7 @@ def json_file(text: str) -> Path | None:
 
 
 def add_server(parser: Parser, api: str = "completions", *, takes_url: bool = True) -> None:
-    """Add MODEL and the settings of the Pequod to start, and unless it has to be one, --url and --api."""
+    """Add MODEL and the settings of the Pequod to start; with `takes_url` also --url, and --api with its default."""
     if takes_url:
         box = parser.add_argument_group("server")
         box.add_argument("--url", metavar="URL", help="measure this server, of any kind, instead of starting a Pequod")
