@@ -101,9 +101,8 @@ class GenerationRequest:
     bad_words: list[str]
     # The contents of the response.
     num_logprobs: int | None = None  # alternatives per token; None: no log-probabilities
-    scoring: tuple[str, int] | None = (
-        None  # the field that requests the prompt's log-probabilities; alternatives per token
-    )
+    # The field that requests the prompt's log-probabilities, and the alternatives per token.
+    scoring: tuple[str, int] | None = None
     only_scores: bool = False  # the completion has no tokens
     skip_special_tokens: bool
     stream: bool
