@@ -23,10 +23,6 @@ class Health:
     running: int
     waiting: int
 
-    @property
-    def is_ready(self) -> bool:
-        return self.state == "ready"
-
     def body(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -110,9 +110,7 @@ class LLM:
             raise
 
     @overload
-    def chat(self, messages: str, *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
-    @overload
-    def chat(self, messages: Sequence[Message], *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
+    def chat(self, messages: Conversation, *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
     @overload
     def chat(
         self, messages: Sequence[Conversation], *, stream: Literal[False] = ..., **fields: Any
@@ -132,9 +130,7 @@ class LLM:
         return self._send(CHAT, bodies, is_one=is_one, stream=stream)
 
     @overload
-    def generate(self, prompt: str, *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
-    @overload
-    def generate(self, prompt: Sequence[int], *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
+    def generate(self, prompt: Prompt, *, stream: Literal[False] = ..., **fields: Any) -> Output: ...
     @overload
     def generate(self, prompt: Sequence[Prompt], *, stream: Literal[False] = ..., **fields: Any) -> list[Output]: ...
     @overload
@@ -274,7 +270,7 @@ class _Session:
                 response = await self._client.post(path, json=body)
                 if response.is_success:
                     return Output.of(response.json())
-                error = _error(response.status_code, response.content)
+                error = APIError(response.status_code, response.json()["error"])
                 if error.code not in BUSY:
                     raise error
                 await asyncio.sleep(BUSY_S)
@@ -282,14 +278,10 @@ class _Session:
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[str]:
         async with self._turns, self._client.stream("POST", path, json={**body, "stream": True}) as response:
             if not response.is_success:
-                raise _error(response.status_code, await response.aread())
+                raise APIError(response.status_code, json.loads(await response.aread())["error"])
             async for _, event in EventStream(response):
                 if error := event.get("error"):
                     raise APIError(response.status_code, error)
                 for choice in event["choices"]:
                     if piece := choice.get("text") or choice.get("delta", {}).get("content"):
                         yield piece
-
-
-def _error(status: int, body: bytes) -> APIError:
-    return APIError(status, json.loads(body)["error"])

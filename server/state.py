@@ -167,7 +167,7 @@ class AppState:
 
     async def close(self) -> None:
         """Stop the engine and all threads."""
-        await self.grammars.close()
+        await self.grammars.checker.close()
         await self.engine.close()
         if self.model is not None:
             self.model.prompts.close()

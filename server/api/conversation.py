@@ -8,14 +8,13 @@ from typing import Any, Literal
 from fastapi import Request
 
 from ..generation.output import Json
-from ..generation.prepare import encode_conversation, text_error
+from ..generation.prepare import encode_conversation, refusals
 from ..generation.request import Calling, ConversationPrompt, Tool
 from ..http.admission import Caller
 from ..http.disconnect import while_connected
 from ..http.fields import clash
 from ..state import AppState
-from ..tokenization.encoder import TextTooLong
-from ..tokenization.renderer import SWITCHES, TemplateError
+from ..tokenization.renderer import SWITCHES
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -53,10 +52,8 @@ async def count_tokens(
     """Return the number of tokens of a conversation's prompt; `field` is the one that an error names."""
     app.check_model(model)
     encoding = encode_conversation(app.require_ready(), caller, source, fits=False)
-    try:
+    with refusals(field):
         [prompt] = await while_connected(request, encoding)
-    except (TemplateError, TextTooLong) as error:
-        raise text_error(error, field) from None
     return len(prompt.ids)
 
 

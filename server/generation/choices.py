@@ -8,7 +8,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from starlette.types import Receive
@@ -19,7 +20,7 @@ from ..grammar.checker import busy, refusal
 from ..http import retry
 from ..http.errors import ApiError, deadline, from_exception, invalid, unavailable
 from ..observability.tracking import RequestTracker
-from ..parsers import Call, Content, MessageParser, Part, Plain
+from ..parsers import Call, Content, MessageParser, Part
 from ..tokenization.detokenizer import Detokenizer
 from .output import Output, Usage, usage
 
@@ -47,15 +48,15 @@ class Due(NamedTuple):
         return max(0.0, self.at - time.monotonic())
 
 
+@dataclass(eq=False)
 class Reader(ABC):
     """Reads the deltas of one engine request and counts its tokens."""
 
-    def __init__(self, index: int, request: EngineRequest) -> None:
-        self.index = index
-        self.request = request
-        self.num_tokens = 0  # delivered
-        self.num_reasoning = 0  # of these
-        self.stats: RequestStats | None = None
+    index: int
+    request: EngineRequest
+    num_tokens: int = field(default=0, init=False)  # delivered
+    num_reasoning: int = field(default=0, init=False)  # of these
+    stats: RequestStats | None = field(default=None, init=False)
 
     @abstractmethod
     def read(self, delta: TokenDelta) -> Output:
@@ -66,6 +67,7 @@ class Reader(ABC):
         return output
 
 
+@dataclass(eq=False)
 class Choice(Reader):
     """One choice: turns the tokens of an engine request into text and the parts of a message.
 
@@ -75,28 +77,16 @@ class Choice(Reader):
     500. `one_call`: the completion ends where the model begins a second call.
     """
 
-    def __init__(
-        self,
-        index: int,
-        request: EngineRequest,
-        stream: Detokenizer,
-        grammar_field: str = "",
-        *,
-        parser: MessageParser | None = None,
-        scores: Scores | None = None,
-        only_scores: bool = False,
-        is_json: bool = False,
-        one_call: bool = False,
-    ) -> None:
-        super().__init__(index, request)
-        self.grammar_field = grammar_field
-        self.stream = stream
-        self.parser = parser or Plain()
-        self.scores = scores
-        self.only_scores = only_scores
-        self.one_call = one_call
-        self._has_called = False
-        self._json: list[str] | None = [] if is_json else None
+    stream: Detokenizer
+    grammar_field: str = ""
+    _: KW_ONLY
+    parser: MessageParser
+    scores: Scores | None = None
+    only_scores: bool = False
+    is_json: bool = False
+    one_call: bool = False
+    _has_called: bool = field(default=False, init=False)
+    _json: list[str] = field(default_factory=list, init=False)  # the content so far, with `is_json`
 
     def read(self, delta: TokenDelta) -> Output:
         """Return the delta's tokens as text. Text after a stop string is dropped; a stop token has no text."""
@@ -104,8 +94,8 @@ class Choice(Reader):
         if reason == "error" and delta.field == "grammar":
             raise refusal(self.grammar_field, delta.error or "it cannot be used")
         if reason == "error" and delta.field is not None:
-            field = FIELDS.get(delta.field, delta.field)
-            raise invalid(f"Invalid '{field}': {delta.error}.", field)
+            name = FIELDS.get(delta.field, delta.field)
+            raise invalid(f"Invalid '{name}': {delta.error}.", name)
         if reason not in (None, "stop", "length"):
             raise unfinished(delta)
         self.stats = delta.stats or self.stats
@@ -142,7 +132,7 @@ class Choice(Reader):
         self._has_called |= any(isinstance(part, Call) for part in parts)
         if reason == "stop" and self._has_called:
             reason = "tool_calls"
-        if self._json is not None:
+        if self.is_json:
             self._json += [part.text for part in parts if isinstance(part, Content)]
             if reason == "stop":
                 check_json("".join(self._json))
@@ -194,6 +184,7 @@ def unfinished(delta: TokenDelta) -> ApiError:
     )
 
 
+@dataclass(eq=False)
 class Generation:
     """Runs all choices of one request, `n` per prompt, at most `window` at a time and in their order.
 
@@ -202,33 +193,22 @@ class Generation:
     choice ends at once.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        choices: Sequence[Reader],
-        n: int,
-        track: RequestTracker,
-        due: Due | None,
-        *,
-        shutdown: asyncio.Event,
-        window: int | None = None,
-        slots: asyncio.Semaphore | None = None,
-    ) -> None:
-        self.choices = choices
-        self._window = min(window or len(choices), len(choices))
-        self._slots = slots or nullcontext()
-        self._engine = engine
-        self._shutdown = shutdown
-        self._n = n
-        self._track = track
-        self._due = due
-        self._ready: list[Output] = []  # not yet taken, at most one per choice and one more
-        self._changed = asyncio.Event()
-        self._taken = asyncio.Event()
-        self._failure: Exception | None = None
-        self._workers: list[asyncio.Task[None]] = []
-        self._watchers: list[asyncio.Task[None]] = []
-        self._timer: asyncio.TimerHandle | None = None
+    engine: Engine
+    choices: Sequence[Reader]
+    n: int
+    track: RequestTracker
+    due: Due | None
+    _: KW_ONLY
+    shutdown: asyncio.Event
+    window: int | None = None  # None: all of them
+    slots: AbstractAsyncContextManager[None] = field(default_factory=nullcontext)
+    _ready: list[Output] = field(default_factory=list, init=False)  # not yet taken, at most one per choice and one more
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _taken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _failure: Exception | None = field(default=None, init=False)
+    _workers: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    _watchers: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     @asynccontextmanager
     async def running(self, receive: Receive) -> AsyncIterator[None]:
@@ -251,10 +231,11 @@ class Generation:
         """Start the choices; `receive` reports when the client disconnects."""
         loop = asyncio.get_running_loop()
         turns = iter(self.choices)
-        self._workers = [loop.create_task(self._work_in_turn(turns)) for _ in range(self._window)]
+        window = min(self.window or len(self.choices), len(self.choices))
+        self._workers = [loop.create_task(self._work_in_turn(turns)) for _ in range(window)]
         self._watchers = [loop.create_task(self._watch_client(receive)), loop.create_task(self._watch_drain())]
-        if self._due is not None:
-            self._timer = loop.call_later(self._due.left_s, self.stop, deadline(), self._due.cause)
+        if self.due is not None:
+            self._timer = loop.call_later(self.due.left_s, self.stop, deadline(), self.due.cause)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
         """Yield new outputs until all choices are complete, and [] after HEARTBEAT_S without any.
@@ -267,11 +248,11 @@ class Generation:
             for output in taken:
                 choice = self.choices[output.choice]
                 choice.num_tokens += len(output.token_ids)
-                self._track.delivered(len(output.token_ids), output.choice)
+                self.track.delivered(len(output.token_ids), output.choice)
                 if output.finish_reason:
                     left -= 1
                     reason = "length" if output.finish_reason == "length" else "stop"
-                    self._track.finished(reason, choice.stats, output.choice)
+                    self.track.finished(reason, choice.stats, output.choice)
             yield taken
 
     async def _take(self) -> list[Output]:
@@ -292,13 +273,13 @@ class Generation:
         for choice in turns:
             if self._failure is not None:
                 return
-            async with self._slots:
+            async with self.slots:
                 await self._work(choice)
 
     async def _work(self, choice: Reader) -> None:
         is_first = True
         try:
-            async for delta in self._engine.generate(choice.request):
+            async for delta in self.engine.generate(choice.request):
                 output = choice.read(delta)
                 if is_first:
                     output, is_first = await choice.scored(output), False
@@ -312,7 +293,7 @@ class Generation:
         except Exception as error:
             self.stop(from_exception(error), "error")
         finally:
-            self._engine.abort(choice.request.id)  # no-op when finished
+            self.engine.abort(choice.request.id)  # no-op when finished
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -320,7 +301,7 @@ class Generation:
         self.stop(Gone(), "disconnect")
 
     async def _watch_drain(self) -> None:
-        await self._shutdown.wait()
+        await self.shutdown.wait()
         message = "The server shut down before the response was complete."
         self.stop(unavailable(message, "draining", retry.DRAINING_S), "drain")
 
@@ -328,7 +309,7 @@ class Generation:
         """End all running choices; `outputs` raises `failure`. Only the first call has an effect."""
         if self._failure is None:
             self._failure = failure
-            self._track.aborted(cause)
+            self.track.aborted(cause)
             for worker in self._workers:
                 worker.cancel()
             self._changed.set()
@@ -341,11 +322,11 @@ class Generation:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._track.close()
+        self.track.close()
 
     def usage(self) -> Usage:
         """Return the usage so far. The tokens of the prompt, cached or not, are those of each prompt's first choice."""
-        first = self.choices[:: self._n]
+        first = self.choices[:: self.n]
         return usage(
             sum(len(choice.request.prompt_ids) for choice in first),
             sum(choice.num_tokens for choice in self.choices),

@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,19 +38,11 @@ MakeWriter = Callable[[Head, list[Prompt], TokenText], Writer]
 
 
 async def respond(
-    app: AppState,
-    caller: Caller,
-    http_request: Request,
-    request: GenerationRequest,
-    *,
-    write: MakeWriter,
-    prefix: str,
-    default_max_tokens: int | None = None,
+    app: AppState, caller: Caller, http_request: Request, request: GenerationRequest, *, write: MakeWriter, prefix: str
 ) -> GeneratedResponse:
     """Admit a request and return its response, of which nothing has been sent; raises ApiError.
 
-    `write` creates the API's Writer; `prefix` begins the response's id. Without a limit of its own, a completion has at
-    most `default_max_tokens` tokens, None: as many as fit.
+    `write` creates the API's Writer; `prefix` begins the response's id.
     """
     began = app.metrics.clock()
     name = app.check_model(request.model)
@@ -58,10 +51,9 @@ async def respond(
     check_fields(app, model.info, request)
     # The ticket is the caller's and is released at the end of the HTTP request. Nothing slow precedes it.
     ticket = app.limits.admit(caller, request.num_prompts * request.num_choices)
-    preparing = prepare(app, model, caller, request, ticket=ticket, default_max_tokens=default_max_tokens)
     try:
         async with asyncio.timeout(due and due.left_s):
-            prepared = await while_connected(http_request, preparing)
+            prepared = await while_connected(http_request, prepare(app, model, caller, request, ticket))
     except TimeoutError:
         raise deadline() from None
     request_id = http_request.state.request_id
@@ -108,18 +100,18 @@ class GeneratedResponse(Response):
         await response(scope, receive, partial(patiently, self.generation, send))
 
 
+@dataclass(eq=False)
 class Stream:
     """Sends a generation as server-sent events.
 
     The head is sent with the first token or after HEARTBEAT_S, so that earlier errors have a status of their own.
     """
 
-    def __init__(self, generation: Generation, writer: Writer, request: GenerationRequest, send: Send) -> None:
-        self.generation = generation
-        self.writer = writer
-        self.request = request
-        self.send = send
-        self.has_begun = False
+    generation: Generation
+    writer: Writer
+    request: GenerationRequest
+    send: Send
+    has_begun: bool = False
 
     async def run(self) -> None:
         try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -137,14 +138,14 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reason
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, prompt, completion)
 
 
+@dataclass(eq=False)
 class Writer(ABC, Generic[R]):
     """Builds the JSON objects of one response. Each API has its own; `whole` has the content of all chunks."""
 
-    def __init__(self, request: R, head: Head, prompts: list[Prompt], token_text: TokenText) -> None:
-        self.request = request
-        self.head = head
-        self.prompts = prompts
-        self.token_text = token_text
+    request: R
+    head: Head
+    prompts: list[Prompt]
+    token_text: TokenText
 
     def entry(self, token_id: int, entry: TokenLogprob) -> Logprob:
         """Return a token of the completion with its log-probability and those of the most likely ones."""
@@ -198,7 +199,7 @@ class Writer(ABC, Generic[R]):
         """Encode the last event of a stream that fails after its status has been sent."""
         return sse.frame(error.body())
 
-    end: bytes = sse.DONE
+    end: ClassVar[bytes] = sse.DONE
     """Sent after the last event, also after a failure."""
 
     @abstractmethod

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -14,12 +15,14 @@ from engine import EngineInfo, EngineRequest
 
 from ..grammar.schemas import Grammar
 from ..http.admission import Caller, Ticket
-from ..http.errors import CONTEXT_CODE, ApiError, invalid
+from ..http.errors import CONTEXT_CODE, invalid
 from ..loading import LoadedModel
+from ..parsers import Plain
 from ..state import AppState
 from ..tokenization.detokenizer import Detokenizer
 from ..tokenization.encoder import Prompts, TextTooLong
 from ..tokenization.generic_tools import FORMAT as GENERIC
+from ..tokenization.generic_tools import renders_tools
 from ..tokenization.renderer import TemplateError
 from .choices import Choice, Due, Scores
 from .output import Json, Prompt
@@ -44,13 +47,7 @@ class Prepared(NamedTuple):
 
 
 async def prepare(
-    app: AppState,
-    model: LoadedModel,
-    caller: Caller,
-    request: GenerationRequest,
-    *,
-    ticket: Ticket,
-    default_max_tokens: int | None,
+    app: AppState, model: LoadedModel, caller: Caller, request: GenerationRequest, ticket: Ticket
 ) -> Prepared:
     """Check the grammar and encode the prompts; raises the 400, 429 or 503 that ends the request here."""
     info, grammar = model.info, request.grammar
@@ -63,7 +60,7 @@ async def prepare(
         shape = await output_shape(
             app.grammars, model, caller, request, conversation=request.prompt, grammar=grammar, prompt=prompts[0]
         )
-    max_tokens = [max_completion(info, request, prompt.ids, default_max_tokens) for prompt in prompts]
+    max_tokens = [max_completion(info, request, prompt.ids) for prompt in prompts]
     check_scores(request, prompts, info.vocab_size)
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     bad_words = await encode_bad_words(model, caller, request)
@@ -112,27 +109,31 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
 
 async def encoded(encoding: Awaitable[list[Prompt]], param: str) -> list[Prompt]:
     """Return the prompts of the field `param`; raises 400 for what the tokenizer or the template refuses."""
-    try:
+    with refusals(param):
         prompts = await encoding
-    except (TemplateError, TextTooLong) as error:
-        raise text_error(error, param) from None
     if not all(prompt.ids for prompt in prompts):
         raise invalid(f"Invalid '{param}': the prompt has no tokens.", param)
     return prompts
 
 
-def text_error(error: TemplateError | TextTooLong, param: str) -> ApiError:
-    """Return the 400 for a text that cannot be encoded."""
-    return invalid(str(error), param, CONTEXT_CODE if isinstance(error, TextTooLong) else "invalid_value")
+@contextmanager
+def refusals(param: str) -> Iterator[None]:
+    """Turn what the tokenizer or the template refuses into a 400 for the field `param`."""
+    try:
+        yield
+    except TemplateError as error:
+        raise invalid(str(error), param) from None
+    except TextTooLong as error:
+        raise invalid(str(error), param, CONTEXT_CODE) from None
 
 
-def max_completion(info: EngineInfo, request: GenerationRequest, ids: Sequence[int], default: int | None) -> int:
+def max_completion(info: EngineInfo, request: GenerationRequest, ids: Sequence[int]) -> int:
     """Return the maximum number of tokens of this prompt's completions; raises 400 if the prompt leaves none."""
     left = info.max_len - len(ids)
     if left < 1:
         message = f"The prompt has {len(ids)} tokens, and the context holds {info.max_len} of prompt and completion"
         raise invalid(f"{message} together (--max-model-len).", request.prompt_field, CONTEXT_CODE)
-    limit = default if request.limit[1] is None else request.limit[1]
+    limit = request.limit[1]
     most = left if limit is None or limit == UNLIMITED else min(limit, left)
     if request.min_tokens > most:
         raise invalid(f"Invalid 'min_tokens': the completion has at most {most} tokens.", "min_tokens")
@@ -238,7 +239,7 @@ def make_choices(
             engine_request,
             stream,
             grammar.field if grammar else "",
-            parser=shape.parser() if shape else None,
+            parser=shape.parser() if shape else Plain(),
             scores=scores,
             only_scores=request.only_scores,
             is_json=request.grammar is not None and request.grammar.kind == "json_schema",
@@ -315,7 +316,7 @@ def check_accepts_tools(model: LoadedModel) -> None:
     """Raise 400 if the operator has chosen a parser that could not parse any call."""
     if model.formats.tools is None:
         raise invalid("Invalid 'tools': this server runs with --tool-call-parser none.", "tools")
-    if model.formats.tools != GENERIC and not model.prompts.renders_tools:
+    if model.formats.tools != GENERIC and not renders_tools(model.prompts.template_source):
         raise invalid(
             "Invalid 'tools': the model's chat template renders no tools, and those that are described to the model "
             f"without it are called in the format of --tool-call-parser {GENERIC}.",

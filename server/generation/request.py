@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine import SamplingParams
@@ -76,18 +76,18 @@ class GenerationRequest:
 
     model: str | None
     prompt: TextPrompts | ConversationPrompt
-    prompt_field: str  # of the client's request, like all fields named here
-    num_choices: int  # completions of each prompt
-    # The end of the completion.
-    limit: tuple[str, int | None]  # the field and its value in tokens; -1: as many as fit
+    prompt_field: str = "prompt"  # of the client's request, like all fields named here
+    num_choices: int = 1  # completions of each prompt
+    # The end of the completion. `limit`: the field and its value in tokens; None or -1: as many as fit.
+    limit: tuple[str, int | None] = ("max_tokens", None)
     min_tokens: int
-    stop_field: str
-    stops: list[str]
+    stop_field: str = "stop"
+    stops: list[str] = field(default_factory=list)
     include_stop: bool
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     # Sampling.
-    grammar: Grammar | None  # that the content must follow; None: any text
+    grammar: Grammar | None = None  # that the content must follow; None: any text
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -100,12 +100,13 @@ class GenerationRequest:
     allowed_token_ids: tuple[int, ...] | None
     bad_words: list[str]
     # The contents of the response.
-    num_logprobs: int | None  # alternatives per token; None: no log-probabilities
-    scoring: tuple[str, int] | None  # the field that requests the prompt's log-probabilities; alternatives per token
-    only_scores: bool  # the completion has no tokens
+    num_logprobs: int | None = None  # alternatives per token; None: no log-probabilities
+    # The field that requests the prompt's log-probabilities, and the alternatives per token.
+    scoring: tuple[str, int] | None = None
+    only_scores: bool = False  # the completion has no tokens
     skip_special_tokens: bool
     stream: bool
-    continuous_usage: bool  # every chunk reports the usage so far
+    continuous_usage: bool = False  # every chunk reports the usage so far
     # Scheduling.
     priority: int
     cache_salt: str | None

@@ -55,7 +55,7 @@ class Checker:
         job = Job(next(self._ids), kind, text, cpu_s)
         verdict = self._pending[job.id] = asyncio.get_running_loop().create_future()
         body = msgspec.msgpack.encode(job)
-        self._writer.write(len(body).to_bytes(4, "little") + body)
+        self._writer.write(len(body).to_bytes(4, "big") + body)  # the worker's end is a multiprocessing Connection
         try:
             return await asyncio.shield(verdict)
         except asyncio.CancelledError:
@@ -81,7 +81,7 @@ class Checker:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                size = int.from_bytes(await reader.readexactly(4), "little")
+                size = int.from_bytes(await reader.readexactly(4), "big")
                 verdict = msgspec.msgpack.decode(await reader.readexactly(size), type=Verdict)
                 if verdict.id in self._pending and not self._pending[verdict.id].done():
                     self._pending[verdict.id].set_result(verdict)
@@ -101,6 +101,7 @@ class Checker:
                 waiting.set_exception(Gone())
 
     async def close(self) -> None:
+        """Stop the process; waiting callers get an error."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -180,10 +181,6 @@ class Gate:
                 if verdict.ended != "killed":
                     return verdict
         raise Gone
-
-    async def close(self) -> None:
-        """Stop the checker's process; waiting callers get an error."""
-        await self.checker.close()
 
 
 def refusal(field: str, problem: str) -> ApiError:

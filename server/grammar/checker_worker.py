@@ -7,15 +7,16 @@ only its own request can fail. A fork takes a few milliseconds, since everything
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
 import selectors
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Literal
 
 import msgspec
@@ -51,18 +52,6 @@ class Verdict(Struct, frozen=True, array_like=True):
     problem: str | None  # half a sentence; None: the grammar can be used
     seconds: float  # of CPU time that the check took
     ended: Literal["done", "time", "crash", "killed"]
-
-
-def receive(sock: socket.socket) -> Job | None:
-    """Return the next job; None when the server has closed the socket. Messages begin with their length."""
-    size = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
-    body = sock.recv(size, socket.MSG_WAITALL)
-    return msgspec.msgpack.decode(body, type=Job) if body and len(body) == size else None
-
-
-def send(sock: socket.socket, verdict: Verdict) -> None:
-    body = msgspec.msgpack.encode(verdict)
-    sock.sendall(len(body).to_bytes(4, "little") + body)
 
 
 def check(problem: Callable[[str, str], str | None], job: Job) -> Verdict:
@@ -115,18 +104,18 @@ def verdict_of(job_id: int, pid: int, written: bytes) -> Verdict:
     return Verdict(job_id, TOO_LARGE, 0.0, "crash")
 
 
-def serve(sock: socket.socket, width: int) -> None:
-    """Fork for each job and send its verdict when the fork has ended, until the server closes the socket."""
+def serve(server: Connection, width: int) -> None:
+    """Fork for each job and send its verdict when the fork has ended. Raises EOFError when the server has ended."""
     problem = GrammarTrial(width).problem
     problem("regex", "a")  # initializes what would otherwise be initialized in every fork
     find_problem("json_schema", '{"type": "object"}')
     gc.freeze()
     running: dict[int, tuple[Job, int, list[bytes]]] = {}  # by the pipe's descriptor
     with selectors.DefaultSelector() as selector:
-        selector.register(sock, selectors.EVENT_READ)
+        selector.register(server, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fd != sock.fileno():
+                if key.fd != server.fileno():
                     job, pid, written = running[key.fd]
                     if piece := os.read(key.fd, 1 << 16):
                         written.append(piece)
@@ -134,11 +123,9 @@ def serve(sock: socket.socket, width: int) -> None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     del running[key.fd]
-                    send(sock, verdict_of(job.id, pid, b"".join(written)))
+                    server.send_bytes(msgspec.msgpack.encode(verdict_of(job.id, pid, b"".join(written))))
                     continue
-                new = receive(sock)
-                if new is None:
-                    return
+                new = msgspec.msgpack.decode(server.recv_bytes(), type=Job)
                 ours, theirs = os.pipe()
                 pid = os.fork()
                 if pid == 0:
@@ -153,8 +140,8 @@ def serve(sock: socket.socket, width: int) -> None:
 
 def main() -> None:
     fd, [width] = begin_child(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    with socket.socket(fileno=fd) as sock:
-        serve(sock, int(width))
+    with Connection(fd) as server, contextlib.suppress(EOFError):
+        serve(server, int(width))
 
 
 if __name__ == "__main__":

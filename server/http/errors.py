@@ -112,15 +112,6 @@ def deadline(message: str = "The request took longer than its time limit.") -> A
     return ApiError(504, message, type="server_error", code="deadline_exceeded")
 
 
-def from_engine(error: EngineError) -> ApiError:
-    """Convert an error of the engine, for a response or a stream's error event."""
-    if isinstance(error, RequestError):
-        return invalid(str(error), code="invalid_request")
-    if isinstance(error, EngineDied):
-        return unavailable("The engine stopped while it was processing this request.", "engine_died", retry.ENGINE_S)
-    return unavailable("The model could not be loaded.", "model_not_loaded", retry.FAILED_S)
-
-
 def from_validation(error: ValidationError | RequestValidationError, document: Any = None) -> ApiError:
     """400 that names the field by its path in the client's document, such as messages.0.role."""
     details: Sequence[ErrorDetails]
@@ -195,8 +186,13 @@ def from_exception(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case RequestError():
+            return invalid(str(error), code="invalid_request")
+        case EngineDied():
+            message = "The engine stopped while it was processing this request."
+            return unavailable(message, "engine_died", retry.ENGINE_S)
         case EngineError():
-            return from_engine(error)
+            return unavailable("The model could not be loaded.", "model_not_loaded", retry.FAILED_S)
         case ValidationError() | RequestValidationError():
             return from_validation(error)
         case HTTPException(status_code=404):

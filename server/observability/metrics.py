@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -73,14 +74,8 @@ class Metrics:
         self._renders, self._rendered_at = float(RENDER_BURST), self.clock()
         self._rendered = [self.own] + [self.vllm] * (settings.metrics_compat == "vllm")
 
-        def own_histogram(
-            name: str, text: str, buckets: Sequence[float] = FINE, labels: Sequence[str] = ()
-        ) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=self.own)
-
-        def own_counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-            return Counter(name, text, labels, registry=self.own)
-
+        own_histogram = partial(Histogram, buckets=FINE, registry=self.own)
+        own_counter = partial(Counter, registry=self.own)
         by_route = ["method", "handler"]
         self.http_requests = own_counter(
             "http_requests", "HTTP requests by method, route and status of the response.", [*by_route, "status"]
@@ -88,8 +83,8 @@ class Metrics:
         self.http_seconds = own_histogram(
             "http_request_duration_seconds",
             "Seconds from a request's head to the last byte of its response.",
-            HTTP,
             by_route,
+            buckets=HTTP,
         )
         self.fine_gaps = own_histogram(
             "pequod:inter_token_latency_seconds",
@@ -98,7 +93,7 @@ class Metrics:
         step_seconds = own_histogram(
             "pequod:step_seconds",
             "Seconds per engine step by phase; kernels is the part spent in our CPU kernels.",
-            labels=["phase"],
+            ["phase"],
         )
         self.step_seconds = {phase: step_seconds.labels(phase) for phase in (*PHASES, KERNELS)}
         self.grammar_masks = own_histogram(
@@ -119,9 +114,7 @@ class Metrics:
 
         self._labels = {"model_name": self.model, "engine": "0"}
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"vllm:{name}", text, list(self._labels), registry=self.vllm).labels(**self._labels)
-
+        counter = partial(self._labelled, Counter)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens whose prefill is complete.")
         self.prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
@@ -163,9 +156,11 @@ class Metrics:
         self.vllm.register(_Scrape(self._vllm_families))
         self._lengths: tuple[Histogram, Histogram, Histogram] | None = None
 
+    def _labelled(self, kind: type[F], name: str, text: str, **options: Any) -> F:
+        return kind(f"vllm:{name}", text, list(self._labels), registry=self.vllm, **options).labels(**self._labels)
+
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        family = Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.vllm)
-        return family.labels(**self._labels)
+        return self._labelled(Histogram, name, text, buckets=buckets)
 
     def bind(self, info: EngineInfo) -> None:
         """Create the families whose buckets end at the model's length, once it is known."""
@@ -284,8 +279,7 @@ class Metrics:
             memory = {"weights": info.weights_bytes, "kv": info.kv_bytes_per_token * info.block_size * info.num_blocks}
             text = "Bytes of device memory by use."
             yield _with_values(GaugeMetricFamily("pequod:memory_bytes", text, labels=["kind"]), memory)
-        resident = resident_bytes(getattr(self.engine, "pid", None))
-        if resident is not None:
+        if (resident := resident_bytes(getattr(self.engine, "pid", None))) is not None:
             yield GaugeMetricFamily(
                 "pequod:engine_resident_bytes", "Resident memory of the engine process in bytes.", resident
             )
@@ -325,6 +319,7 @@ class Metrics:
         return last.blocks_free, last.blocks_cached, last.blocks_held, last.blocks_unaccounted
 
 
+F = TypeVar("F", Counter, Histogram)
 M = TypeVar("M", CounterMetricFamily, GaugeMetricFamily)
 
 
@@ -346,11 +341,8 @@ class _Scrape:
 
 
 def resident_bytes(pid: int | None) -> int | None:
-    """Return the resident memory of a process; None if the system does not report it."""
-    if pid is None:
-        return None
+    """Return the resident memory of a process; None if there is none or the system does not report it."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
-    return pages * os.sysconf("SC_PAGE_SIZE")

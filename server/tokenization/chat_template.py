@@ -23,6 +23,7 @@ from .renderer import FAILED, MAX_CHARACTERS, NO_TEMPLATE, TOO_LONG, Message, Te
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 PROBE = "INSTRUCTIONS"
+KINDS = ("string", "iterable", "sequence", "mapping")  # tests that a template may apply to the content
 CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -64,8 +65,8 @@ class ChatTemplate:
         except Exception as error:  # also Python's, for generated code that is too deep or too large
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise TemplateError(f"The model's chat template has a syntax error{line}.") from error
-        self.loops_over_content = content.is_looped_over()
-        self.tests_content = content.is_tested()
+        self.loops_over_content = any(content.has(loop.iter) for loop in tree.find_all(nodes.For))
+        self.tests_content = any(test.name in KINDS and content.has(test.node) for test in tree.find_all(nodes.Test))
         self.knows_tools = renders_tools(source)
         self.knows_developer = any(const.value == "developer" for const in tree.find_all(nodes.Const))
         self.takes_system: bool | None = None  # None: not known yet
@@ -249,30 +250,22 @@ def _cut_at_tag(prompt: str, final: str) -> str:
 
 
 class _Content:
-    """How a template uses the content of messages."""
+    """The expressions of a template that are the content of a message."""
 
     _TRANSPARENT = frozenset(("list", "reverse", "sort", "selectattr", "rejectattr"))
 
     def __init__(self, tree: nodes.Template) -> None:
-        self._tree = tree
         self._names = {"content"}  # and names that it is assigned to
         for assign in tree.find_all(nodes.Assign):
-            if isinstance(assign.target, nodes.Name) and self._is(assign.node):
+            if isinstance(assign.target, nodes.Name) and self.has(assign.node):
                 self._names.add(assign.target.name)
 
-    def is_looped_over(self) -> bool:
-        return any(self._is(loop.iter) for loop in self._tree.find_all(nodes.For))
-
-    def is_tested(self) -> bool:
-        kinds = ("string", "iterable", "sequence", "mapping")
-        return any(test.name in kinds and self._is(test.node) for test in self._tree.find_all(nodes.Test))
-
-    def _is(self, node: nodes.Node | None) -> bool:
+    def has(self, node: nodes.Node | None) -> bool:
         match node:
             case nodes.Filter():
-                return node.name in self._TRANSPARENT and self._is(node.node)
+                return node.name in self._TRANSPARENT and self.has(node.node)
             case nodes.CondExpr():
-                return self._is(node.expr1) or self._is(node.expr2)
+                return self.has(node.expr1) or self.has(node.expr2)
             case nodes.Getattr():
                 return node.attr == "content"
             case nodes.Getitem():

@@ -14,7 +14,6 @@ from engine import ConfigError, FairLock, ModelError, read_text
 from ..http import retry
 from ..http.errors import unavailable
 from .detokenizer import text_offsets
-from .generic_tools import renders_tools
 from .renderer import MAX_CHARACTERS, SWITCHES, Message, Renderer, TemplateError
 from .tokenizer import Tokenizer
 
@@ -119,11 +118,6 @@ class Prompts:
     def takes_effort(self) -> bool:
         """Whether the chat template has a variable for the reasoning effort."""
         return any(name in self._templates.source for name in ("reasoning_effort", *SWITCHES))
-
-    @property
-    def renders_tools(self) -> bool:
-        """Whether the chat template writes tools into the prompt; see generic_tools.py."""
-        return renders_tools(self._templates.source)
 
     @property
     def max_characters(self) -> int:

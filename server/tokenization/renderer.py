@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
-import struct
 import threading
+from multiprocessing.connection import Pipe
 from typing import Any
 
 from engine import spawn
@@ -21,10 +20,8 @@ MAX_SECONDS = 5.0  # other prompts wait meanwhile; a chat of 4,096 messages with
 MAX_CHARACTERS = 8_000_000  # as long as the longest body that the server reads
 # Of address space: Python and jinja, messages of the longest body, and a few copies of a prompt of that length.
 MAX_BYTES = 512 << 20
-REQUEST = struct.Struct("<Q")  # length of the JSON that follows
-REPLY = struct.Struct("<cQ")  # kind and length of the text that follows
-MAX_REPLY = 4 * MAX_CHARACTERS  # in UTF-8
-RENDERED, REFUSED, EXHAUSTED = b"r", b"e", b"m"  # the prompt; an error; out of memory
+MAX_REPLY = 4 * MAX_CHARACTERS + 1  # in UTF-8, with its kind
+RENDERED, REFUSED, EXHAUSTED = b"r", b"e", b"m"  # kinds, each before a text: the prompt; an error; out of memory
 
 SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on or off
 
@@ -57,7 +54,7 @@ class Renderer:
         self._special_tokens = special_tokens
         self._max_seconds = max_seconds
         self._child: _Child | None = None
-        self._lock = threading.Lock()  # for the child, which `close` ends from another thread
+        self._lock = threading.RLock()  # for the child, which `close` ends from another thread
         self._closed = False
 
     def __bool__(self) -> bool:
@@ -104,8 +101,7 @@ class Renderer:
                 kind, text = child.ask((method, args, options))
                 break
             except (OSError, EOFError, ValueError, RecursionError):  # it has died, or the reply is invalid
-                with self._lock:
-                    self._end()
+                self._end()
                 if child.process.returncode == -signal.SIGALRM:  # the child's own alarm
                     raise TemplateError(TOO_SLOW) from None
                 if attempt:
@@ -113,8 +109,7 @@ class Renderer:
         if kind == RENDERED:
             return text
         if kind == EXHAUSTED:  # its memory may not suffice for the next request
-            with self._lock:
-                self._end()
+            self._end()
         raise TemplateError(text)
 
     def _running(self) -> _Child | None:
@@ -127,42 +122,31 @@ class Renderer:
             return self._child
 
     def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
+        with self._lock:
+            child, self._child = self._child, None
+            if child is not None:
+                child.end()
 
 
 class _Child:
-    """A process of template_worker.py and the socket to it."""
+    """A process of template_worker.py and the connection to it."""
 
     def __init__(self, templates: Any) -> None:
-        self._sock, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self.process = spawn("server.tokenization.template_worker", theirs.fileno())
-            self._replies = self._sock.makefile("rb")
-            self._send(templates)
-        except BaseException:
-            self._sock.close()
-            raise
+        self._connection, theirs = Pipe()
+        with theirs:
+            self.process = spawn("server.tokenization.template_worker", theirs.fileno())
+        self._send(templates)
 
     def ask(self, request: Any) -> tuple[bytes, str]:
         """Return the kind and text of the reply. Raises OSError, EOFError or ValueError without a valid one."""
         self._send(request)
-        head = self._replies.read(REPLY.size)
-        if len(head) < REPLY.size:
-            raise EOFError
-        kind, size = REPLY.unpack(head)
-        data = self._replies.read(min(size, MAX_REPLY))
-        if len(data) < size:
-            raise EOFError
-        return kind, data.decode()
+        reply = self._connection.recv_bytes(MAX_REPLY)
+        return reply[:1], reply[1:].decode()
 
     def _send(self, message: Any) -> None:
-        text = json.dumps(message).encode()
-        self._sock.sendall(REQUEST.pack(len(text)) + text)
+        self._connection.send_bytes(json.dumps(message).encode())
 
     def end(self) -> None:
+        # The connection, which another thread may be reading, is closed with the last reference to it.
         self.process.kill()
         self.process.wait()
-        self._sock.close()

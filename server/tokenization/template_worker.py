@@ -1,6 +1,6 @@
 """`python -m server.tokenization.template_worker FD PARENT`: renders chat templates within limits of the kernel.
 
-Started by Renderer, which sends the templates and then requests over the socket, as JSON. Each gets a reply.
+Started by Renderer, which sends the templates and then requests over the connection, as JSON. Each gets a reply.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import contextlib
 import json
 import resource
 import signal
-import socket
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 from engine import begin_child
 
 from .chat_template import ChatTemplates
-from .renderer import EXHAUSTED, FAILED, MAX_BYTES, REFUSED, RENDERED, REPLY, REQUEST, TOO_LARGE, TemplateError
+from .renderer import EXHAUSTED, FAILED, MAX_BYTES, REFUSED, RENDERED, TOO_LARGE, TemplateError
 
 
 def main() -> None:
@@ -27,39 +27,30 @@ def main() -> None:
     with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or the system is macOS
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
-    with socket.socket(fileno=fd) as sock, contextlib.suppress(EOFError, OSError):  # the server has ended
-        requests = sock.makefile("rb")
-        sources, special_tokens, seconds = received(requests)
+    with Connection(fd) as server, contextlib.suppress(EOFError, OSError):  # the server has ended
+        sources, special_tokens, seconds = json.loads(server.recv_bytes())
         templates = ChatTemplates(sources, special_tokens)
         while True:
-            request = received(requests)
+            request = json.loads(server.recv_bytes())
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            kind, text = reply(templates, *request)
+            result = reply(templates, *request)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            sock.sendall(REPLY.pack(kind, len(text)) + text)
+            server.send_bytes(result)
 
 
-def received(requests: BinaryIO) -> Any:
-    """Return the next message of the server. Raises EOFError if the server has ended."""
-    head = requests.read(REQUEST.size)
-    if len(head) < REQUEST.size:
-        raise EOFError
-    return json.loads(requests.read(*REQUEST.unpack(head)))
-
-
-def reply(templates: ChatTemplates, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bytes, bytes]:
+def reply(templates: ChatTemplates, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> bytes:
     """Return the kind and text of the reply to a request, which is a method of ChatTemplates and its arguments."""
     try:
         result = getattr(templates, method)(*args, **options)
-        return RENDERED, result.encode() if isinstance(result, str) else b""
+        return RENDERED + (result.encode() if isinstance(result, str) else b"")
     except TemplateError as error:
-        return REFUSED, str(error).encode(errors="replace")
+        return REFUSED + str(error).encode(errors="replace")
     except UnicodeEncodeError:  # a lone surrogate, which only the template can have written
-        return REFUSED, FAILED.encode()
+        return REFUSED + FAILED.encode()
     except MemoryError:
-        return EXHAUSTED, TOO_LARGE.encode()
+        return EXHAUSTED + TOO_LARGE.encode()
     except Exception:  # its text and traceback may contain what users wrote
-        return REFUSED, FAILED.encode()
+        return REFUSED + FAILED.encode()
 
 
 if __name__ == "__main__":

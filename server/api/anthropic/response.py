@@ -6,13 +6,14 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic_core import from_json
 
-from ...generation.output import Head, Json, Output, Prompt, TokenText, Usage, Writer, usage
+from ...generation.output import Json, Output, Usage, Writer, usage
 from ...http import sse
 from ...http.errors import ApiError
 from ...http.fields import Wire
@@ -122,6 +123,7 @@ class TokenCount(Wire):
     input_tokens: int
 
 
+@dataclass(eq=False)
 class MessagesWriter(Writer[MessagesRequest]):
     """Writes a Message or its events.
 
@@ -132,13 +134,11 @@ class MessagesWriter(Writer[MessagesRequest]):
 
     end = b""
 
-    def __init__(self, request: MessagesRequest, head: Head, prompts: list[Prompt], token_text: TokenText) -> None:
-        super().__init__(request, head, prompts, token_text)
-        self._last: Output | None = None  # the output that ended the message
-        self._block = NO_BLOCK  # the open one
-        self._index = -1  # of the open block in the content
-        self._arguments: list[str] = []  # of the open block's call
-        self._has_calls = False  # there is a call that can be run
+    _last: Output | None = field(default=None, init=False)  # the output that ended the message
+    _block: Block = field(default=NO_BLOCK, init=False)  # the open one
+    _index: int = field(default=-1, init=False)  # of the open block in the content
+    _arguments: list[str] = field(default_factory=list, init=False)  # of the open block's call
+    _has_calls: bool = field(default=False, init=False)  # there is a call that can be run
 
     def opening(self, usage_so_far: Usage | None) -> list[MessagesEvent]:
         """The message without content. The cache hits are not known yet: the end corrects the usage."""

@@ -369,13 +369,10 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, FormatFields):
 
 def as_dicts(messages: list[Message]) -> list[Json]:
     """Return messages as chat templates read them."""
-    return [_as_dict(message) for message in messages]
-
-
-def _as_dict(message: Message) -> Json:
-    turn = message.model_dump(exclude_none=True)
-    details = turn.pop("reasoning_details", ())
-    if details and not ("reasoning" in turn or "reasoning_content" in turn):
-        texts = (detail.get("text") or detail.get("summary") for detail in details)
-        turn["reasoning_content"] = "\n".join(text for text in texts if text)
-    return turn
+    turns = [message.model_dump(exclude_none=True) for message in messages]
+    for turn in turns:
+        details = turn.pop("reasoning_details", ())
+        if details and not ("reasoning" in turn or "reasoning_content" in turn):
+            texts = (detail.get("text") or detail.get("summary") for detail in details)
+            turn["reasoning_content"] = "\n".join(text for text in texts if text)
+    return turns

@@ -87,5 +87,10 @@ class CompletionRequest(FormatFields):
         scoring = request.scoring
         if self.echo and self.logprobs is not None and (scoring is None or 0 <= scoring[1] < self.logprobs):
             scoring = "logprobs", self.logprobs
-        only_scores = bool(self.echo) and self.max_tokens == 0
-        return replace(request, num_logprobs=self.logprobs, scoring=scoring, only_scores=only_scores)
+        return replace(
+            request,
+            limit=("max_tokens", DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens),
+            num_logprobs=self.logprobs,
+            scoring=scoring,
+            only_scores=bool(self.echo) and self.max_tokens == 0,
+        )

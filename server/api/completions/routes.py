@@ -13,7 +13,7 @@ from ...http.body import body
 from ...http.errors import OPENAI_ERRORS
 from ...http.openapi import described, events, returned
 from ...state import AppDep
-from .request import DEFAULT_MAX_TOKENS, CompletionRequest
+from .request import CompletionRequest
 from .response import Completion, CompletionWriter
 
 router = APIRouter(tags=["generation"])
@@ -37,11 +37,5 @@ RETURNS = returned(
 async def completions(payload: CompletionBody, app: AppDep, caller: UserDep, request: Request) -> Response:
     """Generate continuations of prompts that are texts or token ids."""
     return await respond(
-        app,
-        caller,
-        request,
-        payload.resolve(),
-        write=partial(CompletionWriter, payload),
-        prefix="cmpl-",
-        default_max_tokens=DEFAULT_MAX_TOKENS,
+        app, caller, request, payload.resolve(), write=partial(CompletionWriter, payload), prefix="cmpl-"
     )

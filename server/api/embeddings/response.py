@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
@@ -130,13 +131,12 @@ def engine_requests(
     ]
 
 
+@dataclass(eq=False)
 class Vector(Reader):
     """The vector of one input, encoded when it arrives: encoding all at the end would delay every other stream."""
 
-    def __init__(self, index: int, request: EngineRequest, body: EmbeddingRequest) -> None:
-        super().__init__(index, request)
-        self.body = body
-        self.written = msgspec.Raw(b"null")
+    body: EmbeddingRequest
+    written: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b"null"), init=False)
 
     def read(self, delta: TokenDelta) -> Output:
         if delta.embedding is None:
@@ -159,16 +159,9 @@ class Embeddings(Response):
         async with self.generation.running(receive):
             async for _ in self.generation.outputs():
                 pass
-            response = Response(self._json(), media_type="application/json")
+            data = [Embedding("embedding", vector.index, vector.written) for vector in self.vectors]
+            total = self.generation.usage()
+            usage = EmbeddingUsage(total.prompt_tokens, total.total_tokens, total.prompt_tokens_details)
+            body = msgspec.json.encode(EmbeddingList("list", data, self.model, usage))
+            response = Response(body, media_type="application/json")
             await response(scope, receive, lambda message: patiently(self.generation, send, message))
-
-    def _json(self) -> bytes:
-        usage = self.generation.usage()
-        return msgspec.json.encode(
-            EmbeddingList(
-                "list",
-                [Embedding("embedding", vector.index, vector.written) for vector in self.vectors],
-                self.model,
-                EmbeddingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details),
-            )
-        )

@@ -48,7 +48,7 @@ READY = healthy("New work is taken", "New work is refused; state says why")
 async def ready(app: AppDep) -> Response:
     """200 if new requests are admitted and make progress, otherwise 503; `state` has the reason."""
     health = app.health()
-    if health.is_ready:
+    if health.state == "ready":
         return JSONResponse(health.body())
     return JSONResponse(health.body(), 503, {"Retry-After": str(retry.PROBE_S)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...http import retry
@@ -20,19 +21,25 @@ class Cancelled(Exception):
     """The response was cancelled by a request."""
 
 
+@dataclass(eq=False)
 class Job:
     """One response in progress. Its writer has it kept whenever its status changes."""
 
-    def __init__(self, generation: Generation, writer: ResponsesWriter) -> None:
-        self.generation = generation
-        self.writer = writer
+    generation: Generation
+    writer: ResponsesWriter
 
     async def run(self) -> None:
         """Generate until the response has ended or failed."""
         failure: Exception | None = None
+        has_begun = False
         self.generation.start(no_client)
         try:
-            await self._read()
+            async for taken in self.generation.outputs():
+                if taken and not has_begun:
+                    has_begun = True
+                    self.writer.keep("in_progress")
+                for output in taken:
+                    self.writer.chunks(output, None)
         except Exception as error:
             self.generation.stop(error, "error")
             failure = error
@@ -45,15 +52,6 @@ class Job:
             self.writer.cancelled(usage)
         else:
             self.writer.failed(from_exception(failure), usage)
-
-    async def _read(self) -> None:
-        has_begun = False
-        async for taken in self.generation.outputs():
-            if taken and not has_begun:
-                has_begun = True
-                self.writer.keep("in_progress")
-            for output in taken:
-                self.writer.chunks(output, None)
 
 
 class Background:

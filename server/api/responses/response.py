@@ -6,12 +6,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from ...generation.output import Head, Json, Logprob, Output, Prompt, TokenText, Usage, Writer
+from ...generation.output import Json, Logprob, Output, Usage, Writer
 from ...generation.request import UNLIMITED
 from ...http import sse
 from ...http.errors import ApiError
@@ -31,34 +32,27 @@ def response_of(item: str) -> str:
     return "resp_" + item.partition("_")[2][:-4]
 
 
+@dataclass(eq=False)
 class ResponsesWriter(Writer[ResponsesRequest]):
-    """Writes a ResponseObject or its events. `keep` is called with the response whenever it has ended.
+    """Writes a ResponseObject or its events. `store` is called with the response whenever it has ended.
 
     The parts of a call arrive in order: the next item begins when the one before is complete.
     """
 
     end = b""  # the type of the last event shows that it is the last
 
-    def __init__(
-        self,
-        request: ResponsesRequest,
-        head: Head,
-        prompts: list[Prompt],
-        token_text: TokenText,
-        *,
-        keep: Callable[[schema.ResponseObject], None],
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(request, head, prompts, token_text)
-        self._keep = keep
-        self._clock = clock
-        self._number = 0  # of the next event
-        self._items: list[schema.ResponseItem] = []
-        self._is_open = False  # the last item is not complete
-        self._held: list[Logprob] = []  # of tokens whose text is still withheld
-        self._ids: list[int] = []  # tokens
-        self._finish = "stop"
-        self._first = len(request.given)  # the items' ids continue those of the input
+    _: KW_ONLY
+    store: Callable[[schema.ResponseObject], None]
+    clock: Callable[[], float] = time.time
+    _number: int = field(default=0, init=False)  # of the next event
+    _items: list[schema.ResponseItem] = field(default_factory=list, init=False)
+    _is_open: bool = field(default=False, init=False)  # the last item is not complete
+    _held: list[Logprob] = field(default_factory=list, init=False)  # of tokens whose text is still withheld
+    _ids: list[int] = field(default_factory=list, init=False)  # tokens
+    _finish: str = field(default="stop", init=False)
+
+    def __post_init__(self) -> None:
+        self._first = len(self.request.given)  # the items' ids continue those of the input
 
     # Writer
 
@@ -156,11 +150,11 @@ class ResponsesWriter(Writer[ResponsesRequest]):
         if self._finish == "length":
             response.incomplete_details = schema.IncompleteDetails("max_output_tokens")
         else:
-            response.completed_at = int(self._clock())
+            response.completed_at = int(self.clock())
         return self._kept(response)
 
     def _kept(self, response: schema.ResponseObject) -> schema.ResponseObject:
-        self._keep(response)
+        self.store(response)
         return response
 
     def _chosen(self, name: str) -> float:

@@ -167,7 +167,7 @@ class Keeper:
         self._items = b""  # the conversation; encoded once, since it can be long
 
     def writer(self, head: Head, prompts: list[Prompt], token_text: TokenText) -> ResponsesWriter:
-        return ResponsesWriter(self.payload, head, prompts, token_text, keep=self.keep)
+        return ResponsesWriter(self.payload, head, prompts, token_text, store=self.keep)
 
     def keep(self, response: ResponseObject) -> None:
         if self.payload.is_stored:

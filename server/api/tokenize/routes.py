@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from ...generation.prepare import as_tools, check_token_ids, text_error
+from ...generation.prepare import as_tools, check_token_ids, refusals
 from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body
@@ -15,8 +15,7 @@ from ...http.errors import OPENAI_ERRORS
 from ...http.openapi import Responses, described
 from ...loading import LoadedModel
 from ...state import AppDep, AppState
-from ...tokenization.encoder import Prompts, TextTooLong
-from ...tokenization.renderer import TemplateError
+from ...tokenization.encoder import Prompts
 from ..chat.request import as_dicts
 from .request import Detokenized, DetokenizeRequest, Templated, TemplateRequest, TokenizeRequest, Tokens
 
@@ -60,10 +59,8 @@ async def apply_template(payload: TemplateBody, app: AppDep, caller: UserDep, re
         ids = await prompts.encode(text, add_special=False, caller=caller.flow, fits=False)
         return Templated(prompt=text, count=len(ids))
 
-    try:
+    with refusals("messages"):
         return await while_connected(request, work())
-    except (TemplateError, TextTooLong) as error:
-        raise text_error(error, "messages") from None
 
 
 def loaded(app: AppState, name: str | None) -> LoadedModel:
@@ -73,11 +70,9 @@ def loaded(app: AppState, name: str | None) -> LoadedModel:
 
 
 async def encode(prompts: Prompts, caller: Caller, payload: TokenizeRequest) -> list[int]:
-    try:
+    with refusals("messages" if payload.prompt is None else "prompt"):
         if payload.prompt is not None:
             special = payload.add_special_tokens is not False
             return await prompts.encode(payload.prompt, special, caller=caller.flow, fits=False)
         messages, tools = as_dicts(payload.messages or []), as_tools(payload.offered)
         return await prompts.chat(messages, tools, caller=caller.flow, fits=False, **payload.render_options)
-    except (TemplateError, TextTooLong) as error:
-        raise text_error(error, "messages" if payload.prompt is None else "prompt") from None

@@ -59,7 +59,7 @@ async def measure(arguments: argparse.Namespace) -> Result:
         return {
             "bench": "invariance",
             **session.about(),
-            "workload": {name: getattr(arguments, name) for name in ("requests", "concurrency", "output_len")},
+            "workload": options.chosen(arguments, "requests", "concurrency", "output_len"),
             "exact": session.target.version.get("exact"),
             "requests_compared": len(found),
             "requests_differing": sum(1 for each in found if each.tokens or each.logprobs),

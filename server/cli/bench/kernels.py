@@ -26,14 +26,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the child, whose output is that of this command, and return its exit code."""
-    return run_python(*words(arguments), capture=False).returncode
-
-
-def words(arguments: argparse.Namespace) -> list[str]:
-    """Return the child's command line after Python: its module and the flags that were given."""
+    """Run the child with the flags that were given; its output and exit code are those of this command."""
     words = ["-m", "engine.bench.kernels"]
     for name in FLAGS:
         if (value := getattr(arguments, name)) is not None:
             words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-    return [*words, "--json"] if arguments.json else words
+    return run_python(*words, *["--json"] * arguments.json, capture=False).returncode

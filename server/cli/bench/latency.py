@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...observability.phases import PHASES
 from ..commands import Parser, settings_from
 from . import limits, options, plots
-from .figures import Figures, median, notes, spread, summarize
+from .figures import Figures, median, spread, summarize
 from .session import Session, opened, rounds
 from .show import Result, figures_table, number, report, server_and_model, table
 from .steps import Step, decoding, limit_seconds, phases, prefilling
@@ -35,9 +35,7 @@ def add_arguments(parser: Parser) -> None:
     )
     options.add_lengths(parser, 32, 128)
     options.add_numbers(parser, "--rows", [1, 16], "numbers of requests in the steps that are reported by phase")
-    options.add_repeats(parser, 5)
-    options.add_server(parser)
-    options.add_output(parser)
+    options.add_measurement(parser, rounds=5)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,24 +55,16 @@ async def measure(arguments: argparse.Namespace) -> Result:
         async with limits.probe_where_known(settings_from(arguments).settings) as probe:
             limit = probe.seen[0] if probe is not None else None
     async with opened(arguments) as session:
-        lengths = arguments.input_len, arguments.output_len
-        session.check_length(sum(lengths))
+        lengths = session.lengths(arguments)
         runs = await rounds(session, arguments, lambda: [session.prompts.ask(*lengths)], 1)
         steps = await session.steps()
         figures = [summarize(each) for each in runs]
         for each in figures:
             tokens, seconds = each["prompt_tokens"], each["ttft_p50_s"]
             each["prefill_tok_s"] = tokens / seconds if tokens and seconds else None
-        shots = [shot for each in runs for shot in each.shots]
-        result = {
-            "bench": "latency",
-            **session.about(),
-            "workload": {name: getattr(arguments, name) for name in ("input_len", "output_len", "rounds")},
-            "figures": spread(figures),
-            "peak_bytes": session.peak_bytes(),
-            "notes": notes(session.target, shots),
-            "requests": [shot.record() for shot in shots],
-        }
+        result = session.result("latency", options.chosen(arguments, "input_len", "output_len", "rounds"), runs)
+        result["figures"] = spread(figures)
+        result["requests"] = [shot for each in result["requests"] for shot in each]
         if session.child is not None:
             result["prefill"] = phases(prefilling(steps))
             result["steps"] = await by_rows(session, arguments, steps, limit)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ..commands import Parser, add_settings, whole
+from ..commands import Parser, add_settings, real, whole
 
 Number = TypeVar("Number", int, float)
 URL_USAGE = "[MODEL | --url URL] [flags]"
@@ -18,15 +19,7 @@ def wholes(text: str) -> list[int]:
     return _sorted(text, whole(1), "1,2,4")
 
 
-def positive(text: str) -> float:
-    """Parse a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text[:64]} is not a number above 0")
-    return value
+positive = real("above 0", lambda value: 0 < value < math.inf)
 
 
 def positives(text: str) -> list[float]:
@@ -50,22 +43,19 @@ def json_file(text: str) -> Path | None:
     return Path(text)
 
 
-def add_own(parser: Parser) -> None:
-    """Add MODEL and the settings of the Pequod to start, for measurements that need one started here."""
-    parser.set_defaults(url=None, api="completions")
-    add_settings(parser, "model", "engine", "limits", extra=["api_key"])
-
-
-def add_server(parser: Parser, api: str = "completions") -> None:
-    """Add MODEL and the settings of the Pequod to start, or --url; `api` is the default."""
-    box = parser.add_argument_group("server")
-    box.add_argument("--url", metavar="URL", help="measure this server, of any kind, instead of starting a Pequod")
-    box.add_argument(
-        "--api",
-        choices=["completions", "chat"],
-        default=api,
-        help=f"API to use (default: {api}); completions accepts prompts as token ids",
-    )
+def add_server(parser: Parser, api: str = "completions", *, takes_url: bool = True) -> None:
+    """Add MODEL and the settings of the Pequod to start; with `takes_url` also --url, and --api with its default."""
+    if takes_url:
+        box = parser.add_argument_group("server")
+        box.add_argument("--url", metavar="URL", help="measure this server, of any kind, instead of starting a Pequod")
+        box.add_argument(
+            "--api",
+            choices=["completions", "chat"],
+            default=api,
+            help=f"API to use (default: {api}); completions accepts prompts as token ids",
+        )
+    else:
+        parser.set_defaults(url=None, api=api)
     add_settings(parser, "model", "engine", "limits", extra=["api_key"])
 
 
@@ -80,11 +70,18 @@ def add_numbers(box: argparse._ActionsContainer, flag: str, default: list[int], 
     box.add_argument(flag, metavar="N,...", type=wholes, default=default, help=f"{text} (default: {numbers})")
 
 
-def add_repeats(parser: Parser, rounds: int) -> None:
-    """Add the number of repetitions."""
+def add_measurement(parser: Parser, *, rounds: int, takes_url: bool = True, plots: bool = True) -> None:
+    """Add the number of repetitions, the server and the output."""
     box = parser.add_argument_group("repetition")
     add_number(box, "--rounds", rounds, "measured repetitions")
     add_number(box, "--warmup", 1, "repetitions before them that are discarded", minimum=0)
+    add_server(parser, takes_url=takes_url)
+    add_output(parser, plots)
+
+
+def chosen(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the values of these flags, for the description of the workload in a result."""
+    return {name: getattr(arguments, name) for name in names}
 
 
 def add_lengths(parser: Parser, input_len: int, output_len: int) -> None:

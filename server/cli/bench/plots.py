@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def require() -> None:
     matplotlib.use("Agg")  # files only: there may be no screen
 
 
-def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
+@contextlib.contextmanager
+def _figure(path: Path, title: str, x: str, y: str) -> Iterator[Any]:
+    """Yield the axes of a figure, which is written when the block ends. Raises Failure if it cannot be."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=SIZE, dpi=120, layout="constrained")
@@ -32,38 +35,31 @@ def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
     axes.grid(True, color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
-
     try:
+        yield axes
         figure.savefig(path)
     except OSError as error:
         raise Failure(f"{path} cannot be written: {error.strerror}") from None
     finally:
         pyplot.close(figure)
-    return path
 
 
-def throughput(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> Path:
+def throughput(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> None:
     """Plot the tokens per second of all requests over the time per token of each request.
 
     A point has load, output_tok_s and itl_p50_s, and limit_tok_s and limit_itl_s if these are known.
     """
-    figure, axes = _figure(title, "time per token, median (ms)", "tokens/s of all requests")
-    known = [point for point in points if point["itl_p50_s"]]
-    _labelled(axes, known, "itl_p50_s", "output_tok_s", "o-", color=OURS, label="measured")
-    if limits := [point for point in known if point.get("limit_itl_s")]:
-        style = {"color": LIMIT, "markersize": 4, "label": LIMIT_LABEL}
-        _labelled(axes, limits, "limit_itl_s", "limit_tok_s", "s--", **style)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        _plain(axes.xaxis)
-        _plain(axes.yaxis)
-    axes.legend(frameon=False)
-    return _save(figure, path)
+    with _figure(path, title, "time per token, median (ms)", "tokens/s of all requests") as axes:
+        known = [point for point in points if point["itl_p50_s"]]
+        _labelled(axes, known, "itl_p50_s", "output_tok_s", "o-", color=OURS, label="measured")
+        if limits := [point for point in known if point.get("limit_itl_s")]:
+            style = {"color": LIMIT, "markersize": 4, "label": LIMIT_LABEL}
+            _labelled(axes, limits, "limit_itl_s", "limit_tok_s", "s--", **style)
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            _plain(axes.xaxis)
+            _plain(axes.yaxis)
+        axes.legend(frameon=False)
 
 
 def _labelled(axes: Any, points: Sequence[Mapping[str, Any]], x: str, y: str, marker: str, **style: Any) -> None:
@@ -74,51 +70,55 @@ def _labelled(axes: Any, points: Sequence[Mapping[str, Any]], x: str, y: str, ma
         axes.annotate(point["load"], at, xytext=(5, -11), textcoords="offset points", fontsize=8, color=style["color"])
 
 
-def context(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> Path:
+def context(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> None:
     """Plot the time per token over the context length.
 
     A point has context, itl_p50_s and itl_p99_s, and limit_itl_s if it is known.
     """
-    figure, axes = _figure(title, "context length (tokens)", "time per token (ms)")
-    known = [point for point in points if point["itl_p50_s"]]
-    x = [point["context"] for point in known]
-    axes.plot(x, [1e3 * point["itl_p99_s"] for point in known], "^:", color=SECOND, label="99th percentile")
-    axes.plot(x, [1e3 * point["itl_p50_s"] for point in known], "o-", color=OURS, label="median")
-    if limits := [point for point in known if point.get("limit_itl_s")]:
-        y = [1e3 * point["limit_itl_s"] for point in limits]
-        axes.plot([p["context"] for p in limits], y, "s--", color=LIMIT, markersize=4, label=LIMIT_LABEL)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(x)
-    _plain(axes.xaxis)
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
-    return _save(figure, path)
+    with _figure(path, title, "context length (tokens)", "time per token (ms)") as axes:
+        known = [point for point in points if point["itl_p50_s"]]
+        x = [point["context"] for point in known]
+        axes.plot(x, [1e3 * point["itl_p99_s"] for point in known], "^:", color=SECOND, label="99th percentile")
+        axes.plot(x, [1e3 * point["itl_p50_s"] for point in known], "o-", color=OURS, label="median")
+        if limits := [point for point in known if point.get("limit_itl_s")]:
+            y = [1e3 * point["limit_itl_s"] for point in limits]
+            axes.plot([p["context"] for p in limits], y, "s--", color=LIMIT, markersize=4, label=LIMIT_LABEL)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(x)
+        _plain(axes.xaxis)
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False)
 
 
-def phases(path: Path, title: str, steps: Mapping[str, Mapping[str, float]], limits: Mapping[str, float]) -> Path:
+def phases(path: Path, title: str, steps: Mapping[str, Mapping[str, float]], limits: Mapping[str, float]) -> None:
     """Plot the phases of a decode step as a bar for each number of rows; `limits`: their minimum times, in seconds."""
     from matplotlib.patheffects import withStroke
 
-    figure, axes = _figure(title, "median time of a decode step (ms)", "")
-    rows = list(steps)
-    left = [0.0] * len(rows)
-    for phase, colour in COLOURS.items():
-        widths = [1e3 * steps[row][f"{phase}_s"] for row in rows]
-        axes.barh(rows, widths, left=left, color=colour, label=phase, height=0.55)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for y, row in enumerate(rows):
-        axes.annotate(f"{left[y]:.3g}", (left[y], y), xytext=(4, -3), textcoords="offset points", fontsize=8)
-        if row in limits:
-            label = LIMIT_LABEL if row == next(iter(limits)) else None
-            at = 1e3 * limits[row]
-            line = {"color": "black", "linewidth": 1.6, "path_effects": [withStroke(linewidth=4, foreground="white")]}
-            axes.plot([at, at], [y - 0.36, y + 0.36], label=label, **line)
-    axes.set_yticks(range(len(rows)), [f"{row} row{'s' * (row != '1')}" for row in rows])
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.legend(frameon=False, ncols=6, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), columnspacing=1.0)
-    return _save(figure, path)
+    with _figure(path, title, "median time of a decode step (ms)", "") as axes:
+        rows = list(steps)
+        left = [0.0] * len(rows)
+        for phase, colour in COLOURS.items():
+            widths = [1e3 * steps[row][f"{phase}_s"] for row in rows]
+            axes.barh(rows, widths, left=left, color=colour, label=phase, height=0.55)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        for y, row in enumerate(rows):
+            axes.annotate(f"{left[y]:.3g}", (left[y], y), xytext=(4, -3), textcoords="offset points", fontsize=8)
+            if row in limits:
+                label = LIMIT_LABEL if row == next(iter(limits)) else None
+                at = 1e3 * limits[row]
+                line = {
+                    "color": "black",
+                    "linewidth": 1.6,
+                    "path_effects": [withStroke(linewidth=4, foreground="white")],
+                }
+                axes.plot([at, at], [y - 0.36, y + 0.36], label=label, **line)
+        axes.set_yticks(range(len(rows)), [f"{row} row{'s' * (row != '1')}" for row in rows])
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.legend(
+            frameon=False, ncols=6, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), columnspacing=1.0
+        )
 
 
 def _plain(axis: Any) -> None:

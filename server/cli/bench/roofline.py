@@ -34,9 +34,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_numbers(box, "--prefill", [512], "prompt lengths")
     options.add_numbers(box, "--rows", [1, 16], "requests per step")
     options.add_number(box, "--context", 256, "prompt tokens of each request in a decode step")
-    options.add_repeats(parser, 3)
-    options.add_own(parser)
-    options.add_output(parser, plots=False)
+    options.add_measurement(parser, rounds=3, takes_url=False, plots=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,32 +62,33 @@ async def measure(arguments: argparse.Namespace) -> Result:
         }
 
 
-async def prefill(session: Session, limits: Probe, length: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the sum of the steps that compute a single prompt."""
+async def measured(
+    session: Session, limits: Probe, arguments: argparse.Namespace, label: str, lengths: Sequence[tuple[int, int]]
+) -> list[tuple[list[Step], list[Roofline]]]:
+    """Return the steps of each round, which sends requests of these lengths, and the limits before and after it."""
     found = []
     for index in range(arguments.warmup + arguments.rounds):
         before = await limits.measure()
         await session.steps()
-        await session.send([session.prompts.ask(length, 1)], label=f"prefill of {length}")
-        steps = prefilling(await session.steps())
+        await session.send([session.prompts.ask(*each) for each in lengths], label=label)
+        steps = await session.steps()
         if index >= arguments.warmup:
-            found.append(figures(steps, [before, await limits.measure()], total=True))
-    return _middle(f"prefill {length:,} tokens", found)
+            found.append((steps, [before, await limits.measure()]))
+    return found
+
+
+async def prefill(session: Session, limits: Probe, length: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the sum of the steps that compute a single prompt."""
+    found = await measured(session, limits, arguments, f"prefill of {length}", [(length, 1)])
+    sums = [figures(prefilling(steps), seen, total=True) for steps, seen in found]
+    return _middle(f"prefill {length:,} tokens", sums)
 
 
 async def decode(session: Session, limits: Probe, rows: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Return the median of the steps in which this number of rows sample a token each."""
-    found = []
-    for index in range(arguments.warmup + arguments.rounds):
-        before = await limits.measure()
-        await session.steps()
-        asks = [session.prompts.ask(arguments.context, DECODED) for _ in range(rows)]
-        await session.send(asks, label=f"decode of {rows}")
-        steps = decoding(await session.steps(), rows)
-        if index >= arguments.warmup:
-            found.append(figures(steps, [before, await limits.measure()], total=False))
-    name = f"decode {rows} row{'s' * (rows > 1)} at {arguments.context:,}"
-    phase = _middle(name, found)
+    found = await measured(session, limits, arguments, f"decode of {rows}", [(arguments.context, DECODED)] * rows)
+    medians = [figures(decoding(steps, rows), seen, total=False) for steps, seen in found]
+    phase = _middle(f"decode {rows} row{'s' * (rows > 1)} at {arguments.context:,}", medians)
     if phase is None:
         warn(f"no step had all {rows} requests; --max-num-seqs may be lower")
     return phase

@@ -8,7 +8,6 @@ from pathlib import Path
 from ..commands import Parser, UsageError, whole
 from . import options
 from .client import Ask
-from .figures import notes, spread, summarize
 from .load import fixed, poisson, read_trace, scaled
 from .session import Session, opened, rounds
 from .show import Result, figures_table, report
@@ -61,9 +60,7 @@ def add_arguments(parser: Parser) -> None:
         help="factor for a trace's lengths, for models with a short context (default: 1)",
     )
     box.add_argument("--concurrency", metavar="N", type=whole(1), help="maximum open requests (default: no limit)")
-    options.add_repeats(parser, 1)
-    options.add_server(parser)
-    options.add_output(parser)
+    options.add_measurement(parser, rounds=1)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,8 +79,7 @@ def asks(session: Session, arguments: argparse.Namespace, number: int) -> list[A
         arrivals = read_trace(arguments.trace, arguments.requests)
         arrivals = scaled(arrivals, arguments.time_scale, arguments.length_scale, session.target.max_len)
         return [session.prompts.traced(arrival) for arrival in arrivals]
-    lengths = arguments.input_len, arguments.output_len
-    session.check_length(sum(lengths))
+    lengths = session.lengths(arguments)
     count, rate = arguments.requests or REQUESTS, arguments.rate or RATE
     seed = session.seed + number
     times = fixed(rate, count) if arguments.arrivals == "fixed" else poisson(rate, count, seed)
@@ -105,28 +101,20 @@ async def measure(arguments: argparse.Namespace) -> Result:
 
         asks(session, arguments, 0)  # reports lengths that do not fit before the warm-up
         runs = await rounds(session, arguments, next_asks, arguments.concurrency)
-        shots = [shot for each in runs for shot in each.shots]
         sent = made[-1]
-        remarks = notes(session.target, shots)
-        if cut := sum(1 for ask in sent if ask.input_len + ask.output_len == session.target.max_len):
-            remarks.append(f"{cut} of {len(sent)} requests were cut to the {session.target.max_len} tokens that fit")
-        return {
-            "bench": "serve",
-            **session.about(),
-            "workload": {
-                "requests": len(sent),
-                "arrivals": str(arguments.trace) if arguments.trace else arguments.arrivals,
-                "rate": len(sent) / sent[-1].at if sent[-1].at else None,
-                "input_len": sum(ask.input_len for ask in sent) / len(sent),
-                "output_len": sum(ask.output_len for ask in sent) / len(sent),
-                "concurrency": arguments.concurrency,
-                "rounds": arguments.rounds,
-            },
-            "figures": spread([summarize(each) for each in runs]),
-            "peak_bytes": session.peak_bytes(),
-            "notes": remarks,
-            "requests": [[shot.record() for shot in each.shots] for each in runs],
+        workload = {
+            "requests": len(sent),
+            "arrivals": str(arguments.trace) if arguments.trace else arguments.arrivals,
+            "rate": len(sent) / sent[-1].at if sent[-1].at else None,
+            "input_len": sum(ask.input_len for ask in sent) / len(sent),
+            "output_len": sum(ask.output_len for ask in sent) / len(sent),
+            **options.chosen(arguments, "concurrency", "rounds"),
         }
+        result = session.result("serve", workload, runs)
+        longest = session.target.max_len
+        if cut := sum(1 for ask in sent if ask.input_len + ask.output_len == longest):
+            result["notes"].append(f"{cut} of {len(sent)} requests were cut to the {longest} tokens that fit")
+        return result
 
 
 def shown(result: Result) -> str:

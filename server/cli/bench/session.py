@@ -16,14 +16,15 @@ from ... import settings
 from ..commands import UsageError, settings_from
 from ..machine import cpu_facts
 from .client import Ask, Target, connect
+from .figures import notes, spread, summarize
 from .load import Prompts, Run, run
 from .processes import Child, peak_bytes, pequod
+from .show import Result
 from .steps import Step, StepLog
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ...settings_sources import Loaded
 
 START_S = 3600.0  # a large model is first downloaded
 LOGGED_S = 0.1  # the server's thread may write a step to the log after the response that it belongs to
@@ -61,10 +62,24 @@ class Session:
         """Return the peak memory of the server's processes; None if it is not known."""
         return peak_bytes(self.child.pid) if self.child is not None else None
 
-    def check_length(self, tokens: int) -> None:
-        """Raise UsageError if requests of this length do not fit the model."""
-        if self.target.max_len is not None and tokens > self.target.max_len:
-            raise UsageError(f"{tokens} tokens of prompt and output are more than the server's {self.target.max_len}")
+    def lengths(self, arguments: argparse.Namespace) -> tuple[int, int]:
+        """Return the tokens of a prompt and of its output. Raises UsageError if they do not fit the model."""
+        lengths = arguments.input_len, arguments.output_len
+        if self.target.max_len is not None and (total := sum(lengths)) > self.target.max_len:
+            raise UsageError(f"{total} tokens of prompt and output are more than the server's {self.target.max_len}")
+        return lengths
+
+    def result(self, bench: str, workload: dict[str, Any], runs: Sequence[Run]) -> Result:
+        """Return the result of these runs for JSON."""
+        return {
+            "bench": bench,
+            **self.about(),
+            "workload": workload,
+            "figures": spread([summarize(each) for each in runs]),
+            "peak_bytes": self.peak_bytes(),
+            "notes": notes(self.target, [shot for each in runs for shot in each.shots]),
+            "requests": [[shot.record() for shot in each.shots] for each in runs],
+        }
 
     def about(self) -> dict[str, Any]:
         """Return facts about the server and the machine for the result."""
@@ -111,11 +126,6 @@ def flags(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def start(arguments: argparse.Namespace, loaded: Loaded) -> Child:
-    """Start the Pequod that the arguments describe."""
-    return pequod(loaded.settings.model, flags(arguments))
-
-
 @contextlib.asynccontextmanager
 async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
     """Use the server at --url, or a Pequod that runs until the block ends."""
@@ -129,7 +139,7 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
             # A new seed each time: the server may have cached the prompts of an earlier measurement.
             seed = random.randrange(2**31) if values.seed is None else values.seed
         else:
-            child = start(arguments, loaded)
+            child = pequod(values.model, flags(arguments))
             stack.callback(child.stop)
             task = progress.add_task(f"starting {values.model}", total=None)
             await child.ready(START_S)

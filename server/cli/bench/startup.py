@@ -11,8 +11,8 @@ from . import options
 from .client import connect
 from .figures import Figures, spread
 from .load import Prompts
-from .processes import peak_bytes
-from .session import START_S, bar, machine, start
+from .processes import peak_bytes, pequod
+from .session import START_S, bar, flags, machine
 from .show import Result, report, spread_table
 
 LABELS = [
@@ -31,9 +31,7 @@ def add_arguments(parser: Parser) -> None:
         " time to first token of two requests after that. The warm-up reads the model's files into the page cache."
     )
     options.add_lengths(parser, 32, 8)
-    options.add_repeats(parser, 3)
-    options.add_own(parser)
-    options.add_output(parser, plots=False)
+    options.add_measurement(parser, rounds=3, takes_url=False, plots=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,7 +60,7 @@ async def measure(arguments: argparse.Namespace) -> Result:
         "model": settings_from(arguments).settings.model,
         "machine": machine(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "workload": {name: getattr(arguments, name) for name in ("rounds", "input_len", "output_len")},
+        "workload": options.chosen(arguments, "rounds", "input_len", "output_len"),
         "figures": spread(measured),
         "starts": measured,
     }
@@ -70,10 +68,9 @@ async def measure(arguments: argparse.Namespace) -> Result:
 
 async def once(arguments: argparse.Namespace) -> Figures:
     """Start a Pequod, measure two requests, and stop it."""
-    loaded = settings_from(arguments)
-    values = loaded.settings
+    values = settings_from(arguments).settings
     async with contextlib.AsyncExitStack() as stack:
-        child = start(arguments, loaded)
+        child = pequod(values.model, flags(arguments))
         stack.callback(child.stop)
         port, ready = await child.ready(START_S)
         target = await connect(child.url, values.names[0], values.first_key, ask=False)

@@ -58,9 +58,7 @@ def add_arguments(parser: Parser) -> None:
     box.add_argument("--rate", metavar="R,...", type=options.positives, help="requests per second (Poisson)")
     box.add_argument("--context", metavar="N,...", type=options.wholes, help="prompt lengths of single requests")
     options.add_number(box, "--requests", 32, "requests per round of --rate")
-    options.add_repeats(parser, 3)
-    options.add_server(parser)
-    options.add_output(parser)
+    options.add_measurement(parser, rounds=3)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,7 +79,6 @@ async def measure(arguments: argparse.Namespace) -> Result:
             probe = await stack.enter_async_context(limits.probe_where_known(settings_from(arguments).settings))
         session = await stack.enter_async_context(opened(arguments))
         sweep = Sweep(session, arguments, probe)
-        session.check_length(arguments.input_len + arguments.output_len)
         by_load = [await sweep.together(count) for count in arguments.concurrency or ()]
         by_rate = [await sweep.at_rate(rate) for rate in arguments.rate or ()]
         by_context = [await sweep.at_context(length) for length in arguments.context or () if sweep.fits(length)]
@@ -91,7 +88,7 @@ async def measure(arguments: argparse.Namespace) -> Result:
         return {
             "bench": "sweep",
             **session.about(),
-            "workload": {name: getattr(arguments, name) for name in ("input_len", "output_len", "rounds")},
+            "workload": options.chosen(arguments, "input_len", "output_len", "rounds"),
             "limit": None if limit is None else {name: getattr(limit, name) for name in limit.__struct_fields__},
             "machine_limits": {rate: [getattr(each, rate) for each in sweep.limits] for rate in limits.RATES},
             "concurrency": by_load,
@@ -110,7 +107,7 @@ class Sweep:
         self.arguments = arguments
         self.probe = probe
         self.limits = list(probe.seen) if probe is not None else []
-        self.lengths = arguments.input_len, arguments.output_len
+        self.lengths = session.lengths(arguments)
         self.shots: list[Shot] = []
 
     def fits(self, context: int) -> bool:

@@ -6,7 +6,6 @@ import argparse
 
 from ..commands import Parser, whole
 from . import options
-from .figures import notes, spread, summarize
 from .session import opened, rounds
 from .show import Result, figures_table, report
 
@@ -31,9 +30,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_lengths(parser, 256, 64)
     options.add_number(parser, "--requests", 16, "requests per round")
     parser.add_argument("--concurrency", metavar="N", type=whole(1), help="maximum open requests (default: all)")
-    options.add_repeats(parser, 3)
-    options.add_server(parser)
-    options.add_output(parser, plots=False)
+    options.add_measurement(parser, rounds=3, plots=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,29 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
 async def measure(arguments: argparse.Namespace) -> Result:
     """Return the result for JSON."""
     async with opened(arguments) as session:
-        lengths = arguments.input_len, arguments.output_len
-        session.check_length(sum(lengths))
+        lengths = session.lengths(arguments)
         runs = await rounds(
             session,
             arguments,
             lambda: [session.prompts.ask(*lengths) for _ in range(arguments.requests)],
             arguments.concurrency,
         )
-        return {
-            "bench": "throughput",
-            **session.about(),
-            "workload": {
-                "input_len": arguments.input_len,
-                "output_len": arguments.output_len,
-                "requests": arguments.requests,
-                "concurrency": min(arguments.concurrency or arguments.requests, arguments.requests),
-                "rounds": arguments.rounds,
-            },
-            "figures": spread([summarize(each) for each in runs]),
-            "peak_bytes": session.peak_bytes(),
-            "notes": notes(session.target, [shot for each in runs for shot in each.shots]),
-            "requests": [[shot.record() for shot in each.shots] for each in runs],
-        }
+        workload = options.chosen(arguments, "input_len", "output_len", "requests", "concurrency", "rounds")
+        workload["concurrency"] = min(arguments.concurrency or arguments.requests, arguments.requests)
+        return session.result("throughput", workload, runs)
 
 
 def shown(result: Result) -> str:

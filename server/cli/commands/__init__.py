@@ -6,6 +6,7 @@ A command's module has `add_arguments(parser)` and `run(arguments) -> exit code`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -104,6 +105,18 @@ def whole(minimum: int) -> Callable[[str], int]:
         if not text.isascii() or not text.isdigit() or not minimum <= int(text) <= 2**31 - 1:
             raise argparse.ArgumentTypeError(f"{text[:64]} is not a whole number of at least {minimum}")
         return int(text)
+
+    return parse
+
+
+def real(limits: str, is_within: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a parser of numbers within limits, which the error describes."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if is_within(value := float(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text[:64]} is not a number {limits}")
 
     return parse
 

@@ -8,7 +8,7 @@ import json
 import sys
 
 from ..source import COMPLETION_TOKENS, Completion, Options, Source, choose
-from . import Parser, UsageError, add_settings, chat_model, settings_from, warn, whole
+from . import Parser, UsageError, add_settings, chat_model, real, settings_from, warn, whole
 
 
 def add_sampling(parser: Parser, max_tokens: str) -> None:
@@ -16,7 +16,8 @@ def add_sampling(parser: Parser, max_tokens: str) -> None:
     box = parser.add_argument_group("request")
     box.add_argument("--url", metavar="URL", help="use the server at this URL instead of loading a model")
     box.add_argument("--max-tokens", metavar="N", type=whole(1), help=max_tokens)
-    box.add_argument("--temperature", metavar="T", type=_temperature, help="0 is greedy (default: the model's, or 1)")
+    temperature = real("from 0 to 2", lambda value: 0 <= value <= 2)
+    box.add_argument("--temperature", metavar="T", type=temperature, help="0 is greedy (default: the model's, or 1)")
     box.add_argument("--ignore-eos", action="store_true", help="continue after the model's end token")
 
 
@@ -89,16 +90,6 @@ def figures(completion: Completion, source: Source) -> dict[str, int | float | s
         "device": source.device,
         "dtype": source.dtype,
     }
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 2:
-        raise argparse.ArgumentTypeError(f"{text[:64]} is not a number from 0 to 2")
-    return value
 
 
 def _ids(text: str) -> list[int]:

@@ -41,7 +41,7 @@ def slow(number: int) -> str:
 async def gate():
     gate = Gate()
     yield gate
-    await gate.close()
+    await gate.checker.close()
 
 
 @pytest.mark.parametrize("name", DEEP)
@@ -144,7 +144,7 @@ async def test_closed_gate_ends_the_checker_which_has_no_secrets(gate, monkeypat
     pid = gate.checker._process.pid
     status = Path(f"/proc/{pid}/environ").read_bytes()
     assert b"PEQUOD_API_KEY" not in status
-    await gate.close()
+    await gate.checker.close()
     deadline = time.monotonic() + 10
     while alive(pid):
         assert time.monotonic() < deadline

@@ -23,7 +23,7 @@ from server.http.body import (
     parse,
     without_strings,
 )
-from server.http.errors import ApiError, from_engine, from_exception, from_validation, invalid
+from server.http.errors import ApiError, from_exception, from_validation, invalid
 from server.http.openapi import described
 
 
@@ -306,11 +306,11 @@ def test_a_validation_error_without_a_document_still_names_its_place():
 
 
 def test_errors_of_the_engine_have_their_status():
-    assert from_engine(RequestError("the prompt has no tokens")).status == 400
-    assert from_engine(EngineDied("it died")).status == 503
-    assert from_engine(EngineDied("it died")).response({"path": "/"}).headers["retry-after"] == "5"
-    assert from_engine(ModelError("/secret/place is broken")).status == 503
-    assert b"secret" not in from_engine(ModelError("/secret/place is broken")).body()
+    assert from_exception(RequestError("the prompt has no tokens")).status == 400
+    assert from_exception(EngineDied("it died")).status == 503
+    assert from_exception(EngineDied("it died")).response({"path": "/"}).headers["retry-after"] == "5"
+    assert from_exception(ModelError("/secret/place is broken")).status == 503
+    assert b"secret" not in from_exception(ModelError("/secret/place is broken")).body()
 
 
 def test_an_unknown_error_is_logged_by_type_and_place_and_never_by_its_text(caplog):
