@@ -32,6 +32,14 @@ def test_every_fault_of_the_plan_happens_and_most_requests_are_answered():
         assert counts[f"request {outcome}"], outcome
 
 
+def test_every_check_holds_when_steps_are_launched_ahead():
+    steps, counts, _ = simulation.simulate(1, 0, 1, 5000, 150, depth=1)
+    assert steps >= 5000
+    assert counts["request complete"] > 300
+    for seen in ("void rows", "preemptions", "streams resumed", "fault memory", "fault die"):
+        assert counts[seen], seen
+
+
 def test_a_failure_says_how_to_replay_it(monkeypatch, capsys):
     monkeypatch.setattr(client.Client, "abort", lambda *_: None)
     with pytest.raises(AssertionError):

@@ -50,7 +50,7 @@ class Loop:
         batch = self.scheduler.schedule()
         assert batch is not None, "there is nothing to compute"
         scheduled = time.perf_counter()
-        result = self.built.runner.launch(batch).sample()
+        result = self.built.runner.launch(batch).sample().result()
         computed = time.perf_counter()
         deltas = self.scheduler.update(batch, result)
         ended = time.perf_counter()

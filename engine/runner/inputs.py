@@ -12,6 +12,7 @@ from itertools import accumulate, chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
 from ..batch import Row
@@ -78,10 +79,11 @@ class Inputs:
                 self._num_blocks[slot] = count + len(row.new_block_ids)
                 self._table[slot, count : self._num_blocks[slot]] = row.new_block_ids
 
-    def prepare(self, rows: list[Row]) -> Prepared:
+    def prepare(self, rows: list[Row], last: Tensor | None = None) -> Prepared:
         """Return the input for these rows, at least one, whose sequences have entered and have their blocks.
 
-        It is valid until the next call, see Buffers.
+        It is valid until the next call, see Buffers. last: the last sampled token of each slot, on the device, for rows
+        whose token is PENDING.
         """
         slots = self.slots(rows)
         counts = [len(row.token_ids) for row in rows]
@@ -105,10 +107,17 @@ class Inputs:
             host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
         blocks, offsets = np.divmod(host.positions, self.block_size)
         host.slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
+        pending = last is not None and bool((host.ids < 0).any())
+        if pending:  # the device reads such a token at its sequence's slot
+            np.copyto(host.ids, -1 - of_token, where=host.ids < 0)
         host.logits_at[:] = logits_at
         host.hidden_at[:] = hidden_at
         host.block_table[:] = self._table[slots, :width]
         self._buffers.upload()
+        if pending:
+            assert last is not None
+            ids = device.ids
+            ids.copy_(torch.where(ids < 0, last[(-1 - ids).clamp_(min=0)], ids))
 
         meta = AttentionMeta(
             query_start=device.query_start,
