@@ -56,8 +56,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--episode", type=int, help="run only this one, as a failure tells")
     parser.add_argument("--episode-steps", type=int, default=400)
     parser.add_argument("--depth", type=int, choices=(0, 1), default=0, help="steps that are launched ahead")
+    parser.add_argument("--loop", action="store_true", help="print the host's CPU time for a step instead")
+    parser.add_argument("--rows", default="1,64,256", help="of the steps of --loop")
     parser.add_argument("--workers", type=int, default=cores(), help="processes of a long run")
     args = parser.parse_args(argv)
+    if args.loop:
+        from .cost import report  # needs torch, which the simulation does without
+
+        report([int(rows) for rows in args.rows.split(",")], args.depth)
+        return 0
     began = time.perf_counter()
     if args.episode is not None:
         parts = [simulate(args.seed, args.episode, 1, 1, args.episode_steps, depth=args.depth)]
