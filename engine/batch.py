@@ -19,8 +19,7 @@ if TYPE_CHECKING:  # the scheduler and the simulator need this module and no num
 PENDING = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step: `token_ids` are at positions start, start + 1, …; only the last can be PENDING."""
 
     seq_id: int
@@ -28,7 +27,7 @@ class Row:
     token_ids: list[int]
     new_block_ids: list[int]  # all of the sequence's blocks in the step in which it enters
     num_logits: int  # of the last positions: 0 while a prompt is incomplete, 1 to sample a token, all to score a prompt
-    scored: list[int] = field(default_factory=list)  # prompt tokens that the first of these positions predict
+    scored: list[int] = []  # prompt tokens that the first of these positions predict
     num_hidden: int = 0  # of the last positions: hidden states to pool instead, 1 for the last or all for their mean
     embeds: bool = False  # the prompt is complete: the step returns its embedding
 

@@ -74,7 +74,10 @@ class PrefixCache:
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Give a sequence blocks for its first `num_tokens` tokens; returns False if there are not enough now."""
-        blocks = self.pool.take(seq.blocks_for(num_tokens))
+        missing = seq.blocks_for(num_tokens)
+        if not missing:
+            return True
+        blocks = self.pool.take(missing)
         if blocks is None:
             return False
         seq.block_ids += blocks

@@ -285,7 +285,8 @@ class Scheduler:
 
     def _top_up(self, chosen: dict[Sequence, int], budget: int) -> None:
         """Give what is left of the budget to the chosen prompts, so that a share never wastes a part of a step."""
-        for seq in sorted(chosen, key=self._order):
+        growing = [seq for seq, count in chosen.items() if budget > 0 and seq.is_prompt and count < seq.most]
+        for seq in sorted(growing, key=self._order):
             more = min(seq.most - chosen[seq], budget)
             if more > 0 and self.cache.grow(seq, seq.start + chosen[seq] + more):
                 chosen[seq] += more

@@ -108,8 +108,12 @@ class Sequence:
         The token that a step in flight samples is needed if it is not the last one. Whether it is a stop token is not
         known yet: if it is, the row is computed in vain.
         """
-        length = self.length
-        return 0 if length > len(self.tokens) and length >= self.max_length else length - self.start
+        length = len(self.tokens)
+        if self.sampled_length > length:
+            length = self.sampled_length
+            if length >= self.max_length:
+                return 0
+        return length - self.num_computed - self.num_inflight
 
     @property
     def is_guess(self) -> bool:
@@ -122,12 +126,14 @@ class Sequence:
     @property
     def most(self) -> int:
         """The most tokens that it can compute in one step."""
-        return min(self.remaining, SCORED_TOKENS) if self.is_scored else self.remaining
+        remaining = self.remaining
+        return SCORED_TOKENS if remaining > SCORED_TOKENS and self.is_scored else remaining
 
     @property
     def is_prompt(self) -> bool:
         """Whether it has more than its last token to compute (also after a preemption), or has not begun."""
-        return self.start == 0 or self.remaining > 1
+        start = self.num_computed + self.num_inflight
+        return start == 0 or len(self.tokens) - start > 1
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that it lacks for its first `num_tokens` tokens."""
@@ -143,7 +149,8 @@ class Sequence:
         start = self.start
         scored = self.tokens[start + 1 : start + count + 1] if self.is_scored else []
         is_last = start + count == self.length
-        embeds = is_last and self.pooling is not None
+        pooling = self.pooling
+        embeds = is_last and pooling is not None
         return Row(
             seq_id=self.id,
             start=start,
@@ -151,7 +158,7 @@ class Sequence:
             new_block_ids=self.block_ids[self.num_sent_blocks :],
             num_logits=len(scored) + (is_last and not embeds),
             scored=scored,
-            num_hidden=count if self.is_averaged else int(embeds),
+            num_hidden=0 if pooling is None else count if pooling.kind == "mean" else int(embeds),
             embeds=embeds,
         )
 

@@ -90,8 +90,7 @@ class Inputs:
         query_start = [0, *accumulate(counts)]
         starts = np.array([row.start for row in rows], np.int64)
         lengths = starts + counts
-        sampled_rows = np.array([index for index, row in enumerate(rows) if row.is_sampled], np.int64)
-        sampled_logits, scored, logits_at = _logits(rows, query_start)
+        sampled_rows, sampled_logits, scored, logits_at = _logits(rows, query_start)
         pooled, hidden_at = _hidden(rows, query_start)
         width = -(-int(lengths.max()) // self.block_size)
 
@@ -148,8 +147,14 @@ class Inputs:
         )
 
 
-def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints | None, dict[int, slice], list[int]]:
-    """Return `sampled_logits` and `scored` of Prepared, and the indices of the tokens that need logits."""
+def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints, Ints | None, dict[int, slice], Ints | list[int]]:
+    """Return `sampled_rows`, `sampled_logits` and `scored` of Prepared, and the indices of the tokens that need
+    logits."""
+    counts = np.array([row.num_logits for row in rows], np.int64)
+    if not any(row.scored for row in rows):  # nearly always: at most the last token of each row
+        sampled_rows = np.flatnonzero(counts)
+        return sampled_rows, None, {}, np.array(query_start[1:], np.int64)[sampled_rows] - 1
+    sampled_rows = np.array([index for index, row in enumerate(rows) if row.is_sampled], np.int64)
     logits_at: list[int] = []
     sampled: list[int] = []
     scored: dict[int, slice] = {}
@@ -159,7 +164,7 @@ def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints | None, dict[
         logits_at += range(query_start[index + 1] - row.num_logits, query_start[index + 1])
         if row.is_sampled:
             sampled.append(len(logits_at) - 1)
-    return (np.array(sampled, np.int64) if scored else None), scored, logits_at
+    return sampled_rows, np.array(sampled, np.int64), scored, logits_at
 
 
 def _hidden(rows: list[Row], query_start: list[int]) -> tuple[dict[int, slice], list[int]]:
