@@ -146,10 +146,12 @@ class EngineLoop:
         return asyncio.get_running_loop().run_in_executor(self.model_thread, work, *args)
 
     def _turn(self, flight: Flight | None, before: Flight | None) -> StepResult | None:
-        """Launch a step, and return the result of the one that is to be collected now, if one is."""
+        """Launch a step. Return the result of the one before it, or of the same one if it can be collected now."""
+        due = before
         if flight is not None:
             self._launch(flight)
-        due = before if before is not None or self.is_ahead or (flight and flight.grammar_rows) else flight
+            if not self.is_ahead and not flight.grammar_rows:
+                due = flight
         return None if due is None or due.step is None else due.step.result()
 
     def _launch(self, flight: Flight) -> None:

@@ -63,12 +63,12 @@ class Step:
         return self.collected
 
     def _sample(self, masks: Masks | None) -> None:
+        self._observe_pending()  # may wait for the step before, which counts as that step's time
         began = time.perf_counter()
         if self.prepared is not None:
             sampler, prepared, rows = self.runner.sampler, self.prepared, self.batch.rows
             outputs, self.outputs = self.outputs, None
             assert outputs is not None, "a step is sampled once"
-            self._observe_pending()
             for row, places in prepared.scored.items():
                 scores = sampler.score(outputs.logits[places], int(prepared.slots[row]), rows[row].scored)
                 if scores is not None:
@@ -86,10 +86,9 @@ class Step:
 
     def _observe_pending(self) -> None:
         """Count the tokens that were PENDING when this step was launched."""
-        assert self.prepared is not None
         before, self.before = self.before, None
         sampler = self.runner.sampler
-        if before is None or not sampler.has_histories:
+        if before is None or self.prepared is None or not sampler.has_histories:
             return
         for slot, row in zip(self.prepared.slots.tolist(), self.batch.rows, strict=True):
             if row.token_ids[-1] == PENDING and sampler.has_history(slot):
