@@ -103,10 +103,13 @@ RUNNABLE = $(if $(shell command -v npm),$(SUITES),$(filter-out openresponses,$(S
 conformance: install $(RUNNABLE:%=$(CONFORMANCE)-%/.installed)
 	@$(BIN)/python -m tests.conformance $(SUITES:%=--suite %) $(ARGS)
 
-## make sim          the scheduler alone, then the whole server under faults, 200,000 steps each; ARGS="--steps 2000000"
+## make sim          the scheduler alone, then the whole server under faults, each for 200,000 steps one by one and
+##                   200,000 launched ahead; ARGS="--steps 2000000"
 sim: dev
-	@$(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 $(ARGS)
-	@$(BIN)/python -m tests.simulation --steps 200000 --seed 1 $(ARGS)
+	@for depth in 0 1; do \
+	    $(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 --depth $$depth $(ARGS) && \
+	    $(BIN)/python -m tests.simulation --steps 200000 --seed 1 --depth $$depth $(ARGS) || exit 1; \
+	done
 
 ## make mutants      sow each fault of tests/mutants/mutants.toml into a copy; its check must catch it; ARGS="--write"
 mutants: dev

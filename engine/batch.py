@@ -14,18 +14,27 @@ if TYPE_CHECKING:  # the scheduler and the simulator need this module and no num
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's part of a step: `token_ids` are at positions start, start + 1, …"""
+# In the place of a token id that the step before samples, and whose result has not been collected: the runner reads it
+# on the device.
+PENDING = -1
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """One sequence's part of a step: `token_ids` are at positions start, start + 1, …; only the last can be PENDING."""
 
     seq_id: int
     start: int
     token_ids: list[int]
     new_block_ids: list[int]  # all of the sequence's blocks in the step in which it enters
     num_logits: int  # of the last positions: 0 while a prompt is incomplete, 1 to sample a token, all to score a prompt
-    scored: list[int] = field(default_factory=list)  # prompt tokens that the first of these positions predict
+    scored: list[int] = []  # prompt tokens that the first of these positions predict
     num_hidden: int = 0  # of the last positions: hidden states to pool instead, 1 for the last or all for their mean
     embeds: bool = False  # the prompt is complete: the step returns its embedding
+
+    @property
+    def end(self) -> int:
+        """The number of the sequence's tokens up to the end of this row: the position of a token that it samples."""
+        return self.start + len(self.token_ids)
 
     @property
     def is_sampled(self) -> bool:

@@ -36,6 +36,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_batched_tokens: int | None = None  # token budget of one step
     long_prefill_tokens: int | None = None  # maximum for one prompt in a step while others wait; None: half of the step
     policy: str = "fcfs"
+    async_scheduling: bool | None = None  # launch a step before the one before it is collected; None: unless on a CPU
     prefix_caching: bool = True
     block_size: int = 16
     num_blocks: int | None = None  # None: what fits into memory
@@ -90,6 +91,7 @@ def resolve(config: EngineConfig, device: str, model_max_len: int) -> EngineConf
         replace(
             config,
             device=device if config.device == "auto" else config.device,
+            async_scheduling=not on_cpu if config.async_scheduling is None else config.async_scheduling,
             max_seqs=seqs,
             max_batched_tokens=budget,
             max_len=min(config.max_len or model_max_len, model_max_len),

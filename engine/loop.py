@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from .batch import Batch, Masks, StepResult
@@ -23,11 +26,17 @@ class StepOutOfMemory(Exception):
 class Step(Protocol):
     """A step in flight on the device."""
 
-    def sample(self, masks: Masks | None = None) -> StepResult: ...
+    def sample(self, masks: Masks | None = None) -> object:
+        """Queue the sampling of its tokens. Called once, before the next step is launched."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the sampled tokens."""
+        ...
 
 
 class Runner(Protocol):
-    """Computes steps. Its methods are called on the model thread only."""
+    """Computes steps. Its methods, and those of a Step, are called on the model thread only."""
 
     def launch(self, batch: Batch) -> Step: ...
 
@@ -40,8 +49,23 @@ class Outbox(Protocol):
     async def drained(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step from its schedule to its collection."""
+
+    batch: Batch
+    schedule_s: float
+    grammar_rows: list[int]  # that sample with a grammar
+    masks_s: float = 0.0
+    step: Step | None = None  # once the model thread has launched it; None: it ran out of memory
+
+
 class EngineLoop:
-    """Schedules on the event loop's thread and computes on the model thread, so that messages are read meanwhile."""
+    """Schedules on the event loop's thread and computes on the model thread, so that messages are read meanwhile.
+
+    With asynchronous scheduling each step is launched before the one before it is collected: while the device computes
+    one step, the host updates the sequences with the tokens of the last one and prepares the next one.
+    """
 
     def __init__(
         self,
@@ -56,7 +80,9 @@ class EngineLoop:
         self.runner = runner
         self.outbox = outbox
         self.model_thread = model_thread
+        self.is_ahead = bool(scheduler.config.async_scheduling)
         self.debug = scheduler.config.debug
+        self._flight: Flight | None = None  # the step that was launched and not collected
         self._wakeup = asyncio.Event()
         self._compiling: dict[int, asyncio.Task[None]] = {}  # by request id; the scheduler does not have these yet
         self._publish_s = 0.0
@@ -78,50 +104,103 @@ class EngineLoop:
                 self.grammars.close()
 
     async def _step(self) -> None:
+        """Launch the next step and collect the one before it; without asynchronous scheduling, collect the same one."""
         began = time.perf_counter()
         self._waits_since = self._waits_since or time.monotonic()
         batch = self.scheduler.schedule()
-        if batch is None:
+        before, self._flight = self._flight, None
+        if batch is None and before is None:
             await self._idle()
             return
-        self.outbox.started([entered.seq_id for entered in batch.entered])
-        scheduled = time.perf_counter()
-        reported = batch
-        try:
-            result = await self._result(batch)
-            deltas = self.scheduler.update(batch, result)
-        except StepOutOfMemory:
-            result, deltas = None, self.scheduler.abandon(batch)
-            reported = Batch(batch.step, [])  # nothing was computed
-        self._publish(reported, result, deltas, scheduled - began)
+        flight = None if batch is None else self._begin(batch, time.perf_counter() - began)
+        turn = self._on_model_thread(self._turn, flight, before)
+        if before is not None:
+            self._collect(before, await turn)
+        if flight is not None and before is not None and flight.step is None:
+            self._abandon(flight, may_fit=True)  # the one before held memory, too
+        elif flight is not None:
+            await self._finish(flight, turn)
         self._waits_since = None  # waiting for a slow server is no stall
         await self.outbox.drained()
 
-    async def _result(self, batch: Batch) -> StepResult:
-        """Compute a step on the model thread. The masks of rows with a grammar are computed here meanwhile."""
-        rows = self.grammars.rows(batch) if self.grammars is not None else []
-        masks: Future[Masks] | None = Future() if rows else None
-        computing = asyncio.get_running_loop().run_in_executor(self.model_thread, self._compute, batch, masks)
-        if self.grammars is None or masks is None:
-            return await computing
+    def _begin(self, batch: Batch, schedule_s: float) -> Flight:
+        self.outbox.started([entered.seq_id for entered in batch.entered])
+        return Flight(batch, schedule_s, self.grammars.rows(batch) if self.grammars is not None else [])
+
+    async def _finish(self, flight: Flight, turn: asyncio.Future[StepResult | None]) -> None:
+        """Sample the rows with a grammar; then collect the step, or leave it in flight."""
+        if flight.grammar_rows:  # the masks depend on the tokens of the step before, which has been collected
+            turn = self._on_model_thread(self._sample, flight, self._masks(flight))
+        result = await turn
+        if flight.step is None:
+            self._abandon(flight)
+        elif self.is_ahead:
+            self._flight = flight
+        else:
+            self._collect(flight, result)
+
+    def _on_model_thread(
+        self, work: Callable[..., StepResult | None], *args: object
+    ) -> asyncio.Future[StepResult | None]:
+        """Queue a call, after those that were queued before."""
+        return asyncio.get_running_loop().run_in_executor(self.model_thread, work, *args)
+
+    def _turn(self, flight: Flight | None, before: Flight | None) -> StepResult | None:
+        """Launch a step. Return the result of the one before it, or of the same one if it can be collected now."""
+        due = before
+        if flight is not None:
+            self._launch(flight)
+            if not self.is_ahead and not flight.grammar_rows:
+                due = flight
+        return None if due is None or due.step is None else due.step.result()
+
+    def _launch(self, flight: Flight) -> None:
+        with suppress(StepOutOfMemory):
+            step = self.runner.launch(flight.batch)
+            if not flight.grammar_rows:
+                step.sample()
+            flight.step = step
+
+    def _sample(self, flight: Flight, masks: Masks | None) -> StepResult | None:
+        """Sample a step with grammars, and return its result if it is to be collected now."""
+        step, flight.step = flight.step, None
+        if step is None:
+            return None
+        with suppress(StepOutOfMemory):
+            step.sample(masks)
+            flight.step = step
+        return None if self.is_ahead or flight.step is None else step.result()
+
+    def _masks(self, flight: Flight) -> Masks | None:
+        assert self.grammars is not None
         began = time.perf_counter()
-        try:
-            masks.set_result(self.grammars.masks(batch, rows))
-        except BaseException as error:
-            masks.set_exception(error)  # the model thread waits for it
-        seconds = time.perf_counter() - began
-        result = self.grammars.advance(batch, rows, await computing, self.scheduler.output_left)
-        result.seconds["masks"] = seconds
-        return result
+        rows = self._awaited(flight)
+        masks = self.grammars.masks(flight.batch, rows) if rows else None
+        flight.masks_s = time.perf_counter() - began
+        return masks
 
-    def _compute(self, batch: Batch, masks: Future[Masks] | None) -> StepResult:
-        step = self.runner.launch(batch)
-        return step.sample() if masks is None else step.sample(masks.result())
+    def _awaited(self, flight: Flight) -> list[int]:
+        """Return the rows with a grammar whose tokens are still needed."""
+        return [row for row in flight.grammar_rows if self.scheduler.is_awaited(flight.batch.rows[row])]
 
-    def _publish(self, batch: Batch, result: StepResult | None, deltas: list[TokenDelta], schedule_s: float) -> None:
+    def _collect(self, flight: Flight, result: StepResult | None) -> None:
+        assert result is not None
+        if self.grammars is not None and flight.grammar_rows:
+            rows = self._awaited(flight)
+            result = self.grammars.advance(flight.batch, rows, result, self.scheduler.output_left)
+            result.seconds["masks"] = flight.masks_s
+        deltas = self.scheduler.update(flight.batch, result)
+        self._publish(flight.batch, deltas, {"schedule": flight.schedule_s, **result.seconds})
+
+    def _abandon(self, flight: Flight, *, may_fit: bool = False) -> None:
+        """Discard a step that ran out of memory."""
+        deltas = self.scheduler.abandon(flight.batch, may_fit=may_fit)
+        self._publish(Batch(flight.batch.step, []), deltas, {"schedule": flight.schedule_s})  # nothing was computed
+
+    def _publish(self, batch: Batch, deltas: list[TokenDelta], seconds: dict[str, float]) -> None:
         began = time.perf_counter()
         self._forget(deltas)
-        seconds = {"schedule": schedule_s, "publish": self._publish_s, **(result.seconds if result else {})}
+        seconds["publish"] = self._publish_s
         self.outbox.send(deltas, self.scheduler.stats(batch, seconds, time.time()))
         self._publish_s = time.perf_counter() - began  # reported with the next step: this one's message has been sent
         if self.debug:

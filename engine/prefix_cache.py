@@ -37,6 +37,7 @@ class PrefixCache:
         self.pool = pool
         self.is_enabled = is_enabled  # whether prefixes are shared
         self._filling: dict[bytes, int] = {}  # hash of a block that a running sequence will fill -> its id
+        self._leaving: dict[int, list[list[int]]] = {}  # step in flight -> blocks to release when it is collected
 
     def block_hash(self, seq: Sequence, index: int) -> bytes:
         """Return the hash of a sequence's full block; each is computed once."""
@@ -73,7 +74,10 @@ class PrefixCache:
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Give a sequence blocks for its first `num_tokens` tokens; returns False if there are not enough now."""
-        blocks = self.pool.take(seq.blocks_for(num_tokens))
+        missing = seq.blocks_for(num_tokens)
+        if not missing:
+            return True
+        blocks = self.pool.take(missing)
         if blocks is None:
             return False
         seq.block_ids += blocks
@@ -99,18 +103,31 @@ class PrefixCache:
                 del self._filling[block_hash]
             seq.num_published = index + 1
 
-    def release(self, seq: Sequence) -> None:
-        """Take all blocks from a sequence. Those that are published can be found until they are needed."""
-        self.pool.release(seq.block_ids)
+    def release(self, seq: Sequence, step: int | None = None) -> None:
+        """Take all blocks from a sequence. Those that are published can be found until they are needed.
+
+        step: the last step in flight, if the sequence is in one. The step may write to the blocks, so they stay held
+        until it is `collected`.
+        """
+        if step is None:
+            self.pool.release(seq.block_ids)
+        else:
+            self._leaving.setdefault(step, []).append(seq.block_ids)
         seq.block_ids = []
         for block_hash in seq.hashes[seq.num_published :]:
             if self._filling.get(block_hash) == seq.id:
                 del self._filling[block_hash]
         seq.num_published = 0
 
+    def collected(self, step: int) -> None:
+        """Release the blocks that were held until a step was collected."""
+        for blocks in self._leaving.pop(step, ()):
+            self.pool.release(blocks)
+
     def check(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError if the blocks of the running sequences do not add up."""
         self.pool.check()
         held = {block for seq in running for block in seq.block_ids}
+        held.update(block for leavers in self._leaving.values() for blocks in leavers for block in blocks)
         assert len(held) == self.pool.num_held, "blocks are held by no sequence"
         assert set(self._filling.values()) <= {seq.id for seq in running}, "a block is being filled by no sequence"

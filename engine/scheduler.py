@@ -14,36 +14,21 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 
-from msgspec.structs import replace
-
 from .batch import Batch, Embedded, Entered, Row, RowError, Sampled, StepResult
 from .blocks import BlockPool
 from .config import EngineConfig
 from .counters import Counters, StepReporter
+from .policy import order
 from .prefix_cache import PrefixCache
 from .refusal import refusal
 from .sequence import Sequence, Status
 from .service import OUTPUT_COST, Service
 from .step_limits import StepLimits
-from .types import EngineRequest, ErrorCode, StepStats, TokenDelta
+from .types import EngineRequest, StepStats, TokenDelta
 from .waiting import WaitingQueue
 
-# Logits of every position of a chunk are wide: 64 rows of a vocabulary of 152,000 are 39 MB in float32.
-SCORED_TOKENS = 64
 # Part of the blocks that stays free when a request is admitted, so that running sequences can grow without preemption.
 WATERMARK = 0.03
-
-
-def order(policy: str, served: Callable[[Sequence], float]) -> Callable[[Sequence], tuple]:
-    """Return the key that sorts running sequences: the first gets its tokens first, the last is preempted first.
-
-    served: how much a sequence's flow has been served.
-    """
-    if policy == "priority":
-        return lambda seq: (seq.request.priority, seq.is_prompt, served(seq), seq.arrival)
-    if policy == "prefill-first":
-        return lambda seq: (not seq.is_prompt, served(seq), seq.arrival)
-    return lambda seq: (seq.is_prompt, served(seq), seq.arrival)
 
 
 class Scheduler:
@@ -73,6 +58,7 @@ class Scheduler:
         self._reporter = StepReporter(self.counters, self.pool)
         self._order = order(config.policy, self._served)
         self._left: list[int] = []  # ids that the runner must forget
+        self._in_flight: dict[int, list[Sequence]] = {}  # step -> the sequences of its rows
         self._arrivals = 0
         self._steps = 0
         self._cohort: set[int] = set()  # under the policy `static`: the sequences of the batch that runs
@@ -89,7 +75,8 @@ class Scheduler:
             reason = f"request id {request.id} is in use"
         if reason:
             return TokenDelta(id=request.id, finish_reason="error", error=reason)
-        seq = Sequence(request, self._arrivals, self.clock(), self.config.block_size)
+        max_length = min(len(request.prompt_ids) + request.params.max_tokens, self.max_len)
+        seq = Sequence(request, self._arrivals, self.clock(), self.config.block_size, max_length)
         if forced:
             seq.tokens += forced
             seq.num_unsent = len(forced)
@@ -101,14 +88,9 @@ class Scheduler:
         return None
 
     def abort(self, request_id: int) -> TokenDelta | None:
-        """End a request: now if it is not in a step, else when that step is collected. Unknown ids are ignored."""
+        """End a request, and discard what steps in flight compute for it. Unknown ids are ignored."""
         seq = self.by_id.get(request_id)
-        if seq is None:
-            return None
-        if seq.num_inflight:
-            seq.aborted = True
-            return None
-        return self._end(seq, "abort")
+        return None if seq is None else self._end(seq, "abort")
 
     def output_limit(self, request: EngineRequest) -> int:
         """Return the most tokens that a new request's output can get; 0 or less: it can never run."""
@@ -118,21 +100,34 @@ class Scheduler:
     def output_left(self, request_id: int) -> int:
         """Return the most tokens that a running request's output can still get; more are cut off."""
         seq = self.by_id[request_id]
-        return min(seq.request.params.max_tokens - seq.num_output, self.max_len - len(seq.tokens))
+        return seq.max_length - len(seq.tokens)
+
+    def is_awaited(self, row: Row) -> bool:
+        """Return whether the token that a row in flight samples is needed: its request goes on, and no grammar has
+        forced the token since."""
+        seq = self.by_id.get(row.seq_id)
+        return seq is not None and row.end == len(seq.tokens)
 
     # -- one step -------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        """Return the rows of the next step, or None if there is nothing to compute."""
+        """Return the rows of the next step, or None if there is nothing to compute now.
+
+        Steps in flight are taken to succeed: rows start where theirs end. A sequence in flight is not preempted,
+        because a step writes to its blocks. If one would have to be, the result is None until that step is collected.
+        """
         chosen: dict[Sequence, int] = {}  # number of tokens
-        self._make_way()
+        if (self.limits.is_alone and self._in_flight) or not self._make_way():
+            return None
         preempted = self.counters.preempted
         share = self._share()
         budget = self._serve_running(chosen, share)
+        if budget is None:
+            return None
         if self.counters.preempted == preempted:  # a preempted sequence is first in the queue; none may pass it
             budget = self._admit(chosen, budget, share)
         self._top_up(chosen, budget)
-        return self._batch(chosen) if chosen else None
+        return None if all(seq.is_guess for seq in chosen) else self._batch(chosen)
 
     def _share(self) -> int:
         """Return the most tokens that one sequence may take of this step: a part if several prompts want them."""
@@ -140,21 +135,24 @@ class Scheduler:
             return self.limits.budget
         return self.config.long_prefill_tokens or max(1, self.limits.budget // 2)
 
-    def _make_way(self) -> None:
+    def _make_way(self) -> bool:
         """Preempt sequences of flows that run several if another flow runs none and cannot start one.
 
         No flow then waits for the end of another's long outputs. A preempted sequence loses little: its full blocks
-        stay in the prefix cache until they are needed.
+        stay in the prefix cache until they are needed. Returns False if the next one to preempt is in flight.
         """
         starved = self._starved()
         while starved is not None and not self._can_start(starved):
             counts = Counter(seq.flow for seq in self.running)
             crowd = [seq for seq in self.running if counts[seq.flow] > 1 and self._yields_to(seq, starved)]
             if not crowd:
-                return
+                break
             victim = max(crowd, key=self._order)
+            if victim.num_inflight:
+                return False
             self._preempt(victim)
             victim.gave_way = True
+        return True
 
     def _flows(self) -> set[str]:
         """Return the flows that run sequences."""
@@ -168,7 +166,7 @@ class Scheduler:
 
     def _yields_to(self, seq: Sequence, other: Sequence) -> bool:
         is_urgent = self.waiting.priority(seq) < self.waiting.priority(other)
-        return self.config.policy != "static" and not seq.num_inflight and not is_urgent
+        return self.config.policy != "static" and not is_urgent
 
     def _can_start(self, seq: Sequence) -> bool:
         """Return whether the limits and the blocks allow a waiting sequence to start now."""
@@ -179,50 +177,48 @@ class Scheduler:
 
     def _promised(self) -> int:
         """Return the number of blocks that running sequences still need for the tokens that they have."""
-        return sum(seq.blocks_for(len(seq.tokens)) for seq in self.running)
+        return sum(seq.blocks_for(seq.start + seq.remaining) for seq in self.running)
 
     def _fits(self, seq: Sequence, hits: list[int], promised: int) -> bool:
         """Return whether all tokens of a waiting sequence, whose cached prefix is `hits`, can have blocks."""
         watermark = math.ceil(WATERMARK * self.pool.total) if self.running else 0
         return self.cache.fits(seq, hits, promised + watermark)
 
-    def _serve_running(self, chosen: dict[Sequence, int], share: int) -> int:
-        """Choose tokens of the running sequences, in order; returns the budget that is left."""
+    def _serve_running(self, chosen: dict[Sequence, int], share: int) -> int | None:
+        """Choose tokens of the running sequences, in order; returns the budget that is left, None as `_grow`."""
         budget = self.limits.budget
         starved = self._starved()  # prompts leave it a part of the step
-        reserve = 0 if starved is None else min(self._most(starved), budget // 2)
+        reserve = 0 if starved is None else min(starved.most, budget // 2)
         queue = sorted(self.running, key=self._order)
         # Every running sequence gets a token in every step, except under the policy that puts prompts first.
         keeps = 0 if self.config.policy == "prefill-first" else 1
         for index, seq in enumerate(queue):
             others = keeps * (len(queue) - index - 1)
-            count = min(self._most(seq), share, budget - others)
+            count = min(seq.most, share, budget - others)
             if count > 1:
                 count = max(1, min(count, budget - reserve - others))
             if seq.status is not Status.RUNNING or count <= 0:
                 continue
             preempted = self.counters.preempted
-            if self._grow(seq, count, chosen):
+            grown = self._grow(seq, count, chosen)
+            if grown is None:
+                return None
+            if grown:
                 chosen[seq] = count
                 budget -= count
             if self.counters.preempted != preempted:  # of sequences that had been chosen
                 budget = self.limits.budget - sum(chosen.values())
         return budget
 
-    def _most(self, seq: Sequence) -> int:
-        """Return the most tokens that a sequence can compute in one step."""
-        return min(seq.remaining, SCORED_TOKENS) if seq.is_scored else seq.remaining
-
-    def _grow(self, seq: Sequence, count: int, chosen: dict[Sequence, int]) -> bool:
+    def _grow(self, seq: Sequence, count: int, chosen: dict[Sequence, int]) -> bool | None:
         """Take blocks for `count` more tokens, preempting the last sequences in order; False if `seq` is among them.
 
-        Sequences in flight are not preempted: the step that is running writes to their blocks. If all are, the sequence
-        has to wait for a step to be collected, and the result is False as well.
+        None if the next one to preempt is in flight: a step must be collected first.
         """
         while not self.cache.grow(seq, seq.start + count):
-            victim = max((other for other in self.running if not other.num_inflight), key=self._order, default=None)
-            if victim is None:
-                return False
+            victim = max(self.running, key=self._order)
+            if victim.num_inflight:
+                return None
             self._preempt(victim)
             chosen.pop(victim, None)
             if victim is seq:
@@ -231,6 +227,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Take all blocks from a running sequence; it waits, and will compute its tokens again."""
+        assert not seq.num_inflight, "a step writes to the blocks of this sequence"
         self._stop(seq)
         seq.status = Status.WAITING
         seq.num_computed = seq.num_sent_blocks = 0
@@ -260,7 +257,7 @@ class Scheduler:
                 continue
             if not self._fits(seq, hits, promised):
                 break
-            count = min(self._most(seq) - len(hits) * seq.block_size, budget, share)
+            count = min(seq.most - len(hits) * seq.block_size, budget, share)
             self._start(seq, hits)
             grown = self._grow(seq, count, chosen)
             assert grown, "an admitted sequence found no blocks"
@@ -288,13 +285,15 @@ class Scheduler:
 
     def _top_up(self, chosen: dict[Sequence, int], budget: int) -> None:
         """Give what is left of the budget to the chosen prompts, so that a share never wastes a part of a step."""
-        for seq in sorted(chosen, key=self._order):
-            more = min(self._most(seq) - chosen[seq], budget)
+        growing = [seq for seq, count in chosen.items() if budget > 0 and seq.is_prompt and count < seq.most]
+        for seq in sorted(growing, key=self._order):
+            more = min(seq.most - chosen[seq], budget)
             if more > 0 and self.cache.grow(seq, seq.start + chosen[seq] + more):
                 chosen[seq] += more
                 budget -= more
 
     def _batch(self, chosen: dict[Sequence, int]) -> Batch:
+        seqs: list[Sequence] = []
         rows: list[Row] = []
         entered: list[Entered] = []
         prompt_tokens = 0
@@ -302,35 +301,41 @@ class Scheduler:
             count = chosen.get(seq)
             if count is None:
                 continue
-            prompt_tokens += count if seq.is_prompt or not seq.num_output else 0
+            prompt_tokens += count if seq.is_prompt or seq.length == seq.prompt_len else 0
             if seq.new_to_runner:
                 entered.append(seq.entered())
                 seq.new_to_runner = False
-            rows.append(seq.row(count))
+            row = seq.row(count)
+            seqs.append(seq)
+            rows.append(row)
             seq.num_sent_blocks = len(seq.block_ids)
             seq.num_inflight += count
+            if row.is_sampled:
+                seq.sampled_length = row.end + 1
         left, self._left = self._left, []
         self._steps += 1
+        self._in_flight[self._steps] = seqs
         return Batch(self._steps, rows, entered, left, prompt_tokens)
 
     # -- a step's result ------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
-        """Record what a step computed; returns new tokens and terminal deltas, in order of arrival."""
+        """Record what a step computed; returns new tokens and terminal deltas, in order of arrival.
+
+        Steps are collected in the order in which they were scheduled.
+        """
         deltas = []
         now = self.clock()
         self.limits.recover()
-        for index, (row, outcome) in enumerate(zip(batch.rows, result.outcomes, strict=True)):
-            seq = self.by_id[row.seq_id]
-            seq.num_inflight -= len(row.token_ids)
+        rows = zip(self._landed(batch), batch.rows, result.outcomes, strict=True)
+        for index, (seq, row, outcome) in enumerate(rows):
+            if seq.status is Status.ENDED:  # after this step was launched
+                continue
             seq.num_computed += len(row.token_ids)
             self.cache.publish(seq)
-            if row.scored:  # the prompt of a preempted sequence is scored again, and the known scores stay
-                known = max(0, len(seq.prompt_logprobs) - row.start)
-                seq.prompt_logprobs += result.prompt_logprobs.get(index, ())[known:]
-            if seq.aborted:
-                if not seq.num_inflight:
-                    deltas.append(self._end(seq, "abort"))
+            if row.scored:
+                seq.add_scores(row, result.prompt_logprobs.get(index, []))
+            if row.is_sampled and row.end < len(seq.tokens):  # a grammar has forced this token meanwhile
                 continue
             match outcome:
                 case Sampled():
@@ -342,40 +347,42 @@ class Scheduler:
                     deltas.append(self._end(seq, "error", error=outcome))
         return deltas
 
+    def _landed(self, batch: Batch) -> list[Sequence]:
+        """Record that a step is not in flight any more; returns the sequences of its rows, some of which have ended."""
+        seqs = self._in_flight.pop(batch.step)
+        for seq, row in zip(seqs, batch.rows, strict=True):
+            seq.num_inflight -= len(row.token_ids)
+        self.cache.collected(batch.step)
+        return seqs
+
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> TokenDelta:
         """Append a row's tokens to its sequence; returns the delta that delivers them."""
-        is_first = not seq.first_token
-        seq.first_token = seq.first_token or now
-        seq.last_token = now
         self.counters.forced_tokens += max(0, len(sampled.token_ids) - 1)
         self.service.charge(seq.flow, OUTPUT_COST * len(sampled.token_ids), seq.request.weight)
-        reason = seq.append(sampled, self.max_len)
-        has_scores = is_first and seq.request.params.prompt_logprobs is not None
-        delta = TokenDelta(
-            id=seq.id,
-            token_ids=seq.take_unsent(),
-            logprobs=None if sampled.logprobs is None else tuple(sampled.logprobs),
-            prompt_logprobs=tuple(seq.prompt_logprobs) if has_scores else None,
-            # A reader that ends a request at a stop string never sees its last delta.
-            stats=seq.stats() if is_first else None,
-        )
+        reason = seq.append(sampled)
+        delta = seq.take_delta(sampled, now)
         self.counters.output_tokens += len(delta.token_ids)
         return self._end(seq, reason, delta=delta) if reason else delta
 
-    def abandon(self, batch: Batch) -> list[TokenDelta]:
-        """Discard a step that ran out of memory: its largest request fails, and steps are smaller for a while."""
+    def abandon(self, batch: Batch, *, may_fit: bool = False) -> list[TokenDelta]:
+        """Discard a step that ran out of memory: its largest request fails, and steps are smaller for a while.
+
+        No other step may be in flight. may_fit: another one was when memory ran out. Then no request fails, and for a
+        while each step is launched alone.
+        """
+        seqs = self._landed(batch)
+        assert not self._in_flight, "a step that follows the abandoned one is in flight"
+        for seq in seqs:
+            seq.sampled_length = 0
+        if may_fit:
+            self.limits.separate()
+            return []
         self.limits.shrink(len(batch.rows))
-        largest = max(batch.rows, key=lambda row: (len(row.token_ids), self.by_id[row.seq_id].arrival))
-        deltas = []
-        for row in batch.rows:
-            seq = self.by_id[row.seq_id]
-            seq.num_inflight -= len(row.token_ids)
-            if seq.aborted:
-                deltas.append(self._end(seq, "abort"))
-            elif row is largest:
-                error = RowError("the step that this request was in ran out of memory")
-                deltas.append(self._end(seq, "error", error=error))
-        return deltas
+        rows = zip(seqs, batch.rows, strict=True)
+        largest, _ = max(rows, key=lambda pair: (len(pair[1].token_ids), pair[0].arrival))
+        if largest.status is Status.ENDED:
+            return []
+        return [self._end(largest, "error", error=RowError("the step that this request was in ran out of memory"))]
 
     def _end(
         self,
@@ -394,17 +401,15 @@ class Scheduler:
         del self.by_id[seq.id]
         self.service.leave(seq.flow)
         self._cohort.discard(seq.id)
-        delta = replace(delta or TokenDelta(id=seq.id), finish_reason=reason, stats=seq.stats())
-        if error is None:
-            return delta
-        field = seq.request.params.narrowest if error.code is ErrorCode.NO_TOKEN_LEFT else error.field
-        return replace(delta, error=error.message, code=error.code, field=field)
+        return seq.terminal_delta(reason, error, delta)
 
     def _stop(self, seq: Sequence) -> None:
-        """Take a sequence out of the running ones: it returns its blocks, and the runner forgets it."""
-        assert not seq.num_inflight, "a step writes to the blocks of this sequence"
+        """Take a sequence out of the running ones: it returns its blocks, and the runner forgets it.
+
+        The runner launches the next step after those in flight, so it can give the slot to another sequence then.
+        """
         self.running.remove(seq)
-        self.cache.release(seq)
+        self.cache.release(seq, self._steps if seq.num_inflight else None)
         if not seq.new_to_runner:
             self._left.append(seq.id)
 
@@ -433,4 +438,5 @@ class Scheduler:
         assert len(waiting) == len(self.waiting), "the number of waiting sequences is wrong"
         assert [s.arrival for s in self.running] == sorted(s.arrival for s in self.running), "running is out of order"
         assert not any(seq.block_ids or seq.num_computed for seq in waiting), "a waiting sequence holds blocks"
+        assert self._in_flight or not any(seq.num_inflight for seq in self.running), "tokens are in no step"
         assert self.service.num_flows == len({seq.flow for seq in self.by_id.values()}), "a flow is not counted"

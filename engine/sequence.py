@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .batch import Entered, Row, Sampled
-from .types import EngineRequest, Pooling, RequestStats, TokenLogprob
+from msgspec.structs import replace
+
+from .batch import PENDING, Entered, Row, RowError, Sampled
+from .types import EngineRequest, ErrorCode, Pooling, RequestStats, TokenDelta, TokenLogprob
+
+# Logits of every position of a chunk are wide: 64 rows of a vocabulary of 152,000 are 39 MB in float32.
+SCORED_TOKENS = 64
 
 
 class Status(Enum):
@@ -26,15 +31,16 @@ class Sequence:
     arrival: int  # position in the order of arrival; a preemption does not change it
     arrived: float  # seconds, the scheduler's clock
     block_size: int
+    max_length: int  # tokens of prompt and output with which it ends at the latest
     tokens: list[int] = field(default_factory=list)  # prompt, then output
     num_unsent: int = 0  # of the last tokens: forced by a grammar before the first sampled one, not yet in a delta
     num_computed: int = 0  # tokens whose keys and values are in the cache (collected steps only)
     num_inflight: int = 0  # tokens in steps that have not been collected
+    sampled_length: int = 0  # its length when the last of these steps that samples a token has been collected
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the first full blocks, as far as they were needed
     num_published: int = 0  # blocks that other sequences can find
     status: Status = Status.WAITING
-    aborted: bool = False  # ends when the step in flight is collected
     new_to_runner: bool = True  # its next row carries all block ids
     num_sent_blocks: int = 0  # block ids that the runner has
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first start
@@ -86,19 +92,48 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def length(self) -> int:
+        """Number of its tokens, including the one that a step in flight samples."""
+        return max(len(self.tokens), self.sampled_length)
+
+    @property
     def start(self) -> int:
         """Position of the first token that is neither computed nor in flight: where its next row starts."""
         return self.num_computed + self.num_inflight
 
     @property
     def remaining(self) -> int:
-        """Tokens that no step has computed or is computing."""
-        return len(self.tokens) - self.start
+        """Tokens that no step has computed or is computing, and that are needed.
+
+        The token that a step in flight samples is needed if it is not the last one. Whether it is a stop token is not
+        known yet: if it is, the row is computed in vain.
+        """
+        length = len(self.tokens)
+        if self.sampled_length > length:
+            length = self.sampled_length
+            if length >= self.max_length:
+                return 0
+        return length - self.num_computed - self.num_inflight
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether its next row may well be in vain: its grammar can force the tokens after the one in flight.
+
+        Beside other rows it costs little. A step of such rows alone would delay the next one.
+        """
+        return self.sampled_length > len(self.tokens) and self.request.params.grammar is not None
+
+    @property
+    def most(self) -> int:
+        """The most tokens that it can compute in one step."""
+        remaining = self.remaining
+        return SCORED_TOKENS if remaining > SCORED_TOKENS and self.is_scored else remaining
 
     @property
     def is_prompt(self) -> bool:
         """Whether it has more than its last token to compute (also after a preemption), or has not begun."""
-        return self.start == 0 or self.remaining > 1
+        start = self.num_computed + self.num_inflight
+        return start == 0 or len(self.tokens) - start > 1
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that it lacks for its first `num_tokens` tokens."""
@@ -113,41 +148,64 @@ class Sequence:
         """Return the row that computes its next `count` tokens."""
         start = self.start
         scored = self.tokens[start + 1 : start + count + 1] if self.is_scored else []
-        is_last = start + count == len(self.tokens)
-        embeds = is_last and self.pooling is not None
+        is_last = start + count == self.length
+        pooling = self.pooling
+        embeds = is_last and pooling is not None
         return Row(
             seq_id=self.id,
             start=start,
-            token_ids=self.tokens[start : start + count],
+            token_ids=self.tokens[start : start + count] or [PENDING],
             new_block_ids=self.block_ids[self.num_sent_blocks :],
             num_logits=len(scored) + (is_last and not embeds),
             scored=scored,
-            num_hidden=count if self.is_averaged else int(embeds),
+            num_hidden=0 if pooling is None else count if pooling.kind == "mean" else int(embeds),
             embeds=embeds,
         )
 
-    def append(self, sampled: Sampled, max_len: int) -> str | None:
+    def append(self, sampled: Sampled) -> str | None:
         """Append sampled and forced tokens up to its end; returns the finish reason, or None if it has not ended."""
         for number, token in enumerate(sampled.token_ids, 1):
             self.tokens.append(token)
             self.num_unsent += 1
-            reason = self._finish_reason(max_len)
+            reason = self._finish_reason()
             if reason:
                 return "stop" if sampled.is_last and number == len(sampled.token_ids) else reason
         return "stop" if sampled.is_last else None
 
-    def _finish_reason(self, max_len: int) -> str | None:
+    def _finish_reason(self) -> str | None:
         params = self.request.params
         if self.tokens[-1] in params.stop_ids and self.num_output >= params.min_tokens:
             return "stop"
-        if self.num_output >= params.max_tokens or len(self.tokens) >= max_len:
-            return "length"
-        return None
+        return "length" if len(self.tokens) >= self.max_length else None
 
-    def take_unsent(self) -> tuple[int, ...]:
-        """Return the tokens that no delta has had yet, which from now on one has."""
+    def add_scores(self, row: Row, scores: list[TokenLogprob]) -> None:
+        """Add the log-probabilities of a row's prompt tokens. After a preemption those that are known stay."""
+        known = max(0, len(self.prompt_logprobs) - row.start)
+        self.prompt_logprobs += scores[known:]
+
+    def take_delta(self, sampled: Sampled, now: float) -> TokenDelta:
+        """Return the delta of the tokens that none has had yet, which from now on one has."""
+        is_first = not self.first_token
+        self.first_token = self.first_token or now
+        self.last_token = now
         first, self.num_unsent = len(self.tokens) - self.num_unsent, 0
-        return tuple(self.tokens[first:])
+        has_scores = is_first and self.request.params.prompt_logprobs is not None
+        return TokenDelta(
+            id=self.id,
+            token_ids=tuple(self.tokens[first:]),
+            logprobs=None if sampled.logprobs is None else tuple(sampled.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs) if has_scores else None,
+            # A reader that ends a request at a stop string never sees its last delta.
+            stats=self.stats() if is_first else None,
+        )
+
+    def terminal_delta(self, reason: str, error: RowError | None, delta: TokenDelta | None) -> TokenDelta:
+        """Return `delta`, or one without tokens, as the last one of the request."""
+        delta = replace(delta or TokenDelta(id=self.id), finish_reason=reason, stats=self.stats())
+        if error is None:
+            return delta
+        field = self.request.params.narrowest if error.code is ErrorCode.NO_TOKEN_LEFT else error.field
+        return replace(delta, error=error.message, code=error.code, field=field)
 
     def stats(self) -> RequestStats:
         return RequestStats(

@@ -65,7 +65,7 @@ ENGINE_SETTINGS = {
     name: name
     for name in (
         "model", "revision", "device", "dtype", "load_format", "quantization", "gguf_activations", "cpu_isa",
-        "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads",
+        "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads", "async_scheduling",
     )
 }  # fmt: skip
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
@@ -137,6 +137,9 @@ class Settings(BaseSettings):
     )
     scheduling_policy: Literal["fcfs", "priority", "prefill-first", "static"] = _engine(
         "fcfs", "order in which running sequences get tokens (preemption: reversed); priority also sorts the queue"
+    )
+    async_scheduling: bool | None = _engine(
+        None, "launch each step before the tokens of the one before it are collected (default: on CUDA)"
     )
     enable_prefix_caching: bool = _engine(True, "reuse the cached blocks of prompts that begin alike")
     gpu_memory_utilization: float = _engine(

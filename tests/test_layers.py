@@ -151,7 +151,7 @@ from engine.config import EngineConfig
 from engine.types import SamplingParams
 runner = build(EngineConfig(model="builtin", load_format="dummy", num_blocks=4)).runner
 entered = Entered(1, SamplingParams(max_tokens=2), 2, [])
-print(len(runner.launch(Batch(1, [Row(1, 0, [5, 6], [0], 1)], [entered])).sample().outcomes[0].token_ids))
+print(len(runner.launch(Batch(1, [Row(1, 0, [5, 6], [0], 1)], [entered])).sample().result().outcomes[0].token_ids))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.stdout.strip() == "1", done.stderr

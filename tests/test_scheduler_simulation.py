@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine import blocks, prefix_cache, scheduler
+from engine.batch import Batch, Row
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, Status
 from tests.simulation import scheduler as simulation
@@ -70,11 +71,10 @@ def preempted_keeps_progress(patch):
 
 
 def stop_before_min_tokens(patch):
-    def reason(self, max_len):
-        params = self.request.params
-        if self.tokens[-1] in params.stop_ids:
+    def reason(self):
+        if self.tokens[-1] in self.request.params.stop_ids:
             return "stop"
-        return "length" if self.num_output >= params.max_tokens or len(self.tokens) >= max_len else None
+        return "length" if len(self.tokens) >= self.max_length else None
 
     patch.setattr(Sequence, "_finish_reason", reason)
 
@@ -94,29 +94,52 @@ def first_forced_tokens_not_told(patch):
 def forced_past_the_end(patch):
     append = Sequence.append
 
-    def late(self, sampled, max_len):
+    def late(self, sampled):
         first, *others = sampled.token_ids
-        reason = append(self, replace(sampled, token_ids=[first], is_last=sampled.is_last and not others), max_len)
-        return append(self, replace(sampled, token_ids=others), max_len) if others else reason
+        reason = append(self, replace(sampled, token_ids=[first], is_last=sampled.is_last and not others))
+        return append(self, replace(sampled, token_ids=others)) if others else reason
 
     patch.setattr(Sequence, "append", late)
 
 
 def whole_answers_go_on(patch):
     append = Sequence.append
-    patch.setattr(
-        Sequence, "append", lambda self, sampled, max_len: append(self, replace(sampled, is_last=False), max_len)
-    )
+    patch.setattr(Sequence, "append", lambda self, sampled: append(self, replace(sampled, is_last=False)))
 
 
-def abort_lost_in_flight(patch):
-    abort = scheduler.Scheduler.abort
+def freed_in_flight(patch):
+    release = PrefixCache.release
+    patch.setattr(PrefixCache, "release", lambda self, seq, step=None: release(self, seq))
 
-    def lose(self, request_id):
-        seq = self.by_id.get(request_id)
-        return abort(self, request_id) if seq is None or not seq.num_inflight else self._end(seq, "abort")
 
-    patch.setattr(scheduler.Scheduler, "abort", lose)
+def preempted_in_flight(patch):
+    serve = scheduler.Scheduler._serve_running
+
+    def impatient(self, *args):
+        counts = {seq: seq.num_inflight for seq in self.running}
+        for seq in counts:
+            seq.num_computed, seq.num_inflight = seq.start, 0
+        budget = serve(self, *args)
+        for seq, count in counts.items():
+            if seq.status is Status.RUNNING:
+                seq.num_computed, seq.num_inflight = seq.num_computed - count, count
+        return budget
+
+    patch.setattr(scheduler.Scheduler, "_serve_running", impatient)
+
+
+def row_after_the_last_token(patch):
+    patch.setattr(Sequence, "remaining", property(lambda self: self.length - self.start))
+
+
+def token_forced_meanwhile_sampled(patch):
+    update = scheduler.Scheduler.update
+
+    def blind(self, batch, result):
+        rows = [Row(row.seq_id, 1 << 30, row.token_ids, [], row.num_logits, row.scored) for row in batch.rows]
+        return update(self, Batch(batch.step, rows), result)
+
+    patch.setattr(scheduler.Scheduler, "update", blind)
 
 
 def runner_not_told(patch):
@@ -163,7 +186,6 @@ MUTANTS = [
     whole_prompt_hit,
     preempted_keeps_progress,
     stop_before_min_tokens,
-    abort_lost_in_flight,
     first_forced_tokens_not_told,
     forced_past_the_end,
     whole_answers_go_on,
@@ -174,9 +196,22 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_a_broken_scheduler_is_caught(mutant, monkeypatch, capsys):
+AHEAD = [freed_in_flight, preempted_in_flight, row_after_the_last_token, token_forced_meanwhile_sampled]
+
+
+def test_no_check_fails_when_steps_are_launched_ahead(capsys):
+    simulation.main(["--steps", "20000", "--seed", "1", "--depth", "1"])
+    said = capsys.readouterr().out
+    assert "every check held" in said and " 0 preemptions" not in said and " 0 void rows" not in said
+
+
+@pytest.mark.parametrize(
+    ("mutant", "depth"),
+    [(mutant, "0") for mutant in MUTANTS] + [(mutant, "1") for mutant in AHEAD],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_broken_scheduler_is_caught(mutant, depth, monkeypatch, capsys):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, ValueError, IndexError, RuntimeError)):
-        simulation.main(["--steps", "20000", "--seed", "1"])
+        simulation.main(["--steps", "20000", "--seed", "1", "--depth", depth])
     assert "replay with:\npython -m tests.simulation.scheduler --seed 1 --episode" in capsys.readouterr().out

@@ -32,6 +32,22 @@ def test_every_fault_of_the_plan_happens_and_most_requests_are_answered():
         assert counts[f"request {outcome}"], outcome
 
 
+def test_every_check_holds_when_steps_are_launched_ahead():
+    steps, counts, _ = simulation.simulate(1, 0, 1, 5000, 150, depth=1)
+    assert steps >= 5000
+    assert counts["request complete"] > 300
+    for seen in ("void rows", "preemptions", "streams resumed", "fault memory", "fault die"):
+        assert counts[seen], seen
+
+
+@pytest.mark.parametrize("depth", ["0", "1"])
+def test_the_cost_of_a_step_is_printed_for_each_number_of_rows(depth, capsys):
+    simulation.main(["--loop", "--rows", "1,3", "--depth", depth])
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:6] == ["rows", "schedule", "prepare", "update", "pack", "total"]
+    assert [int(line.split()[0]) for line in lines] == [1, 3]
+
+
 def test_a_failure_says_how_to_replay_it(monkeypatch, capsys):
     monkeypatch.setattr(client.Client, "abort", lambda *_: None)
     with pytest.raises(AssertionError):

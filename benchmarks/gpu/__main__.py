@@ -50,7 +50,7 @@ def parts(device: str, is_tiny: bool) -> list[tuple[str, float, list[str]]]:
         return [
             ("kernels", 20, ["benchmarks.gpu.kernels", "--tiny"]),
             ("layers", 20, ["benchmarks.gpu.layers", "--tiny"]),
-            ("tiny", 20, ["benchmarks.gpu.engine", "--shape", "tiny"]),
+            ("tiny", 20, ["benchmarks.gpu.engine", "--shape", "tiny", "--async-scheduling"]),
             ("tiny, torch's attention", 20, ["benchmarks.gpu.engine", "--shape", "tiny", "--attention", "reference"]),
         ]
     return [
@@ -59,6 +59,7 @@ def parts(device: str, is_tiny: bool) -> list[tuple[str, float, list[str]]]:
         ("0.6B", 130, ["benchmarks.gpu.engine", "--shape", "0.6B"]),
         ("8B", 170, ["benchmarks.gpu.engine", "--shape", "8B"]),
         ("0.6B, torch's attention", 90, ["benchmarks.gpu.engine", "--shape", "0.6B", "--attention", "reference"]),
+        ("0.6B, one step at a time", 60, ["benchmarks.gpu.engine", "--shape", "0.6B", "--no-async-scheduling"]),
         ("8B, torch's attention", 90, ["benchmarks.gpu.engine", "--shape", "8B", "--attention", "reference"]),
     ]
 

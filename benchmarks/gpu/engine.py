@@ -17,8 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.batch import Batch
 from engine.build import Built, build
 from engine.config import EngineConfig
+from engine.runner import Step
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams, TokenDelta
 
@@ -29,11 +31,16 @@ POPULAR = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}  # what clients and ge
 
 
 class Loop:
-    """An engine's loop on one thread. It measures each part of a step on the host's clock."""
+    """An engine's loop on one thread. It measures each part of a step on the host's clock.
+
+    With asynchronous scheduling a step is launched before the one before it is collected, as engine/loop.py does it.
+    """
 
     def __init__(self, built: Built) -> None:
         self.built = built
         self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size)
+        self.is_ahead = bool(built.config.async_scheduling)
+        self.flight: tuple[Batch, Step] | None = None  # launched and not collected
         self.random = random.Random(0)
         self.requests = 0
         self.seconds: dict[str, list[float]] = {}  # by part, of each step
@@ -46,13 +53,18 @@ class Loop:
         assert refused is None, refused
 
     def step(self) -> list[TokenDelta]:
+        """Launch a step and collect one; returns what the collected one delivers."""
         started = time.perf_counter()
         batch = self.scheduler.schedule()
-        assert batch is not None, "there is nothing to compute"
+        assert batch is not None or self.flight is not None, "there is nothing to compute"
         scheduled = time.perf_counter()
-        result = self.built.runner.launch(batch).sample()
+        launched = None if batch is None else (batch, self.built.runner.launch(batch).sample())
+        due, self.flight = (self.flight, launched) if self.is_ahead else (launched, None)
+        if due is None:
+            return []
+        result = due[1].result()
         computed = time.perf_counter()
-        deltas = self.scheduler.update(batch, result)
+        deltas = self.scheduler.update(due[0], result)
         ended = time.perf_counter()
         parts = {"schedule": scheduled - started, "update": ended - computed, "step": ended - started, **result.seconds}
         for name, seconds in parts.items():
@@ -63,6 +75,10 @@ class Loop:
         """End all requests; the runner forgets them with the next step."""
         for request_id in list(self.scheduler.by_id):
             self.scheduler.abort(request_id)
+        if self.flight is not None:
+            batch, step = self.flight
+            self.scheduler.update(batch, step.result())
+            self.flight = None
         self.seconds = {}
 
 
@@ -149,6 +165,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(shapes.SHAPES), required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction)
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
     end = time.perf_counter() + args.seconds
@@ -159,6 +176,7 @@ def main() -> None:
             load_format="dummy",
             device=args.device,
             attention=args.attention,
+            async_scheduling=args.async_scheduling,
             max_len=256 if is_tiny else 10240,
             max_seqs=8 if is_tiny else 256,
             num_blocks=128 if is_tiny else None,

@@ -12,6 +12,7 @@ from itertools import accumulate, chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
 from ..batch import Row
@@ -78,18 +79,18 @@ class Inputs:
                 self._num_blocks[slot] = count + len(row.new_block_ids)
                 self._table[slot, count : self._num_blocks[slot]] = row.new_block_ids
 
-    def prepare(self, rows: list[Row]) -> Prepared:
+    def prepare(self, rows: list[Row], last: Tensor | None = None) -> Prepared:
         """Return the input for these rows, at least one, whose sequences have entered and have their blocks.
 
-        It is valid until the next call, see Buffers.
+        It is valid until the next call, see Buffers. last: the last sampled token of each slot, on the device, for rows
+        whose token is PENDING.
         """
         slots = self.slots(rows)
         counts = [len(row.token_ids) for row in rows]
         query_start = [0, *accumulate(counts)]
         starts = np.array([row.start for row in rows], np.int64)
         lengths = starts + counts
-        sampled_rows = np.array([index for index, row in enumerate(rows) if row.is_sampled], np.int64)
-        sampled_logits, scored, logits_at = _logits(rows, query_start)
+        sampled_rows, sampled_logits, scored, logits_at = _logits(rows, query_start)
         pooled, hidden_at = _hidden(rows, query_start)
         width = -(-int(lengths.max()) // self.block_size)
 
@@ -105,10 +106,17 @@ class Inputs:
             host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
         blocks, offsets = np.divmod(host.positions, self.block_size)
         host.slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
+        pending = last is not None and bool((host.ids < 0).any())
+        if pending:  # the device reads such a token at its sequence's slot
+            np.copyto(host.ids, -1 - of_token, where=host.ids < 0)
         host.logits_at[:] = logits_at
         host.hidden_at[:] = hidden_at
         host.block_table[:] = self._table[slots, :width]
         self._buffers.upload()
+        if pending:
+            assert last is not None
+            ids = device.ids
+            ids.copy_(torch.where(ids < 0, last[(-1 - ids).clamp_(min=0)], ids))
 
         meta = AttentionMeta(
             query_start=device.query_start,
@@ -139,8 +147,14 @@ class Inputs:
         )
 
 
-def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints | None, dict[int, slice], list[int]]:
-    """Return `sampled_logits` and `scored` of Prepared, and the indices of the tokens that need logits."""
+def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints, Ints | None, dict[int, slice], Ints | list[int]]:
+    """Return `sampled_rows`, `sampled_logits` and `scored` of Prepared, and the indices of the tokens that need
+    logits."""
+    counts = np.array([row.num_logits for row in rows], np.int64)
+    if not any(row.scored for row in rows):  # nearly always: at most the last token of each row
+        sampled_rows = np.flatnonzero(counts)
+        return sampled_rows, None, {}, np.array(query_start[1:], np.int64)[sampled_rows] - 1
+    sampled_rows = np.array([index for index, row in enumerate(rows) if row.is_sampled], np.int64)
     logits_at: list[int] = []
     sampled: list[int] = []
     scored: dict[int, slice] = {}
@@ -150,7 +164,7 @@ def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints | None, dict[
         logits_at += range(query_start[index + 1] - row.num_logits, query_start[index + 1])
         if row.is_sampled:
             sampled.append(len(logits_at) - 1)
-    return (np.array(sampled, np.int64) if scored else None), scored, logits_at
+    return sampled_rows, np.array(sampled, np.int64), scored, logits_at
 
 
 def _hidden(rows: list[Row], query_start: list[int]) -> tuple[dict[int, slice], list[int]]:

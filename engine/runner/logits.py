@@ -207,7 +207,7 @@ class TorchLogits:
         return self._device(np.maximum(np.ceil(params["min_p"] * ONE), 1).astype(np.int64))
 
     def _device(self, array: NDArray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def _parts(self, rows: int) -> list[slice]:
         step = max(1, CPU_LOGITS // self.vocab_size) if self.device.type == "cpu" else max(1, rows)
@@ -216,7 +216,7 @@ class TorchLogits:
 
 def rows_of(x: Tensor, rows: Ints) -> Tensor:
     """Return x[rows] for ascending rows, without a copy if they are all rows."""
-    return x if len(rows) == len(x) else x.index_select(0, torch.from_numpy(rows).to(x.device))
+    return x if len(rows) == len(x) else x.index_select(0, torch.from_numpy(rows).to(x.device, non_blocking=True))
 
 
 def _weights(x: Tensor, top: Tensor, coldness: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,9 +11,28 @@ from torch import Tensor
 
 from ..batch import Embedded, Entered, Row, RowError
 from ..types import Pooling
+from .queued import HostCopy
 
 NOT_FINITE = RowError("the hidden states for this request are not finite numbers, or are all zero")
 NO_HIDDEN = RowError("this model has no hidden states to pool")
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedVectors:
+    """The sums of complete prompts on their way to the host."""
+
+    _rows: dict[int, int | None]  # row index -> leading dimensions to keep, None: all
+    _vectors: HostCopy | None  # [rows, hidden] float64; None: the model has no hidden states
+
+    def outcomes(self) -> dict[int, Embedded | RowError]:
+        """Wait for the sums; returns the outcomes of their rows."""
+        if self._vectors is None:
+            return dict.fromkeys(self._rows, NO_HIDDEN)
+        outcomes: dict[int, Embedded | RowError] = {}
+        for (row, dimensions), vector in zip(self._rows.items(), self._vectors.array(), strict=True):
+            embedding = unit(vector[:dimensions])
+            outcomes[row] = NOT_FINITE if embedding is None else Embedded(embedding)
+        return outcomes
 
 
 class Pooler:
@@ -36,14 +57,14 @@ class Pooler:
 
     def pool(
         self, hidden: Tensor | None, places: dict[int, slice], slots: NDArray[np.int64], rows: list[Row]
-    ) -> dict[int, Embedded | RowError]:
-        """Add a step's hidden states to the sums; returns the outcome of each row that completes its prompt.
+    ) -> QueuedVectors | None:
+        """Add a step's hidden states to the sums; returns those of the rows that complete their prompts, if any do.
 
         hidden: [states, hidden], None: the model returns none. places: row -> its states among them. slots: [rows].
         When this raises, as for lack of memory, no sum has changed and the step can be computed again.
         """
         if hidden is None:
-            return dict.fromkeys(places, NO_HIDDEN)
+            return QueuedVectors(dict.fromkeys(places), None)
         sums: dict[int, Tensor] = {}
         ready: dict[int, Tensor] = {}
         for index, place in places.items():
@@ -52,13 +73,11 @@ class Pooler:
             if row.start and slot in self._sums:  # at 0 the prompt starts, perhaps again after a preemption
                 states += self._sums[slot]
             (ready if row.embeds else sums)[index] = states
-        vectors = torch.stack(list(ready.values())).cpu().numpy() if ready else ()  # the only transfer
-        outcomes: dict[int, Embedded | RowError] = {}
-        for index, vector in zip(ready, vectors, strict=True):
-            embedding = unit(vector[: self._pooling[int(slots[index])].dimensions])
-            outcomes[index] = NOT_FINITE if embedding is None else Embedded(embedding)
+        vectors = HostCopy(torch.stack(list(ready.values()))) if ready else None
         self._sums.update({int(slots[index]): states for index, states in sums.items()})
-        return outcomes
+        if vectors is None:
+            return None
+        return QueuedVectors({index: self._pooling[int(slots[index])].dimensions for index in ready}, vectors)
 
 
 def unit(vector: NDArray[np.float64]) -> bytes | None:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from .. import attention, models
-from ..batch import Batch, Entered, Masks, Outcome, Row, Sampled, StepResult
+from ..batch import PENDING, Batch, Entered, Masks, Outcome, Row, RowError, Sampled, StepResult
 from ..config import EngineConfig
 from ..kernels.library import Clock, for_sampling
 from ..loop import StepOutOfMemory
 from ..out_of_memory import is_out_of_memory
-from ..types import SamplingParams, TokenLogprob
+from ..types import SamplingParams
 from .inputs import Inputs, Prepared
-from .pooler import Pooler
+from .pooler import Pooler, QueuedVectors
+from .queued import QueuedScores, QueuedTokens
 from .sampler import Sampler
 
 T = TypeVar("T")
@@ -32,57 +33,101 @@ WARM_ROWS, WARM_TOKENS = 2, 16
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step in flight: its logits are being computed, and no token has been sampled."""
+    """A step in flight. `sample` queues what follows its forward pass, and `result` waits for all of it."""
 
     runner: Runner
     batch: Batch
     prepared: Prepared | None  # None when the batch has no rows
     outputs: models.Outputs | None  # None without rows, and after sampling
+    before: Step | None  # what samples the tokens that are PENDING in this step; None after sampling
     seconds: dict[str, float] = field(default_factory=dict)
     spent: float = 0.0  # reading of the kernels' clock when the step began
+    tokens: QueuedTokens | None = None
+    scores: dict[int, QueuedScores] = field(default_factory=dict)  # by row
+    vectors: QueuedVectors | None = None
+    problems: dict[int, RowError] = field(default_factory=dict)  # row -> why its parameters are invalid
+    collected: StepResult | None = None
 
-    def sample(self, masks: Masks | None = None) -> StepResult:
-        """Sample the step's tokens; may be called once."""
-        return _guarded(lambda: self._sample(masks))
+    def sample(self, masks: Masks | None = None) -> Step:
+        """Queue the sampling of the step's tokens; may be called once, before the next step is launched.
 
-    def _sample(self, masks: Masks | None) -> StepResult:
+        Raises StepOutOfMemory. Waits for the step before if a penalty needs to know the token that it samples.
+        """
+        _guarded(lambda: self._sample(masks))
+        return self
+
+    def result(self) -> StepResult:
+        """Wait for the step, which has been sampled, and return what it has computed."""
+        if self.collected is None:
+            self.collected = self._collect()
+        return self.collected
+
+    def _sample(self, masks: Masks | None) -> None:
+        self._observe_pending()  # may wait for the step before, which counts as that step's time
         began = time.perf_counter()
-        rows = self.batch.rows
-        outcomes: list[Outcome] = [None] * len(rows)
-        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         if self.prepared is not None:
-            sampler, prepared = self.runner.sampler, self.prepared
+            sampler, prepared, rows = self.runner.sampler, self.prepared, self.batch.rows
             outputs, self.outputs = self.outputs, None
             assert outputs is not None, "a step is sampled once"
             for row, places in prepared.scored.items():
-                slot = int(prepared.slots[row])
-                prompt_logprobs[row] = sampler.score(outputs.logits[places], slot, rows[row].scored)
+                scores = sampler.score(outputs.logits[places], int(prepared.slots[row]), rows[row].scored)
+                if scores is not None:
+                    self.scores[row] = scores
             if len(prepared.sampled_rows):
-                self._sample_rows(outputs.logits, masks, outcomes)
+                self.tokens = self._sample_rows(outputs.logits, masks)
             for row, slot in enumerate(prepared.slots.tolist() if sampler.problems else ()):
-                outcomes[row] = sampler.problems.get(slot, outcomes[row])
+                if slot in sampler.problems:
+                    self.problems[row] = sampler.problems[slot]
             if prepared.pooled:  # last: if anything before it fails, the sums are unchanged
-                pooled = self.runner.pooler.pool(outputs.hidden, prepared.pooled, prepared.slots, rows)
-                for row, outcome in pooled.items():
-                    outcomes[row] = outcomes[row] or outcome
+                self.vectors = self.runner.pooler.pool(outputs.hidden, prepared.pooled, prepared.slots, rows)
         self.seconds["sample"] = time.perf_counter() - began
         if self.runner.clock:
             self.seconds["kernels"] = self.runner.clock.seconds() - self.spent
-        return StepResult(outcomes, prompt_logprobs, self.seconds)
 
-    def _sample_rows(self, logits: Tensor, masks: Masks | None, outcomes: list[Outcome]) -> None:
+    def _observe_pending(self) -> None:
+        """Count the tokens that were PENDING when this step was launched."""
+        before, self.before = self.before, None
+        sampler = self.runner.sampler
+        if before is None or self.prepared is None or not sampler.has_histories:
+            return
+        for slot, row in zip(self.prepared.slots.tolist(), self.batch.rows, strict=True):
+            if row.token_ids[-1] == PENDING and sampler.has_history(slot):
+                before.result()
+                sampler.observe(slot, row.start, [int(self.runner.known[slot])])
+
+    def _sample_rows(self, logits: Tensor, masks: Masks | None) -> QueuedTokens:
         """Sample a token for each row whose last position has logits."""
-        prepared = self.prepared
+        prepared, runner = self.prepared, self.runner
         assert prepared is not None
         if prepared.sampled_logits is not None:
-            logits = logits[torch.from_numpy(prepared.sampled_logits).to(logits.device)]
+            logits = logits[torch.from_numpy(prepared.sampled_logits).to(logits.device, non_blocking=True)]
         slots, lengths = prepared.slots[prepared.sampled_rows], prepared.lengths[prepared.sampled_rows]
         allowed = None if masks is None else (np.searchsorted(prepared.sampled_rows, masks.rows), masks.bits)
-        tokens = self.runner.sampler.sample(logits, slots, lengths, allowed)
-        for index, row in enumerate(prepared.sampled_rows.tolist()):
-            logprob = tokens.logprobs.get(index)
-            sampled = Sampled([tokens.token_ids[index]], None if logprob is None else [logprob])
-            outcomes[row] = tokens.errors.get(index, sampled)
+        tokens = runner.sampler.sample(logits, slots, lengths, allowed)
+        if runner.last is not None:  # a row that failed has a negative id: the next step computes nothing of use for it
+            slots_on_device = torch.from_numpy(slots).to(runner.device, non_blocking=True)
+            runner.last.index_copy_(0, slots_on_device, tokens.ids.clamp(min=0))
+        return tokens
+
+    def _collect(self) -> StepResult:
+        began = time.perf_counter()
+        outcomes: list[Outcome] = [None] * len(self.batch.rows)
+        if self.tokens is not None:
+            assert self.prepared is not None
+            tokens = self.tokens.tokens()
+            for index, row in enumerate(self.prepared.sampled_rows.tolist()):
+                logprob = tokens.logprobs.get(index)
+                sampled = Sampled([tokens.token_ids[index]], None if logprob is None else [logprob])
+                outcomes[row] = tokens.errors.get(index, sampled)
+            self.runner.known[self.prepared.slots[self.prepared.sampled_rows]] = tokens.token_ids
+        for row, problem in self.problems.items():
+            outcomes[row] = problem
+        for row, outcome in (self.vectors.outcomes() if self.vectors is not None else {}).items():
+            outcomes[row] = outcomes[row] or outcome
+        prompt_logprobs = {row: scores.scores() for row, scores in self.scores.items()}
+        if self.prepared is not None:
+            self.seconds["sample"] += time.perf_counter() - began
+        return StepResult(outcomes, prompt_logprobs, self.seconds)
 
 
 class Runner:
@@ -120,11 +165,18 @@ class Runner:
         self.sampling = for_sampling(config.cpu_isa, self.device, spec.dtype)  # None: torch
         self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, self.sampling)
         self.pooler = Pooler()
+        # By slot, the last sampled token, which the row after it reads on the device. None: each step is collected
+        # before the next one is launched, so the row has the token.
+        self.last: Tensor | None = None
+        if config.async_scheduling:
+            self.last = torch.zeros(config.max_seqs, dtype=torch.int64, device=self.device)
+        self.known = np.zeros(config.max_seqs, np.int64)  # the same of collected steps, for penalties
+        self._launched: Step | None = None
         parts = (model.product.kernels, self.sampling, backend)
         self.clock = Clock({part.library for part in parts if part is not None and part.library is not None})
 
     def launch(self, batch: Batch) -> Step:
-        """Queue the step's forward pass.
+        """Queue the step's forward pass. The step before may be in flight, if it has been sampled.
 
         Raises StepOutOfMemory; the sequences that enter and leave, and their new blocks, are recorded all the same.
         """
@@ -141,16 +193,18 @@ class Runner:
             self.sampler.add(slot, entered)
             self.pooler.add(slot, entered)
         if not batch.rows:
-            return Step(self, batch, None, None, spent=spent_before)
+            return Step(self, batch, None, None, None, spent=spent_before)
         self.inputs.append_blocks(batch.rows)
-        prepared = self.inputs.prepare(batch.rows)
+        prepared = self.inputs.prepare(batch.rows, self.last)
         for slot, row in zip(prepared.slots.tolist(), batch.rows, strict=True):
             self.sampler.observe(slot, row.start, row.token_ids)
         ready = time.perf_counter()
         outputs = self.model.forward(prepared.forward)
-        # On CUDA the forward pass is only queued here: its time counts as the sampler's, which waits for it.
+        # On CUDA the forward pass is only queued here: its time counts as the sampler's, whose result waits for it.
         seconds = {"prepare": ready - began, "forward": time.perf_counter() - ready}
-        return Step(self, batch, prepared, outputs, seconds, spent_before)
+        step = Step(self, batch, prepared, outputs, self._launched, seconds, spent_before)
+        self._launched = step if self.last is not None else None
+        return step
 
     def warm_up(self) -> None:
         """Run two steps of the largest size, a decode of all slots and a chunk; small ones on a CPU.
@@ -169,8 +223,8 @@ class Runner:
         for rows in (decode, prompt):
             length = len(rows[0].token_ids)
             entered = [Entered(row.seq_id, params, length, []) for row in rows]
-            self.launch(Batch(0, rows, entered)).sample()
-            self.launch(Batch(0, [], [], [row.seq_id for row in rows])).sample()
+            self.launch(Batch(0, rows, entered)).sample().result()
+            self.launch(Batch(0, [], [], [row.seq_id for row in rows])).sample().result()
 
 
 def _guarded(work: Callable[[], T]) -> T:

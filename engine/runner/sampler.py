@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from math import isfinite, isnan
 
@@ -28,22 +28,15 @@ from torch import Tensor
 from ..batch import Entered, RowError
 from ..kernels.library import Kernels
 from ..kernels.logits import NativeLogits
-from ..types import ErrorCode, SamplingParams, TokenLogprob
+from ..types import SamplingParams
 from .logits import ONE, ROW_PARAMS, Distribution, Ints, LogitsBackend, TorchLogits, rows_of
+from .queued import NOT_FINITE, NOTHING, HostCopy, QueuedScores, QueuedTokens
 
 # A lower temperature is greedy: (logit - max) / temperature would leave float32's range of useful values.
 GREEDY = 1e-5
 # The maximum temperature: all tokens are equally likely, and 1 / temperature is a normal float32.
 HOTTEST = 1e30
 NEVER, ONLY = -100.0, 100.0
-NOT_FINITE, NOTHING = -1, -2  # instead of a token id; the first comes from a LogitsBackend
-ERRORS = {
-    NOT_FINITE: RowError("the logits for this request, or what its penalties make of them, are not finite numbers"),
-    NOTHING: RowError(
-        "logit_bias, allowed_ids, bad_words, min_tokens and the grammar leave no token that could be sampled",
-        ErrorCode.NO_TOKEN_LEFT,
-    ),
-}
 
 
 def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float64]:
@@ -128,15 +121,6 @@ class History:
             self.seen += 1
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """The sampled tokens. Rows are indices of the call's rows."""
-
-    token_ids: list[int]  # negative if the row failed
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    errors: dict[int, RowError] = field(default_factory=dict)
-
-
 class Sampler:
     """Holds the parameters of running sequences in columns, indexed by slot, and samples with them."""
 
@@ -208,6 +192,14 @@ class Sampler:
         for table in (self._bias, self._only, self._allowed, self._bad_words, self._history, self.problems):
             table.pop(slot, None)
 
+    @property
+    def has_histories(self) -> bool:
+        return bool(self._history)
+
+    def has_history(self, slot: int) -> bool:
+        """Whether the tokens of the slot's sequence are counted."""
+        return slot in self._history
+
     def observe(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
         """Count the tokens at positions start, start + 1, …; those that were counted before are ignored."""
         history = self._history.get(slot)
@@ -216,12 +208,12 @@ class Sampler:
 
     def sample(
         self, logits: Tensor, slots: Ints, lengths: Ints, masks: tuple[Ints, NDArray[np.int32]] | None = None
-    ) -> SampledTokens:
+    ) -> QueuedTokens:
         """Sample one token per row.
 
         logits: [rows, vocab] float32 or float64, overwritten. slots: [rows]. lengths: [rows], the number of tokens
         before the sampled one. masks: the rows with a mask, ascending, and [rows, ceil(vocab / 32)] bits, 0: forbidden.
-        Only the result is copied to the host.
+        Only the result is copied to the host, which does not wait for it here.
         """
         positions = lengths - self._prompt_len[slots]
         backend = self._backend(logits)
@@ -245,7 +237,7 @@ class Sampler:
             top, ids = backend.best(logits)
         if raw_top is not None:
             ids = ids.masked_fill(top == -torch.inf, NOTHING).masked_fill(~raw_top.isfinite(), NOT_FINITE)
-        return self._collect(ids, distribution, reported, slots)
+        return self._queued(ids, distribution, reported, slots)
 
     def _backend(self, logits: Tensor) -> LogitsBackend:
         return self._torch if self._native is None or logits.dtype != torch.float32 else self._native
@@ -289,16 +281,18 @@ class Sampler:
         words = [word for word in self._bad_words[slot] if len(word) <= len(tail) + 1]
         return np.array([w[-1] for w in words if tail[len(tail) + 1 - len(w) :] == w[:-1]], np.int64)
 
-    def score(self, logits: Tensor, slot: int, targets: list[int]) -> list[TokenLogprob]:
-        """Return the log-probabilities of a prompt's tokens. logits: [targets, vocab], each row predicts its target."""
+    def score(self, logits: Tensor, slot: int, targets: list[int]) -> QueuedScores | None:
+        """Return the log-probabilities of a prompt's tokens, or None if the slot's parameters are invalid.
+
+        logits: [targets, vocab], each row predicts its target.
+        """
         count = int(self._prompt_logprobs[slot])
         if count < 0:
-            return []  # its parameters are invalid: the row fails, see `problems`
+            return None
         distribution = self._backend(logits).distribution(logits, count)
         own = self._device(np.array(targets, np.int64))
-        columns = distribution.columns(own).cpu().numpy()
         ranks = 1 + (logits > logits.gather(1, own[:, None])).sum(1)
-        return [_entry(row, count, rank) for row, rank in zip(columns, ranks.tolist(), strict=True)]
+        return QueuedScores(HostCopy(distribution.columns(own)), HostCopy(ranks), count)
 
     def _penalize(self, x: Tensor, slots: Ints) -> None:
         """Apply the penalties, in the same order and with the same meaning as transformers and vLLM.
@@ -331,37 +325,24 @@ class Sampler:
 
     # -- the result -------------------------------------------------------------------------------------------
 
-    def _collect(self, ids: Tensor, distribution: Distribution | None, reported: Ints, slots: Ints) -> SampledTokens:
-        """Copy the result to the host at once: only ids, or ids as float64 (exact up to 2^53) with the logprobs."""
-        logprobs: dict[int, TokenLogprob] = {}
+    def _queued(self, ids: Tensor, distribution: Distribution | None, reported: Ints, slots: Ints) -> QueuedTokens:
+        """Queue one copy of the result to the host."""
         if distribution is None:
-            token_ids = ids.tolist()
-        else:
-            rows = self._device(reported)
-            entries = distribution.columns(ids[rows].clamp(min=0))
-            columns = entries.new_zeros(len(ids), 1 + entries.shape[1])
-            columns[:, 0] = ids
-            columns[rows, 1:] = entries
-            host = columns.cpu().numpy()
-            token_ids = host[:, 0].astype(np.int64).tolist()
-            for row in reported.tolist():
-                logprobs[row] = _entry(host[row, 1:], int(self._logprobs[slots[row]]))
-        errors = {row: ERRORS[token_id] for row, token_id in enumerate(token_ids) if token_id < 0}
-        logprobs = {row: entry for row, entry in logprobs.items() if row not in errors}
-        return SampledTokens(token_ids, logprobs, errors)
+            return QueuedTokens(ids, HostCopy(ids), {})
+        rows = self._device(reported)
+        entries = distribution.columns(ids[rows].clamp(min=0))
+        columns = entries.new_zeros(len(ids), 1 + entries.shape[1])
+        columns[:, 0] = ids
+        columns[rows, 1:] = entries
+        counts = dict(zip(reported.tolist(), self._logprobs[slots[reported]].tolist(), strict=True))
+        return QueuedTokens(ids, HostCopy(columns), counts)
 
     # -- helpers ----------------------------------------------------------------------------------------------
 
     def _device(self, array: NDArray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def _indices(self, rows: list[int], ids: list[Ints]) -> tuple[Tensor, Tensor]:
         """Return the indices (rows, columns) of several tokens in each of several rows."""
         lengths = [len(own) for own in ids]
         return self._device(np.repeat(np.array(rows, np.int64), lengths)), self._device(np.concatenate(ids))
-
-
-def _entry(columns: NDArray[np.float64], count: int, rank: int | None = None) -> TokenLogprob:
-    """Convert a row of Distribution.columns, with its `count` most likely tokens."""
-    values, ids = columns[1:].reshape(2, -1)[:, :count]
-    return TokenLogprob(float(columns[0]), tuple(ids.astype(np.int64).tolist()), tuple(values.tolist()), rank)

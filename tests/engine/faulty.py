@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from engine import memory, worker
-from engine.batch import Batch, StepResult
-from engine.loop import EngineLoop, StepOutOfMemory
+from engine.batch import Batch
+from engine.loop import EngineLoop, Flight
 from engine.supervisor import Child
 
 BASE = 10_000_000
@@ -40,44 +40,43 @@ def spin() -> None:
         time.sleep(0)
 
 
-def out_of_memory() -> None:
-    raise StepOutOfMemory
-
-
 ACTS: dict[str, Callable[[], object]] = {
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(3),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,  # on the model thread: the loop turns on
     "spin": spin,  # on the loop's thread
-    "memory": out_of_memory,
 }
 
 
 def install() -> None:
-    compute, result = EngineLoop._compute, EngineLoop._result
+    launch, begin = EngineLoop._launch, EngineLoop._begin
 
     def due(loop: EngineLoop, batch: Batch) -> list[str]:
         found = []
         for row in batch.rows:
-            seq = loop.scheduler.by_id[row.seq_id]
-            kind, at = divmod(seq.request.params.seed, BASE)
-            if kind and seq.num_output == at and row.is_sampled:
-                found.append(KINDS[kind - 1])
+            seq = loop.scheduler.by_id.get(row.seq_id)
+            if seq is not None and row.is_sampled:
+                kind, at = divmod(seq.request.params.seed, BASE)
+                if kind and row.end == seq.prompt_len + at:
+                    found.append(KINDS[kind - 1])
         return found
 
-    def faulty_compute(loop: EngineLoop, batch: Batch, masks: object) -> StepResult:
-        for kind in due(loop, batch):
+    def faulty_launch(loop: EngineLoop, flight: Flight) -> None:
+        for kind in due(loop, flight.batch):
+            if kind == "memory":
+                return  # nothing was launched
             if kind != "spin":
                 ACTS[kind]()
-        return compute(loop, batch, masks)
+        launch(loop, flight)
 
-    async def faulty_result(loop: EngineLoop, batch: Batch) -> StepResult:
+    def faulty_begin(loop: EngineLoop, batch: Batch, schedule_s: float) -> Flight:
+        flight = begin(loop, batch, schedule_s)
         if "spin" in due(loop, batch):
             spin()
-        return await result(loop, batch)
+        return flight
 
-    EngineLoop._compute, EngineLoop._result = faulty_compute, faulty_result
+    EngineLoop._launch, EngineLoop._begin = faulty_launch, faulty_begin
 
 
 def move(size: int) -> None:

@@ -312,7 +312,7 @@ def test_step_repeated_after_out_of_memory_counts_tokens_once(monkeypatch):
             patch.setattr(where, name, lambda *_: (_ for _ in ()).throw(MemoryError()))
             with pytest.raises(StepOutOfMemory):
                 runner.launch(batch).sample()
-    got = runner.launch(batch).sample()
+    got = runner.launch(batch).sample().result()
     assert numbers(got.outcomes[0].embedding) == pytest.approx(mean_of(model, [3, 1, 4, 1, 5]), abs=1e-6)
 
 

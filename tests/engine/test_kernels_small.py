@@ -325,5 +325,5 @@ def test_step_reports_its_time_in_kernels(variant):
     )
     runner = Runner(model, wanted, 8)
     params = SamplingParams(max_tokens=9, temperature=0.0)
-    tokens = runner.launch(Batch(1, [Row(1, 0, [1, 2, 3], [0], 1)], [Entered(1, params, 3, [])])).sample()
+    tokens = runner.launch(Batch(1, [Row(1, 0, [1, 2, 3], [0], 1)], [Entered(1, params, 3, [])])).sample().result()
     assert 0 < tokens.seconds["kernels"] < tokens.seconds["forward"] + tokens.seconds["sample"]

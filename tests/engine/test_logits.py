@@ -255,7 +255,7 @@ def test_the_sampler_draws_the_same_with_kernels_and_without(variant, dtype):
             for slot in range(5):
                 sampler.add(slot, Entered(slot, ask[slot], 1, [8, 9] if ask[slot].uses_history else []))
             masks = (np.array([0, 2]), bits) if seed % 2 else None
-            drawn.append(sampler.sample(logits.clone(), np.arange(5), np.full(5, 9), masks))
+            drawn.append(sampler.sample(logits.clone(), np.arange(5), np.full(5, 9), masks).tokens())
         assert drawn[0].token_ids == drawn[1].token_ids and drawn[0].errors == drawn[1].errors
         assert list(drawn[0].errors) == [3]
         assert entries(drawn[0]).keys() == entries(drawn[1]).keys()

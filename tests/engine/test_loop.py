@@ -18,23 +18,34 @@ class Runner:
     """Samples token 9; can be blocked during a step and made to fail."""
 
     def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
         self.go = threading.Event()
         self.go.set()
         self.in_step = threading.Event()
         self.raises: list[Exception | None] = []
         self.threads: set[str] = set()
 
-    def launch(self, batch: Batch) -> "Runner":
-        self.batch = batch
-        return self
+    def launch(self, batch: Batch) -> "Step":
+        self.calls.append(("launch", batch.step))
+        return Step(self, batch)
 
-    def sample(self, masks=None) -> StepResult:
-        self.threads.add(threading.current_thread().name)
-        self.in_step.set()
-        assert self.go.wait(10)
-        error = self.raises.pop(0) if self.raises else None
+
+class Step:
+    def __init__(self, runner: Runner, batch: Batch) -> None:
+        self.runner = runner
+        self.batch = batch
+
+    def sample(self, masks=None) -> None:
+        runner = self.runner
+        runner.threads.add(threading.current_thread().name)
+        runner.in_step.set()
+        assert runner.go.wait(10)
+        error = runner.raises.pop(0) if runner.raises else None
         if error:
             raise error
+
+    def result(self) -> StepResult:
+        self.runner.calls.append(("result", self.batch.step))
         return StepResult(
             [Sampled([9]) if row.is_sampled else None for row in self.batch.rows], seconds={"forward": 0.25}
         )
@@ -93,17 +104,16 @@ async def test_a_request_is_announced_before_its_first_step_and_ends_once():
         assert bench.outbox.stats.seconds.keys() >= {"schedule", "forward", "publish"}
 
 
-async def test_messages_are_read_during_a_step_and_an_abort_takes_effect_at_its_end():
+async def test_messages_are_read_during_a_step_and_an_abort_ends_a_request_that_is_in_it():
     async with Bench() as bench:
         bench.runner.go.clear()
         bench.add(1, max_tokens=1000)
         await asyncio.to_thread(bench.runner.in_step.wait, WAIT_S)
         bench.loop.abort(1)
         bench.add(2)
-        assert bench.outbox.events == [("started", 1)]
-        bench.runner.go.set()
+        assert bench.outbox.events == [("started", 1), (1, "abort")]
         await bench.end()
-        assert bench.outbox.events[1] == (1, "abort")
+        bench.runner.go.set()
         await bench.end()
         assert bench.outbox.events[2:] == [("started", 2), (2, None, 9), (2, "length", 9)]
         assert bench.scheduler.pool.num_held == 0
@@ -132,3 +142,38 @@ async def test_any_other_failure_of_a_step_ends_the_loop():
         bench.add(1)
         with pytest.raises(RuntimeError, match="broken"):
             await asyncio.wait_for(asyncio.shield(bench.task), WAIT_S)
+
+
+async def test_a_step_is_launched_before_the_one_before_it_is_collected():
+    async with Bench(async_scheduling=True) as bench:
+        bench.add(1, max_tokens=3)
+        await bench.end()
+        assert bench.outbox.events == [("started", 1), (1, None, 9), (1, None, 9), (1, "length", 9)]
+    one, two, three = range(1, 4)
+    assert bench.runner.calls == [
+        ("launch", one), ("launch", two), ("result", one), ("launch", three), ("result", two), ("result", three),
+    ]  # fmt: skip
+
+
+async def test_each_step_is_collected_before_the_next_one_without_asynchronous_scheduling():
+    async with Bench() as bench:
+        bench.add(1, max_tokens=2)
+        await bench.end()
+    assert bench.runner.calls == [("launch", 1), ("result", 1), ("launch", 2), ("result", 2)]
+
+
+async def test_a_step_that_runs_out_of_memory_ahead_of_another_is_tried_again_and_fails_nobody():
+    async with Bench(async_scheduling=True) as bench:
+        bench.runner.raises = [None, StepOutOfMemory()]
+        bench.add(1, max_tokens=3)
+        await bench.end()
+        assert bench.outbox.events == [("started", 1), (1, None, 9), (1, None, 9), (1, "length", 9)]
+        assert bench.runner.calls[:4] == [("launch", 1), ("launch", 2), ("result", 1), ("launch", 3)]
+
+
+async def test_a_step_that_runs_out_of_memory_alone_fails_a_request():
+    async with Bench(async_scheduling=True) as bench:
+        bench.runner.raises = [None, StepOutOfMemory(), StepOutOfMemory()]
+        bench.add(1, max_tokens=3)
+        await bench.end()
+        assert bench.outbox.events == [("started", 1), (1, None, 9), (1, "error")]

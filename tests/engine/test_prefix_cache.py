@@ -9,7 +9,7 @@ from engine.types import EngineRequest, SamplingParams
 def sequence(number: int, tokens, salt: str = "", **params) -> Sequence:
     params = SamplingParams(max_tokens=9, **params)
     request = EngineRequest(id=number, prompt_ids=tuple(tokens), params=params, cache_salt=salt)
-    return Sequence(request, arrival=number, arrived=0.0, block_size=4)
+    return Sequence(request, arrival=number, arrived=0.0, block_size=4, max_length=100)
 
 
 def compute(cache: PrefixCache, seq: Sequence, num_tokens: int) -> None:

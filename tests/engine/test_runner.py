@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.attention import AttentionLayer
-from engine.batch import Batch, Entered, Masks, Row, RowError, Sampled
+from engine.batch import PENDING, Batch, Entered, Masks, Row, RowError, Sampled
 from engine.config import EngineConfig, resolve
 from engine.kernels.library import Choice
 from engine.loop import StepOutOfMemory
@@ -64,7 +64,7 @@ def make(num_blocks=12, **config):
 
 
 def step(runner, rows, entered=(), left=()):
-    return runner.launch(Batch(1, rows, list(entered), list(left))).sample()
+    return runner.launch(Batch(1, rows, list(entered), list(left))).sample().result()
 
 
 def test_chunks_decodes_and_neighbours_read_their_own_past():
@@ -86,6 +86,51 @@ def test_chunks_decodes_and_neighbours_read_their_own_past():
             ],
         )
         assert got.outcomes == [Sampled([model.greedy(one)]), Sampled([model.greedy(two)])]
+
+
+def ahead(runner, prompt, params, length):
+    """Sample `length` tokens, each step launched before the one before it is collected."""
+    entered, row, before, tokens = [Entered(1, params, len(prompt), list(prompt))], prompt, None, []
+    for number in range(length):
+        start = 0 if before is None else len(prompt) + number - 1
+        launched = runner.launch(Batch(number, [Row(1, start, row, [3, 4, 5] if before is None else [], 1)], entered))
+        launched.sample()
+        if before is not None:
+            tokens += before.result().outcomes[0].token_ids
+        entered, row, before = [], [PENDING], launched
+    return tokens + before.result().outcomes[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(max_tokens=9, seed=7, temperature=1.5),
+        SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=3.0, frequency_penalty=1.0),
+        SamplingParams(max_tokens=9, temperature=0.0, bad_words=tuple((a, b) for a in range(VOCAB) for b in range(5))),
+    ],
+    ids=["greedy", "random", "penalties", "bad words"],
+)
+def test_a_token_that_the_step_before_samples_is_read_on_the_device(params):
+    prompt, tokens = [3, 1, 4], []
+    _, runner = make()
+    row, entered, start, blocks = prompt, [Entered(1, params, 3, list(prompt))], 0, [3, 4, 5]
+    for _ in range(7):
+        got = step(runner, [Row(1, start, row, blocks, 1)], entered)
+        start, entered, blocks, row = len(prompt) + len(tokens), [], [], got.outcomes[0].token_ids
+        tokens += row
+    assert ahead(make(async_scheduling=True)[1], prompt, params, 7) == tokens
+
+
+def test_a_row_after_one_that_failed_computes_something_and_harms_nobody():
+    model, runner = make(async_scheduling=True)
+    model.poison = 4
+    rows = [Row(1, 0, [3, 4], [0], 1), Row(2, 0, [3], [1], 1)]
+    first = runner.launch(Batch(1, rows, [Entered(1, GREEDY, 2, []), Entered(2, GREEDY, 1, [])])).sample()
+    second = runner.launch(Batch(2, [Row(1, 2, [PENDING], [], 1), Row(2, 1, [PENDING], [], 1)])).sample()
+    failed, sampled = first.result().outcomes
+    assert isinstance(failed, RowError) and sampled == Sampled([model.greedy([3])])
+    assert second.result().outcomes[1] == Sampled([model.greedy([3, *sampled.token_ids])])
 
 
 def test_a_sequence_that_left_comes_back_and_goes_on_as_if_it_had_stayed():
@@ -154,7 +199,7 @@ def test_mask_is_applied_to_sampling():
     # A chunk that draws nothing and a free row stand before the one with a mask.
     rows = [Row(1, 0, [4], [0], 0), Row(2, 0, [4], [1], 1), Row(3, 0, [4], [2], 1)]
     batch = Batch(1, rows, [Entered(row.seq_id, GREEDY, 1, []) for row in rows])
-    chunk, free, masked = runner.launch(batch).sample(Masks([2], bits)).outcomes
+    chunk, free, masked = runner.launch(batch).sample(Masks([2], bits)).result().outcomes
     assert (chunk, free) == (None, Sampled([best]))
     assert masked.token_ids != [best]
 

@@ -27,7 +27,7 @@ def draw(logits, params, *, positions=None, history=None, prompt_len=3, masks=No
         tokens = history[row] if history else []
         sampler.add(slot, Entered(row, params[row], prompt_len, tokens if params[row].uses_history else []))
     positions = [0] * count if positions is None else positions
-    return sampler.sample(logits.clone(), slots, np.array(positions) + prompt_len, masks)
+    return sampler.sample(logits.clone(), slots, np.array(positions) + prompt_len, masks).tokens()
 
 
 def params(**kwargs):
@@ -358,7 +358,7 @@ def test_penalties_follow_the_tokens_as_they_come():
     sampler.observe(1, 8, tokens[8:14])
     for length in range(14, 60):
         logits = random_logits(1, length, vocab=8, spread=1.0)
-        drawn = sampler.sample(logits.clone(), np.array([1]), np.array([length]))
+        drawn = sampler.sample(logits.clone(), np.array([1]), np.array([length])).tokens()
         assert drawn.token_ids == [oracle(logits[0], p, length - 10, tokens[:length], 10)]
         for _ in range(2):  # a step that ran out of memory is launched again
             sampler.observe(1, length, tokens[length : length + 1])
@@ -376,7 +376,7 @@ def test_reused_slot_has_no_state():
         sampler.remove(0)
         best = int(logits.argmax())
         sampler.add(0, Entered(2, params(temperature=0.0, stop_ids=(best,)), 2, []))
-        drawn = sampler.sample(logits.clone(), np.array([0]), np.array([2]))
+        drawn = sampler.sample(logits.clone(), np.array([0]), np.array([2])).tokens()
         assert drawn.token_ids == [best]
         assert not drawn.logprobs and not drawn.errors and not sampler.problems
 
@@ -465,7 +465,7 @@ def test_invalid_parameters_fail_only_their_row(settings):
     sampler = Sampler(2, VOCAB, CPU)
     sampler.add(0, Entered(1, params(**settings), 3, [1, 2, 3]))
     sampler.add(1, Entered(2, params(temperature=0.0), 3, []))
-    drawn = sampler.sample(logits.clone(), np.array([0, 1]), np.array([3, 3]))
+    drawn = sampler.sample(logits.clone(), np.array([0, 1]), np.array([3, 3])).tokens()
     assert list(sampler.problems) == [0]
     assert next(iter(settings)) in sampler.problems[0].message
     assert drawn.token_ids[1] == int(logits[1].argmax())
@@ -529,7 +529,7 @@ def test_a_bad_word_is_never_completed(output, banned):
     for i in range(400):
         sampler._seed[0] = i
         logits = torch.zeros(1, 12)
-        drawn |= set(sampler.sample(logits, np.array([0]), np.array([2 + len(output)])).token_ids)
+        drawn |= set(sampler.sample(logits, np.array([0]), np.array([2 + len(output)])).tokens().token_ids)
     assert drawn == set(range(12)) - banned
 
 
@@ -539,7 +539,7 @@ def test_bad_word_matches_tokens_sampled_since():
     sampler.observe(0, 2, [7])
     logits = torch.zeros(1, 12)
     logits[0, 8] = 5.0
-    assert sampler.sample(logits, np.array([0]), np.array([3])).token_ids == [0]
+    assert sampler.sample(logits, np.array([0]), np.array([3])).tokens().token_ids == [0]
 
 
 def test_a_prompt_is_scored_in_the_raw_distribution():
@@ -547,6 +547,8 @@ def test_a_prompt_is_scored_in_the_raw_distribution():
     sampler.add(0, Entered(1, params(prompt_logprobs=2, temperature=0.1, logit_bias={4: 50.0}), 4, []))
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
     expected = logits.log_softmax(1)
-    for row, (target, entry) in enumerate(zip([4, 9, 200], sampler.score(logits, 0, [4, 9, 200]), strict=True)):
+    for row, (target, entry) in enumerate(
+        zip([4, 9, 200], sampler.score(logits, 0, [4, 9, 200]).scores(), strict=True)
+    ):
         assert entry.logprob == expected[row, target].item()
         assert list(entry.top_ids) == expected[row].topk(2).indices.tolist()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.batch import Batch, RowError, Sampled, StepResult
+from engine.batch import PENDING, Batch, RowError, Sampled, StepResult
 from engine.config import EngineConfig
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams, TokenDelta
@@ -209,13 +209,13 @@ def test_static_admits_none_before_the_last_batch_has_ended():
     assert [driver.step() for _ in range(4)] == [{"a": 1, "b": 1}, {"b": 1}, {"b": 1}, {"c": 2}]
 
 
-def test_an_abort_in_flight_releases_when_the_step_is_collected():
+def test_an_abort_in_flight_ends_at_once_and_releases_when_the_step_is_collected():
     driver = Driver().add("a", prompt=8)
     driver.launch()
     driver.abort("a")
-    assert driver.scheduler.pool.num_held == 2 and driver.ends() == {}
-    driver.collect()
-    assert driver.scheduler.pool.num_held == 0 and driver.ends() == {"a": "abort"}
+    assert driver.scheduler.pool.num_held == 2 and driver.ends() == {"a": "abort"}
+    assert driver.collect() == []
+    assert driver.scheduler.pool.num_held == 0
     assert driver.step() == {}
     driver.scheduler.abort(99)
 
@@ -303,30 +303,114 @@ def test_a_step_starts_where_the_one_in_flight_ends():
     first, second = schedule_twice(driver)
     assert (starts(first), starts(second)) == ([(1, 0, 16)], [(1, 16, 14)])
     assert [row.is_sampled for row in (*first.rows, *second.rows)] == [False, True]
-    assert driver.scheduler.schedule() is None, "its next token has not been sampled"
     assert driver.scheduler.update(first, StepResult([None])) == []
     assert driver.scheduler.pool.num_held == 8, "the blocks of both steps"
     assert [d.token_ids for d in driver.scheduler.update(second, StepResult([Sampled([9])]))] == [(9,)]
     assert starts(driver.scheduler.schedule()) == [(1, 30, 1)]
 
 
-def test_an_aborted_request_ends_with_the_last_step_that_it_is_in():
+def test_a_row_follows_the_one_in_flight_although_its_token_is_not_known():
+    driver = Driver().add("a", prompt=5)
+    first, second = schedule_twice(driver)
+    assert (starts(first), starts(second)) == ([(1, 0, 5)], [(1, 5, 1)])
+    assert second.rows[0].token_ids == [PENDING] and second.rows[0].is_sampled
+    assert (first.prompt_tokens, second.prompt_tokens) == (5, 0)
+    assert [d.token_ids for d in driver.scheduler.update(first, StepResult([Sampled([9])]))] == [(9,)]
+    third = driver.scheduler.schedule()
+    assert starts(third) == [(1, 6, 1)] and third.rows[0].token_ids == [PENDING]
+    assert [d.token_ids for d in driver.scheduler.update(second, StepResult([Sampled([8])]))] == [(8,)]
+    assert driver.scheduler.by_id[1].tokens[-2:] == [9, 8]
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 1}, {"max_tokens": 9, "max_len": 6}])
+def test_no_row_follows_a_token_that_is_known_to_be_the_last(limits):
+    driver = Driver(max_len=limits.pop("max_len", 64)).add("a", prompt=5, **limits)
+    driver.launch()
+    assert driver.scheduler.schedule() is None
+    driver.collect()
+    assert driver.ends() == {"a": "length"}
+
+
+def test_a_stop_token_costs_a_row_and_its_blocks_are_free_when_that_row_is_collected():
+    driver = Driver().add("a", prompt=4, params={"stop_ids": (9,)})
+    first, second = schedule_twice(driver)
+    assert [d.finish_reason for d in driver.scheduler.update(first, StepResult([Sampled([9])]))] == ["stop"]
+    assert driver.scheduler.pool.num_held == 2 and not driver.scheduler.running
+    driver.scheduler.check()
+    driver.add("b", prompt=3)
+    third = driver.scheduler.schedule()
+    assert third.left == [1] and starts(third) == [(2, 0, 3)], "the runner's slot is free at once"
+    assert driver.scheduler.update(second, StepResult([Sampled([7])])) == []
+    assert driver.scheduler.pool.num_held == 1
+    driver.scheduler.check()
+
+
+def test_what_was_sampled_where_a_grammar_has_forced_a_token_meanwhile_is_discarded():
+    driver = Driver().add("a", prompt=4)
+    first, second = schedule_twice(driver)
+    assert [d.token_ids for d in driver.scheduler.update(first, StepResult([Sampled([9, 8, 7])]))] == [(9, 8, 7)]
+    assert not driver.scheduler.is_awaited(second.rows[0])
+    third = driver.scheduler.schedule()
+    assert [(row.start, row.token_ids) for row in third.rows] == [(5, [8, 7])]
+    assert driver.scheduler.is_awaited(third.rows[0])
+    assert driver.scheduler.update(second, StepResult([Sampled([1])])) == []
+    assert [d.token_ids for d in driver.scheduler.update(third, StepResult([Sampled([6])]))] == [(6,)]
+    assert driver.scheduler.by_id[1].tokens[4:] == [9, 8, 7, 6]
+
+
+def test_rows_with_a_grammar_follow_the_step_in_flight_beside_others_and_not_alone():
+    driver = Driver().add("a", prompt=4, params={"grammar": ("regex", "x")})
+    driver.launch()
+    assert driver.scheduler.schedule() is None
+    driver.collect()
+    driver.add("b", prompt=4)
+    first, second = schedule_twice(driver)
+    assert starts(first) == [(1, 4, 1), (2, 0, 4)] and starts(second) == [(1, 5, 1), (2, 4, 1)]
+
+
+def test_a_request_that_is_aborted_in_two_steps_keeps_its_blocks_until_the_last_is_collected():
     driver = Driver(max_batched_tokens=16).add("a", prompt=30)
     first, second = schedule_twice(driver)
     driver.abort("a")
+    assert driver.ends() == {"a": "abort"}
     assert driver.scheduler.update(first, StepResult([None])) == []
-    assert [d.finish_reason for d in driver.scheduler.update(second, StepResult([Sampled([9])]))] == ["abort"]
+    assert driver.scheduler.pool.num_held == 8
+    assert driver.scheduler.update(second, StepResult([Sampled([9])])) == []
     assert driver.scheduler.pool.num_held == 0
 
 
-def test_a_sequence_in_flight_is_not_preempted():
+def test_no_step_is_scheduled_while_the_sequence_to_preempt_is_in_flight():
     driver = Driver(num_blocks=9, max_len=32).add("a", prompt=15).add("b", prompt=15)
     driver.step()
     assert driver.launch() == {"a": 1, "b": 1}
-    for seq in driver.scheduler.running:
-        seq.tokens.append(7)  # a draft of the token that the step in flight samples
-    assert starts(driver.scheduler.schedule()) == [(1, 16, 1)], "the last block is for a, and b waits"
+    assert driver.scheduler.schedule() is None, "a and b need a block each, and one is free"
     assert driver.scheduler.counters.preempted == 0
+    driver.collect()
+    assert driver.step() == {"a": 1}
+    assert driver.scheduler.counters.preempted == 1
+
+
+def test_a_flow_that_runs_nothing_gets_its_turn_when_the_step_in_flight_is_collected():
+    driver = Driver(max_seqs=2).add("a", prompt=4, flow="whale").add("b", prompt=4, flow="whale")
+    driver.launch()
+    driver.add("c", prompt=4, flow="ship")
+    assert driver.scheduler.schedule() is None, "b makes way, and it is in flight"
+    driver.collect()
+    assert driver.step() == {"a": 1, "c": 4}
+
+
+def test_a_step_without_memory_fails_nobody_if_another_one_was_in_flight():
+    driver = Driver(max_batched_tokens=16).add("a", prompt=5)
+    first, second = schedule_twice(driver)
+    driver.scheduler.update(first, StepResult([Sampled([9])]))
+    assert driver.scheduler.abandon(second, may_fit=True) == []
+    driver.batch = driver.scheduler.schedule()
+    assert [(row.start, row.token_ids) for row in driver.batch.rows] == [(5, [9])], "nothing of the lost step counts"
+    for _ in range(64):
+        assert driver.scheduler.schedule() is None, "for a while each step is launched alone"
+        driver.collect()
+        driver.launch()
+    assert starts(driver.scheduler.schedule()) == [(1, 70, 1)]
 
 
 def test_admission_leaves_blocks_for_running_sequences():

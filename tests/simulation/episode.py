@@ -191,10 +191,12 @@ class Request:
 class Episode:
     """One server from its start to its end."""
 
-    def __init__(self, seed: str, settings: Settings, trace: hashlib._Hash, plan: Plan | None = None) -> None:
-        """`plan`: instead of the one that is drawn from the seed."""
+    def __init__(
+        self, seed: str, settings: Settings, trace: hashlib._Hash, plan: Plan | None = None, depth: int = 0
+    ) -> None:
+        """`plan`: instead of the one that is drawn from the seed. `depth`: steps that are launched ahead."""
         rng = random.Random(seed)
-        drawn = Plan.draw(rng)
+        drawn = Plan.draw(rng, depth)
         self.plan = plan or drawn
         self.rng = rng
         self.loop = VirtualLoop()

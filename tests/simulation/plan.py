@@ -44,7 +44,7 @@ class Plan:
         return not self.faults and self.kill_s is None
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Plan:
+    def draw(cls, rng: random.Random, depth: int = 0) -> Plan:
         block_size = rng.choice((1, 2, 4, 16))
         num_blocks = rng.randint(4, 48)
         max_seqs = rng.randint(1, 8)
@@ -59,6 +59,7 @@ class Plan:
             long_prefill_tokens=rng.choice((None, None, rng.randint(1, 64))),
             policy=rng.choice((*POLICIES, "fcfs", "fcfs", "fcfs")),
             prefix_caching=rng.random() < 0.8,
+            async_scheduling=depth == 1,
             debug=True,
         )
         names = ("whale", "ship", "sea")[: rng.choice((1, 2, 3, 3))]

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine import EngineInfo, EngineRequest, SamplingParams, TokenDelta, channel, worker
-from engine.batch import Batch, RowError, Sampled, StepResult
+from engine.batch import Batch, Row, RowError, Sampled, StepResult
 from engine.fair import FairLock
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.scheduler import Scheduler
@@ -26,7 +26,7 @@ from engine.service import OUTPUT_COST
 from tests.fakes import INFO
 
 from .plan import STEP_FAULTS, Plan
-from .scheduler import MOST_FORCED, STOP, VOCAB, FakeRunner, check_batch, draw, is_whole
+from .scheduler import MOST_FORCED, STOP, VOCAB, FakeRunner, check_batch, complete, draw, is_whole
 from .virtual import Socket, VirtualLoop
 
 LOAD_S = 0.2
@@ -47,6 +47,7 @@ class World:
     closed: dict[int, float] = field(default_factory=dict)  # request -> when the client has done with it
     steps: int = 0
     preempted: int = 0
+    void: int = 0  # rows that were computed in vain
     lives: int = 0
     unready: int = 0  # lives in a row that have not become ready
     was_ready: bool = False
@@ -166,22 +167,23 @@ class Process:
 
 
 class Thread:
-    """The model thread: a call takes its time, and never returns where the thread hangs."""
+    """The model thread: a call takes its time, after those before it, and never returns where the thread hangs."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.hangs = False
+        self._free_at = 0.0
 
     def run(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.world.loop.call_later(self.world.duration(self.world.plan.step_s), self._finish, future, func, args)
+        loop = self.world.loop
+        self._free_at = max(loop.now, self._free_at) + self.world.duration(self.world.plan.step_s)
+        loop.call_at(self._free_at, self._finish, future, func, args)
 
     def _finish(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if future.done():  # the process has ended
+        if future.done() or self.hangs:  # the process has ended
             return
         try:
             result = func(*args)
-        except StepOutOfMemory as error:
-            future.set_exception(error)
         except Exception as error:
             self.world.loop.fail(error)
         else:
@@ -276,6 +278,21 @@ class Outbox(worker._Outbox):
         super().send(deltas, stats)
 
 
+class Step:
+    """A step of the fake runner in flight: what it computes is known when it is sampled, and returned later."""
+
+    def __init__(self, runner: Runner, batch: Batch) -> None:
+        self.runner = runner
+        self.batch = batch
+
+    def sample(self, masked: list[int] | None = None) -> None:
+        self._result = self.runner.compute_step(self.batch, masked or [])
+
+    def result(self) -> StepResult:
+        self.runner.collect(self.batch)
+        return self._result
+
+
 class Runner(FakeRunner):
     """The fake runner as an engine loop calls it, with the faults of the plan."""
 
@@ -291,18 +308,23 @@ class Runner(FakeRunner):
         assert self.process.worker.loop is not None
         return self.process.worker.loop.scheduler
 
-    def launch(self, batch: Batch) -> Runner:
-        self.batch = batch
-        return self
+    def launch(self, batch: Batch) -> Step:
+        return Step(self, batch)
 
-    def sample(self) -> StepResult:
-        world, batch = self.world, self.batch
+    def compute_step(self, batch: Batch, masked: list[int]) -> StepResult:
+        """`masked`: the rows that are sampled with a mask."""
+        world = self.world
         world.steps += 1
         rows = [(row.seq_id, row.start, len(row.token_ids)) for row in batch.rows]
         world.trace.update(repr((round(world.loop.now, 6), rows)).encode())
-        for row in batch.rows:
+        for index, row in enumerate(batch.rows):
+            is_void = self.is_void(row, self.requests[row.seq_id]) or row.seq_id not in self.scheduler.by_id
+            world.void += is_void
+            has_grammar = row.is_sampled and self.requests[row.seq_id].params.grammar is not None
+            assert is_void or (index in masked) == has_grammar, "a token is sampled without the mask of its grammar"
             fault, at = world.poison.get(row.seq_id, ("", -1))
-            if fault in STEP_FAULTS and (row.is_sampled or row.embeds) and self.length(row.seq_id) == at:
+            strikes = (row.is_sampled or row.embeds) and self.length(row) == at and not is_void
+            if fault in STEP_FAULTS and strikes:
                 world.blame[row.seq_id] += 1
                 self.process.suffer(fault)
                 return StepResult([])
@@ -311,18 +333,19 @@ class Runner(FakeRunner):
             return StepResult([])
         result = self.compute(batch, self.requests, self.tokens)
         # Two faults in one step are rare unless the one attracts the other.
-        times = 20 if any(self.scheduler.by_id[row.seq_id].aborted for row in batch.rows) else 1
+        times = 20 if any(row.seq_id not in self.scheduler.by_id for row in batch.rows) else 1
         if not world.is_over and world.chance(times * world.plan.out_of_memory):
             world.faults["memory"] += 1
+            self.collect(batch)
             raise StepOutOfMemory
         for index, row in enumerate(batch.rows):
-            if row.is_sampled and self.length(row.seq_id) == world.bad_rows.get(row.seq_id):
+            if row.is_sampled and self.length(row) == world.bad_rows.get(row.seq_id):
                 result.outcomes[index] = RowError(NOT_FINITE)
         return result
 
-    def length(self, seq_id: int) -> int:
-        """Tokens of output that a sequence has, those of its earlier lives too."""
-        return len(self.tokens[seq_id]) - len(self.requests[seq_id].prompt_ids) - self.untold.get(seq_id, 0)
+    def length(self, row: Row) -> int:
+        """Tokens of output that a row's sequence has before it, those of its earlier lives too."""
+        return row.end - len(self.requests[row.seq_id].prompt_ids)
 
     def draws(self, own: list[int], params: SamplingParams) -> tuple[list[int], bool]:
         drawn = [draw(own)]
@@ -344,8 +367,23 @@ class Grammars:
         self.turns = FairLock()
         self.matchers: dict[int, Matcher] = {}
 
-    def rows(self, _: Batch) -> list[int]:
-        return []  # the fake runner knows what is forced
+    def rows(self, batch: Batch) -> list[int]:
+        return [i for i, row in enumerate(batch.rows) if row.is_sampled and row.seq_id in self.matchers]
+
+    def masks(self, batch: Batch, rows: list[int]) -> list[int]:
+        for row in rows:
+            matcher = self.matchers[batch.rows[row].seq_id]
+            assert matcher.length == batch.rows[row].end, "a mask is made before its grammar has had the token before"
+        return rows
+
+    def advance(self, batch: Batch, rows: list[int], result: StepResult, _: Any) -> StepResult:
+        """The fake runner has added what is forced."""
+        for row in rows:
+            outcome = result.outcomes[row]
+            matcher = self.matchers[batch.rows[row].seq_id]
+            assert matcher.length == batch.rows[row].end, "a grammar is advanced by a token of another position"
+            matcher.length += len(outcome.token_ids) if isinstance(outcome, Sampled) else 0
+        return result
 
     async def compile(self, request: EngineRequest) -> Matcher:
         async with self.turns.turn(request.flow):
@@ -373,11 +411,13 @@ class Matcher:
     def __init__(self, request: EngineRequest, runner: Runner) -> None:
         self.request = request
         self.runner = runner
+        self.length = 0  # of the sequence, with the tokens that the grammar has had
 
     def begin(self, most: int) -> list[int]:
         tokens = self.runner.tokens[self.request.id]
         run = forced(tokens, most)
         tokens += run
+        self.length = len(tokens)
         self.runner.untold[self.request.id] = len(run)
         return run
 
@@ -391,6 +431,7 @@ class WatchedScheduler(Scheduler):
         self.batched: set[int] = set()
         self.charged: set[int] = set()  # sequences whose prompt was charged
         self.made_way = 0  # sequences that this step preempted for another flow
+        self.flight: Batch | None = None  # the last step, until it is collected
 
     def add(self, request: EngineRequest, forced: list[int] | None = None) -> TokenDelta | None:
         flows = {seq.request.flow for seq in self.by_id.values()}
@@ -409,11 +450,13 @@ class WatchedScheduler(Scheduler):
             self.batched = set(self.by_id)
         batch = super().schedule()
         if batch is None:
-            assert self.is_idle, "requests wait and nothing runs"
+            assert self.is_idle or self.flight, "requests wait and nothing runs"
             return None
+        done = complete(self.flight, {seq.id: seq.request for seq in self.by_id.values()}, self.max_len)
+        self.flight = batch
         self.world.preempted += self.counters.preempted - preempted
         for_want_of_blocks = self.counters.preempted - preempted - self.made_way
-        check_batch(self, batch, set(before), for_want_of_blocks, self.batched)
+        check_batch(self, batch, set(before), for_want_of_blocks, self.batched, done=done)
         if self.counters.preempted == preempted:
             self._check_turns(before)
         for row in batch.rows:
@@ -427,10 +470,11 @@ class WatchedScheduler(Scheduler):
         self._check_served(served)
         return batch
 
-    def _make_way(self) -> None:
+    def _make_way(self) -> bool:
         before = self.counters.preempted
-        super()._make_way()
+        has_made_way = super()._make_way()
         self.made_way = self.counters.preempted - before
+        return has_made_way
 
     def _check_turns(self, before: dict[int, str]) -> None:
         """No flow that runs something starts a new sequence before one that runs nothing and waits."""
@@ -449,24 +493,27 @@ class WatchedScheduler(Scheduler):
     def update(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
         served = {flow: self.service.of(flow) for flow in {seq.request.flow for seq in self.by_id.values()}}
         for row, outcome in zip(batch.rows, result.outcomes, strict=True):
-            seq = self.by_id[row.seq_id]
-            if not seq.aborted and isinstance(outcome, Sampled):
+            seq = self.by_id.get(row.seq_id)
+            if seq is not None and isinstance(outcome, Sampled) and row.end == len(seq.tokens):
                 served[seq.request.flow] += OUTPUT_COST * len(outcome.token_ids) / seq.request.weight
         deltas = super().update(batch, result)
         self._check_served(served)
-        self._check_ended(batch)
+        self._check_collected(batch)
         return deltas
 
-    def abandon(self, batch: Batch) -> list[TokenDelta]:
-        deltas = super().abandon(batch)
-        assert any(delta.finish_reason for delta in deltas), "a step without memory has failed nobody"
-        self._check_ended(batch)
+    def abandon(self, batch: Batch, *, may_fit: bool = False) -> list[TokenDelta]:
+        has_ended = any(row.seq_id not in self.by_id for row in batch.rows)
+        deltas = super().abandon(batch, may_fit=may_fit)
+        assert deltas or may_fit or has_ended, "a step without memory has failed nobody"
+        assert not (deltas and may_fit), "a request has failed in a step that would fit alone"
+        self._check_collected(batch)
         assert self.limits.budget >= self.limits.max_seqs >= 1, "a step could not serve what runs"
         return deltas
 
-    def _check_ended(self, batch: Batch) -> None:
-        assert not any(seq.aborted for seq in self.by_id.values()), "an aborted request outlives its step"
-        assert not any(seq.num_inflight for seq in self.by_id.values()), "tokens are in flight and no step is"
+    def _check_collected(self, batch: Batch) -> None:
+        if self.flight is batch:
+            self.flight = None
+            assert not any(seq.num_inflight for seq in self.by_id.values()), "tokens are in flight and no step is"
 
 
 def info_of(plan: Plan) -> EngineInfo:

@@ -1,11 +1,12 @@
 """The real Scheduler and BlockPool with a fake runner and a virtual clock.
 
-    python -m tests.simulation.scheduler --steps 200000 --seed 1
+    python -m tests.simulation.scheduler --steps 200000 --seed 1 --depth 1
 
 The fake runner keeps a fake KV cache, in which each slot remembers which token at which position of which salted
 prefix was written there; a row that would read anything but its own past, or write into a block that another
 sequence can see, fails. What a request draws is a function of its tokens alone, so each output is compared with
-what it must be. Every step also checks the scheduler's books and the rules of the batch.
+what it must be. Every step also checks the scheduler's books and the rules of the batch. At depth 1 a step is launched
+before the one before it is collected.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from engine.batch import Batch, Embedded, Outcome, Sampled, StepResult
+from engine.batch import PENDING, Batch, Embedded, Outcome, Row, Sampled, StepResult
 from engine.config import POLICIES, EngineConfig
 from engine.refusal import POOLINGS
 from engine.scheduler import Scheduler
@@ -101,14 +102,40 @@ class FakeRunner:
         self.holders: dict[int, set[int]] = {}  # block -> sequences whose table has it
         self.memory: dict[int, tuple[str, int, int]] = {}  # slot -> (salt, position, token)
         self.pooled: dict[int, dict[int, int]] = {}  # position -> token of whose hidden state it is
+        self.sampled: dict[
+            int, tuple[int, list[int], bool]
+        ] = {}  # sequence -> position, tokens and end of its last row
+        self.writes: dict[int, dict[int, int]] = {}  # step in flight -> block that it writes -> sequence
 
     def forget(self, seq_id: int) -> None:
         for block in self.tables.pop(seq_id):
             self.holders[block].discard(seq_id)
         self.pooled.pop(seq_id, None)
 
+    def own(self, row: Row, known: list[int]) -> list[int]:
+        """All tokens of a row's sequence: those that are known, and the one that the step before has sampled."""
+        if row.token_ids[-1] != PENDING:
+            return known
+        position, run, _ = self.sampled[row.seq_id]
+        assert len(row.token_ids) == 1 and row.start == position, "a row follows a token that nobody samples"
+        assert known[position : position + 1] in ([], run[:1]), "the step before has sampled another token"
+        return [*known[:position], run[0]]
+
+    def is_void(self, row: Row, request: EngineRequest) -> bool:
+        """Whether a row is computed in vain: the token before it was the last one, or a grammar forces the next."""
+        if row.token_ids[-1] != PENDING:
+            return False
+        position, run, is_last = self.sampled[row.seq_id]
+        num_output = position + 1 - len(request.prompt_ids)
+        is_stop = run[0] in request.params.stop_ids and num_output >= request.params.min_tokens
+        return is_stop or is_last or len(run) > 1
+
+    def collect(self, batch: Batch) -> None:
+        """The step is not in flight any more."""
+        self.writes.pop(batch.step, None)
+
     def compute(self, batch: Batch, requests: dict[int, EngineRequest], tokens: dict[int, list[int]]) -> StepResult:
-        """`tokens`: what each sequence holds, by the driver's own books."""
+        """`tokens`: what each sequence holds, by the driver's own books. The step is in flight until `collect`."""
         for seq_id in batch.left:
             self.forget(seq_id)
         for entered in batch.entered:
@@ -123,14 +150,19 @@ class FakeRunner:
         for row in batch.rows:
             table = self.tables[row.seq_id]
             for block in row.new_block_ids:
+                writers = {written.get(block, row.seq_id) for written in self.writes.values()}
+                assert writers <= {row.seq_id}, f"block {block} was freed while a step in flight writes it"
                 table.append(block)
                 self.holders.setdefault(block, set()).add(row.seq_id)
         scores: dict[int, list[TokenLogprob]] = {}
+        written = self.writes[batch.step] = {}
         for index, row in enumerate(batch.rows):
             table, salt, own = self.tables[row.seq_id], requests[row.seq_id].cache_salt, tokens[row.seq_id]
-            end = row.start + len(row.token_ids)
+            own = self.own(row, own)
+            end = row.end
             assert len(table) * self.block_size >= end, "a token has no slot"
-            assert row.token_ids == own[row.start : end], "a row computes other tokens than its own"
+            is_pending = row.token_ids == [PENDING]
+            assert is_pending or row.token_ids == own[row.start : end], "a row computes other tokens than its own"
             entering = len(row.new_block_ids) == len(table)
             reads = range(row.start) if entering or not row.start else (self.rng.randrange(row.start),)
             for position in reads:
@@ -139,6 +171,7 @@ class FakeRunner:
             for position in range(row.start, end):
                 block = table[position // self.block_size]
                 assert self.holders[block] == {row.seq_id}, f"block {block} is shared and written"
+                written[block] = row.seq_id
                 self.memory[block * self.block_size + position % self.block_size] = (salt, position, own[position])
             outcome: Outcome = None
             params = requests[row.seq_id].params
@@ -157,6 +190,7 @@ class FakeRunner:
             assert len(row.scored) in (0, row.num_logits - row.is_sampled), "a position is scored and not computed"
             if row.is_sampled:
                 run, is_last = self.draws(own, params)
+                self.sampled[row.seq_id] = end, run, is_last
                 logprobs = None if params.logprobs is None else [TokenLogprob(-float(token)) for token in run]
                 outcome = Sampled(run, logprobs, is_last)
             outcomes.append(outcome)
@@ -173,11 +207,25 @@ class FakeRunner:
         return drawn, is_whole(own + drawn)
 
 
-def check_batch(scheduler: Scheduler, batch: Batch, runs: set[int], preempted: int, batched: set[int]) -> None:
+def complete(batch: Batch | None, requests: dict[int, EngineRequest], max_len: int) -> set[int]:
+    """Who needs no row after the step in flight: it samples the last token that they may have, or their vector."""
+    done = set()
+    for row in batch.rows if batch is not None else ():
+        request = requests.get(row.seq_id)
+        if request is not None:
+            most = min(len(request.prompt_ids) + request.params.max_tokens, max_len)
+            if row.embeds or (row.is_sampled and row.end + 1 >= most):
+                done.add(row.seq_id)
+    return done
+
+
+def check_batch(
+    scheduler: Scheduler, batch: Batch, runs: set[int], preempted: int, batched: set[int], *, done: set[int]
+) -> None:
     """The rules of a step that has just been scheduled.
 
     `runs`: ids of the sequences that were running before it; `preempted`: sequences that it preempted; `batched`: ids
-    that were there when the last static batch was formed.
+    that were there when the last static batch was formed; `done`: who needs no more rows.
     """
     assert 0 < batch.num_tokens <= scheduler.limits.budget, "a step is over its budget"
     assert scheduler.config.max_seqs and len(batch.rows) <= scheduler.config.max_seqs, "more rows than may run"
@@ -185,10 +233,11 @@ def check_batch(scheduler: Scheduler, batch: Batch, runs: set[int], preempted: i
     assert len(set(ids)) == len(ids), "a sequence is in a step twice"
     running = {seq.id for seq in scheduler.running}
     assert set(ids) <= running, "a row is not running"
+    assert not done & set(ids), "a row follows a token that is known to be the last"
     # A limit that a lack of memory has lowered may be below what runs already.
     assert len(running) <= scheduler.limits.max_seqs or running <= runs, "somebody was admitted above the limit"
     if scheduler.config.policy != "prefill-first":
-        assert set(ids) == running, "a running sequence was left out of a step"
+        assert running - done == set(ids), "a running sequence was left out of a step"
     if preempted:
         assert running <= runs, "somebody was admitted in a step that preempted"
     if scheduler.config.policy == "static":
@@ -203,6 +252,7 @@ class Episode:
     config: EngineConfig
     num_blocks: int
     rng: random.Random
+    depth: int = 0
     clock: ManualClock = field(default_factory=ManualClock)
     requests: dict[int, EngineRequest] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -210,11 +260,13 @@ class Episode:
     aborted: set[int] = field(default_factory=set)
     batched: set[int] = field(default_factory=set)  # who was there when the last static batch was formed
     ended: dict[int, str] = field(default_factory=dict)
+    flight: tuple[Batch, StepResult] | None = None  # the step that was launched and not collected
     steps: int = 0
     preempted: int = 0
+    void: int = 0  # rows that were computed in vain
 
     @classmethod
-    def make(cls, seed: str) -> Episode:
+    def make(cls, seed: str, depth: int = 0) -> Episode:
         rng = random.Random(seed)
         block_size = rng.choice((1, 2, 4, 16))
         num_blocks = rng.randint(2, 48)
@@ -229,7 +281,7 @@ class Episode:
             policy=rng.choice((*POLICIES, "fcfs", "fcfs", "priority")),
             prefix_caching=rng.random() < 0.8,
         )
-        return cls(seed, config, num_blocks, rng)
+        return cls(seed, config, num_blocks, rng, depth)
 
     def run(self, max_steps: int, trace: hashlib._Hash) -> None:
         """Requests arrive for about `max_steps` steps; then the rest is drained."""
@@ -238,7 +290,7 @@ class Episode:
         self.prefixes = [[self.rng.randrange(VOCAB) for _ in range(self.scheduler.max_len)] for _ in range(3)]
         rate = self.rng.choice((0.02, 0.1, 0.3, 0.8))
         patience = 0
-        while self.steps < max_steps or not self.scheduler.is_idle:
+        while self.steps < max_steps or not self.scheduler.is_idle or self.flight:
             self.clock.now += 0.01
             if self.steps < max_steps:  # computed steps: time may pass with nothing to do
                 for _ in range(3):
@@ -308,20 +360,42 @@ class Episode:
         runs = {seq.id for seq in scheduler.running}
         if not runs:  # the last static batch has ended
             self.batched = set(self.requests)
+        before_it, self.flight = self.flight, None
         batch = scheduler.schedule()
+        self.preempted += scheduler.counters.preempted - before
         if batch is None:
-            assert scheduler.is_idle, "requests wait and nothing runs"
+            assert before_it or scheduler.is_idle, "requests wait and nothing runs"
+            if before_it:
+                self.collect(*before_it, trace)
             return
         self.steps += 1
         preempted = scheduler.counters.preempted - before
-        self.preempted += preempted
-        check_batch(scheduler, batch, runs, preempted, self.batched)
+        done = complete(before_it and before_it[0], self.requests, scheduler.max_len)
+        check_batch(scheduler, batch, runs, preempted, self.batched, done=done)
+        self.void += sum(self.runner.is_void(row, self.requests[row.seq_id]) for row in batch.rows)
+        result = self.runner.compute(batch, self.requests, self.tokens)
         if self.rng.random() < 0.02:
             self.abort(self.rng.choice(batch.rows).seq_id)  # while it is in flight
         out_of_memory = self.rng.random() < 0.002
-        tokens = self.runner.compute(batch, self.requests, self.tokens)
-        deltas = scheduler.abandon(batch) if out_of_memory else scheduler.update(batch, tokens)
-        self.take(deltas, failed=out_of_memory)
+        if before_it:
+            self.collect(*before_it, trace)
+        if out_of_memory:
+            self.runner.collect(batch)
+            may_fit = before_it is not None and self.rng.random() < 0.5  # or it was the sampling that failed, later
+            self.take(scheduler.abandon(batch, may_fit=may_fit), failed=not may_fit)
+            self.check(batch, trace)
+        elif self.depth:
+            self.flight = batch, result
+        else:
+            self.collect(batch, result, trace)
+
+    def collect(self, batch: Batch, result: StepResult, trace: hashlib._Hash) -> None:
+        self.runner.collect(batch)
+        self.take(self.scheduler.update(batch, result))
+        self.check(batch, trace)
+
+    def check(self, batch: Batch, trace: hashlib._Hash) -> None:
+        scheduler = self.scheduler
         scheduler.check()
         stats = scheduler.stats(batch, {}, 0.0)
         assert stats.blocks_unaccounted == 0, "free + cached + held != total"
@@ -371,24 +445,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--episode", type=int, help="run only this one, as a failure tells")
     parser.add_argument("--episode-steps", type=int, default=500)
+    parser.add_argument("--depth", type=int, choices=(0, 1), default=0, help="steps that are launched ahead")
     args = parser.parse_args(argv)
     trace = hashlib.sha256()
     began = time.perf_counter()
-    steps = requests = preempted = 0
+    steps = requests = preempted = void = 0
     reasons: dict[str, int] = {}
     index = args.episode or 0
     while steps < args.steps:
-        episode = Episode.make(f"{args.seed}/{index}")
+        episode = Episode.make(f"{args.seed}/{index}", args.depth)
         try:
             episode.run(args.episode_steps, trace)
         except Exception:
             print(f"failed after {episode.steps} steps of an episode; replay with:")
-            seed = f"--seed {args.seed} --episode {index} --episode-steps {args.episode_steps}"
+            seed = f"--seed {args.seed} --episode {index} --episode-steps {args.episode_steps} --depth {args.depth}"
             print(f"python -m tests.simulation.scheduler {seed}", flush=True)
             raise
         steps += episode.steps
         requests += len(episode.ended)
         preempted += episode.preempted
+        void += episode.void
         for reason in episode.ended.values():
             reasons[reason] = reasons.get(reason, 0) + 1
         index += 1
@@ -396,7 +472,7 @@ def main(argv: list[str] | None = None) -> int:
             break
     seconds = time.perf_counter() - began
     ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-    print(f"{steps} steps, {requests} requests ({ends}), {preempted} preemptions: every check held")
+    print(f"{steps} steps, {requests} requests ({ends}), {preempted} preemptions, {void} void rows: every check held")
     print(f"{steps / seconds:.0f} steps/s")
     print(f"trace {trace.hexdigest()}")
     return 0
