@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
 from ..types import ConfigError, ModelError
 from .layers import ACTIVATIONS
-from .rope import SCALINGS, Rope, frequencies
+from .rope import MAX_NUMBER, SCALINGS, Rope, read_rope, rope_parameters
 
 DTYPES = {
     "float32": torch.float32,
@@ -38,7 +37,6 @@ SMALL_MODEL = 400_000_000  # numbers of a GGUF file up to which activations have
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16  # also of head_dim
 MAX_SIZE = 1 << 24  # of the vocabulary, the hidden state and the feed-forward layer
-MAX_NUMBER = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +241,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim must be even for rotary embeddings, not {head_dim}")
-    rope = _rope(source, head_dim, _whole(source, "max_position_embeddings", family.max_positions))
+    rope = read_rope(source, head_dim, _whole(source, "max_position_embeddings", family.max_positions))
     attention_bias = bool(source.get("attention_bias", False))
     decoder = DecoderSpec(
         hidden_size=hidden,
@@ -304,7 +302,7 @@ def _unsupported(source: Mapping[str, Any]) -> str | None:
     activation = source.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         return f"the native implementation has no activation '{shown(activation)}'"
-    parameters = _rope_parameters(source)
+    parameters = rope_parameters(source)
     if any(isinstance(value, dict) for value in parameters.values()):
         return "the native implementation has no rotary embeddings that differ by layer"
     scaling = parameters.get("rope_type", parameters.get("type", "default")) or "default"
@@ -314,73 +312,6 @@ def _unsupported(source: Mapping[str, Any]) -> str | None:
     if partial not in (None, 1, 1.0):
         return "the native implementation has no partial rotary embeddings"
     return None
-
-
-def _rope_parameters(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_scaling, the old key, or else rope_parameters, as transformers does."""
-    found = source.get("rope_scaling") or source.get("rope_parameters") or {}
-    if not isinstance(found, dict):
-        raise ModelError("config.json: rope_scaling and rope_parameters must be objects")
-    return found
-
-
-def _rope(source: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
-    found = _rope_parameters(source)
-    scaling = found.get("rope_type", found.get("type", "default")) or "default"
-    theta = found.get("rope_theta") or source.get("rope_theta") or 10000.0
-    original = found.get("original_max_position_embeddings")
-    if scaling in ("llama3", "yarn", "longrope"):
-        original = source.get("original_max_position_embeddings") or original or max_positions
-    needed = {
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "yarn": (),
-        "longrope": ("short_factor", "long_factor"),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    }.get(scaling, ())
-    for key in needed:
-        if found.get(key) is None:
-            raise ModelError(f"config.json: rotary scaling {scaling!r} needs {key!r}")
-
-    def optional(key: str) -> float | None:
-        return None if found.get(key) is None else float(found[key])
-
-    factors = {key: tuple(found.get(key) or ()) for key in ("short_factor", "long_factor")}
-    if scaling == "longrope":
-        for key, values in factors.items():
-            if len(values) != head_dim // 2:
-                raise ModelError(f"config.json: {key} must hold {head_dim // 2} numbers, not {len(values)}")
-    try:
-        rope = Rope(
-            head_dim=head_dim,
-            theta=float(theta),
-            scaling=scaling,
-            max_positions=max_positions,
-            factor=optional("factor"),
-            original_positions=None if original is None else int(original),
-            attention_factor=optional("attention_factor"),
-            beta_fast=float(found.get("beta_fast") or 32),
-            beta_slow=float(found.get("beta_slow") or 1),
-            mscale=optional("mscale"),
-            mscale_all_dim=optional("mscale_all_dim"),
-            truncate=bool(found.get("truncate", True)),
-            low_freq_factor=float(found.get("low_freq_factor") or 1),
-            high_freq_factor=float(found.get("high_freq_factor") or 4),
-            short_factor=factors["short_factor"],
-            long_factor=factors["long_factor"],
-        )
-        longest = rope.longest
-    except (TypeError, ValueError, OverflowError):
-        raise ModelError("config.json: a rotary parameter is not a number") from None
-    if not 1 <= longest <= MAX_NUMBER:
-        raise ModelError(f"config.json: the rotary parameters are for {longest:.3g} tokens, which no model takes")
-    try:
-        angles, scale = frequencies(rope, longest)
-    except (TypeError, ValueError, ArithmeticError):
-        angles, scale = torch.tensor([math.nan]), math.nan
-    if not (angles.isfinite().all() and math.isfinite(scale)):
-        raise ModelError("config.json: no angles can be computed from the rotary parameters")
-    return rope
 
 
 def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
