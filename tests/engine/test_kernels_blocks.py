@@ -142,6 +142,23 @@ def test_joined_formats_are_columns_of_one_result(variant, dtype):
     assert torch.equal(unbiased(x), torch.cat([one(x) for one in apart], dim=1))
 
 
+def test_columns_may_be_stored_in_another_order(variant, dtype, number):
+    one, other = (torch.randperm(512, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    plain_parts = [in_blocks(rows, 512, number, dtype, seed=rows) for rows in (64, 30)]
+    parts = [part._replace(order=order) for part, order in zip(plain_parts, (one, other), strict=True)]
+    first, second = (Blocks(variant, [part]) for part in plain_parts)
+    ordered, joined = Blocks(variant, parts[:1]), Joined(variant, parts)
+    assert ordered.multiplied() is None and joined.multiplied() is None  # other kernels do not sort x
+    for rows in (1, 20):
+        x, residual = drawn(rows, 512, dtype=dtype), drawn(rows, 64, dtype=dtype)
+        assert torch.equal(ordered(x, residual), first(x[:, one], residual))
+        assert torch.equal(joined(x), torch.cat([first(x[:, one]), second(x[:, other])], dim=1))
+    ids = torch.tensor([3, 0, 63])
+    assert torch.equal(ordered.lookup(ids)[:, one], first.lookup(ids))
+    with pytest.raises(ValueError, match="columns in several orders"):
+        Blocks(variant, parts)
+
+
 @pytest.mark.parametrize("activation_bytes", [1, 2])
 def test_a_row_has_the_same_bits_in_any_batch(variant, dtype, number, activation_bytes):
     packed = Blocks(variant, [in_blocks(200, 512, number, dtype)], activation_bytes=activation_bytes)
