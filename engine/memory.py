@@ -319,7 +319,7 @@ def _tries(
         tries.append(
             f"`dtype=bfloat16`: weights of {_gb(plan.weights_bytes)} leave memory for {plan.num_tokens} tokens"
         )
-    if machine.kind == "cpu" and spec.decoder is not None and requested.quantization == "none":
+    if machine.kind == "cpu" and spec.decoder is not None and spec.quantization == "none" and not spec.method:
         quantized = replace(spec, quantization="int8")
         if _can_quantize(requested, spec) and (plan := works(quantized, quantization="int8")):
             size = _gb(plan.weights_bytes)

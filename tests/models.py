@@ -133,6 +133,7 @@ def load_model(config: EngineConfig, folder: Path, progress: models.Progress = l
     """The model of a folder on the CPU under these settings."""
     spec, checkpoint = models.examine(folder, config)
     device = torch.device("cpu")
+    spec = models.fit(spec, config, device)
     return models.load(spec, checkpoint, device, models.product(config, spec, device), progress)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..files import read_json
 from ..gguf import folder as gguf
 from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
+from ..quantized.config import TypeOf, Weights, count_blocks, parse
 from ..types import ConfigError, ModelError
 from .layers import ACTIVATIONS
 from .rope import MAX_NUMBER, SCALINGS, Rope, read_rope, rope_parameters
@@ -28,10 +29,8 @@ DTYPES = {
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
 # from the unquantized model.
-BITS: dict[str, tuple[int | None, int | None]] = {
-    "none": (None, None), "int8": (8, 8), "int4": (4, 8), "gguf": (None, None)
-}  # fmt: skip
-SMALL_MODEL = 400_000_000  # numbers of a GGUF file up to which activations have 16 bits
+BITS = {"int8": (8, 8), "int4": (4, 8)}
+SMALL_MODEL = 400_000_000  # parameters up to which activations have 16 bits, if weights are in blocks
 # Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
 # published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
 MAX_LAYERS = 4096
@@ -90,6 +89,21 @@ class DecoderSpec:
     mlp_bias: bool
     qk_norm: bool
 
+    def linears(self, num_layers: int, vocab_size: int) -> Iterator[Weights]:
+        """Yield the names of the weights of each linear layer, the head's included, their rows and their columns."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        for index in range(num_layers):
+            start = f"model.layers.{index}."
+            for names, rows, columns in (
+                (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q, kv, kv), self.hidden_size),
+                (("self_attn.o_proj",), (self.hidden_size,), q),
+                (("mlp.gate_proj", "mlp.up_proj"), (self.intermediate_size,) * 2, self.hidden_size),
+                (("mlp.down_proj",), (self.hidden_size,), self.intermediate_size),
+            ):
+                yield tuple(f"{start}{name}.weight" for name in names), rows, columns
+        if not self.tied:
+            yield ("lm_head.weight",), (vocab_size,), self.hidden_size
+
     @property
     def layer_shapes(self) -> list[tuple[int, int]]:
         """Rows and columns of the four weights of a layer: QKV, output, gate and up, down."""
@@ -113,17 +127,25 @@ class ModelSpec:
     source: dict[str, Any] = field(repr=False)  # config.json
     decoder: DecoderSpec | None = None  # if the implementation is native
     hidden_size: int = 0  # of the last hidden states; 0: not available
-    quantization: str = "none"  # of the weights, see BITS
-    activation_bytes: int = 1  # of the activations' numbers in matmuls with weights in GGUF blocks
+    quantization: str = "none"  # of the weights in memory: a key of BITS, gguf, or the method of the checkpoint
+    method: str = ""  # of a quantized safetensors checkpoint
+    in_blocks: Mapping[str, int] = field(default_factory=dict)  # numbers of weights by their type of GGUF blocks
+    dequantized: int = 0  # numbers of weights that are quantized in the checkpoint, and not in memory
+    activation_bytes: int = 1  # of the activations' numbers in matmuls with weights in blocks
     kv_dtype: str = "auto"  # see EngineConfig
 
     @property
+    def bits(self) -> tuple[int | None, int | None]:
+        """Bits that the layers' weights and the head's are rounded to; None: they are not."""
+        return BITS.get(self.quantization, (None, None))
+
+    @property
     def weights_bytes(self) -> int:
-        if self.quantization == "gguf":
-            numbers = self.source["quantization_config"]["numbers"]
-            return sum(blocks_bytes(kind, count, self.dtype) for kind, count in numbers.items())
         plain = self.num_params * self.dtype.itemsize
-        bits, head_bits = BITS[self.quantization]
+        if self.in_blocks:
+            stored = sum(blocks_bytes(kind, count, self.dtype) for kind, count in self.in_blocks.items())
+            return plain - sum(self.in_blocks.values()) * self.dtype.itemsize + stored
+        bits, head_bits = self.bits
         if bits is None or head_bits is None or self.decoder is None:
             return plain
         shapes = [(shape, bits) for shape in self.decoder.layer_shapes] * len(self.layers)
@@ -141,11 +163,7 @@ class ModelSpec:
         A model that is served in its checkpoint's dtype needs none: its weights are quantized in chunks as they are
         read.
         """
-        if (
-            self.quantization in ("none", "gguf")
-            or self.decoder is None
-            or self.dtype == DTYPES.get(stored_dtype(self.source))
-        ):
+        if self.bits[0] is None or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
             return 0
         layer = sum(rows * columns for rows, columns in self.decoder.layer_shapes)
         return max(self.vocab_size * self.decoder.hidden_size, layer) * self.dtype.itemsize
@@ -153,11 +171,24 @@ class ModelSpec:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the weights, in sentences."""
-        quantization = self.source.get("quantization_config") or {}
-        converted = sorted({*quantization.get("types", ())} - {form.name for form in FORMATS.values()})
+        if self.dequantized:
+            kept = f"{str(self.dtype).removeprefix('torch.')}, {self.dequantized * self.dtype.itemsize / 1e9:.1f} GB"
+            return (f"{self.dequantized:,} weights in {self.method} are dequantized while they are loaded, to {kept}",)
+        if self.quantization != "gguf":
+            return ()
+        types = self.source["quantization_config"]["types"]
+        converted = sorted({*types} - {form.name for form in FORMATS.values()})
         if not converted:
             return ()
         return (f"weights in {', '.join(converted)} are converted to Q8_0, which needs more memory than the file",)
+
+    def stored_as(self, type_of: TypeOf, scheme: Callable[[str], object]) -> ModelSpec:
+        """Return the spec of a checkpoint with these quantized weights, see `count_blocks`."""
+        assert self.decoder is not None
+        linears = self.decoder.linears(len(self.layers), self.vocab_size)
+        in_blocks, dequantized = count_blocks(linears, type_of, scheme)
+        name = self.method if in_blocks else "none"
+        return replace(self, quantization=name, in_blocks=in_blocks, dequantized=dequantized)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -178,11 +209,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
     quantization = source.get("quantization_config")
     if quantization and not gguf.is_converted(folder):
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise ModelError(
-            f"{path} asks for {shown(method)} quantization, which is not supported; "
-            "use the unquantized version of the model"
-        )
+        parse(quantization)
     return source
 
 
@@ -259,7 +286,12 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         qk_norm=family.qk_norm,
     )
     vocab_size = _whole(source, "vocab_size", maximum=MAX_SIZE)
-    return ModelSpec(
+    num_params = _num_params(decoder, vocab_size, num_layers)
+    method = _method(source)
+    if method and config.quantization != "none":
+        name = "a GGUF file" if method == "gguf" else f"this checkpoint ({method})"
+        raise ConfigError(f"the weights of {name} are quantized: leave out `quantization={config.quantization}`")
+    spec = ModelSpec(
         architecture=name,
         implementation="native",
         vocab_size=vocab_size,
@@ -270,30 +302,38 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
             AttentionLayer(heads, kv_heads, head_dim, head_dim, head_dim**-0.5, window)
             for window in _windows(source, family, num_layers)
         ],
-        num_params=_num_params(decoder, vocab_size, num_layers),
+        num_params=num_params,
         source=source,
         decoder=decoder,
         hidden_size=hidden,
-        quantization=_quantization(source, config),
-        activation_bytes=_activation_bytes(source, config),
+        quantization="gguf" if method == "gguf" else config.quantization,
+        method="" if method == "gguf" else method,
+        in_blocks=source["quantization_config"]["numbers"] if method == "gguf" else {},
+        activation_bytes=_activation_bytes(num_params, config),
         kv_dtype=config.kv_dtype,
     )
+    if not spec.method:
+        return spec
+    stored = parse(source["quantization_config"])
+
+    def type_of(name: str, columns: int) -> str | None:
+        scheme = stored.scheme(name)
+        return None if scheme is None else scheme.blocks_type(columns)
+
+    return spec.stored_as(type_of, stored.scheme)
 
 
-def _quantization(source: Mapping[str, Any], config: EngineConfig) -> str:
-    if not source.get("quantization_config"):
-        return config.quantization
-    if config.quantization != "none":
-        raise ConfigError(f"the weights of a GGUF file are quantized: leave out `quantization={config.quantization}`")
-    return "gguf"
+def _method(source: Mapping[str, Any]) -> str:
+    """Return how the weights of a checkpoint are quantized according to config.json; empty: they are not."""
+    found = source.get("quantization_config")
+    return found["quant_method"] if found else ""
 
 
-def _activation_bytes(source: Mapping[str, Any], config: EngineConfig) -> int:
-    """Return the bytes of an activation in matmuls with GGUF blocks. Two take up to twice the time of one in large
-    batches; small models need them more, and have the time."""
+def _activation_bytes(num_params: int, config: EngineConfig) -> int:
+    """Return the bytes of an activation in matmuls with weights in blocks. Two take up to twice the time of one in
+    large batches; small models need them more, and have the time."""
     if config.gguf_activations == "auto":
-        numbers: dict[str, int] = (source.get("quantization_config") or {}).get("numbers", {})
-        return 2 if sum(numbers.values()) <= SMALL_MODEL else 1
+        return 2 if num_params <= SMALL_MODEL else 1
     return 2 if config.gguf_activations == "int16" else 1
 
 

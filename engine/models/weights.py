@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..files import LIST_BYTES, check_values, read_file
-from ..kernels.matmul import Parts, Stored
+from ..kernels.matmul import Sources, Stored
 from ..types import ModelError
 
 DTYPES = {
@@ -32,6 +32,7 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -136,7 +137,7 @@ class Checkpoint:
                         read = _read_into if _is_as_stored(targets[name], entry) else _convert_into
                         read(stream, entry, targets[name].view(-1), progress)
 
-    def stored(self, names: Sequence[str], dtype: torch.dtype) -> Parts:
+    def stored(self, names: Sequence[str], dtype: torch.dtype) -> Sources:
         """Return these tensors' locations in files that stay open until `close`; empty if one has another dtype."""
         entries = [self.entries[name] for name in names]
         if any(entry.dtype != dtype for entry in entries):
