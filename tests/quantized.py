@@ -116,7 +116,7 @@ def awq(size: int = 128) -> Kind:
         return {"qweight": pack(numbers), "qzeros": pack(zeros), "scales": scales.T}, exact
 
     config = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
-    return Kind(config | {"modules_to_not_convert": None}, store, "Q5_0")
+    return Kind(config | {"modules_to_not_convert": None}, store, "Q4_Z")
 
 
 def compressed(stored: str, packed: str | None, store: Callable[[Tensor], Stored], **weights: Any) -> Kind:

@@ -1,4 +1,4 @@
-"""Matmuls with weights in the blocks of a GGUF file, which are computed as they are; see blocks.cpp."""
+"""Matmuls with weights in blocks, those of a GGUF file as they are; see blocks.cpp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .structures import Multiplied
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A type of blocks in a GGUF file."""
+    """A type of blocks."""
 
     name: str
     block: int  # numbers in a block
@@ -27,6 +27,7 @@ class Format:
     bits: int  # of a stored number
     group: int = 32  # numbers that share a scale
     has_minimum: bool = False
+    has_zeros: bool = False  # minimums are scales times bytes
 
     @property
     def group_units(self) -> int:
@@ -35,8 +36,9 @@ class Format:
 
 
 Q8_0 = 8
+Q4_Z = 256  # our own type
 PIECE_NUMBERS = 1 << 22  # dequantized at once
-# By the type's number in a GGUF file. blocks.h has the same table.
+# By the type's number in a GGUF file, which has no Q4_Z. blocks.h has the same table.
 FORMATS = {
     2: Format("Q4_0", 32, 18, 4),
     3: Format("Q4_1", 32, 20, 4, has_minimum=True),
@@ -46,6 +48,7 @@ FORMATS = {
     12: Format("Q4_K", 256, 144, 4, has_minimum=True),
     13: Format("Q5_K", 256, 176, 5, has_minimum=True),
     14: Format("Q6_K", 256, 210, 6, group=16),
+    Q4_Z: Format("Q4_Z", 32, 19, 4, has_minimum=True, has_zeros=True),
 }
 
 
@@ -56,8 +59,8 @@ def blocks_bytes(name: str, numbers: int, dtype: torch.dtype) -> int:
         return numbers * dtype.itemsize
     form = next((form for form in FORMATS.values() if form.name == name), FORMATS[Q8_0])
     groups = form.block // form.group
-    scales = 2 if groups == 1 else 2 + groups
-    return numbers // form.block * (groups * form.group_units * 4 + scales * (2 if form.has_minimum else 1))
+    scales = (2 if groups == 1 else 2 + groups) * (2 if form.has_minimum else 1) - form.has_zeros
+    return numbers // form.block * (groups * form.group_units * 4 + scales)
 
 
 def in_one_order(parts: Sequence[BlockRows]) -> bool:

@@ -15,7 +15,7 @@ from ..kernels.matmul import BlockRows, Converted, Sources
 from ..models.weights import Checkpoint, Entry
 from ..types import ModelError
 from .blocks import NUMBERS, RANGES, to_blocks
-from .config import BLOCK, Quantization, Scheme
+from .config import BLOCK, Quantization, Scheme, in_blocks_together
 from .layouts import LAYOUTS, Layout, Tensors, count
 
 # Scales of activations and of the KV cache, which are quantized otherwise here, or not at all.
@@ -89,7 +89,7 @@ class QuantizedCheckpoint(Checkpoint):
         if not weights:
             return self._files.stored(names, dtype)
         kinds = [weight.scheme.blocks_type(weight.shape[1]) for weight in weights]
-        if len(weights) < len(names) or None in kinds:
+        if len(weights) < len(names) or not in_blocks_together(kinds):
             return []
         return [
             Converted(partial(self._blocks, weight, kind, dtype), self._num_bytes(weight.name))

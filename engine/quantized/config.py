@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,8 @@ BLOCK = 32  # columns of a weight that share a scale in the kernels
 HEAD = "lm_head"
 MAX_PATTERNS = 64  # regular expressions, each compared with the name of every weight
 MAX_GROUP = 1 << 24
-# The types of blocks that hold a number less its zero point, by the bits and whether all zero points are in the middle.
-# Four bits less a zero point are -15 to 15, which five bits hold.
-TYPES = {(4, True): "Q4_0", (4, False): "Q5_0", (8, True): "Q8_0"}
+# The types of blocks that hold the numbers, by their bits and whether all zero points are in the middle.
+TYPES = {(4, True): "Q4_0", (4, False): "Q4_Z", (8, True): "Q8_0"}
 UNPACKED = "use the unquantized version of the model"
 REMEDIES = {
     "bitsandbytes": f"{UNPACKED}, with `quantization=int8` or `quantization=int4` for as little memory",
@@ -38,7 +37,7 @@ class Scheme:
     zeros_less_one: bool = False  # whether one must be added to the stored zero points
 
     def blocks_type(self, columns: int) -> str | None:
-        """Return the type of GGUF blocks that hold a weight of so many columns; None: it must be dequantized."""
+        """Return the type of blocks that hold a weight of so many columns; None: it must be dequantized."""
         shared = self.columns or columns
         if self.is_float or shared % BLOCK or columns % BLOCK:
             return None
@@ -87,15 +86,18 @@ def count_blocks(
     dequantized = 0
     for names, rows, columns in linears:
         kinds = [type_of(name, columns) for name in names]
-        if None in kinds:
+        if not in_blocks_together(kinds):
             dequantized += sum(count for name, count in zip(names, rows, strict=True) if scheme(name)) * columns
             continue
-        if len(names) == 2 and kinds[0] != kinds[1]:  # gate and up
-            kinds = ["Q8_0", "Q8_0"]
         for kind, count in zip(kinds, rows, strict=True):
             assert kind is not None
             in_blocks[kind] += count * columns
     return dict(in_blocks), dequantized
+
+
+def in_blocks_together(kinds: Sequence[str | None]) -> bool:
+    """Return whether the weights of a linear layer can be in blocks of these types. Gate and up need one type."""
+    return None not in kinds and (len(kinds) != 2 or kinds[0] == kinds[1])
 
 
 # -- methods ----------------------------------------------------------------------------------------------------------
