@@ -11,7 +11,6 @@ import torch
 from ..config import EngineConfig
 from ..gguf import folder as gguf
 from ..kernels.library import Choice, choose
-from ..quantized.checkpoint import QuantizedCheckpoint
 from ..quantized.config import parse
 from ..types import ConfigError, EngineError, ModelError
 from .dummy import DummyWeights
@@ -39,20 +38,22 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
             )
         return spec, DummyWeights(folder)
     source = read_config(folder)
-    checkpoint = _checkpoint(folder, source)
-    spec = _describe(folder, source, config, checkpoint)
-    if isinstance(checkpoint, QuantizedCheckpoint):
-        spec = spec.stored_as(checkpoint.blocks_type, checkpoint.scheme)
-    return spec, checkpoint
+    if source.get("quantization_config") and not gguf.is_converted(folder):
+        from ..quantized.checkpoint import QuantizedCheckpoint
+
+        quantized = QuantizedCheckpoint(folder, parse(source["quantization_config"]))
+        spec = _describe(folder, source, config, quantized)
+        return spec.stored_as(quantized.blocks_type, quantized.scheme), quantized
+    checkpoint = _checkpoint(folder)
+    return _describe(folder, source, config, checkpoint), checkpoint
 
 
-def _checkpoint(folder: Path, source: dict[str, Any]) -> Checkpoint:
-    if gguf.is_converted(folder):
-        from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
+def _checkpoint(folder: Path) -> Checkpoint:
+    if not gguf.is_converted(folder):
+        return Checkpoint(folder)
+    from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
 
-        return GgufCheckpoint(folder)
-    quantization = source.get("quantization_config")
-    return QuantizedCheckpoint(folder, parse(quantization)) if quantization else Checkpoint(folder)
+    return GgufCheckpoint(folder)
 
 
 def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:

@@ -172,8 +172,10 @@ class ModelSpec:
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the weights, in sentences."""
         if self.dequantized:
-            kept = f"{str(self.dtype).removeprefix('torch.')}, {self.dequantized * self.dtype.itemsize / 1e9:.1f} GB"
-            return (f"{self.dequantized:,} weights in {self.method} are dequantized while they are loaded, to {kept}",)
+            size, dtype = self.dequantized * self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
+            shown_size = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+            what = f"{self.dequantized:,} weights in {self.method}"
+            return (f"{what} are dequantized while they are loaded, and take {shown_size} in {dtype}",)
         if self.quantization != "gguf":
             return ()
         types = self.source["quantization_config"]["types"]

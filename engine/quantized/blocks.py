@@ -9,23 +9,21 @@ from ..kernels.blocks import FORMATS
 from .config import BLOCK
 
 NUMBERS = {form.name: number for number, form in FORMATS.items()}
-RANGES = {"Q4_0": (-8, 7), "Q4_Z": (-15, 15), "Q8_0": (-128, 127)}
 
 
-def to_blocks(kind: str, numbers: Tensor, scales: Tensor) -> Tensor:
-    """Return rows in blocks, [rows, bytes] uint8, of integers [rows, columns] and scales [rows, columns / 32].
-
-    The integers are in the type's range, the scales in that of float16. In Q4_Z, those of a block differ by up to 15.
-    """
-    groups = numbers.unflatten(-1, (-1, BLOCK))
-    parts = [scales.half().unsqueeze(-1).view(torch.uint8)]
-    if kind == "Q8_0":
-        parts.append(groups.to(torch.int8).view(torch.uint8))
-    else:
-        low: int | Tensor = RANGES[kind][0]
-        if kind == "Q4_Z":
-            low = groups.amin(-1, keepdim=True)
-            parts.append(low.to(torch.int8).view(torch.uint8))
-        stored = (groups - low).to(torch.uint8)
-        parts.append(stored[..., : BLOCK // 2] | stored[..., BLOCK // 2 :] << 4)
-    return torch.cat(parts, -1).flatten(-2)
+def write_blocks(
+    to: Tensor,  # [rows, blocks of a row, bytes of a block] uint8
+    numbers: Tensor,  # [rows, columns] uint8; 4 bits if the blocks have that
+    scales: Tensor,  # [rows, blocks of a row] float32, within the range of float16
+    zeros: Tensor | None,  # zero points, uint8 as scales; None: in the middle, for types without them
+) -> None:
+    """Write rows in blocks of Q4_0, Q4_Z or Q8_0, whose size tells them apart."""
+    groups, size = numbers.unflatten(-1, (-1, BLOCK)), to.shape[-1]
+    to[..., :2] = scales.half().unsqueeze(-1).view(torch.uint8)
+    if size == FORMATS[NUMBERS["Q8_0"]].block_bytes:
+        torch.bitwise_xor(groups, 0x80, out=to[..., 2:])
+        return
+    if size == FORMATS[NUMBERS["Q4_Z"]].block_bytes:
+        assert zeros is not None
+        to[..., 2] = (-zeros.to(torch.int8)).view(torch.uint8)
+    torch.bitwise_or(groups[..., : BLOCK // 2], groups[..., BLOCK // 2 :] << 4, out=to[..., size - BLOCK // 2 :])

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.blocks import FORMATS, PIECE_NUMBERS
+from ..kernels.blocks import FORMATS
 from ..kernels.matmul import BlockRows, Converted, Sources
 from ..models.weights import Checkpoint, Entry
 from ..types import ModelError
-from .blocks import NUMBERS, RANGES, to_blocks
+from .blocks import NUMBERS, write_blocks
 from .config import BLOCK, Quantization, Scheme, in_blocks_together
 from .layouts import LAYOUTS, Layout, Tensors, count
 
@@ -24,7 +25,8 @@ UNUSED = {
     "v_scale",
 }  # fmt: skip
 LARGEST_SCALE = torch.finfo(torch.float16).max
-PIECE_ROWS = 32  # rows are dequantized in multiples of this number
+PIECE_NUMBERS = 1 << 20  # read from tensors at once; four times as many take half as much time again
+PIECE_ROWS = 32  # rows are read in multiples of this number
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,15 @@ class Weight:
     layout: Layout
     shape: tuple[int, ...]
     tensors: dict[str, str]
+
+
+class Piece(NamedTuple):
+    """Some rows of a weight."""
+
+    rows: slice
+    numbers: Tensor  # see Layout
+    zeros: Tensor | None
+    scales: Tensor
 
 
 class QuantizedCheckpoint(Checkpoint):
@@ -164,22 +175,30 @@ class QuantizedCheckpoint(Checkpoint):
         self._files.fill({weight.tensors[part]: tensor for part, tensor in tensors.items()}, lambda _: None)
         return tensors
 
-    def _pieces(self, weight: Weight, tensors: Tensors, group: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield rows of a weight, their numbers less the zero points [rows, columns], and scales [rows, groups]."""
+    def _pieces(self, weight: Weight, tensors: Tensors) -> Iterator[Piece]:
         step = max(PIECE_ROWS, PIECE_NUMBERS // max(1, weight.shape[1]) // PIECE_ROWS * PIECE_ROWS)
         for start in range(0, weight.shape[0], step):
             rows = slice(start, min(start + step, weight.shape[0]))
-            scales = weight.layout.scales(tensors, weight.scheme, rows)
+            numbers, zeros, scales = (
+                read(tensors, weight.scheme, rows)
+                for read in (weight.layout.numbers, weight.layout.zeros, weight.layout.scales)
+            )
+            assert numbers is not None and scales is not None
             if not scales.isfinite().all():
                 raise ModelError(f"{weight.name} has a scale that is not a number; download the checkpoint again")
-            yield rows, weight.layout.numbers(tensors, weight.scheme, rows, group), scales
+            yield Piece(rows, numbers, zeros, scales)
 
     def _dequantize(self, weight: Weight, target: Tensor) -> None:
         """Write a weight's numbers, computed in float32 and then rounded to the target's dtype."""
         tensors = self._read(weight)
         group = _groups(weight, tensors)
-        for rows, numbers, scales in self._pieces(weight, tensors, group):
-            target[rows].copy_(numbers.float().mul_(scales[:, group]))
+        for rows, stored, zeros, scales in self._pieces(weight, tensors):
+            numbers = stored.float()
+            if zeros is not None:
+                numbers -= zeros.float()[:, group]
+            elif not weight.scheme.is_float:
+                numbers -= weight.scheme.middle
+            target[rows].copy_(numbers.mul_(scales[:, group]))
 
     def _blocks(self, weight: Weight, kind: str, dtype: torch.dtype) -> BlockRows:
         """Return a weight in blocks of a type. Columns are sorted by their groups if these are not contiguous."""
@@ -190,19 +209,24 @@ class QuantizedCheckpoint(Checkpoint):
             order = group.argsort(stable=True)
             if not _share(group[order]):
                 raise ModelError(f"{weight.name} has groups of columns that {BLOCK} does not divide")
-        form, (low, high) = FORMATS[NUMBERS[kind]], RANGES[kind]
-        data = torch.empty(weight.shape[0], weight.shape[1] // form.block * form.block_bytes, dtype=torch.uint8)
+        form = FORMATS[NUMBERS[kind]]
+        data = torch.empty(weight.shape[0], weight.shape[1] // BLOCK, form.block_bytes, dtype=torch.uint8)
         blocks = (group if order is None else group[order])[::BLOCK]
-        for rows, numbers, scales in self._pieces(weight, tensors, group):
+        for rows, numbers, zeros, scales in self._pieces(weight, tensors):
             if scales.numel() and (largest := float(scales.abs().max())) > LARGEST_SCALE:
                 raise ModelError(f"{weight.name} has a scale of {largest:.3g}, too large for float16")
-            if numbers.numel() and not low <= int(numbers.min()) <= int(numbers.max()) <= high:
+            if not form.has_zeros and zeros is not None and (zeros != weight.scheme.middle).any():
                 raise ModelError(
                     f"{weight.name} has zero points, but config.json calls it symmetric: change `sym` (of "
                     "compressed-tensors, `symmetric`) to false there"
                 )
-            data[rows] = to_blocks(kind, numbers if order is None else numbers[:, order], scales[:, blocks])
-        return BlockRows(data, weight.shape, NUMBERS[kind], dtype, order=order, mapped=False)
+            write_blocks(
+                data[rows],
+                numbers if order is None else numbers[:, order],
+                scales[:, blocks],
+                zeros[:, blocks] if zeros is not None and form.has_zeros else None,
+            )
+        return BlockRows(data.flatten(1), weight.shape, NUMBERS[kind], dtype, order=order, mapped=False)
 
 
 def _groups(weight: Weight, tensors: Tensors) -> Tensor:

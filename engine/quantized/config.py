@@ -36,6 +36,11 @@ class Scheme:
     columns: int | None = None
     zeros_less_one: bool = False  # whether one must be added to the stored zero points
 
+    @property
+    def middle(self) -> int:
+        """The zero point of integers in the middle."""
+        return 1 << (self.bits - 1)
+
     def blocks_type(self, columns: int) -> str | None:
         """Return the type of blocks that hold a weight of so many columns; None: it must be dequantized."""
         shared = self.columns or columns

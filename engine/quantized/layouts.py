@@ -55,11 +55,12 @@ class Layout(ABC):
         """Return what the tensors beside the main one must be."""
 
     @abstractmethod
-    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice, group: Tensor) -> Tensor:
-        """Return the stored numbers of some rows, less their zero points: int16, or float32 if they are floats.
+    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        """Return the stored numbers of some rows, [rows, columns] uint8; float32 if they are floats."""
 
-        `group`: [columns] int64, the index of each column's group.
-        """
+    def zeros(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor | None:
+        """Return the zero points of some rows, [rows, groups] uint8; None: in the middle, or there are none."""
+        return None
 
     def scales(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
         """Return the scales of some rows, [rows, groups] float32."""
@@ -91,12 +92,12 @@ class Gptq(Layout):
             "g_idx": (WORDS, [(shape[1],)]),
         }
 
-    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice, group: Tensor) -> Tensor:
+    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        return fields(tensors["qweight"][:, rows].T, scheme.bits)
+
+    def zeros(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor | None:
         stored = tensors["qzeros"]
-        if scheme.zeros_less_one:
-            stored = stored + ONES[scheme.bits]
-        zeros = fields(stored, scheme.bits)[:, rows].T.short()
-        return fields(tensors["qweight"][:, rows].T, scheme.bits).short() - zeros[:, group]
+        return fields(stored + ONES[scheme.bits] if scheme.zeros_less_one else stored, scheme.bits)[:, rows].T
 
     def scales(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
         return tensors["scales"][:, rows].T.float()
@@ -108,14 +109,11 @@ class Awq(Gptq):
     def shape(self, main: Shape, scheme: Scheme) -> Shape:
         return main[1] * 32 // scheme.bits, main[0]
 
-    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice, group: Tensor) -> Tensor:
-        first = rows.start // 8
-        words, own = slice(first, -(-rows.stop // 8)), slice(rows.start - 8 * first, rows.stop - 8 * first)
-        numbers, zeros = (
-            fields(tensors[name][:, words], 4).unflatten(-1, (-1, 8))[..., AWQ_POSITIONS].flatten(-2)[:, own].T.short()
-            for name in ("qweight", "qzeros")
-        )
-        return numbers - zeros[:, group]
+    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        return _awq_fields(tensors["qweight"], rows)
+
+    def zeros(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor | None:
+        return _awq_fields(tensors["qzeros"], rows)
 
 
 class Packed(Layout):
@@ -136,12 +134,12 @@ class Packed(Layout):
             "weight_shape": ((torch.int32, torch.int64), [(2,)]),
         }
 
-    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice, group: Tensor) -> Tensor:
-        numbers = fields(tensors["weight_packed"][rows], scheme.bits).short()
-        zeros = tensors.get("weight_zero_point")
-        if zeros is None:
-            return numbers - 2 ** (scheme.bits - 1)
-        return numbers - fields(zeros.T, scheme.bits)[:, rows].T.short()[:, group]
+    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        return fields(tensors["weight_packed"][rows], scheme.bits)
+
+    def zeros(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor | None:
+        found = tensors.get("weight_zero_point")
+        return None if found is None else fields(found.T, scheme.bits)[:, rows].T
 
 
 class Int8(Layout):
@@ -154,9 +152,12 @@ class Int8(Layout):
         shapes = _scale_shapes(shape, scheme)
         return {"weight_scale": (FLOATS, shapes), "weight_zero_point": (BYTES, shapes)}
 
-    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice, group: Tensor) -> Tensor:
-        numbers, zeros = tensors["weight"][rows].short(), tensors.get("weight_zero_point")
-        return numbers if zeros is None else numbers - _of_rows(zeros, scheme, rows).short()[:, group]
+    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        return tensors["weight"][rows].view(torch.uint8) ^ 0x80
+
+    def zeros(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor | None:
+        found = tensors.get("weight_zero_point")
+        return None if found is None else _of_rows(found, scheme, rows).view(torch.uint8) ^ 0x80
 
 
 class Float8(Layout):
@@ -178,7 +179,7 @@ class Float8(Layout):
         shapes = _scale_shapes(shape, scheme)
         return {"weight_scale": (FLOATS, shapes), "weight_scale_inv": (FLOATS, shapes)}
 
-    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice, group: Tensor) -> Tensor:
+    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
         return tensors["weight"][rows].float()
 
     def scales(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
@@ -189,6 +190,16 @@ class Float8(Layout):
 LAYOUTS: dict[str, Layout] = {
     "gptq": Gptq(), "awq": Awq(), "packed": Packed(), "int8": Int8(), "float8": Float8()
 }  # fmt: skip
+
+
+def _awq_fields(words: Tensor, rows: slice) -> Tensor:
+    """Return some rows of the matrix whose columns are in words, [rows, columns] uint8."""
+    first = rows.start // 8
+    turned = words[:, first : -(-rows.stop // 8)].T.contiguous()
+    found = torch.empty(len(turned), 8, turned.shape[1], dtype=torch.uint8)
+    for row, position in enumerate(AWQ_POSITIONS):
+        found[:, row] = turned >> 4 * position & 15
+    return found.flatten(0, 1)[rows.start - 8 * first : rows.stop - 8 * first]
 
 
 def _scale_shapes(shape: Shape, scheme: Scheme) -> list[Shape]:

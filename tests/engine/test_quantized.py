@@ -133,15 +133,12 @@ def test_scales_that_float16_does_not_hold_are_rounded_to_it(tmp_path):
 def test_words_are_unpacked_as_published():
     """AutoAWQ's first nibbles are columns 0, 2, 4 and 6; AutoGPTQ's are in order, with zero points less one."""
     word = torch.tensor([[0x76543210]], dtype=torch.int32)
-    zero, rows, group = torch.zeros_like(word), slice(0, 8), torch.zeros(1, dtype=torch.int64)
     scheme = parse({"quant_method": "awq", "bits": 4, "group_size": 1}).scheme("a.weight")
-    numbers = LAYOUTS["awq"].numbers({"qweight": word, "qzeros": zero}, scheme, rows, group)
-    assert numbers.T.tolist() == [[0, 4, 1, 5, 2, 6, 3, 7]]
+    assert LAYOUTS["awq"].numbers({"qweight": word}, scheme, slice(0, 8)).T.tolist() == [[0, 4, 1, 5, 2, 6, 3, 7]]
+    assert LAYOUTS["awq"].zeros({"qzeros": word}, scheme, slice(3, 6)).T.tolist() == [[5, 2, 6]]
     scheme = parse({"quant_method": "gptq", "bits": 4, "group_size": 8}).scheme("a.weight")
-    zeros = torch.tensor([[0x77777777]], dtype=torch.int32)
-    eight = torch.zeros(8, dtype=torch.int64)
-    numbers = LAYOUTS["gptq"].numbers({"qweight": word, "qzeros": zeros}, scheme, slice(0, 1), eight)
-    assert numbers.tolist() == [[-8, -7, -6, -5, -4, -3, -2, -1]]
+    assert LAYOUTS["gptq"].numbers({"qweight": word}, scheme, slice(0, 1)).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert LAYOUTS["gptq"].zeros({"qzeros": word}, scheme, slice(2, 5)).T.tolist() == [[3, 4, 5]]
 
 
 @needs_library
@@ -198,8 +195,9 @@ def test_weights_that_are_joined_are_in_blocks_together_or_not_at_all(tmp_path):
     assert model.spec.in_blocks == {"Q4_0": 2 * 256 * 256 + 3 * 256 * 384 + 256 * 384}
     assert model.spec.dequantized == 2 * 256 * 384 + 256 * 384
     assert model.spec.in_blocks == models.describe(tmp_path, config(tmp_path)).in_blocks
-    assert model.spec.notes == ("294,912 weights in compressed-tensors are dequantized while they are loaded, "
-                                "to float32, 0.0 GB",)  # fmt: skip
+    assert model.spec.notes == (
+        "294,912 weights in compressed-tensors are dequantized while they are loaded, and take 1.2 MB in float32",
+    )
 
 
 @needs_library
@@ -286,7 +284,8 @@ def test_a_note_says_what_dequantized_weights_need(tmp_path):
     write(tmp_path, awq(), dtype=torch.bfloat16)
     found = plan.plan(config(tmp_path, cpu_isa="torch"))
     assert found["weights_bytes"] == 2 * found["num_params"] and found["quantization"] == "none"
-    assert "983,040 weights in awq are dequantized while they are loaded, to bfloat16, 0.0 GB" in found["notes"]
+    note = "983,040 weights in awq are dequantized while they are loaded, and take 2.0 MB in bfloat16"
+    assert note in found["notes"]
 
 
 def test_other_settings_of_quantization_are_refused(tmp_path):
