@@ -17,6 +17,8 @@ from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
 from ..quantized.config import TypeOf, Weights, count_blocks, parse
 from ..types import ConfigError, ModelError
+from .experts import ExpertsSpec
+from .families import FAMILIES, MODEL_TYPES, Family
 from .layers import ACTIVATIONS
 from .rope import MAX_NUMBER, SCALINGS, Rope, read_rope, rope_parameters
 
@@ -35,40 +37,8 @@ SMALL_MODEL = 400_000_000  # parameters up to which activations have 16 bits, if
 # published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16  # also of head_dim
+MAX_EXPERTS = 1 << 16  # of all layers
 MAX_SIZE = 1 << 24  # of the vocabulary, the hidden state and the feed-forward layer
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How an architecture of the native decoder differs from Llama, and the defaults of its config.json."""
-
-    qkv_bias: bool | None = None  # None: the key attention_bias decides
-    output_bias: bool | None = None
-    qk_norm: bool = False
-    mlp_bias: bool = False  # whether the key mlp_bias is read
-    head_dim: int | None = None  # None: hidden_size / heads
-    kv_heads: int | None = None  # None: as many as heads
-    max_positions: int = 2048
-    window: int | None = None  # default of sliding_window, on every layer
-    layer_windows: bool = False  # use_sliding_window, max_window_layers and layer_types are read
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family(mlp_bias=True),
-    "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, kv_heads=8, max_positions=131072, window=4096),
-    "Qwen2ForCausalLM": Family(
-        qkv_bias=True, output_bias=False, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
-    ),
-    "Qwen3ForCausalLM": Family(
-        qk_norm=True, head_dim=128, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
-    ),
-}
-MODEL_TYPES = {  # for a config.json without `architectures`
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +58,38 @@ class DecoderSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    experts: ExpertsSpec | None = None
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """Return the shape of a layer's experts; None: it has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
 
     def linears(self, num_layers: int, vocab_size: int) -> Iterator[Weights]:
-        """Yield the names of the weights of each linear layer, the head's included, their rows and their columns."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        """Yield the names of the weights of each linear layer that may be quantized, the head's included, their rows
+        and their columns."""
         for index in range(num_layers):
-            start = f"model.layers.{index}."
-            for names, rows, columns in (
-                (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q, kv, kv), self.hidden_size),
-                (("self_attn.o_proj",), (self.hidden_size,), q),
-                (("mlp.gate_proj", "mlp.up_proj"), (self.intermediate_size,) * 2, self.hidden_size),
-                (("mlp.down_proj",), (self.hidden_size,), self.intermediate_size),
-            ):
-                yield tuple(f"{start}{name}.weight" for name in names), rows, columns
+            yield from self.layer_linears(index)
         if not self.tied:
             yield ("lm_head.weight",), (vocab_size,), self.hidden_size
 
-    @property
-    def layer_shapes(self) -> list[tuple[int, int]]:
-        """Rows and columns of the four weights of a layer: QKV, output, gate and up, down."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        hidden, inner = self.hidden_size, self.intermediate_size
-        return [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
+    def layer_linears(self, index: int) -> Iterator[Weights]:
+        """Yield the same of one layer."""
+        q, kv, hidden = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size
+        start = f"model.layers.{index}."
+        attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        yield tuple(f"{start}{name}.weight" for name in attention), (q, kv, kv), hidden
+        yield (f"{start}self_attn.o_proj.weight",), (hidden,), q
+        experts = self.experts_of(index)
+        inner, count = (self.intermediate_size, 1) if experts is None else (experts.inner, experts.count)
+        mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj") if experts is None else experts.names[1:]
+        for number in range(count):
+            gate, up, down = (f"{start}{name.format(number)}.weight" for name in mlp)
+            yield (gate, up), (inner, inner), hidden
+            yield (down,), (hidden,), inner
+
+    def layer_numbers(self, index: int) -> int:
+        """Return the number of a layer's weights that may be quantized."""
+        return sum(sum(rows) * columns for _, rows, columns in self.layer_linears(index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +128,12 @@ class ModelSpec:
         bits, head_bits = self.bits
         if bits is None or head_bits is None or self.decoder is None:
             return plain
-        shapes = [(shape, bits) for shape in self.decoder.layer_shapes] * len(self.layers)
-        shapes.append(((self.vocab_size, self.decoder.hidden_size), head_bits))
+        shapes = [(self.vocab_size, self.decoder.hidden_size, head_bits)]
+        for index in range(len(self.layers)):
+            shapes += [(sum(rows), columns, bits) for _, rows, columns in self.decoder.layer_linears(index)]
         saved = (
             rows * columns * self.dtype.itemsize - quantized_bytes(rows, columns, bits)
-            for (rows, columns), bits in shapes
+            for rows, columns, bits in shapes
         )
         return plain - sum(saved)
 
@@ -165,7 +146,7 @@ class ModelSpec:
         """
         if self.bits[0] is None or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
             return 0
-        layer = sum(rows * columns for rows, columns in self.decoder.layer_shapes)
+        layer = max(map(self.decoder.layer_numbers, range(len(self.layers))))
         return max(self.vocab_size * self.decoder.hidden_size, layer) * self.dtype.itemsize
 
     @property
@@ -278,7 +259,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=_number(source, "rms_norm_eps", 1e-6),
+        norm_eps=_number(source, "rms_norm_eps", family.norm_eps),
         activation=source.get("hidden_act") or "silu",
         rope=rope,
         tied=bool(source.get("tie_word_embeddings", False)),
@@ -286,6 +267,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
+        experts=None if family.experts is None else _experts(source, family.experts, num_layers),
     )
     vocab_size = _whole(source, "vocab_size", maximum=MAX_SIZE)
     num_params = _num_params(decoder, vocab_size, num_layers)
@@ -344,6 +326,8 @@ def _unsupported(source: Mapping[str, Any]) -> str | None:
     activation = source.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         return f"the native implementation has no activation '{shown(activation)}'"
+    if source.get("use_sliding_window") and architecture(source) == "Qwen3MoeForCausalLM":
+        return "the native implementation has no sliding windows for Qwen3MoeForCausalLM"
     parameters = rope_parameters(source)
     if any(isinstance(value, dict) for value in parameters.values()):
         return "the native implementation has no rotary embeddings that differ by layer"
@@ -358,7 +342,7 @@ def _unsupported(source: Mapping[str, Any]) -> str | None:
 
 def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     """Return each layer's sliding window."""
-    window = source.get("sliding_window", family.window)
+    window = source.get("sliding_window", family.window or None)
     if family.window is None or window is None:
         return (None,) * num_layers
     window = _whole(source, "sliding_window", window)
@@ -378,13 +362,35 @@ def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _experts(source: Mapping[str, Any], names: tuple[str, str, str, str], num_layers: int) -> ExpertsSpec:
+    count = _whole(source, "num_experts" if "num_experts" in source else "num_local_experts", maximum=MAX_EXPERTS)
+    if count * num_layers > MAX_EXPERTS:
+        raise ModelError(f"config.json: {num_layers} layers of {count} experts are more than {MAX_EXPERTS} experts")
+    only = source.get("mlp_only_layers") or []
+    if not isinstance(only, list):
+        raise ModelError(f"config.json: mlp_only_layers must be a list, not {shown(only)}")
+    step = _whole(source, "decoder_sparse_step", 1)
+    is_mixtral = architecture(source) == "MixtralForCausalLM"
+    return ExpertsSpec(
+        count=count,
+        active=_whole(source, "num_experts_per_tok", maximum=count),
+        inner=_whole(source, "intermediate_size" if is_mixtral else "moe_intermediate_size", maximum=MAX_SIZE),
+        is_normalized=is_mixtral or bool(source.get("norm_topk_prob", False)),
+        dense=frozenset(index for index in range(num_layers) if index in only or (index + 1) % step),
+        names=names,
+    )
+
+
 def _num_params(decoder: DecoderSpec, vocab_size: int, num_layers: int) -> int:
     d, q, kv = decoder, decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
-    layer = sum(rows * columns for rows, columns in d.layer_shapes)
-    layer += 2 * d.hidden_size + (2 * d.head_dim if d.qk_norm else 0)
+    layer = 2 * d.hidden_size + (2 * d.head_dim if d.qk_norm else 0)
     layer += (q + 2 * kv if d.qkv_bias else 0) + (d.hidden_size if d.output_bias else 0)
     layer += 2 * d.intermediate_size + d.hidden_size if d.mlp_bias else 0
-    return num_layers * layer + vocab_size * d.hidden_size * (1 if d.tied else 2) + d.hidden_size
+    layers = num_layers * layer
+    for index in range(num_layers):
+        experts = d.experts_of(index)
+        layers += d.layer_numbers(index) + (experts.count * d.hidden_size if experts else 0)  # the router's
+    return layers + vocab_size * d.hidden_size * (1 if d.tied else 2) + d.hidden_size
 
 
 def _whole(source: Mapping[str, Any], key: str, default: int | None = None, *, maximum: int = MAX_NUMBER) -> int:
