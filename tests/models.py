@@ -67,15 +67,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {**BASE, **HEAD, "head_dim": 32}),
     "qwen3-tied": ("qwen3", {**BASE, **HEAD, "tie_word_embeddings": True}),
-    "mixtral": ("mixtral", {**BASE, **MOE}),
-    "mixtral-window": ("mixtral", {**BASE, **MOE, "sliding_window": 8}),
-    "qwen3_moe": ("qwen3_moe", {**BASE, **HEAD, **QWEN_MOE, "head_dim": 32}),
-    "qwen3_moe-sparse": (
-        "qwen3_moe",
-        {**BASE, **HEAD, **QWEN_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
-    ),
-    # Through transformers' own code
-    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": MAX_LEN}),
     "phi3": ("phi3", {**BASE, "pad_token_id": None}),
     "phi3-longrope": (
         "phi3",
@@ -86,6 +77,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {k: v for k, v in ROPES["longrope"].items() if k != "factor"},
         },
     ),
+    "mixtral": ("mixtral", {**BASE, **MOE}),
+    "mixtral-window": ("mixtral", {**BASE, **MOE, "sliding_window": 8}),
+    "qwen3_moe": ("qwen3_moe", {**BASE, **HEAD, **QWEN_MOE, "head_dim": 32}),
+    "qwen3_moe-sparse": (
+        "qwen3_moe",
+        {**BASE, **HEAD, **QWEN_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+    ),
+    # Through transformers' own code
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": MAX_LEN}),
     "gemma2": ("gemma2", {**BASE, **HEAD, "sliding_window": 8}),
     "gemma3_text": ("gemma3_text", {**BASE, **HEAD, "sliding_window": 8, "num_hidden_layers": 6}),
     "gpt_oss": ("gpt_oss", {**BASE, **HEAD, **MOE, "sliding_window": 8, "pad_token_id": None}),
@@ -103,7 +103,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("gpt_neox", {k: v for k, v in BASE.items() if k != "num_key_value_heads"}),
 }
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 NATIVE = [name for name, (kind, _) in MODELS.items() if kind in KINDS]
 FALLBACK = [name for name in MODELS if name not in NATIVE]
 FLOAT32_ONLY = (

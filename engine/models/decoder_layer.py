@@ -59,22 +59,27 @@ class Layer:
 
     def parts(self) -> list[tuple[str, Linear, int, int]]:
         """Return (checkpoint name, linear layer, first row, end row) for each weight. Q, K and V are rows of one linear
-        layer, and gate and up of another."""
+        layer, and gate and up of another, also where the checkpoint has a tensor for each."""
         q, kv, inner = self.q_size, self.kv_size, self.spec.intermediate_size
         prefix = f"layers.{self.index}."
         attention: list[tuple[str, Linear, int, int]] = [
             (f"{prefix}self_attn.q_proj", self.qkv, 0, q),
             (f"{prefix}self_attn.k_proj", self.qkv, q, q + kv),
             (f"{prefix}self_attn.v_proj", self.qkv, q + kv, q + 2 * kv),
-            (f"{prefix}self_attn.o_proj", self.output, 0, self.spec.hidden_size),
         ]
+        if self.spec.is_joined:
+            attention = [(f"{prefix}self_attn.qkv_proj", self.qkv, 0, q + 2 * kv)]
+        attention.append((f"{prefix}self_attn.o_proj", self.output, 0, self.spec.hidden_size))
         if self.experts is not None:
             return attention + self.experts.parts(prefix)
+        down = (f"{prefix}mlp.down_proj", self.down, 0, self.spec.hidden_size)
+        if self.spec.is_joined:
+            return [*attention, (f"{prefix}mlp.gate_up_proj", self.gate_up, 0, 2 * inner), down]
         return [
             *attention,
             (f"{prefix}mlp.gate_proj", self.gate_up, 0, inner),
             (f"{prefix}mlp.up_proj", self.gate_up, inner, 2 * inner),
-            (f"{prefix}mlp.down_proj", self.down, 0, self.spec.hidden_size),
+            down,
         ]
 
     def targets(self) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ class Family:
     window: int | None = None  # default of sliding_window, on every layer; 0: none, None: the key is not read
     layer_windows: bool = False  # use_sliding_window, max_window_layers and layer_types are read
     norm_eps: float = 1e-6
+    is_joined: bool = False  # in checkpoints, Q, K and V are one tensor, and gate and up another
     experts: tuple[str, str, str, str] | None = None  # names of their tensors, see ExpertsSpec
 
 
@@ -30,6 +31,9 @@ FAMILIES = {
     ),
     "Qwen3ForCausalLM": Family(
         qk_norm=True, head_dim=128, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
+    ),
+    "Phi3ForCausalLM": Family(
+        qkv_bias=False, output_bias=False, max_positions=4096, window=0, norm_eps=1e-5, is_joined=True
     ),
     "MixtralForCausalLM": Family(
         qkv_bias=False,
@@ -57,6 +61,7 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }

@@ -58,6 +58,7 @@ class DecoderSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    is_joined: bool = False  # see Family
     experts: ExpertsSpec | None = None
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
@@ -76,15 +77,20 @@ class DecoderSpec:
         """Yield the same of one layer."""
         q, kv, hidden = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size
         start = f"model.layers.{index}."
-        attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        yield tuple(f"{start}{name}.weight" for name in attention), (q, kv, kv), hidden
+        if self.is_joined:
+            yield (f"{start}self_attn.qkv_proj.weight",), (q + 2 * kv,), hidden
+        else:
+            yield tuple(f"{start}self_attn.{name}_proj.weight" for name in "qkv"), (q, kv, kv), hidden
         yield (f"{start}self_attn.o_proj.weight",), (hidden,), q
         experts = self.experts_of(index)
         inner, count = (self.intermediate_size, 1) if experts is None else (experts.inner, experts.count)
         mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj") if experts is None else experts.names[1:]
         for number in range(count):
             gate, up, down = (f"{start}{name.format(number)}.weight" for name in mlp)
-            yield (gate, up), (inner, inner), hidden
+            if self.is_joined:
+                yield (f"{start}mlp.gate_up_proj.weight",), (2 * inner,), hidden
+            else:
+                yield (gate, up), (inner, inner), hidden
             yield (down,), (hidden,), inner
 
     def layer_numbers(self, index: int) -> int:
@@ -267,6 +273,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
+        is_joined=family.is_joined,
         experts=None if family.experts is None else _experts(source, family.experts, num_layers),
     )
     vocab_size = _whole(source, "vocab_size", maximum=MAX_SIZE)
