@@ -134,6 +134,7 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
         spec, checkpoint = models.examine(folder.path, config)
     else:
         spec = models.describe(folder.path, config)
+    spec = models.fit(spec, config, device)
     backend = attention.choose(
         config.attention, device, spec.layers, spec.dtype, config.cpu_isa, cache_dtype=spec.cache_dtype
     )
@@ -207,7 +208,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         product_fix=model.product.fix,
         sampling="torch" if runner.sampling is None else runner.sampling.isa,
         hidden_size=spec.hidden_size,
-        quantization=f"gguf-{resolved.gguf_activations}" if spec.quantization == "gguf" else spec.quantization,
+        quantization=f"{spec.quantization}-{resolved.gguf_activations}" if spec.in_blocks else spec.quantization,
         notes=(*plan.notes, *spec.notes, *([backend.note] if backend.note else [])),
         roofline=limits,
     )

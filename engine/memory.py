@@ -145,6 +145,8 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, backend: type[Attent
     queries = widest.num_heads * widest.head_dim
     # Residual, norm, output, and the norm's float32 copy; queries and attention's output; gate, up and their product.
     token = size * (4 * hidden + 2 * queries + widest.numbers + 3 * inner) + 4 * hidden
+    if spec.decoder is not None and (experts := spec.decoder.experts) is not None:
+        token += (experts.active + 1) * size * hidden + 8 * hidden  # results of the experts, and their sum in float32
     attention = backend.workspace_bytes(spec.layers, spec.dtype, spec.cache_dtype, config)
     rows = min(config.max_seqs, config.max_batched_tokens)
     return config.max_batched_tokens * token + attention + rows * spec.vocab_size * SAMPLER_BYTES
@@ -319,7 +321,7 @@ def _tries(
         tries.append(
             f"`dtype=bfloat16`: weights of {_gb(plan.weights_bytes)} leave memory for {plan.num_tokens} tokens"
         )
-    if machine.kind == "cpu" and spec.decoder is not None and requested.quantization == "none":
+    if machine.kind == "cpu" and spec.decoder is not None and spec.quantization == "none" and not spec.method:
         quantized = replace(spec, quantization="int8")
         if _can_quantize(requested, spec) and (plan := works(quantized, quantization="int8")):
             size = _gb(plan.weights_bytes)

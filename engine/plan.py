@@ -57,7 +57,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "max_seqs": arranged.config.max_seqs,
         "max_batched_tokens": arranged.config.max_batched_tokens,
         "full_length_users": round(arranged.full_length_users, 2),
-        "notes": [*arranged.notes, *([chosen.note] if chosen.note else [])],
+        "notes": [*arranged.notes, *spec.notes, *([chosen.note] if chosen.note else [])],
         "assumptions": list(ASSUMPTIONS),
     }
 

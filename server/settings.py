@@ -106,7 +106,8 @@ class Settings(BaseSettings):
         "none", "quantize weights while loading, on CPU only: smaller and faster, slightly less accurate"
     )
     gguf_activations: Literal["auto", "int8", "int16"] = _engine(
-        "auto", "what activations are quantized to for a GGUF file's weights; auto: int16 for small models"
+        "auto",
+        "what activations are quantized to, for GGUF files and quantized checkpoints; auto: int16 for small models",
     )
     model_impl: Literal["auto", "native", "transformers"] = _engine(
         "auto", "model code: native (ours), transformers (theirs, on our KV cache) or auto"

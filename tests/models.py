@@ -52,6 +52,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 HEAD = {"head_dim": 16}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 # name -> (transformers model type, settings)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", BASE),
@@ -66,8 +67,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {**BASE, **HEAD, "head_dim": 32}),
     "qwen3-tied": ("qwen3", {**BASE, **HEAD, "tie_word_embeddings": True}),
-    # Through transformers' own code
-    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": MAX_LEN}),
     "phi3": ("phi3", {**BASE, "pad_token_id": None}),
     "phi3-longrope": (
         "phi3",
@@ -78,9 +77,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {k: v for k, v in ROPES["longrope"].items() if k != "factor"},
         },
     ),
+    "mixtral": ("mixtral", {**BASE, **MOE}),
+    "mixtral-window": ("mixtral", {**BASE, **MOE, "sliding_window": 8}),
+    "qwen3_moe": ("qwen3_moe", {**BASE, **HEAD, **QWEN_MOE, "head_dim": 32}),
+    "qwen3_moe-sparse": (
+        "qwen3_moe",
+        {**BASE, **HEAD, **QWEN_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+    ),
+    # Through transformers' own code
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": MAX_LEN}),
     "gemma2": ("gemma2", {**BASE, **HEAD, "sliding_window": 8}),
     "gemma3_text": ("gemma3_text", {**BASE, **HEAD, "sliding_window": 8, "num_hidden_layers": 6}),
-    "mixtral": ("mixtral", {**BASE, **MOE}),
     "gpt_oss": ("gpt_oss", {**BASE, **HEAD, **MOE, "sliding_window": 8, "pad_token_id": None}),
     "opt": (
         "opt",
@@ -96,9 +103,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("gpt_neox", {k: v for k, v in BASE.items() if k != "num_key_value_heads"}),
 }
-NATIVE = [name for name, (kind, _) in MODELS.items() if kind in ("llama", "mistral", "qwen2", "qwen3")]
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
+NATIVE = [name for name, (kind, _) in MODELS.items() if kind in KINDS]
 FALLBACK = [name for name in MODELS if name not in NATIVE]
-FLOAT32_ONLY = ("mixtral", "gpt_oss")  # transformers' grouped products of experts refuse float64
+FLOAT32_ONLY = (
+    "mixtral",
+    "mixtral-window",
+    "qwen3_moe",
+    "qwen3_moe-sparse",
+    "gpt_oss",
+)  # transformers' grouped products of experts refuse float64
 
 
 def config(name: str) -> Any:
@@ -133,6 +147,7 @@ def load_model(config: EngineConfig, folder: Path, progress: models.Progress = l
     """The model of a folder on the CPU under these settings."""
     spec, checkpoint = models.examine(folder, config)
     device = torch.device("cpu")
+    spec = models.fit(spec, config, device)
     return models.load(spec, checkpoint, device, models.product(config, spec, device), progress)
 
 

@@ -8,7 +8,7 @@
 // bits are bytes.
 //
 // Scales. A panel has a record for each block, which is one group or several: for each row the scale and, if the
-// format has them, the minimum, in float16. If several groups share a record, bytes follow for each group: for each row
+// format has them, the minimum, in float16, or for each row the byte that makes it. If several groups share a record, bytes follow for each group: for each row
 // the factor of its scale, and that of its minimum.
 //
 // Activations. A number of x has one byte, or two: the second has 7 more bits, multiplied by the same weights after the
@@ -73,6 +73,7 @@ struct Scales {
   int64_t record_bytes;
 
   static int64_t record(const Format& format) {
+    if (format.has_zeros) return 3 * WIDTH;
     return (format.groups == 1 ? 2 : 2 + format.groups) * WIDTH * (1 + format.has_minimum);
   }
   Scales(const Matrix& matrix, const Format& format, int64_t panel, int64_t groups)
@@ -82,6 +83,10 @@ struct Scales {
   // The scale (0) or minimum (1) of a group, for LANES rows from `row` on.
   V at(int64_t group, int which, int row) const {
     const char* from = of_panel + group / format.groups * record_bytes;
+    if (format.has_zeros) {
+      const V scale = load_f16((const uint16_t*)from + row);
+      return which ? mul(scale, load_bytes((const int8_t*)from + 2 * WIDTH + row)) : scale;
+    }
     const V scale = load_f16((const uint16_t*)from + which * WIDTH + row);
     if (format.groups == 1) return scale;
     const int kinds = 1 + format.has_minimum;
@@ -231,9 +236,9 @@ namespace {
 struct Block {
   uint8_t numbers[256];
   uint16_t scale, minimum;  // float16
-  uint8_t factors[16], minimums[8];
+  uint8_t factors[16], minimums[8], zero;
 
-  Block(const Format& format, const uint8_t* from) : scale(half(from)), minimum(0) {
+  Block(const Format& format, const uint8_t* from) : scale(half(from)), minimum(0), zero(0) {
     switch (format.type) {
       case Q4_0:
         nibbles(from + 2, 16, 0);
@@ -241,6 +246,10 @@ struct Block {
       case Q4_1:
         minimum = half(from + 2);
         nibbles(from + 4, 16, 0);
+        break;
+      case Q4_Z:
+        zero = from[2];
+        nibbles(from + 3, 16, 0);
         break;
       case Q5_0:
         nibbles(from + 6, 16, 0);
@@ -368,6 +377,7 @@ struct Repacker {
     uint16_t* halves = (uint16_t*)record + row;
     const int kinds = 1 + format.has_minimum;
     halves[0] = block ? block->scale : 0;
+    if (format.has_zeros) return (void)(record[2 * WIDTH + row] = (char)(block ? block->zero : 0));
     if (format.has_minimum) halves[WIDTH] = block ? block->minimum : 0;
     if (format.groups == 1) return;
     uint8_t* factors = (uint8_t*)record + 2 * WIDTH * kinds + row;

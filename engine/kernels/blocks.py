@@ -1,11 +1,10 @@
-"""Matmuls with weights in the blocks of a GGUF file, which are computed as they are; see blocks.cpp."""
+"""Matmuls with weights in blocks, those of a GGUF file as they are; see blocks.cpp."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from .structures import Multiplied
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A type of blocks in a GGUF file."""
+    """A type of blocks."""
 
     name: str
     block: int  # numbers in a block
@@ -28,6 +27,7 @@ class Format:
     bits: int  # of a stored number
     group: int = 32  # numbers that share a scale
     has_minimum: bool = False
+    has_zeros: bool = False  # minimums are scales times bytes
 
     @property
     def group_units(self) -> int:
@@ -36,8 +36,9 @@ class Format:
 
 
 Q8_0 = 8
+Q4_Z = 256  # our own type
 PIECE_NUMBERS = 1 << 22  # dequantized at once
-# By the type's number in a GGUF file. blocks.h has the same table.
+# By the type's number in a GGUF file, which has no Q4_Z. blocks.h has the same table.
 FORMATS = {
     2: Format("Q4_0", 32, 18, 4),
     3: Format("Q4_1", 32, 20, 4, has_minimum=True),
@@ -47,6 +48,7 @@ FORMATS = {
     12: Format("Q4_K", 256, 144, 4, has_minimum=True),
     13: Format("Q5_K", 256, 176, 5, has_minimum=True),
     14: Format("Q6_K", 256, 210, 6, group=16),
+    Q4_Z: Format("Q4_Z", 32, 19, 4, has_minimum=True, has_zeros=True),
 }
 
 
@@ -57,8 +59,17 @@ def blocks_bytes(name: str, numbers: int, dtype: torch.dtype) -> int:
         return numbers * dtype.itemsize
     form = next((form for form in FORMATS.values() if form.name == name), FORMATS[Q8_0])
     groups = form.block // form.group
-    scales = 2 if groups == 1 else 2 + groups
-    return numbers // form.block * (groups * form.group_units * 4 + scales * (2 if form.has_minimum else 1))
+    scales = (2 if groups == 1 else 2 + groups) * (2 if form.has_minimum else 1) - form.has_zeros
+    return numbers // form.block * (groups * form.group_units * 4 + scales)
+
+
+def in_one_order(parts: Sequence[BlockRows]) -> bool:
+    """Return whether the parts store the columns of a weight in the same order."""
+    first = parts[0].order
+    others = [part.order for part in parts[1:]]
+    if first is None:
+        return all(order is None for order in others)
+    return all(order is not None and torch.equal(first, order) for order in others)
 
 
 def in_q8_0(part: BlockRows) -> BlockRows:
@@ -90,6 +101,7 @@ def in_blocks(
     mixed = len({part.format for part in parts}) > 1
     if mixed and gated:
         parts = [part if part.format == Q8_0 else in_q8_0(part) for part in parts]
+    mixed = mixed or not in_one_order(parts)
     if not all(part.mapped for part in parts):
         packing = None  # now, so that only one converted weight is in memory
     if mixed and not gated:
@@ -118,10 +130,18 @@ class Blocks(Packed):
         packing: Packing | None = None,
     ) -> None:
         self.format, self.planes = parts[0].format, activation_bytes
-        self._format = FORMATS[self.format]
+        self._format, self._order = FORMATS[self.format], parts[0].order
+        if not in_one_order(parts):
+            raise ValueError("blocks of columns in several orders")
         if any(part.format != self.format for part in parts):
             raise ValueError(f"blocks of several formats: {sorted({FORMATS[part.format].name for part in parts})}")
         super().__init__(kernels, parts, bias, gated=gated, wide=wide, stride=stride, packing=packing)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return super().__call__(x if self._order is None else x[:, self._order], residual)
+
+    def multiplied(self) -> Multiplied | None:
+        return super().multiplied() if self._order is None else None
 
     def row_bytes(self) -> int:
         return self.columns // self._format.block * self._format.block_bytes
@@ -136,13 +156,18 @@ class Blocks(Packed):
         record = self._kernels.scales_bytes(self.format)
         return torch.empty(num_panels, self.columns // self._format.block, record, dtype=torch.uint8)
 
+    def lookup(self, ids: Tensor) -> Tensor:
+        rows = super().lookup(ids)
+        return rows if self._order is None else rows[:, self._order.argsort()]
+
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
         arguments = ids.data_ptr(), len(ids), out.data_ptr()
         return int(self._kernels.dequantized_blocks(self._address, self.dtype.itemsize, *arguments))
 
 
 class Joined(Packed):
-    """Like Packed, for a weight whose parts are in blocks of several formats, as queries and values in Q4_K_M."""
+    """Like Packed, for a weight whose parts are in blocks of several formats, as queries and values in Q4_K_M, or whose
+    columns are in several orders."""
 
     def __init__(
         self,
@@ -155,24 +180,37 @@ class Joined(Packed):
     ) -> None:
         self.dtype, self.columns = parts[0].dtype, parts[0].shape[1]
         self.result, self.outputs = self.dtype, sum(part.shape[0] for part in parts)
+        self._in_order = all(part.order is None for part in parts)
         self._parts: list[Blocks] = []
         offsets, start = [], 0
-        for _, group in groupby(parts, key=lambda part: part.format):
-            rows = list(group)
+        for rows in _alike(parts):
             end = start + sum(part.shape[0] for part in rows)
-            own_bias = None if bias is None else bias[start:end]
             part = Blocks(
-                kernels, rows, own_bias, stride=self.outputs, activation_bytes=activation_bytes, packing=packing
+                kernels,
+                rows,
+                None if bias is None else bias[start:end],
+                stride=self.outputs if self._in_order else None,
+                activation_bytes=activation_bytes,
+                packing=packing,
             )
             self._parts.append(part)
             offsets.append(start * self.dtype.itemsize)
             start = end
-        self._kept = (
-            (Multiplied * len(offsets))(*(part.multiplied() for part in self._parts)),
-            (ctypes.c_int64 * len(offsets))(*offsets),
-        )
+        if not self._in_order:
+            return
+        matmuls = [matmul for part in self._parts if (matmul := part.multiplied()) is not None]
+        self._kept = (Multiplied * len(offsets))(*matmuls), (ctypes.c_int64 * len(offsets))(*offsets)
         self._joined = JoinedParts(*(ctypes.addressof(each) for each in self._kept), len(offsets))
         self._multiply, self._address = kernels.multiply_joined, ctypes.addressof(self._joined)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._in_order:
+            return super().__call__(x, residual)
+        y = torch.cat([part(x) for part in self._parts], 1)
+        return y if residual is None else residual + y
+
+    def multiplied(self) -> Multiplied | None:
+        return super().multiplied() if self._in_order else None
 
     @property
     def num_bytes(self) -> int:
@@ -180,3 +218,14 @@ class Joined(Packed):
 
     def lookup(self, ids: Tensor) -> Tensor:
         raise AssertionError("an embedding is one tensor, of one format")
+
+
+def _alike(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
+    """Return the parts in runs of one format and one order of columns."""
+    runs: list[list[BlockRows]] = []
+    for part in parts:
+        if runs and runs[-1][0].format == part.format and in_one_order([runs[-1][0], part]):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs

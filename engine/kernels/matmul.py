@@ -6,7 +6,7 @@ import ctypes
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +38,18 @@ class BlockRows(NamedTuple):
     dtype: torch.dtype  # of the activations
     interleaved: int = 0  # rows of a head, if the halves of each are interleaved and are to be separated
     mapped: bool = True  # from a file; otherwise in memory
+    order: Tensor | None = None  # [columns] int64: the column of the weight that is stored in each position
+
+
+class Converted(NamedTuple):
+    """Rows of a weight that are converted to blocks when they are packed, so that few are in memory at a time."""
+
+    convert: Callable[[], BlockRows]
+    num_bytes: int  # in files
 
 
 Parts = Sequence[Tensor | Stored | BlockRows]  # rows of a weight, one part after another
+Sources = Sequence[Tensor | Stored | BlockRows | Converted]  # parts, of which some are still to be converted
 
 
 class Packing:
@@ -225,8 +234,8 @@ class Packed:
         arguments = ids.data_ptr(), len(ids), out.data_ptr()
         return int(self._kernels.lookup(self._address, self.dtype.itemsize, *arguments))
 
-    def multiplied(self) -> Multiplied:
-        """Return the matmul for kernels that call it, valid while this object exists."""
+    def multiplied(self) -> Multiplied | None:
+        """Return the matmul for kernels that call it, valid while this object exists; None if they cannot."""
         return Multiplied(address(self._multiply), self._address)
 
     def _check(self, x: Tensor, columns: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from ..config import EngineConfig
 from ..gguf import folder as gguf
 from ..kernels.library import Choice, choose
+from ..quantized.config import parse
 from ..types import ConfigError, EngineError, ModelError
 from .dummy import DummyWeights
 from .forward import Forward, Outputs
@@ -29,13 +31,24 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
     The headers of the weights are read too, and compared with config.json.
     """
     if config.load_format == "dummy":
-        return describe(folder, config), DummyWeights(folder)
+        spec = describe(folder, config)
+        if spec.method:
+            raise ConfigError(
+                f"`load_format=dummy` makes no {spec.method} weights: remove quantization_config, or use auto"
+            )
+        return spec, DummyWeights(folder)
     source = read_config(folder)
-    checkpoint = _checkpoint(folder, source, config)
+    if source.get("quantization_config") and not gguf.is_converted(folder):
+        from ..quantized.checkpoint import QuantizedCheckpoint
+
+        quantized = QuantizedCheckpoint(folder, parse(source["quantization_config"]))
+        spec = _describe(folder, source, config, quantized)
+        return spec.stored_as(quantized.blocks_type, quantized.scheme), quantized
+    checkpoint = _checkpoint(folder)
     return _describe(folder, source, config, checkpoint), checkpoint
 
 
-def _checkpoint(folder: Path, source: dict[str, Any], config: EngineConfig) -> Checkpoint:
+def _checkpoint(folder: Path) -> Checkpoint:
     if not gguf.is_converted(folder):
         return Checkpoint(folder)
     from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
@@ -67,15 +80,44 @@ def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint
             f"`quantization={config.quantization}` is for the native implementation, and {architecture(source)} runs "
             "on transformers' code here: leave it out"
         )
+    if source.get("quantization_config"):
+        method = shown(source["quantization_config"]["quant_method"])
+        raise ModelError(
+            f"weights in {method} are for the native implementation, and {architecture(source)} runs on transformers' "
+            "code here: use the unquantized version of the model"
+        )
     from . import hf
 
     return hf.describe(folder, source, config, checkpoint)
 
 
+def fit(spec: ModelSpec, config: EngineConfig, device: torch.device) -> ModelSpec:
+    """Return the spec of a checkpoint on a device. Raises ConfigError.
+
+    Our kernels compute with quantized weights as they are stored; where there are none, weights are dequantized. The
+    kernels do not support float16, so bfloat16 replaces it unless the user has set it.
+    """
+    if not (spec.method and spec.in_blocks):
+        return spec
+    setting = _setting(config)
+    dtype = torch.bfloat16 if config.dtype == "auto" and spec.dtype == torch.float16 else spec.dtype
+    try:
+        choose(setting, device, dtype, quantized=True)
+    except ConfigError:
+        if device.type == "cpu" and setting not in ("auto", "torch"):
+            raise
+        dequantized = spec.dequantized + sum(spec.in_blocks.values())
+        return replace(spec, quantization="none", in_blocks={}, dequantized=dequantized)
+    return replace(spec, dtype=dtype)
+
+
+def _setting(config: EngineConfig) -> str:
+    return config.cpu_isa if config.products == "auto" else config.products
+
+
 def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
     """Return what computes a model's matmuls on a device. Raises ConfigError if this machine cannot do that."""
-    setting = config.cpu_isa if config.products == "auto" else config.products
-    return choose(setting, device, spec.dtype, quantized=spec.quantization != "none")
+    return choose(_setting(config), device, spec.dtype, quantized=spec.quantization != "none")
 
 
 def load(
@@ -104,6 +146,7 @@ __all__ = [
     "Progress",
     "describe",
     "examine",
+    "fit",
     "load",
     "product",
 ]

@@ -21,7 +21,7 @@ from .fused import Fused
 from .layers import InFile, Linear, RMSNorm
 from .on_gpu import OnGPU
 from .rope import Rotary
-from .spec import BITS, ModelSpec
+from .spec import ModelSpec
 from .weights import Checkpoint
 
 WATCH_S = 0.1  # between two reports of the packing's progress
@@ -88,12 +88,13 @@ class Decoder:
         def report(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
-            if not in_file:  # else only norms are being read: the packing reports the progress
+            if converted or not in_file:  # else only norms are being read: the packing reports the progress
                 progress(done / total)
 
         kernels = self.product.kernels
         packing = None if kernels is None else Packing(kernels)
         in_file: dict[Linear, InFile] = {}
+        converted = False  # whether weights are converted before they are packed, layer by layer
 
         def read(targets: dict[str, Tensor], linears: Mapping[Linear, list[str]]) -> None:
             """Fill the targets, except weights of linear layers that can be packed from the files."""
@@ -111,6 +112,9 @@ class Decoder:
                 weights.setdefault(linear, []).append(f"{prefix}{name}.weight")
             read({prefix + name: target for name, target in layer.targets().items()}, weights)
             self._pack_layer(layer, in_file)
+            if count := sum(in_file[linear].converted for linear in weights if linear in in_file):
+                converted = True
+                report(count)
         ends = {prefix + name: target for name, target in self._ends().items()}
         head = f"{prefix}embed_tokens.weight"
         if self.head is not self.embedding:
@@ -151,11 +155,11 @@ class Decoder:
         self._finish()
 
     def _pack_layer(self, layer: Layer, in_file: Mapping[Linear, InFile] | None = None) -> None:
-        layer.pack(self.product.kernels, BITS[self.spec.quantization][0], in_file)
+        layer.pack(self.product.kernels, self.spec.bits[0], in_file)
 
     def _pack_head(self, in_file: InFile | None = None) -> None:
         # Logits must be float32. A tied head and embedding are stored once, in a form that both can use.
-        bits, looked_up = BITS[self.spec.quantization][1], self.head is self.embedding
+        bits, looked_up = self.spec.bits[1], self.head is self.embedding
         self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, bits=bits, in_file=in_file)
         self.norm.pack(self.product.kernels)
 

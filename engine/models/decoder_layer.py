@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
+from .experts import Experts
 from .forward import Forward
 from .layers import Gated, InFile, Linear, RMSNorm
 from .rope import rotate
@@ -15,7 +16,10 @@ from .spec import DecoderSpec, ModelSpec
 
 
 class Layer:
-    """Attention and a gated MLP, each with a norm before it and a residual connection."""
+    """Attention and a gated MLP or experts, each with a norm before it and a residual connection."""
+
+    gate_up: Gated  # gate_up and down: of a layer without experts
+    down: Linear
 
     def __init__(self, index: int, model: ModelSpec, spec: DecoderSpec, device: torch.device) -> None:
         self.index, self.spec = index, spec
@@ -28,11 +32,18 @@ class Layer:
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
         self.output = Linear(hidden, self.q_size, spec.output_bias, dtype, device)
         self.mlp_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
+        experts = spec.experts_of(index)
+        if experts is not None:
+            self.experts: Experts | None = Experts(hidden, experts, dtype, device, activation=spec.activation)
+            return
+        self.experts = None
         self.gate_up = Gated(inner, hidden, spec.mlp_bias, dtype, device, activation=spec.activation)
         self.down = Linear(hidden, inner, spec.mlp_bias, dtype, device)
 
     def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], forward: Forward) -> Tensor:
         x = self.output(self.attend(self.attention_norm(x), turn, forward), residual=x)
+        if self.experts is not None:
+            return self.experts(self.mlp_norm(x), residual=x)
         return self.down(self.gate_up(self.mlp_norm(x)), residual=x)
 
     def attend(self, x: Tensor, turn: tuple[Tensor, Tensor], forward: Forward) -> Tensor:
@@ -48,17 +59,27 @@ class Layer:
 
     def parts(self) -> list[tuple[str, Linear, int, int]]:
         """Return (checkpoint name, linear layer, first row, end row) for each weight. Q, K and V are rows of one linear
-        layer, and gate and up of another."""
+        layer, and gate and up of another, also where the checkpoint has a tensor for each."""
         q, kv, inner = self.q_size, self.kv_size, self.spec.intermediate_size
         prefix = f"layers.{self.index}."
-        return [
+        attention: list[tuple[str, Linear, int, int]] = [
             (f"{prefix}self_attn.q_proj", self.qkv, 0, q),
             (f"{prefix}self_attn.k_proj", self.qkv, q, q + kv),
             (f"{prefix}self_attn.v_proj", self.qkv, q + kv, q + 2 * kv),
-            (f"{prefix}self_attn.o_proj", self.output, 0, self.spec.hidden_size),
+        ]
+        if self.spec.is_joined:
+            attention = [(f"{prefix}self_attn.qkv_proj", self.qkv, 0, q + 2 * kv)]
+        attention.append((f"{prefix}self_attn.o_proj", self.output, 0, self.spec.hidden_size))
+        if self.experts is not None:
+            return attention + self.experts.parts(prefix)
+        down = (f"{prefix}mlp.down_proj", self.down, 0, self.spec.hidden_size)
+        if self.spec.is_joined:
+            return [*attention, (f"{prefix}mlp.gate_up_proj", self.gate_up, 0, 2 * inner), down]
+        return [
+            *attention,
             (f"{prefix}mlp.gate_proj", self.gate_up, 0, inner),
             (f"{prefix}mlp.up_proj", self.gate_up, inner, 2 * inner),
-            (f"{prefix}mlp.down_proj", self.down, 0, self.spec.hidden_size),
+            down,
         ]
 
     def targets(self) -> dict[str, Tensor]:
@@ -79,11 +100,15 @@ class Layer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
+        """The matmuls of a layer without experts."""
         return self.qkv, self.output, self.gate_up, self.down
 
     def pack(self, kernels: Kernels | None, bits: int | None, in_file: Mapping[Linear, InFile] | None = None) -> None:
         """Pack the weights; `in_file` has those that are still in files."""
-        for linear in self.linears:
-            linear.pack(kernels, bits=bits, in_file=(in_file or {}).get(linear))
+        in_file = in_file or {}
+        for linear in self.linears if self.experts is None else (self.qkv, self.output):
+            linear.pack(kernels, bits=bits, in_file=in_file.get(linear))
+        if self.experts is not None:
+            self.experts.pack(kernels, bits, in_file)
         for norm in (self.attention_norm, self.mlp_norm):
             norm.pack(kernels)

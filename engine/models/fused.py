@@ -79,7 +79,9 @@ class Fused:
         cls, kernels: Kernels | None, model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotary: Rotary
     ) -> Fused | None:
         """Return the executor of these layers, or None if there is no kernel for some part of them."""
-        parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        if any(layer.experts is not None for layer in layers):
+            return None
+        parts = [part for layer in layers for part in layer.linears]
         matmuls = [matmul for part in parts if (matmul := part.multiplied()) is not None]
         if kernels is None or len(matmuls) < len(parts):
             return None

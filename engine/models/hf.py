@@ -33,7 +33,8 @@ from ..types import ModelError
 from .dummy import DummyWeights, initialize
 from .forward import Forward, Outputs
 from .packing import Swap, pack, unpack
-from .spec import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
+from .rope import MAX_NUMBER
+from .spec import MAX_LAYERS, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
 from .trial import NOT_THERE, first_line, overheard, quiet, refusal, try_without_weights
 from .weights import Checkpoint
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.blocks import in_blocks
+from ..kernels.blocks import in_blocks, in_one_order
 from ..kernels.library import Kernels
-from ..kernels.matmul import BlockRows, Packed, Packing, Parts, Quantized
+from ..kernels.matmul import BlockRows, Converted, Packed, Packing, Parts, Quantized, Sources
 from ..kernels.structures import Multiplied
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
@@ -30,9 +30,31 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class InFile(NamedTuple):
     """A weight that is still in files, in parts, and the Packing that will read and pack it."""
 
-    parts: Parts
+    parts: Sources
     packing: Packing
     activation_bytes: int = 1  # in matmuls with weights in GGUF blocks
+
+    @property
+    def converted(self) -> int:
+        """The size of the parts that are converted before they are packed, in bytes in files."""
+        return sum(part.num_bytes for part in self.parts if isinstance(part, Converted))
+
+
+class Source(NamedTuple):
+    """An InFile whose parts can be packed."""
+
+    parts: Parts
+    packing: Packing
+    activation_bytes: int
+
+    @property
+    def blocks(self) -> list[BlockRows]:
+        return [part for part in self.parts if isinstance(part, BlockRows)]
+
+
+def _converted(weight: InFile) -> Source:
+    parts = [part.convert() if isinstance(part, Converted) else part for part in weight.parts]
+    return Source(parts, weight.packing, weight.activation_bytes)
 
 
 class Linear:
@@ -62,16 +84,16 @@ class Linear:
         """
         self._is_wide = wide and self.weight.is_cuda and self.weight.dtype in (torch.float16, torch.bfloat16)
         if kernels is not None:
-            self._pack(kernels, bits, in_file, wide=wide)
+            self._pack(kernels, bits, None if in_file is None else _converted(in_file), wide=wide)
         elif can_reorder(self.weight) and not looked_up:
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
             self.weight = self.weight.new_empty(0)
 
     def _pack(
-        self, kernels: Kernels, bits: int | None, in_file: InFile | None, *, wide: bool, gated: bool = False
+        self, kernels: Kernels, bits: int | None, source: Source | None, *, wide: bool, gated: bool = False
     ) -> None:
-        weight, packing, activation_bytes = in_file or (self.weight, None, 1)
-        if in_file and (blocks := [part for part in in_file.parts if isinstance(part, BlockRows)]):
+        weight, packing, activation_bytes = source or (self.weight, None, 1)
+        if source and (blocks := source.blocks):
             self._packed = in_blocks(
                 kernels,
                 blocks,
@@ -119,10 +141,11 @@ class Gated(Linear):
         self._fused = False
 
     def _pack(
-        self, kernels: Kernels, bits: int | None, in_file: InFile | None, *, wide: bool, gated: bool = False
+        self, kernels: Kernels, bits: int | None, source: Source | None, *, wide: bool, gated: bool = False
     ) -> None:
-        self._fused = gated or self._activation is F.silu
-        super()._pack(kernels, bits, in_file, wide=wide, gated=self._fused)
+        blocks = [] if source is None else source.blocks
+        self._fused = gated or (self._activation is F.silu and (not blocks or in_one_order(blocks)))
+        super()._pack(kernels, bits, source, wide=wide, gated=self._fused)
 
     def multiplied(self) -> Multiplied | None:
         return super().multiplied() if self._fused else None

@@ -94,6 +94,8 @@ def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -
     assert model.decoder is not None
     if kernels is not None:
         return "the weights are packed for a CPU"
+    if model.decoder.experts is not None:
+        return "the model has experts"
     if model.decoder.hidden_size > MAX_HIDDEN:
         return f"the Triton kernels serve hidden states of up to {MAX_HIDDEN} numbers"
     return limitation(model.layers, model.dtype, device)

@@ -7,12 +7,17 @@ results do not depend on the length of another.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..types import ModelError
+
 TABLE = 1024  # positions in the first table of angles
+MAX_NUMBER = (1 << 31) - 1  # in a config.json
 SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -137,3 +142,71 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [tokens, heads, head_dim] by its positions' angles; element i is paired with i + head_dim / 2."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat([x[..., half:], x[..., :half]], -1) * sin
+
+
+def rope_parameters(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope_scaling, the old key, or else rope_parameters, as transformers does."""
+    found = source.get("rope_scaling") or source.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise ModelError("config.json: rope_scaling and rope_parameters must be objects")
+    return found
+
+
+def read_rope(source: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
+    """Return the rotary parameters of a config.json. Raises ModelError."""
+    found = rope_parameters(source)
+    scaling = found.get("rope_type", found.get("type", "default")) or "default"
+    theta = found.get("rope_theta") or source.get("rope_theta") or 10000.0
+    original = found.get("original_max_position_embeddings")
+    if scaling in ("llama3", "yarn", "longrope"):
+        original = source.get("original_max_position_embeddings") or original or max_positions
+    needed = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": (),
+        "longrope": ("short_factor", "long_factor"),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    }.get(scaling, ())
+    for key in needed:
+        if found.get(key) is None:
+            raise ModelError(f"config.json: rotary scaling {scaling!r} needs {key!r}")
+
+    def optional(key: str) -> float | None:
+        return None if found.get(key) is None else float(found[key])
+
+    factors = {key: tuple(found.get(key) or ()) for key in ("short_factor", "long_factor")}
+    if scaling == "longrope":
+        for key, values in factors.items():
+            if len(values) != head_dim // 2:
+                raise ModelError(f"config.json: {key} must hold {head_dim // 2} numbers, not {len(values)}")
+    try:
+        rope = Rope(
+            head_dim=head_dim,
+            theta=float(theta),
+            scaling=scaling,
+            max_positions=max_positions,
+            factor=optional("factor"),
+            original_positions=None if original is None else int(original),
+            attention_factor=optional("attention_factor"),
+            beta_fast=float(found.get("beta_fast") or 32),
+            beta_slow=float(found.get("beta_slow") or 1),
+            mscale=optional("mscale"),
+            mscale_all_dim=optional("mscale_all_dim"),
+            truncate=bool(found.get("truncate", True)),
+            low_freq_factor=float(found.get("low_freq_factor") or 1),
+            high_freq_factor=float(found.get("high_freq_factor") or 4),
+            short_factor=factors["short_factor"],
+            long_factor=factors["long_factor"],
+        )
+        longest = rope.longest
+    except (TypeError, ValueError, OverflowError):
+        raise ModelError("config.json: a rotary parameter is not a number") from None
+    if not 1 <= longest <= MAX_NUMBER:
+        raise ModelError(f"config.json: the rotary parameters are for {longest:.3g} tokens, which no model takes")
+    try:
+        angles, scale = frequencies(rope, longest)
+    except (TypeError, ValueError, ArithmeticError):
+        angles, scale = torch.tensor([math.nan]), math.nan
+    if not (angles.isfinite().all() and math.isfinite(scale)):
+        raise ModelError("config.json: no angles can be computed from the rotary parameters")
+    return rope

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,12 @@ from ..files import read_json
 from ..gguf import folder as gguf
 from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
+from ..quantized.config import TypeOf, Weights, count_blocks, parse
 from ..types import ConfigError, ModelError
+from .experts import ExpertsSpec
+from .families import FAMILIES, MODEL_TYPES, Family
 from .layers import ACTIVATIONS
-from .rope import SCALINGS, Rope, frequencies
+from .rope import MAX_NUMBER, SCALINGS, Rope, read_rope, rope_parameters
 
 DTYPES = {
     "float32": torch.float32,
@@ -29,49 +31,14 @@ DTYPES = {
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
 # from the unquantized model.
-BITS: dict[str, tuple[int | None, int | None]] = {
-    "none": (None, None), "int8": (8, 8), "int4": (4, 8), "gguf": (None, None)
-}  # fmt: skip
-SMALL_MODEL = 400_000_000  # numbers of a GGUF file up to which activations have 16 bits
+BITS = {"int8": (8, 8), "int4": (4, 8)}
+SMALL_MODEL = 400_000_000  # parameters up to which activations have 16 bits, if weights are in blocks
 # Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
 # published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16  # also of head_dim
+MAX_EXPERTS = 1 << 16  # of all layers
 MAX_SIZE = 1 << 24  # of the vocabulary, the hidden state and the feed-forward layer
-MAX_NUMBER = (1 << 31) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How an architecture of the native decoder differs from Llama, and the defaults of its config.json."""
-
-    qkv_bias: bool | None = None  # None: the key attention_bias decides
-    output_bias: bool | None = None
-    qk_norm: bool = False
-    mlp_bias: bool = False  # whether the key mlp_bias is read
-    head_dim: int | None = None  # None: hidden_size / heads
-    kv_heads: int | None = None  # None: as many as heads
-    max_positions: int = 2048
-    window: int | None = None  # default of sliding_window, on every layer
-    layer_windows: bool = False  # use_sliding_window, max_window_layers and layer_types are read
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family(mlp_bias=True),
-    "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, kv_heads=8, max_positions=131072, window=4096),
-    "Qwen2ForCausalLM": Family(
-        qkv_bias=True, output_bias=False, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
-    ),
-    "Qwen3ForCausalLM": Family(
-        qk_norm=True, head_dim=128, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
-    ),
-}
-MODEL_TYPES = {  # for a config.json without `architectures`
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +58,44 @@ class DecoderSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    is_joined: bool = False  # see Family
+    experts: ExpertsSpec | None = None
 
-    @property
-    def layer_shapes(self) -> list[tuple[int, int]]:
-        """Rows and columns of the four weights of a layer: QKV, output, gate and up, down."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        hidden, inner = self.hidden_size, self.intermediate_size
-        return [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """Return the shape of a layer's experts; None: it has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
+
+    def linears(self, num_layers: int, vocab_size: int) -> Iterator[Weights]:
+        """Yield the names of the weights of each linear layer that may be quantized, the head's included, their rows
+        and their columns."""
+        for index in range(num_layers):
+            yield from self.layer_linears(index)
+        if not self.tied:
+            yield ("lm_head.weight",), (vocab_size,), self.hidden_size
+
+    def layer_linears(self, index: int) -> Iterator[Weights]:
+        """Yield the same of one layer."""
+        q, kv, hidden = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size
+        start = f"model.layers.{index}."
+        if self.is_joined:
+            yield (f"{start}self_attn.qkv_proj.weight",), (q + 2 * kv,), hidden
+        else:
+            yield tuple(f"{start}self_attn.{name}_proj.weight" for name in "qkv"), (q, kv, kv), hidden
+        yield (f"{start}self_attn.o_proj.weight",), (hidden,), q
+        experts = self.experts_of(index)
+        inner, count = (self.intermediate_size, 1) if experts is None else (experts.inner, experts.count)
+        mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj") if experts is None else experts.names[1:]
+        for number in range(count):
+            gate, up, down = (f"{start}{name.format(number)}.weight" for name in mlp)
+            if self.is_joined:
+                yield (f"{start}mlp.gate_up_proj.weight",), (2 * inner,), hidden
+            else:
+                yield (gate, up), (inner, inner), hidden
+            yield (down,), (hidden,), inner
+
+    def layer_numbers(self, index: int) -> int:
+        """Return the number of a layer's weights that may be quantized."""
+        return sum(sum(rows) * columns for _, rows, columns in self.layer_linears(index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +113,33 @@ class ModelSpec:
     source: dict[str, Any] = field(repr=False)  # config.json
     decoder: DecoderSpec | None = None  # if the implementation is native
     hidden_size: int = 0  # of the last hidden states; 0: not available
-    quantization: str = "none"  # of the weights, see BITS
-    activation_bytes: int = 1  # of the activations' numbers in matmuls with weights in GGUF blocks
+    quantization: str = "none"  # of the weights in memory: a key of BITS, gguf, or the method of the checkpoint
+    method: str = ""  # of a quantized safetensors checkpoint
+    in_blocks: Mapping[str, int] = field(default_factory=dict)  # numbers of weights by their type of GGUF blocks
+    dequantized: int = 0  # numbers of weights that are quantized in the checkpoint, and not in memory
+    activation_bytes: int = 1  # of the activations' numbers in matmuls with weights in blocks
     kv_dtype: str = "auto"  # see EngineConfig
 
     @property
+    def bits(self) -> tuple[int | None, int | None]:
+        """Bits that the layers' weights and the head's are rounded to; None: they are not."""
+        return BITS.get(self.quantization, (None, None))
+
+    @property
     def weights_bytes(self) -> int:
-        if self.quantization == "gguf":
-            numbers = self.source["quantization_config"]["numbers"]
-            return sum(blocks_bytes(kind, count, self.dtype) for kind, count in numbers.items())
         plain = self.num_params * self.dtype.itemsize
-        bits, head_bits = BITS[self.quantization]
+        if self.in_blocks:
+            stored = sum(blocks_bytes(kind, count, self.dtype) for kind, count in self.in_blocks.items())
+            return plain - sum(self.in_blocks.values()) * self.dtype.itemsize + stored
+        bits, head_bits = self.bits
         if bits is None or head_bits is None or self.decoder is None:
             return plain
-        shapes = [(shape, bits) for shape in self.decoder.layer_shapes] * len(self.layers)
-        shapes.append(((self.vocab_size, self.decoder.hidden_size), head_bits))
+        shapes = [(self.vocab_size, self.decoder.hidden_size, head_bits)]
+        for index in range(len(self.layers)):
+            shapes += [(sum(rows), columns, bits) for _, rows, columns in self.decoder.layer_linears(index)]
         saved = (
             rows * columns * self.dtype.itemsize - quantized_bytes(rows, columns, bits)
-            for (rows, columns), bits in shapes
+            for rows, columns, bits in shapes
         )
         return plain - sum(saved)
 
@@ -143,23 +150,34 @@ class ModelSpec:
         A model that is served in its checkpoint's dtype needs none: its weights are quantized in chunks as they are
         read.
         """
-        if (
-            self.quantization in ("none", "gguf")
-            or self.decoder is None
-            or self.dtype == DTYPES.get(stored_dtype(self.source))
-        ):
+        if self.bits[0] is None or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
             return 0
-        layer = sum(rows * columns for rows, columns in self.decoder.layer_shapes)
+        layer = max(map(self.decoder.layer_numbers, range(len(self.layers))))
         return max(self.vocab_size * self.decoder.hidden_size, layer) * self.dtype.itemsize
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the weights, in sentences."""
-        quantization = self.source.get("quantization_config") or {}
-        converted = sorted({*quantization.get("types", ())} - {form.name for form in FORMATS.values()})
+        if self.dequantized:
+            size, dtype = self.dequantized * self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
+            shown_size = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+            what = f"{self.dequantized:,} weights in {self.method}"
+            return (f"{what} are dequantized while they are loaded, and take {shown_size} in {dtype}",)
+        if self.quantization != "gguf":
+            return ()
+        types = self.source["quantization_config"]["types"]
+        converted = sorted({*types} - {form.name for form in FORMATS.values()})
         if not converted:
             return ()
         return (f"weights in {', '.join(converted)} are converted to Q8_0, which needs more memory than the file",)
+
+    def stored_as(self, type_of: TypeOf, scheme: Callable[[str], object]) -> ModelSpec:
+        """Return the spec of a checkpoint with these quantized weights, see `count_blocks`."""
+        assert self.decoder is not None
+        linears = self.decoder.linears(len(self.layers), self.vocab_size)
+        in_blocks, dequantized = count_blocks(linears, type_of, scheme)
+        name = self.method if in_blocks else "none"
+        return replace(self, quantization=name, in_blocks=in_blocks, dequantized=dequantized)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -180,11 +198,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
     quantization = source.get("quantization_config")
     if quantization and not gguf.is_converted(folder):
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise ModelError(
-            f"{path} asks for {shown(method)} quantization, which is not supported; "
-            "use the unquantized version of the model"
-        )
+        parse(quantization)
     return source
 
 
@@ -243,7 +257,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim must be even for rotary embeddings, not {head_dim}")
-    rope = _rope(source, head_dim, _whole(source, "max_position_embeddings", family.max_positions))
+    rope = read_rope(source, head_dim, _whole(source, "max_position_embeddings", family.max_positions))
     attention_bias = bool(source.get("attention_bias", False))
     decoder = DecoderSpec(
         hidden_size=hidden,
@@ -251,7 +265,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=_number(source, "rms_norm_eps", 1e-6),
+        norm_eps=_number(source, "rms_norm_eps", family.norm_eps),
         activation=source.get("hidden_act") or "silu",
         rope=rope,
         tied=bool(source.get("tie_word_embeddings", False)),
@@ -259,9 +273,16 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
+        is_joined=family.is_joined,
+        experts=None if family.experts is None else _experts(source, family.experts, num_layers),
     )
     vocab_size = _whole(source, "vocab_size", maximum=MAX_SIZE)
-    return ModelSpec(
+    num_params = _num_params(decoder, vocab_size, num_layers)
+    method = _method(source)
+    if method and config.quantization != "none":
+        name = "a GGUF file" if method == "gguf" else f"this checkpoint ({method})"
+        raise ConfigError(f"the weights of {name} are quantized: leave out `quantization={config.quantization}`")
+    spec = ModelSpec(
         architecture=name,
         implementation="native",
         vocab_size=vocab_size,
@@ -272,30 +293,38 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
             AttentionLayer(heads, kv_heads, head_dim, head_dim, head_dim**-0.5, window)
             for window in _windows(source, family, num_layers)
         ],
-        num_params=_num_params(decoder, vocab_size, num_layers),
+        num_params=num_params,
         source=source,
         decoder=decoder,
         hidden_size=hidden,
-        quantization=_quantization(source, config),
-        activation_bytes=_activation_bytes(source, config),
+        quantization="gguf" if method == "gguf" else config.quantization,
+        method="" if method == "gguf" else method,
+        in_blocks=source["quantization_config"]["numbers"] if method == "gguf" else {},
+        activation_bytes=_activation_bytes(num_params, config),
         kv_dtype=config.kv_dtype,
     )
+    if not spec.method:
+        return spec
+    stored = parse(source["quantization_config"])
+
+    def type_of(name: str, columns: int) -> str | None:
+        scheme = stored.scheme(name)
+        return None if scheme is None else scheme.blocks_type(columns)
+
+    return spec.stored_as(type_of, stored.scheme)
 
 
-def _quantization(source: Mapping[str, Any], config: EngineConfig) -> str:
-    if not source.get("quantization_config"):
-        return config.quantization
-    if config.quantization != "none":
-        raise ConfigError(f"the weights of a GGUF file are quantized: leave out `quantization={config.quantization}`")
-    return "gguf"
+def _method(source: Mapping[str, Any]) -> str:
+    """Return how the weights of a checkpoint are quantized according to config.json; empty: they are not."""
+    found = source.get("quantization_config")
+    return found["quant_method"] if found else ""
 
 
-def _activation_bytes(source: Mapping[str, Any], config: EngineConfig) -> int:
-    """Return the bytes of an activation in matmuls with GGUF blocks. Two take up to twice the time of one in large
-    batches; small models need them more, and have the time."""
+def _activation_bytes(num_params: int, config: EngineConfig) -> int:
+    """Return the bytes of an activation in matmuls with weights in blocks. Two take up to twice the time of one in
+    large batches; small models need them more, and have the time."""
     if config.gguf_activations == "auto":
-        numbers: dict[str, int] = (source.get("quantization_config") or {}).get("numbers", {})
-        return 2 if sum(numbers.values()) <= SMALL_MODEL else 1
+        return 2 if num_params <= SMALL_MODEL else 1
     return 2 if config.gguf_activations == "int16" else 1
 
 
@@ -304,7 +333,9 @@ def _unsupported(source: Mapping[str, Any]) -> str | None:
     activation = source.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         return f"the native implementation has no activation '{shown(activation)}'"
-    parameters = _rope_parameters(source)
+    if source.get("use_sliding_window") and architecture(source) == "Qwen3MoeForCausalLM":
+        return "the native implementation has no sliding windows for Qwen3MoeForCausalLM"
+    parameters = rope_parameters(source)
     if any(isinstance(value, dict) for value in parameters.values()):
         return "the native implementation has no rotary embeddings that differ by layer"
     scaling = parameters.get("rope_type", parameters.get("type", "default")) or "default"
@@ -316,76 +347,9 @@ def _unsupported(source: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _rope_parameters(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_scaling, the old key, or else rope_parameters, as transformers does."""
-    found = source.get("rope_scaling") or source.get("rope_parameters") or {}
-    if not isinstance(found, dict):
-        raise ModelError("config.json: rope_scaling and rope_parameters must be objects")
-    return found
-
-
-def _rope(source: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
-    found = _rope_parameters(source)
-    scaling = found.get("rope_type", found.get("type", "default")) or "default"
-    theta = found.get("rope_theta") or source.get("rope_theta") or 10000.0
-    original = found.get("original_max_position_embeddings")
-    if scaling in ("llama3", "yarn", "longrope"):
-        original = source.get("original_max_position_embeddings") or original or max_positions
-    needed = {
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "yarn": (),
-        "longrope": ("short_factor", "long_factor"),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    }.get(scaling, ())
-    for key in needed:
-        if found.get(key) is None:
-            raise ModelError(f"config.json: rotary scaling {scaling!r} needs {key!r}")
-
-    def optional(key: str) -> float | None:
-        return None if found.get(key) is None else float(found[key])
-
-    factors = {key: tuple(found.get(key) or ()) for key in ("short_factor", "long_factor")}
-    if scaling == "longrope":
-        for key, values in factors.items():
-            if len(values) != head_dim // 2:
-                raise ModelError(f"config.json: {key} must hold {head_dim // 2} numbers, not {len(values)}")
-    try:
-        rope = Rope(
-            head_dim=head_dim,
-            theta=float(theta),
-            scaling=scaling,
-            max_positions=max_positions,
-            factor=optional("factor"),
-            original_positions=None if original is None else int(original),
-            attention_factor=optional("attention_factor"),
-            beta_fast=float(found.get("beta_fast") or 32),
-            beta_slow=float(found.get("beta_slow") or 1),
-            mscale=optional("mscale"),
-            mscale_all_dim=optional("mscale_all_dim"),
-            truncate=bool(found.get("truncate", True)),
-            low_freq_factor=float(found.get("low_freq_factor") or 1),
-            high_freq_factor=float(found.get("high_freq_factor") or 4),
-            short_factor=factors["short_factor"],
-            long_factor=factors["long_factor"],
-        )
-        longest = rope.longest
-    except (TypeError, ValueError, OverflowError):
-        raise ModelError("config.json: a rotary parameter is not a number") from None
-    if not 1 <= longest <= MAX_NUMBER:
-        raise ModelError(f"config.json: the rotary parameters are for {longest:.3g} tokens, which no model takes")
-    try:
-        angles, scale = frequencies(rope, longest)
-    except (TypeError, ValueError, ArithmeticError):
-        angles, scale = torch.tensor([math.nan]), math.nan
-    if not (angles.isfinite().all() and math.isfinite(scale)):
-        raise ModelError("config.json: no angles can be computed from the rotary parameters")
-    return rope
-
-
 def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     """Return each layer's sliding window."""
-    window = source.get("sliding_window", family.window)
+    window = source.get("sliding_window", family.window or None)
     if family.window is None or window is None:
         return (None,) * num_layers
     window = _whole(source, "sliding_window", window)
@@ -405,13 +369,35 @@ def _windows(source: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _experts(source: Mapping[str, Any], names: tuple[str, str, str, str], num_layers: int) -> ExpertsSpec:
+    count = _whole(source, "num_experts" if "num_experts" in source else "num_local_experts", maximum=MAX_EXPERTS)
+    if count * num_layers > MAX_EXPERTS:
+        raise ModelError(f"config.json: {num_layers} layers of {count} experts are more than {MAX_EXPERTS} experts")
+    only = source.get("mlp_only_layers") or []
+    if not isinstance(only, list):
+        raise ModelError(f"config.json: mlp_only_layers must be a list, not {shown(only)}")
+    step = _whole(source, "decoder_sparse_step", 1)
+    is_mixtral = architecture(source) == "MixtralForCausalLM"
+    return ExpertsSpec(
+        count=count,
+        active=_whole(source, "num_experts_per_tok", maximum=count),
+        inner=_whole(source, "intermediate_size" if is_mixtral else "moe_intermediate_size", maximum=MAX_SIZE),
+        is_normalized=is_mixtral or bool(source.get("norm_topk_prob", False)),
+        dense=frozenset(index for index in range(num_layers) if index in only or (index + 1) % step),
+        names=names,
+    )
+
+
 def _num_params(decoder: DecoderSpec, vocab_size: int, num_layers: int) -> int:
     d, q, kv = decoder, decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
-    layer = sum(rows * columns for rows, columns in d.layer_shapes)
-    layer += 2 * d.hidden_size + (2 * d.head_dim if d.qk_norm else 0)
+    layer = 2 * d.hidden_size + (2 * d.head_dim if d.qk_norm else 0)
     layer += (q + 2 * kv if d.qkv_bias else 0) + (d.hidden_size if d.output_bias else 0)
     layer += 2 * d.intermediate_size + d.hidden_size if d.mlp_bias else 0
-    return num_layers * layer + vocab_size * d.hidden_size * (1 if d.tied else 2) + d.hidden_size
+    layers = num_layers * layer
+    for index in range(num_layers):
+        experts = d.experts_of(index)
+        layers += d.layer_numbers(index) + (experts.count * d.hidden_size if experts else 0)  # the router's
+    return layers + vocab_size * d.hidden_size * (1 if d.tied else 2) + d.hidden_size
 
 
 def _whole(source: Mapping[str, Any], key: str, default: int | None = None, *, maximum: int = MAX_NUMBER) -> int:

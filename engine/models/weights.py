@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..files import LIST_BYTES, check_values, read_file
-from ..kernels.matmul import Parts, Stored
+from ..kernels.matmul import Sources, Stored
 from ..types import ModelError
 from .upload import PIECE_BYTES, Piece, Upload, pieces, read_all
 
@@ -33,6 +33,7 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -148,7 +149,7 @@ class Checkpoint:
         except OSError as error:
             raise self.unreadable(error) from None
 
-    def stored(self, names: Sequence[str], dtype: torch.dtype) -> Parts:
+    def stored(self, names: Sequence[str], dtype: torch.dtype) -> Sources:
         """Return these tensors' locations in files that stay open until `close`; empty if one has another dtype."""
         entries = [self.entries[name] for name in names]
         if any(entry.dtype != dtype for entry in entries):

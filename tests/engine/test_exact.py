@@ -51,20 +51,23 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization", "kv_dtype"),
+    ("name", "dtype", "quantization", "kv_dtype"),
     [
-        ("float32", "none", "auto"),
-        ("bfloat16", "none", "auto"),
-        ("float32", "int4", "auto"),
-        ("bfloat16", "int8", "auto"),
-        ("bfloat16", "none", "int8"),
-        ("bfloat16", "int8", "int8"),
+        ("qwen3", "float32", "none", "auto"),
+        ("qwen3", "bfloat16", "none", "auto"),
+        ("qwen3", "float32", "int4", "auto"),
+        ("qwen3", "bfloat16", "int8", "auto"),
+        ("qwen3", "bfloat16", "none", "int8"),
+        ("qwen3", "bfloat16", "int8", "int8"),
+        ("qwen3_moe", "float32", "none", "auto"),
+        ("qwen3_moe", "bfloat16", "int8", "auto"),
+        ("mixtral", "bfloat16", "none", "auto"),
     ],
 )
-async def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, dtype, quantization, kv_dtype):
+async def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, name, dtype, quantization, kv_dtype):
     if quantization != "none" and not choose("auto", torch.device("cpu"), torch.float32).invariant:
         pytest.skip("no kernels here")
-    folder = make("qwen3", tmp_path, dtype=getattr(torch, dtype))
+    folder = make(name, tmp_path, dtype=getattr(torch, dtype))
     base = {"model": str(folder), "device": "cpu", "dtype": dtype, "num_blocks": 64, "max_seqs": 8}
     base |= {"quantization": quantization, "kv_dtype": kv_dtype}
     alone, exact, _ = await serve(EngineConfig(**base, prefix_caching=False, threads=1), together=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine import EngineConfig, ModelError, attention, models
 from engine.attention import AttentionMeta, KVCache, create
 from engine.kernels.library import choose
+from engine.models.families import MODEL_TYPES
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
 from tests.engine.test_attention import spoil
@@ -368,7 +369,7 @@ def test_spec_agrees_with_transformers_about_the_windows(name):
 
 
 def arch(name: str) -> str:
-    return {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[MODELS[name][0]] + "ForCausalLM"
+    return MODEL_TYPES[MODELS[name][0]]
 
 
 @pytest.mark.parametrize("isa", ["auto", "torch"])

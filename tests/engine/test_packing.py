@@ -28,7 +28,9 @@ def home(tmp_path_factory):
 
 
 def load(folder, dtype: str, isa: str = "auto"):
-    return load_model(EngineConfig(model=str(folder), device="cpu", dtype=dtype, cpu_isa=isa), folder)
+    return load_model(
+        EngineConfig(implementation="transformers", model=str(folder), device="cpu", dtype=dtype, cpu_isa=isa), folder
+    )
 
 
 def left(model) -> list[str]:
@@ -66,7 +68,7 @@ def test_greedy_tokens_equal_transformers_in_float32(home, name):
     assert list(ids.values()) == [tokens for tokens, _ in wanted]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi3", "gpt_neox", "opt", "gemma3_text"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt", "gemma3_text"])
 def test_bfloat16_is_as_near_as_torchs_own_product(home, name):
     folder = make(name, home / name)
     want = Bench(load(folder, "float32")).step({0: prompt(40)})[0]

@@ -180,7 +180,7 @@ def test_config_that_is_no_json_object_is_refused(folder, text, says):
     ("changes", "says"),
     [
         ({"architectures": ["NovelForCausalLM"], "model_type": "novel"}, "NovelForCausalLM is known neither here"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "asks for gptq quantization, which is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights of None bits are not supported, 4 and 8 are"),
         ({"hidden_size": None}, "config.json has no hidden_size"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers must be a positive whole number, not '3'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads evenly"),
@@ -255,7 +255,7 @@ def test_truncated_file_is_refused(folder, keep):
         (b"not json", "broken safetensors header"),
         (b"[]", "broken safetensors header"),
         (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "broken safetensors header"),
-        (b'{"a":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}', "numbers of the type F8_E4M3"),
+        (b'{"a":{"dtype":"F8_E5M2","shape":[4],"data_offsets":[0,4]}}', "numbers of the type F8_E5M2"),
         (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "lacks the tensor"),
     ],
 )

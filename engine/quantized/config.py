@@ -1,0 +1,311 @@
+"""Reads `quantization_config` of a config.json: which weights are quantized, and how. The object is not trusted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..types import ModelError
+
+BLOCK = 32  # columns of a weight that share a scale in the kernels
+HEAD = "lm_head"
+MAX_PATTERNS = 64  # regular expressions, each compared with the name of every weight
+MAX_GROUP = 1 << 24
+# The types of blocks that hold the numbers, by their bits and whether all zero points are in the middle.
+TYPES = {(4, True): "Q4_0", (4, False): "Q4_Z", (8, True): "Q8_0"}
+UNPACKED = "use the unquantized version of the model"
+REMEDIES = {
+    "bitsandbytes": f"{UNPACKED}, with `quantization=int8` or `quantization=int4` for as little memory",
+    "mxfp4": "use a version of the model in bfloat16",
+}
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a weight is quantized. A number is scale * (stored - zero point)."""
+
+    layouts: tuple[str, ...]  # that the weight may have: keys of layouts.LAYOUTS
+    bits: int
+    is_float: bool = False
+    symmetric: bool = True  # all zero points are in the middle
+    rows: int | None = 1  # that share a scale; None: all
+    columns: int | None = None
+    zeros_less_one: bool = False  # whether one must be added to the stored zero points
+
+    @property
+    def middle(self) -> int:
+        """The zero point of integers in the middle."""
+        return 1 << (self.bits - 1)
+
+    def blocks_type(self, columns: int) -> str | None:
+        """Return the type of blocks that hold a weight of so many columns; None: it must be dequantized."""
+        shared = self.columns or columns
+        if self.is_float or shared % BLOCK or columns % BLOCK:
+            return None
+        return TYPES.get((self.bits, self.symmetric))
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """A checkpoint's quantization."""
+
+    method: str
+    select: Callable[[str], Scheme | None]
+
+    def scheme(self, weight: str) -> Scheme | None:
+        """Return how a weight is quantized according to config.json; None: it is not."""
+        return self.select(weight.removesuffix(".weight"))
+
+
+def parse(found: object) -> Quantization:
+    """Return the quantization of a `quantization_config`. Raises ModelError if it is not supported."""
+    if not isinstance(found, Mapping):
+        raise ModelError("config.json: quantization_config must be an object")
+    method = found.get("quant_method", "unnamed")
+    reader = METHODS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        name = _shown(method)
+        remedy = REMEDIES.get(name, UNPACKED)
+        raise ModelError(f"config.json asks for {name} quantization, which is not supported; {remedy}")
+    return Quantization(method, reader(found))
+
+
+Weights = tuple[tuple[str, ...], tuple[int, ...], int]  # names, rows of each, and columns
+TypeOf = Callable[[str, int], str | None]
+
+
+def count_blocks(
+    linears: Iterable[Weights], type_of: TypeOf, scheme: Callable[[str], object]
+) -> tuple[dict[str, int], int]:
+    """Return the numbers of a model's weights by the type of blocks that hold them, and the number of those that are
+    dequantized.
+
+    `linears`: the weights of each linear layer of the decoder, which are in blocks together or not at all. `type_of`:
+    the type of blocks for a weight's name and columns; `scheme`: None if a weight is not quantized.
+    """
+    in_blocks: Counter[str] = Counter()
+    dequantized = 0
+    for names, rows, columns in linears:
+        kinds = [type_of(name, columns) for name in names]
+        if not in_blocks_together(kinds):
+            dequantized += sum(count for name, count in zip(names, rows, strict=True) if scheme(name)) * columns
+            continue
+        for kind, count in zip(kinds, rows, strict=True):
+            assert kind is not None
+            in_blocks[kind] += count * columns
+    return dict(in_blocks), dequantized
+
+
+def in_blocks_together(kinds: Sequence[str | None]) -> bool:
+    """Return whether the weights of a linear layer can be in blocks of these types. Gate and up need one type."""
+    return None not in kinds and (len(kinds) != 2 or kinds[0] == kinds[1])
+
+
+# -- methods ----------------------------------------------------------------------------------------------------------
+
+
+def _gptq(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    stored = found.get("checkpoint_format") or "gptq"
+    if stored not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
+        raise _refused("GPTQ", f"the format {_shown(stored)}")
+    if found.get("pack_dtype", "int32") != "int32":
+        raise _refused("GPTQ", f"numbers packed in {_shown(found['pack_dtype'])}")
+    if found.get("dynamic"):
+        raise _refused("GPTQ", "settings that differ from weight to weight (`dynamic`)")
+    bits = _bits(found, "bits", (4, 8))
+    scheme = Scheme(
+        ("gptq",),
+        bits,
+        symmetric=found.get("sym") is True,
+        columns=_group(found),
+        zeros_less_one=stored == "gptq",
+    )
+    only = found.get("modules_in_block_to_quantize")
+    named = {name for names in only for name in _names({"": names}, "")} if isinstance(only, list) else None
+    has_head = found.get("lm_head") is True
+
+    def select(module: str) -> Scheme | None:
+        if module == HEAD:
+            return scheme if has_head else None
+        return scheme if named is None or _is_within(module, named) else None
+
+    return select
+
+
+def _awq(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    version = found.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _refused("AWQ", f"the format {_shown(version)}")
+    if found.get("zero_point", True) is not True:
+        raise _refused("AWQ", "weights without zero points")
+    scheme = Scheme(("awq",), _bits(found, "bits", (4,)), symmetric=False, columns=_group(found))
+    skipped = _names(found, "modules_to_not_convert")
+    return lambda module: None if module == HEAD or _is_within(module, skipped) else scheme
+
+
+def _fp8(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    block = found.get("weight_block_size")
+    if block is None:
+        block = (128, 128)  # if the scales are neither one nor one for each row
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(map(_is_size, block)):
+        raise ModelError(f"config.json: weight_block_size must be two positive whole numbers, not {_shown(block)}")
+    scheme = Scheme(("float8",), 8, is_float=True, rows=block[0], columns=block[1])
+    skipped = _names(found, "modules_to_not_convert") | _names(found, "ignored_layers")
+    return lambda module: None if module == HEAD or _is_within(module, skipped) else scheme
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    sparsity = found.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise _refused("compressed-tensors", f"the sparse format {_shown(sparsity['format'])}")
+    if found.get("transform_config"):
+        raise _refused("compressed-tensors", "transforms of the activations (`transform_config`)")
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(each, Mapping) for each in groups.values()):
+        raise ModelError("config.json: config_groups of quantization_config must be an object of objects")
+    named: list[tuple[Callable[[str], bool], Scheme | None]] = []
+    general: Scheme | None = None
+    patterns = _Patterns()
+    for group in groups.values():
+        stored = group.get("format") or found.get("format")
+        if stored not in FORMATS:
+            raise _refused("compressed-tensors", f"the format {_shown(stored)}; {', '.join(FORMATS)} are supported")
+        scheme = _scheme(group.get("weights"))
+        targets = _names(group, "targets")
+        if "Linear" in targets:
+            general = scheme
+        named.append((patterns.compile(targets), scheme))
+    is_ignored = patterns.compile(_names(found, "ignore"))
+
+    def select(module: str) -> Scheme | None:
+        if is_ignored(module):
+            return None
+        return next((scheme for matches, scheme in named if matches(module)), general)
+
+    return select
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], Scheme | None]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+}
+
+
+def _scheme(weights: object) -> Scheme | None:
+    """Return the scheme of `weights` in a group of compressed-tensors; None: only activations are quantized."""
+    if weights is None:
+        return None
+    if not isinstance(weights, Mapping):
+        raise ModelError("config.json: weights in config_groups must be an object")
+    kind = weights.get("type", "int")
+    if kind not in ("int", "float"):
+        raise _refused("compressed-tensors", f"numbers of the type {_shown(kind)}")
+    bits = _bits(weights, "num_bits", (4, 8) if kind == "int" else (8,))
+    strategy, group = weights.get("strategy"), weights.get("group_size")
+    if strategy is None:
+        strategy = "tensor" if group is None else "channel" if group == -1 else "group"
+    rows: int | None = 1
+    columns: int | None = None
+    if strategy == "tensor":
+        rows = None
+    elif strategy == "group":
+        columns = _group(weights)
+    elif strategy == "block":
+        block = weights.get("block_structure")
+        if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
+            raise ModelError(f"config.json: block_structure must be two positive whole numbers, not {_shown(block)}")
+        rows, columns = block
+    elif strategy != "channel":
+        raise _refused("compressed-tensors", f"scales by {_shown(strategy)}")
+    return Scheme(
+        ("float8",) if kind == "float" else ("packed", "int8") if bits == 8 else ("packed",),
+        bits,
+        is_float=kind == "float",
+        symmetric=weights.get("symmetric", True) is True,
+        rows=rows,
+        columns=columns,
+    )
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def _refused(method: str, what: str) -> ModelError:
+    return ModelError(f"{method} checkpoints with {what} are not supported; {UNPACKED}")
+
+
+def _bits(found: Mapping[str, Any], key: str, supported: tuple[int, ...]) -> int:
+    bits = found.get(key)
+    if isinstance(bits, bool) or bits not in supported:
+        known = " and ".join(map(str, supported))
+        raise ModelError(f"config.json: weights of {_shown(bits)} bits are not supported, {known} are; {UNPACKED}")
+    return int(bits)
+
+
+def _group(found: Mapping[str, Any]) -> int | None:
+    """Return group_size, None for -1: a row is one group."""
+    size = found.get("group_size", 128)
+    if size == -1:
+        return None
+    if not _is_size(size):
+        raise ModelError(f"config.json: group_size must be -1 or a positive whole number, not {_shown(size)}")
+    return int(size)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_GROUP
+
+
+def _names(found: Mapping[str, Any], key: str) -> set[str]:
+    names = found.get(key)
+    if names is None:
+        return set()
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"config.json: {key or 'modules_in_block_to_quantize'} must be a list of names")
+    return set(names)
+
+
+def _is_within(module: str, names: Collection[str]) -> bool:
+    """Return whether some part of a module's dotted name is among the names."""
+    parts = module.split(".")
+    ends = range(1, len(parts) + 1)
+    return any(".".join(parts[start:end]) in names for end in ends for start in range(end))
+
+
+class _Patterns:
+    """Compiles the patterns of compressed-tensors: names, and regular expressions after `re:`."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def compile(self, patterns: set[str]) -> Callable[[str], bool]:
+        names = {pattern for pattern in patterns if not pattern.startswith("re:")}
+        expressions = [_expression(pattern) for pattern in sorted(patterns - names)]
+        self._count += len(expressions)
+        if self._count > MAX_PATTERNS:
+            raise ModelError(f"config.json: quantization_config has more than {MAX_PATTERNS} regular expressions")
+        return lambda module: module in names or any(matches(module) for matches in expressions)
+
+
+def _expression(pattern: str) -> Callable[[str], bool]:
+    """Return the test of a regular expression at the start of a name. Its time is linear, which `re` cannot promise."""
+    from pydantic_core import SchemaError, SchemaValidator, core_schema  # few checkpoints need it
+
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=f"^(?:{pattern[3:]})")).isinstance_python
+    except SchemaError as error:
+        reason = re.sub(r"\s+", " ", str(error).strip()).rpartition("error: ")[2]
+        raise ModelError(f"config.json: the pattern {_shown(pattern)} cannot be used: {reason}") from None
+
+
+def _shown(value: object) -> str:
+    """Return a value for an error message: on one line, truncated."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 64 else f"{text[:61]}..."
