@@ -111,8 +111,8 @@ class QuantizedCheckpoint(Checkpoint):
     def equal(self, one: str, other: str) -> bool:
         return not {one, other} & self._weights.keys() and self._files.equal(one, other)
 
-    def file_of(self, descriptor: int) -> Path:
-        return self._files.file_of(descriptor)
+    def unreadable(self, error: OSError) -> ModelError:
+        return self._files.unreadable(error)
 
     def close(self) -> None:
         self._files.close()
