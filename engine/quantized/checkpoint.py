@@ -55,6 +55,7 @@ class QuantizedCheckpoint(Checkpoint):
     def __init__(self, folder: Path, quantization: Quantization) -> None:
         self.folder, self.quantization = folder, quantization
         self._files = Checkpoint(folder)
+        self._opened = self._files._opened
         self._weights: dict[str, Weight] = {}
         self.entries = dict(self._files.entries)
         for name, entry in self._files.entries.items():
@@ -110,9 +111,6 @@ class QuantizedCheckpoint(Checkpoint):
 
     def equal(self, one: str, other: str) -> bool:
         return not {one, other} & self._weights.keys() and self._files.equal(one, other)
-
-    def file_of(self, descriptor: int) -> Path:
-        return self._files.file_of(descriptor)
 
     def close(self) -> None:
         self._files.close()
@@ -226,6 +224,7 @@ class QuantizedCheckpoint(Checkpoint):
                 scales[:, blocks],
                 zeros[:, blocks] if zeros is not None and form.has_zeros else None,
             )
+        order = None if order is None else order.int()
         return BlockRows(data.flatten(1), weight.shape, NUMBERS[kind], dtype, order=order, mapped=False)
 
 
