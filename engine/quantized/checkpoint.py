@@ -74,8 +74,8 @@ class QuantizedCheckpoint(Checkpoint):
         return self._files.weights_hash
 
     def scheme(self, name: str) -> Scheme | None:
-        """Return how a weight is quantized; None: it is not."""
-        found = self._weights.get(name)
+        """Return how a weight is quantized; None: it is not. Base models are stored without the prefix of names."""
+        found = self._weights.get(name) or self._weights.get(name.removeprefix("model."))
         return None if found is None else found.scheme
 
     def blocks_type(self, name: str, columns: int) -> str | None:
