@@ -130,18 +130,12 @@ class Blocks(Packed):
         packing: Packing | None = None,
     ) -> None:
         self.format, self.planes = parts[0].format, activation_bytes
-        self._format, self._order = FORMATS[self.format], parts[0].order
+        self._format, self.order = FORMATS[self.format], parts[0].order
         if not in_one_order(parts):
             raise ValueError("blocks of columns in several orders")
         if any(part.format != self.format for part in parts):
             raise ValueError(f"blocks of several formats: {sorted({FORMATS[part.format].name for part in parts})}")
         super().__init__(kernels, parts, bias, gated=gated, wide=wide, stride=stride, packing=packing)
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return super().__call__(x if self._order is None else x[:, self._order], residual)
-
-    def multiplied(self) -> Multiplied | None:
-        return super().multiplied() if self._order is None else None
 
     def row_bytes(self) -> int:
         return self.columns // self._format.block * self._format.block_bytes
@@ -158,7 +152,7 @@ class Blocks(Packed):
 
     def lookup(self, ids: Tensor) -> Tensor:
         rows = super().lookup(ids)
-        return rows if self._order is None else rows[:, self._order.argsort()]
+        return rows if self.order is None else rows[:, self.order.argsort()]
 
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
         arguments = ids.data_ptr(), len(ids), out.data_ptr()
@@ -180,37 +174,23 @@ class Joined(Packed):
     ) -> None:
         self.dtype, self.columns = parts[0].dtype, parts[0].shape[1]
         self.result, self.outputs = self.dtype, sum(part.shape[0] for part in parts)
-        self._in_order = all(part.order is None for part in parts)
         self._parts: list[Blocks] = []
         offsets, start = [], 0
         for rows in _alike(parts):
             end = start + sum(part.shape[0] for part in rows)
+            own_bias = None if bias is None else bias[start:end]
             part = Blocks(
-                kernels,
-                rows,
-                None if bias is None else bias[start:end],
-                stride=self.outputs if self._in_order else None,
-                activation_bytes=activation_bytes,
-                packing=packing,
+                kernels, rows, own_bias, stride=self.outputs, activation_bytes=activation_bytes, packing=packing
             )
             self._parts.append(part)
             offsets.append(start * self.dtype.itemsize)
             start = end
-        if not self._in_order:
-            return
-        matmuls = [matmul for part in self._parts if (matmul := part.multiplied()) is not None]
-        self._kept = (Multiplied * len(offsets))(*matmuls), (ctypes.c_int64 * len(offsets))(*offsets)
+        self._kept = (
+            (Multiplied * len(offsets))(*(part.multiplied() for part in self._parts)),
+            (ctypes.c_int64 * len(offsets))(*offsets),
+        )
         self._joined = JoinedParts(*(ctypes.addressof(each) for each in self._kept), len(offsets))
         self._multiply, self._address = kernels.multiply_joined, ctypes.addressof(self._joined)
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if self._in_order:
-            return super().__call__(x, residual)
-        y = torch.cat([part(x) for part in self._parts], 1)
-        return y if residual is None else residual + y
-
-    def multiplied(self) -> Multiplied | None:
-        return super().multiplied() if self._in_order else None
 
     @property
     def num_bytes(self) -> int:

@@ -68,6 +68,7 @@ struct Matmul {
   int threads = 1;
   Started* started = nullptr;    // scratch: one for each thread
   char* packed = nullptr;        // scratch: the rows of one block, in tiles
+  Number* sorted = nullptr;      // scratch: HEIGHT rows for each thread, if columns have another order
   int64_t start = 0, count = 0;  // the block's first row and number of rows
   Parts tiles = {};              // the block's tiles, to be packed
 
@@ -146,13 +147,22 @@ struct Matmul {
     }
   }
 
-  void pack() {
-    const int64_t num = num_tiles();
+  void pack(int thread) {
+    const int64_t num = num_tiles(), columns = matrix->columns;
     for (int64_t t; tiles.claim(t);) {
       const int64_t row = count * t / num, end = count * (t + 1) / num;
-      Kind::pack_x(x + (start + row) * matrix->columns, matrix->columns, units, end - row,
-                   packed + row * Kind::row_bytes(units));
+      const Number* from = x + (start + row) * columns;
+      if (matrix->order) from = sort(from, end - row, sorted + thread * HEIGHT * columns);
+      Kind::pack_x(from, columns, units, end - row, packed + row * Kind::row_bytes(units));
     }
+  }
+
+  // Write rows of x to `to`, in the order of the weight's columns; returns `to`.
+  const Number* sort(const Number* from, int64_t rows, Number* to) const {
+    const int64_t columns = matrix->columns;
+    for (int64_t m = 0; m < rows; ++m)
+      for (int64_t k = 0; k < columns; ++k) to[m * columns + k] = from[m * columns + matrix->order[k]];
+    return to;
   }
 
   // Each thread owns a range of the panels, divided into parts. It computes its own parts first, whose memory it may be
@@ -182,7 +192,7 @@ struct Matmul {
     }
   }
 
-  static void packs(void* work, int) { ((Matmul*)work)->pack(); }
+  static void packs(void* work, int thread) { ((Matmul*)work)->pack(thread); }
   static void multiplies(void* work, int thread) { ((const Matmul*)work)->multiply(thread); }
 
   // Returns 0, or 1 if out of memory.
@@ -190,9 +200,12 @@ struct Matmul {
     if (rows <= 0) return 0;
     units = Kind::units(matrix->columns);
     threads = max_threads < 1 || rows * matrix->columns * matrix->num_panels * WIDTH < SMALL ? 1 : max_threads;
-    started = (Started*)scratch(threads * sizeof(Started) + (rows < BLOCK ? rows : BLOCK) * Kind::row_bytes(units));
+    const int64_t packed_bytes = (min(rows, BLOCK) * Kind::row_bytes(units) + 63) / 64 * 64;
+    const int64_t sorted_bytes = matrix->order ? threads * HEIGHT * matrix->columns * (int64_t)sizeof(Number) : 0;
+    started = (Started*)scratch(threads * sizeof(Started) + packed_bytes + sorted_bytes);
     if (!started) return 1;
     packed = (char*)(started + threads);
+    sorted = (Number*)(packed + packed_bytes);
     const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
     for (int64_t block = 0; block < blocks; ++block) {
       start = rows * block / blocks, count = rows * (block + 1) / blocks - start;

@@ -38,7 +38,7 @@ class BlockRows(NamedTuple):
     dtype: torch.dtype  # of the activations
     interleaved: int = 0  # rows of a head, if the halves of each are interleaved and are to be separated
     mapped: bool = True  # from a file; otherwise in memory
-    order: Tensor | None = None  # [columns] int64: the column of the weight that is stored in each position
+    order: Tensor | None = None  # [columns] int32: the column of the weight that is stored in each position
 
 
 class Converted(NamedTuple):
@@ -138,6 +138,7 @@ class Packed:
     format = 0  # of a weight in GGUF blocks
     planes = 1  # with such a weight: bytes of an activation
     packer = "pack"  # the kernel that packs the weight
+    order: Tensor | None = None  # [columns] int32: the column of x that each column of the packed weight belongs to
 
     def __init__(
         self,
@@ -168,6 +169,7 @@ class Packed:
             self.panels.data_ptr(),
             None if self.scales is None else self.scales.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
+            None if self.order is None else self.order.data_ptr(),
             self.outputs,
             stride or self.outputs,
             self.columns,
@@ -234,8 +236,8 @@ class Packed:
         arguments = ids.data_ptr(), len(ids), out.data_ptr()
         return int(self._kernels.lookup(self._address, self.dtype.itemsize, *arguments))
 
-    def multiplied(self) -> Multiplied | None:
-        """Return the matmul for kernels that call it, valid while this object exists; None if they cannot."""
+    def multiplied(self) -> Multiplied:
+        """Return the matmul for kernels that call it, valid while this object exists."""
         return Multiplied(address(self._multiply), self._address)
 
     def _check(self, x: Tensor, columns: int) -> int:

@@ -5,12 +5,13 @@
 
 // A packed weight.
 struct Matrix {
-  const void* panels;  // see matmul.h
-  const void* scales;  // of a quantized weight, see quantized.cpp; else null
-  const float* bias;   // [num_panels, panel width], or null
-  int64_t outputs;     // columns of the result
-  int64_t stride;      // numbers between two rows of the result, and of the residual
-  int64_t columns;     // columns of the input
+  const void* panels;    // see matmul.h
+  const void* scales;    // of a quantized weight, see quantized.cpp; else null
+  const float* bias;     // [num_panels, panel width], or null
+  const int32_t* order;  // the column of the input that each column of the weight is multiplied by, or null
+  int64_t outputs;       // columns of the result
+  int64_t stride;        // numbers between two rows of the result, and of the residual
+  int64_t columns;       // columns of the input
   int64_t num_panels;
   int32_t gated;  // half of each panel is gate, half up: the result is silu(gate) * up
   int32_t wide;   // the result is float32, whatever the input's type

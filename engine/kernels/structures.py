@@ -12,6 +12,7 @@ class Matrix(ctypes.Structure):
         ("panels", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
         ("outputs", ctypes.c_int64),
         ("stride", ctypes.c_int64),
         ("columns", ctypes.c_int64),

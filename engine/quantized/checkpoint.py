@@ -55,6 +55,7 @@ class QuantizedCheckpoint(Checkpoint):
     def __init__(self, folder: Path, quantization: Quantization) -> None:
         self.folder, self.quantization = folder, quantization
         self._files = Checkpoint(folder)
+        self._opened = self._files._opened
         self._weights: dict[str, Weight] = {}
         self.entries = dict(self._files.entries)
         for name, entry in self._files.entries.items():
@@ -73,8 +74,8 @@ class QuantizedCheckpoint(Checkpoint):
         return self._files.weights_hash
 
     def scheme(self, name: str) -> Scheme | None:
-        """Return how a weight is quantized; None: it is not."""
-        found = self._weights.get(name)
+        """Return how a weight is quantized; None: it is not. Base models are stored without the prefix of names."""
+        found = self._weights.get(name) or self._weights.get(name.removeprefix("model."))
         return None if found is None else found.scheme
 
     def blocks_type(self, name: str, columns: int) -> str | None:
@@ -226,6 +227,7 @@ class QuantizedCheckpoint(Checkpoint):
                 scales[:, blocks],
                 zeros[:, blocks] if zeros is not None and form.has_zeros else None,
             )
+        order = None if order is None else order.int()
         return BlockRows(data.flatten(1), weight.shape, NUMBERS[kind], dtype, order=order, mapped=False)
 
 

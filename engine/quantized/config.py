@@ -124,8 +124,11 @@ def _gptq(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
         columns=_group(found),
         zeros_less_one=stored == "gptq",
     )
-    only = found.get("modules_in_block_to_quantize")
-    named = {name for names in only for name in _names({"": names}, "")} if isinstance(only, list) else None
+    key = "modules_in_block_to_quantize"
+    only = found.get(key)
+    if only is not None and not isinstance(only, list):
+        raise ModelError(f"config.json: {key} must be a list of lists")
+    named = None if only is None else {name for names in only for name in _list(names, key)}
     has_head = found.get("lm_head") is True
 
     def select(module: str) -> Scheme | None:
@@ -264,11 +267,13 @@ def _is_size(value: object) -> bool:
 
 
 def _names(found: Mapping[str, Any], key: str) -> set[str]:
-    names = found.get(key)
-    if names is None:
-        return set()
+    """Return the names in a list; none if it is missing."""
+    return set() if found.get(key) is None else _list(found[key], key)
+
+
+def _list(names: object, key: str) -> set[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"config.json: {key or 'modules_in_block_to_quantize'} must be a list of names")
+        raise ModelError(f"config.json: {key} must be a list of names")
     return set(names)
 
 

@@ -157,13 +157,11 @@ async def test_requests_have_the_same_bits_alone_and_together(tmp_path, name):
 
 @needs_library
 @pytest.mark.parametrize(("order", "joined"), [("shared", "Blocks"), ("own", "Joined")])
-def test_an_order_of_columns_is_kept_apart_from_the_fused_layers(tmp_path, order, joined):
+def test_only_gate_and_up_in_several_orders_keep_layers_from_being_fused(tmp_path, order, joined):
     write(tmp_path, gptq(size=32, order=order))
     model = load(tmp_path)
-    assert not any(isinstance(executor, Fused) for executor in model.executors)
+    assert isinstance(model.executors[0], Fused) == (order == "shared")
     assert {type(linear._packed).__name__ for linear in model.layers[0].linears[::2]} == {joined}
-    write(tmp_path, gptq(size=32))
-    assert isinstance(load(tmp_path).executors[0], Fused)
 
 
 # -- which weights ----------------------------------------------------------------------------------------------------
@@ -238,6 +236,27 @@ def test_a_quantized_head_is_in_blocks_too(tmp_path):
     want, got = whole(reference, ids), Bench(model).step({0: ids})[0]
     assert (got - want).abs().max() < 1e-3 * want.abs().max()
     assert sum(model.spec.in_blocks.values()) == model.num_params - 296 * 256 - 5 * 256
+
+
+@needs_library
+def test_names_may_have_no_prefix(tmp_path):
+    reference = write(tmp_path, awq(64), tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name.removeprefix("model."): each for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    model = load(tmp_path)
+    assert error(model, reference) < 1e-3
+    assert model.spec.in_blocks == models.describe(tmp_path, config(tmp_path)).in_blocks != {}
+
+
+def test_gptq_may_name_the_modules_that_are_quantized(tmp_path):
+    kind = gptq(size=64)
+    kind.config["modules_in_block_to_quantize"] = [["mlp.up_proj", "mlp.gate_proj"], ["mlp.down_proj"]]
+    reference = write(tmp_path, kind, plain=lambda module: "self_attn" in module)
+    model = load(tmp_path, cpu_isa="torch")
+    assert error(model, reference) < 1e-5
+    assert models.describe(tmp_path, config(tmp_path)).in_blocks == {"Q4_0": 2 * 3 * 256 * 384}
+    edit(tmp_path, modules_in_block_to_quantize=["mlp"])
+    assert "modules_in_block_to_quantize must be a list of names" in refused(tmp_path)
 
 
 @needs_library
@@ -377,6 +396,28 @@ def test_what_is_not_supported_is_named(tmp_path, found, says):
     make("llama", tmp_path)
     edit_config(tmp_path, quantization_config=found)
     assert says in refused(tmp_path)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Return (object or list, key or index) for each value in a JSON document."""
+    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    return [(value, key) for key, _ in items] + [place for _, inner in items for place in places(inner)]
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "awq-64", "w4a16", "w8a8-zeros", "fp8-block", "ct-fp8-block"])
+@pytest.mark.parametrize("junk", [None, True, -1, 0, 1e400, "", "re:", [], [[]], {}, {"a": []}, "x" * 1000], ids=str)
+def test_any_value_is_read_or_refused_in_a_sentence(name, junk):
+    text = json.dumps(KINDS[name].config)
+    for index in range(len(places(json.loads(text)))):
+        found = json.loads(text)
+        holder, key = places(found)[index]
+        holder[key] = junk
+        try:
+            scheme = parse(found).scheme("model.layers.0.mlp.up_proj.weight")
+        except ModelError as refusal:
+            assert "\n" not in str(refusal) and len(str(refusal)) < 300
+        else:
+            assert scheme is None or scheme.blocks_type(256) in (None, "Q4_0", "Q4_Z", "Q8_0")
 
 
 def test_a_hostile_pattern_takes_no_time():
