@@ -112,9 +112,6 @@ class QuantizedCheckpoint(Checkpoint):
     def equal(self, one: str, other: str) -> bool:
         return not {one, other} & self._weights.keys() and self._files.equal(one, other)
 
-    def unreadable(self, error: OSError) -> ModelError:
-        return self._files.unreadable(error)
-
     def close(self) -> None:
         self._files.close()
 
