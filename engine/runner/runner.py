@@ -16,9 +16,11 @@ from .. import attention, models
 from ..batch import Batch, Entered, Masks, Outcome, Row, Sampled, StepResult
 from ..config import EngineConfig
 from ..kernels.library import Clock, for_sampling
+from ..kernels.logits import NativeLogits
 from ..loop import StepOutOfMemory
 from ..out_of_memory import is_out_of_memory
 from ..types import SamplingParams, TokenLogprob
+from .changes import on_device
 from .inputs import Inputs, Prepared
 from .pooler import Pooler
 from .sampler import Sampler
@@ -75,7 +77,7 @@ class Step:
         prepared = self.prepared
         assert prepared is not None
         if prepared.sampled_logits is not None:
-            logits = logits[torch.from_numpy(prepared.sampled_logits).to(logits.device)]
+            logits = logits[on_device(prepared.sampled_logits, logits.device)]
         slots, lengths = prepared.slots[prepared.sampled_rows], prepared.lengths[prepared.sampled_rows]
         allowed = None if masks is None else (np.searchsorted(prepared.sampled_rows, masks.rows), masks.bits)
         tokens = self.runner.sampler.sample(logits, slots, lengths, allowed)
@@ -118,7 +120,8 @@ class Runner:
             device=self.device,
         )
         self.sampling = for_sampling(config.cpu_isa, self.device, spec.dtype)  # None: torch
-        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, self.sampling)
+        own = None if self.sampling is None else NativeLogits(self.sampling)
+        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, own)
         self.pooler = Pooler()
         parts = (model.product.kernels, self.sampling, backend)
         self.clock = Clock({part.library for part in parts if part is not None and part.library is not None})
