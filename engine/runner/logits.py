@@ -1,6 +1,7 @@
 """Operations on a step's logits in torch, on any device: sampling, log-probabilities and masks.
 
-engine/kernels/logits.py computes the same with kernels on a CPU; this module is its oracle.
+engine/kernels/logits.py computes the same with kernels on a CPU, and triton_logits.py on a GPU; this module is their
+oracle.
 
 A sampled token depends only on the logits, the row's parameters and its random number. Probabilities are converted to
 integers before they are summed, because integer sums do not depend on the order: weight = floor(2^44 * e), where e is

@@ -15,11 +15,11 @@ from torch import Tensor
 from .. import attention, models
 from ..batch import Batch, Entered, Masks, Outcome, Row, Sampled, StepResult
 from ..config import EngineConfig
-from ..kernels.library import Clock, for_sampling
-from ..kernels.logits import NativeLogits
+from ..kernels.library import Clock
 from ..loop import StepOutOfMemory
 from ..out_of_memory import is_out_of_memory
 from ..types import SamplingParams, TokenLogprob
+from . import logits_choice
 from .changes import on_device
 from .inputs import Inputs, Prepared
 from .pooler import Pooler
@@ -119,9 +119,8 @@ class Runner:
             cache=self.cache,
             device=self.device,
         )
-        self.sampling = for_sampling(config.cpu_isa, self.device, spec.dtype)  # None: torch
-        own = None if self.sampling is None else NativeLogits(self.sampling)
-        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, own)
+        self.sampling = logits_choice.choose(config.cpu_isa, self.device, spec.dtype, spec.vocab_size)
+        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, self.sampling.backend)
         self.pooler = Pooler()
         parts = (model.product.kernels, self.sampling, backend)
         self.clock = Clock({part.library for part in parts if part is not None and part.library is not None})
