@@ -395,13 +395,15 @@ def collect(
             live = i < SIZE
             x = tl.load(x_ptr + row * SIZE + i, mask=live, other=0.0)
             key = _key(x)
-            is_larger = (live & (key > kth)).to(tl.int32)
-            is_equal = (live & (key == kth)).to(tl.int32)
-            equal_before = equal + tl.cumsum(is_equal, 0) - is_equal
-            at = larger + tl.cumsum(is_larger, 0) - is_larger + tl.minimum(equal_before, num_equal)
-            is_listed = (is_larger > 0) | ((is_equal > 0) & (equal_before < num_equal))
+            # Both counts in one number, because a tile has fewer than 2^16 logits.
+            counted = (live & (key > kth)).to(tl.int32) + ((live & (key == kth)).to(tl.int32) << 16)
+            before = tl.cumsum(counted, 0) - counted
+            equal_before = equal + (before >> 16)
+            at = larger + (before & 0xFFFF) + tl.minimum(equal_before, num_equal)
+            is_listed = (counted == 1) | ((counted > 1) & (equal_before < num_equal))
             is_listed = is_listed & (at < k)  # even if a device counts wrongly, which the trial finds out
             tl.store(values_ptr + row * k + at, x, mask=is_listed)
             tl.store(ids_ptr + row * k + at, i.to(tl.int64), mask=is_listed)
-            larger += tl.sum(is_larger, 0)
-            equal += tl.sum(is_equal, 0)
+            total = tl.sum(counted, 0)
+            larger += total & 0xFFFF
+            equal += total >> 16
