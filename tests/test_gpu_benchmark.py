@@ -45,7 +45,7 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
     assert len(errors) == 6 and max(errors.values()) < 0.02
     assert by_name["sampling", "trial"]["seconds"] > 0
     cases = [result for result in results if result["part"] == "sampling" and "us" in result]
-    assert len(cases) == 5 and all(case["same"] for case in cases)
+    assert cases and all(case["same"] for case in cases)
     for part in ("tiny", "tiny, torch's attention"):
         assert by_name[part, "decode 4 sampled"]["tokens_per_s"] > 0
         assert by_name[part, "8 requests"]["is_whole"]

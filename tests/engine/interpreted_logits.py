@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    triton_logits.TILE, triton_logits.TILES = 512, 2
+    triton_logits.TILE, triton_logits.TILES = 512, 4
     rng, done = random.Random(args.seed), 0
     torch.manual_seed(args.seed)
     while done < args.rows:
