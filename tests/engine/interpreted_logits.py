@@ -75,6 +75,34 @@ def test_kept_tokens_equal_those_of_torch():
         assert torch.equal(found, want), params[0]
 
 
+def test_a_target_at_the_end_of_a_part_is_in_the_next_part():
+    size = 2 * triton_logits.TILE * triton_logits.TILES
+    x, params = torch.zeros(1, size), np.array([(1.0, 1.0, 0.0, 0.5, size)], ROW_PARAMS)
+    x[0, 0] = x[0, size // 2] = -math.inf  # half of the weights are in each part
+    for backend in (TritonLogits, TorchLogits):
+        assert backend(size, CPU).sample(x, params)[1].tolist() == [size // 2 + 1]
+
+
+def test_top_p_keeps_the_token_that_exceeds_it_by_half_a_unit():
+    x = torch.tensor([[0.0, -0.5, -3.0]])
+    weights = (x.double().exp().float() * 2.0**44).floor().double()
+    share = float((weights[0, 0] + 0.5) / weights.sum())
+    params = np.array([(1.0, share, 0.0, 0.99, 3)], ROW_PARAMS)
+    for backend in (TritonLogits, TorchLogits):
+        assert backend(3, CPU).sample(x, params)[1].tolist() == [1]
+
+
+def test_logits_that_differ_in_their_last_bits_are_filtered_as_in_torch():
+    """All digits of the thresholds matter. Each row has an edge of its own."""
+    size, rows = 200, 12
+    x = (5 + 2.0**-21 * torch.randperm(size, generator=torch.Generator().manual_seed(0))).repeat(rows, 1)
+    x[:, 150:] -= torch.arange(50) / 7
+    edges = [(0.08 * row + 0.08, size) if row % 2 else (1.0, 17 * row + 5) for row in range(rows)]
+    params = np.array([(3.0, top_p, 0.0, 0.999, top_k) for top_p, top_k in edges], ROW_PARAMS)
+    found, want = (backend(size, CPU).sample(x, params)[1] for backend in (TritonLogits, TorchLogits))
+    assert torch.equal(found, want)
+
+
 def test_the_exponential_is_that_of_torch_rounded_to_float32():
     """A weight is 2^44 times the exponential, so it shows each bit of it: for logits below 0, at all magnitudes."""
     torch.manual_seed(0)
