@@ -206,10 +206,10 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         product=model.product.name,
         product_note=model.product.note,
         product_fix=model.product.fix,
-        sampling="torch" if runner.sampling is None else runner.sampling.isa,
+        sampling=runner.sampling.name,
         hidden_size=spec.hidden_size,
         quantization=f"{spec.quantization}-{resolved.gguf_activations}" if spec.in_blocks else spec.quantization,
-        notes=(*plan.notes, *spec.notes, *([backend.note] if backend.note else [])),
+        notes=(*plan.notes, *spec.notes, *filter(None, [backend.note, runner.sampling.note])),
         roofline=limits,
     )
     return Built(runner, info, resolved)

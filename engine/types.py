@@ -178,7 +178,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     product: str = "torch"  # what computes matmuls: an instruction set of the CPU kernels, or torch
     product_note: str = ""  # the disadvantage of this choice
     product_fix: str = ""  # how to avoid it
-    sampling: str = "torch"  # what samples from the logits: an instruction set of our own kernels, or torch
+    sampling: str = "torch"  # what samples from the logits: an instruction set of the CPU kernels, triton, or torch
     hidden_size: int = 0  # dimensions of an embedding; 0: the model's hidden states are not available
     quantization: str = "none"  # of the weights
     notes: tuple[str, ...] = ()  # differences from the settings, one sentence each

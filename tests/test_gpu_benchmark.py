@@ -32,11 +32,20 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert {result["part"] for result in results} == {"kernels", "layers", "tiny", "tiny, torch's attention"}
+    assert {result["part"] for result in results} == {
+        "kernels",
+        "layers",
+        "sampling",
+        "tiny",
+        "tiny, torch's attention",
+    }
     by_name = {(result["part"], result["measurement"]): result for result in results}
     assert by_name["kernels", "correctness"]["relative_error"] < 0.02
     errors = {name: value for name, value in by_name["layers", "relative errors"].items() if isinstance(value, float)}
     assert len(errors) == 6 and max(errors.values()) < 0.02
+    assert by_name["sampling", "trial"]["seconds"] > 0
+    cases = [result for result in results if result["part"] == "sampling" and "us" in result]
+    assert cases and all(case["same"] for case in cases)
     for part in ("tiny", "tiny, torch's attention"):
         assert by_name[part, "decode 4 sampled"]["tokens_per_s"] > 0
         assert by_name[part, "8 requests"]["is_whole"]

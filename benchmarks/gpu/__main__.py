@@ -50,17 +50,19 @@ def parts(device: str, is_tiny: bool) -> list[tuple[str, float, list[str]]]:
         return [
             ("kernels", 20, ["benchmarks.gpu.kernels", "--tiny"]),
             ("layers", 20, ["benchmarks.gpu.layers", "--tiny"]),
+            ("sampling", 20, ["benchmarks.gpu.sampling", "--tiny"]),
             ("tiny", 20, ["benchmarks.gpu.engine", "--shape", "tiny", "--async-scheduling"]),
             ("tiny, torch's attention", 20, ["benchmarks.gpu.engine", "--shape", "tiny", "--attention", "reference"]),
         ]
     return [
         ("kernels", 80, ["benchmarks.gpu.kernels"]),
         ("layers", 40, ["benchmarks.gpu.layers"]),
+        ("sampling", 40, ["benchmarks.gpu.sampling"]),
         ("0.6B", 130, ["benchmarks.gpu.engine", "--shape", "0.6B"]),
         ("8B", 170, ["benchmarks.gpu.engine", "--shape", "8B"]),
-        ("0.6B, torch's attention", 90, ["benchmarks.gpu.engine", "--shape", "0.6B", "--attention", "reference"]),
+        ("0.6B, torch's attention", 70, ["benchmarks.gpu.engine", "--shape", "0.6B", "--attention", "reference"]),
         ("0.6B, one step at a time", 60, ["benchmarks.gpu.engine", "--shape", "0.6B", "--no-async-scheduling"]),
-        ("8B, torch's attention", 90, ["benchmarks.gpu.engine", "--shape", "8B", "--attention", "reference"]),
+        ("8B, torch's attention", 70, ["benchmarks.gpu.engine", "--shape", "8B", "--attention", "reference"]),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .library import Kernels
+
+if TYPE_CHECKING:
+    from ..runner.changes import Changes
 
 NO_MEMORY = "no memory to sample"
 
@@ -60,6 +64,10 @@ class NativeLogits:
         if self._kernels.top_logits(x.data_ptr(), *x.shape, count, *pointers, torch.get_num_threads()):
             raise MemoryError(NO_MEMORY)
         return TopLogits(x, logs, values, ids)
+
+    def change(self, x: Tensor, changes: Changes) -> None:
+        """See LogitsBackend. Torch does it: changes are few."""
+        changes.apply(x)
 
     def forbid(self, x: Tensor, rows: NDArray[np.int64], bits: NDArray[np.int32]) -> None:
         _check(x)

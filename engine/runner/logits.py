@@ -1,6 +1,7 @@
 """Operations on a step's logits in torch, on any device: sampling, log-probabilities and masks.
 
-engine/kernels/logits.py computes the same with kernels on a CPU; this module is its oracle.
+engine/kernels/logits.py computes the same with kernels on a CPU, and triton_logits.py on a GPU; this module is their
+oracle.
 
 A sampled token depends only on the logits, the row's parameters and its random number. Probabilities are converted to
 integers before they are summed, because integer sums do not depend on the order: weight = floor(2^44 * e), where e is
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int64]
+from .changes import Changes, Ints, on_device
 
 # A row's sampling parameters; `Params` in engine/kernels/logits.cpp has the same fields in the same order.
 ROW_PARAMS = np.dtype(
@@ -67,6 +68,10 @@ class LogitsBackend(Protocol):
         """Return the log-probabilities, with the `count` largest. x must not change until the last use."""
         ...
 
+    def change(self, x: Tensor, changes: Changes) -> None:
+        """Change logits in place."""
+        ...
+
     def forbid(self, x: Tensor, rows: Ints, bits: NDArray[np.int32]) -> None:
         """Set the logits that masks forbid to negative infinity, in place. rows: indices of x; bits: [rows, words], 32
         tokens per word, 1: allowed."""
@@ -99,6 +104,9 @@ class TorchLogits:
 
     def distribution(self, x: Tensor, count: int) -> LogSoftmax:
         return LogSoftmax(x.log_softmax(dim=1), count)
+
+    def change(self, x: Tensor, changes: Changes) -> None:
+        changes.apply(x)
 
     def forbid(self, x: Tensor, rows: Ints, bits: NDArray[np.int32]) -> None:
         """See LogitsBackend. The bits are copied to the device packed."""
@@ -207,7 +215,7 @@ class TorchLogits:
         return self._device(np.maximum(np.ceil(params["min_p"] * ONE), 1).astype(np.int64))
 
     def _device(self, array: NDArray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return on_device(array, self.device)
 
     def _parts(self, rows: int) -> list[slice]:
         step = max(1, CPU_LOGITS // self.vocab_size) if self.device.type == "cpu" else max(1, rows)
@@ -216,7 +224,7 @@ class TorchLogits:
 
 def rows_of(x: Tensor, rows: Ints) -> Tensor:
     """Return x[rows] for ascending rows, without a copy if they are all rows."""
-    return x if len(rows) == len(x) else x.index_select(0, torch.from_numpy(rows).to(x.device, non_blocking=True))
+    return x if len(rows) == len(x) else x.index_select(0, on_device(rows, x.device))
 
 
 def _weights(x: Tensor, top: Tensor, coldness: Tensor) -> Tensor:

@@ -15,10 +15,12 @@ from torch import Tensor
 from .. import attention, models
 from ..batch import PENDING, Batch, Entered, Masks, Outcome, Row, RowError, Sampled, StepResult
 from ..config import EngineConfig
-from ..kernels.library import Clock, for_sampling
+from ..kernels.library import Clock
 from ..loop import StepOutOfMemory
 from ..out_of_memory import is_out_of_memory
 from ..types import SamplingParams
+from . import logits_choice
+from .changes import on_device
 from .inputs import Inputs, Prepared
 from .pooler import Pooler, QueuedVectors
 from .queued import QueuedScores, QueuedTokens
@@ -100,13 +102,12 @@ class Step:
         prepared, runner = self.prepared, self.runner
         assert prepared is not None
         if prepared.sampled_logits is not None:
-            logits = logits[torch.from_numpy(prepared.sampled_logits).to(logits.device, non_blocking=True)]
+            logits = logits[on_device(prepared.sampled_logits, logits.device)]
         slots, lengths = prepared.slots[prepared.sampled_rows], prepared.lengths[prepared.sampled_rows]
         allowed = None if masks is None else (np.searchsorted(prepared.sampled_rows, masks.rows), masks.bits)
         tokens = runner.sampler.sample(logits, slots, lengths, allowed)
         if runner.last is not None:  # a row that failed has a negative id: the next step computes nothing of use for it
-            slots_on_device = torch.from_numpy(slots).to(runner.device, non_blocking=True)
-            runner.last.index_copy_(0, slots_on_device, tokens.ids.clamp(min=0))
+            runner.last.index_copy_(0, on_device(slots, runner.device), tokens.ids.clamp(min=0))
         return tokens
 
     def _collect(self) -> StepResult:
@@ -162,8 +163,8 @@ class Runner:
             cache=self.cache,
             device=self.device,
         )
-        self.sampling = for_sampling(config.cpu_isa, self.device, spec.dtype)  # None: torch
-        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, self.sampling)
+        self.sampling = logits_choice.choose(config.cpu_isa, self.device, spec.dtype, spec.vocab_size)
+        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, self.sampling.backend)
         self.pooler = Pooler()
         # By slot, the last sampled token, which the row after it reads on the device. None: each step is collected
         # before the next one is launched, so the row has the token.

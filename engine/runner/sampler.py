@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batch import Entered, RowError
-from ..kernels.library import Kernels
-from ..kernels.logits import NativeLogits
 from ..types import SamplingParams
+from .changes import Changes, Penalties, Tokens, on_device
 from .logits import ONE, ROW_PARAMS, Distribution, Ints, LogitsBackend, TorchLogits, rows_of
 from .queued import NOT_FINITE, NOTHING, HostCopy, QueuedScores, QueuedTokens
 
@@ -124,13 +123,16 @@ class History:
 class Sampler:
     """Holds the parameters of running sequences in columns, indexed by slot, and samples with them."""
 
-    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, max_seqs: int, vocab_size: int, device: torch.device, kernels: LogitsBackend | None = None
+    ) -> None:
+        """`kernels` samples from float32 logits; None: torch does."""
         if vocab_size * ONE >= 1 << 63:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too wide for integer weights")
         self.vocab_size = vocab_size
         self.device = device
         self._torch = TorchLogits(vocab_size, device)
-        self._native = NativeLogits(kernels) if kernels is not None else None
+        self._kernels = kernels
         self._prompt_len = np.zeros(max_seqs, np.int64)
         self._seed = np.zeros(max_seqs, np.uint64)
         self._params = np.zeros(max_seqs, ROW_PARAMS)  # without random numbers
@@ -226,7 +228,7 @@ class Sampler:
             distribution = backend.distribution(raw, int(self._logprobs[slots[reported]].max()))
         raw_top = backend.best(logits)[0] if changes else None
         if changes:
-            self._change(logits, slots, positions)
+            backend.change(logits, self._changes(slots, positions))
         if masks is not None:
             backend.forbid(logits, *masks)
         params = self._params[slots]
@@ -240,7 +242,7 @@ class Sampler:
         return self._queued(ids, distribution, reported, slots)
 
     def _backend(self, logits: Tensor) -> LogitsBackend:
-        return self._torch if self._native is None or logits.dtype != torch.float32 else self._native
+        return self._torch if self._kernels is None or logits.dtype != torch.float32 else self._kernels
 
     # -- the logits before temperature ------------------------------------------------------------------------
 
@@ -251,29 +253,28 @@ class Sampler:
             (positions < self._min_tokens[slots]).any()
         )
 
-    def _change(self, x: Tensor, slots: Ints, positions: Ints) -> None:
-        """Apply penalties, bias, allowed and forbidden tokens and the min_tokens mask, in place."""
-        self._penalize(x, slots)
-        biased = [row for row, slot in enumerate(slots.tolist()) if slot in self._bias]
-        if biased:
-            columns = [self._bias[slot] for slot in slots[biased].tolist()]
-            rows, ids = self._indices(biased, [ids for ids, _ in columns])
-            x[rows, ids] += self._device(np.concatenate([values for _, values in columns])).to(x.dtype)
+    def _changes(self, slots: Ints, positions: Ints) -> Changes:
+        """Return the penalties, biases, allowed and excluded tokens of a step."""
+        rows = list(enumerate(slots.tolist()))
+        biased = [(row, *self._bias[slot]) for row, slot in rows if slot in self._bias]
+        exclusive = []
         for table in (self._only, self._allowed):
-            exclusive = [row for row, slot in enumerate(slots.tolist()) if slot in table]
-            if exclusive:
-                rows, ids = self._indices(exclusive, [table[slot] for slot in slots[exclusive].tolist()])
-                kept = x[rows, ids]
-                x[self._device(np.array(exclusive))] = -torch.inf
-                x[rows, ids] = kept
-        banned = [(row, self._banned(slot)) for row, slot in enumerate(slots.tolist()) if slot in self._bad_words]
-        if banned:
-            rows, ids = self._indices([row for row, _ in banned], [ids for _, ids in banned])
-            x[rows, ids] = -torch.inf
+            own = [row for row, slot in rows if slot in table]
+            if own:
+                exclusive.append(Tokens.of(own, [table[slot] for slot in slots[own].tolist()]))
+        excluded = [(row, self._banned(slot)) for row, slot in rows if slot in self._bad_words]
         young = np.flatnonzero(positions < self._min_tokens[slots]).tolist()
-        if young:
-            rows, ids = self._indices(young, [self._stop_ids[slot] for slot in slots[young].tolist()])
-            x[rows, ids] = -torch.inf
+        excluded += [(row, self._stop_ids[slot]) for row, slot in zip(young, slots[young].tolist(), strict=True)]
+        biases = None
+        if biased:
+            own_rows, ids, values = zip(*biased, strict=True)
+            biases = Tokens.of(own_rows, ids), np.concatenate(values)
+        return Changes(
+            penalized=self._penalized(slots),
+            biased=biases,
+            exclusive=tuple(exclusive),
+            excluded=Tokens.of(*zip(*excluded, strict=True)) if excluded else None,
+        )
 
     def _banned(self, slot: int) -> Ints:
         """Return the tokens that would complete a bad word."""
@@ -290,38 +291,26 @@ class Sampler:
         if count < 0:
             return None
         distribution = self._backend(logits).distribution(logits, count)
-        own = self._device(np.array(targets, np.int64))
+        own = on_device(np.array(targets, np.int64), self.device)
         ranks = 1 + (logits > logits.gather(1, own[:, None])).sum(1)
         return QueuedScores(HostCopy(distribution.columns(own)), HostCopy(ranks), count)
 
-    def _penalize(self, x: Tensor, slots: Ints) -> None:
-        """Apply the penalties, in the same order and with the same meaning as transformers and vLLM.
-
-        The repetition penalty divides positive logits and multiplies others (Keskar et al. 2019, CTRL). The frequency
-        penalty is subtracted for each occurrence, the presence penalty once.
-        """
+    def _penalized(self, slots: Ints) -> tuple[Tokens, Penalties] | None:
+        """Return the tokens that the rows contain, and their penalties."""
         penalized = [(row, self._history[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._history]
         if not penalized:
-            return
+            return None
         own_rows = [row for row, _ in penalized]
         sizes = [history.size for _, history in penalized]
-        rows, ids = self._indices(own_rows, [history.ids[: history.size] for _, history in penalized])
         counts = np.concatenate([history.counts[: history.size] for _, history in penalized])
-
-        def column(values: NDArray[np.float64]) -> Tensor:
-            return self._device(values).to(x.dtype)
 
         def of_rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
             return np.repeat(values[slots[own_rows]], sizes)
 
         with np.errstate(over="ignore"):  # a huge penalty becomes infinite
             frequency = of_rows(self._frequency) * counts
-        logits = x[rows, ids]
-        repetition = column(of_rows(self._repetition))
-        logits = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits -= column(frequency)
-        logits -= column(of_rows(self._presence) * (counts > 0))
-        x[rows, ids] = logits
+        penalties = Penalties(of_rows(self._repetition), frequency, of_rows(self._presence) * (counts > 0))
+        return Tokens.of(own_rows, [history.ids[: history.size] for _, history in penalized]), penalties
 
     # -- the result -------------------------------------------------------------------------------------------
 
@@ -329,20 +318,10 @@ class Sampler:
         """Queue one copy of the result to the host."""
         if distribution is None:
             return QueuedTokens(ids, HostCopy(ids), {})
-        rows = self._device(reported)
+        rows = on_device(reported, self.device)
         entries = distribution.columns(ids[rows].clamp(min=0))
         columns = entries.new_zeros(len(ids), 1 + entries.shape[1])
         columns[:, 0] = ids
         columns[rows, 1:] = entries
         counts = dict(zip(reported.tolist(), self._logprobs[slots[reported]].tolist(), strict=True))
         return QueuedTokens(ids, HostCopy(columns), counts)
-
-    # -- helpers ----------------------------------------------------------------------------------------------
-
-    def _device(self, array: NDArray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    def _indices(self, rows: list[int], ids: list[Ints]) -> tuple[Tensor, Tensor]:
-        """Return the indices (rows, columns) of several tokens in each of several rows."""
-        lengths = [len(own) for own in ids]
-        return self._device(np.repeat(np.array(rows, np.int64), lengths)), self._device(np.concatenate(ids))

@@ -21,8 +21,9 @@ from triton.compiler import ASTSource
 
 from engine.attention.layer import LARGEST, AttentionLayer
 from engine.attention.paged_gpu import SPLIT, attend_warps, padded, power_of_two, queries_of, tile, tile_rows, warps
-from engine.kernels.gpu import attention, layers
+from engine.kernels.gpu import attention, changes, layers, logits
 from engine.models.on_gpu import GATE_TILE, MAX_HIDDEN
+from engine.runner.triton_logits import ENTRIES, TILE, TILES, WARPS
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 NAMES = {
@@ -49,6 +50,7 @@ LAYERS = {
 }
 # Numbers of a hidden state, and of the MLP's.
 SIZES = {"Qwen3 0.6B": (1024, 3072), "Llama 8B": (4096, 14336), "Phi-3": (3072, 8192), "largest": (MAX_HIDDEN, 1)}
+VOCABULARIES = {"Qwen3": 151936, "GPT-2": 50257}
 Arguments = tuple[dict[str, Any], dict[str, Any]]  # types and constants
 
 
@@ -105,6 +107,34 @@ def gate(inner: int, activation: str, dtype: torch.dtype) -> Arguments:
     return signature, {"INNER": inner, "TILE": GATE_TILE, "ACTIVATION": activation}
 
 
+LOGITS = {
+    "x_ptr": "*fp32", "rows_ptr": "*i64", "state_ptr": "*i64", "counts_ptr": "*i32", "sums_ptr": "*i64",
+    "weights_ptr": "*fp32", "parts_ptr": "*i64", "tops_ptr": "*fp32", "ids_ptr": "*i64", "values_ptr": "*fp32",
+    "at_ptr": "*i64", "penalties_ptr": "*fp32", "biases_ptr": "*fp32", "chosen_ptr": "*i64", "bits_ptr": "*i32",
+}  # fmt: skip
+
+
+def sampling(vocab_size: int) -> Iterator[tuple[Any, Arguments]]:
+    """Yield each kernel for logits with the arguments that TritonLogits gives it."""
+    tiles = {"SIZE": vocab_size, "TILE": TILE, "TILES": TILES}
+    parts = {"PARTS": -(-vocab_size // (TILE * TILES)), **tiles}
+    over = {"PARTS_P": power_of_two(parts["PARTS"]), **parts}
+    for count in (False, True):
+        yield logits.find_top, (LOGITS, {"COUNT": count, **tiles})
+    for known in (1, 2):
+        yield logits.count_digit, (LOGITS, {"KNOWN": known, **tiles})
+        yield logits.sum_digit, (LOGITS, {"KNOWN": known, **tiles})
+    for sample in (False, True):
+        yield logits.weigh, (LOGITS, {"SAMPLE": sample, **parts})
+        yield logits.pick, (LOGITS, {"SAMPLE": sample, **over})
+    yield logits.sum_kept, (LOGITS, parts)
+    yield logits.tally, ({**LOGITS, "parts_ptr": "*i32"}, parts)
+    yield logits.collect, ({**LOGITS, "parts_ptr": "*i32"}, over)
+    for kernel in (changes.penalize, changes.add, changes.exclude):
+        yield kernel, (LOGITS, {"TILE": ENTRIES})
+    yield changes.forbid, (LOGITS, {"SIZE": vocab_size, "WORDS": -(-vocab_size // 32), "TILE": TILE})
+
+
 def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
     """Yield (name, kernel, its arguments, warps) for the shapes and dtypes that are compiled."""
     for name, each in LAYERS.items():
@@ -130,6 +160,9 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             yield f"norm {label}", layers.add_norm, norm, warps(norm[1]["SIZE_P"])
             for activation in ("silu", "gelu", "gelu_pytorch_tanh", "relu"):
                 yield f"gate {label} {activation}", layers.gate, gate(inner, activation, dtype), warps(GATE_TILE)
+    for name, vocab_size in VOCABULARIES.items():
+        for kernel, arguments in sampling(vocab_size):
+            yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS
 
 
 def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> dict[str, Any]:
@@ -142,7 +175,7 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
         if name not in constants and ALIGNED.match(name)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-    options = {"num_warps": num_warps, "enable_fp_fusion": kernel not in (attention.store, attention.rotate_store)}
+    options = {"num_warps": num_warps, "enable_fp_fusion": kernel in (attention.attend, layers.add_norm, layers.gate)}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

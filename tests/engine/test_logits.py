@@ -251,7 +251,7 @@ def test_the_sampler_draws_the_same_with_kernels_and_without(variant, dtype):
             for slot in range(5)
         ]
         for packed in (variant, None):
-            sampler = Sampler(5, 300, CPU, packed)
+            sampler = Sampler(5, 300, CPU, None if packed is None else NativeLogits(packed))
             for slot in range(5):
                 sampler.add(slot, Entered(slot, ask[slot], 1, [8, 9] if ask[slot].uses_history else []))
             masks = (np.array([0, 2]), bits) if seed % 2 else None

@@ -18,9 +18,11 @@ from tests.engine.test_attention import CPU, layer_of
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 ATTENTION, LAYERS = {"decode", "chunk", "store", "rotate"}, {"norm", "gate"}
+LOGITS = {"find_top", "count_digit", "weigh", "sum_digit", "sum_kept", "pick", "tally", "collect"}
+CHANGES = {"penalize", "add", "exclude", "forbid"}
 
 
-@pytest.mark.parametrize("file", ["interpreted.py", "interpreted_layers.py"])
+@pytest.mark.parametrize("file", ["interpreted.py", "interpreted_layers.py", "interpreted_logits.py"])
 def test_kernels_in_the_interpreter_equal_torch(file):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/engine/{file}"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
@@ -46,6 +48,8 @@ def test_without_a_gpu_or_a_compiler_there_is_a_reason(monkeypatch):
         (90, "window bf16 fp8", ATTENTION),
         (90, "window fp32 fp32", ATTENTION),
         (90, "largest", LAYERS),
+        (90, "logits of", LOGITS | CHANGES),
+        (80, "logits of Qwen3", LOGITS | CHANGES),
         (80, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
     ],
 )

@@ -1,6 +1,7 @@
 """The oracle's table on a CUDA device: the same code, the same tokens; and our kernels there. `make test-gpu`."""
 
 import pathlib
+import random
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from engine import EngineConfig
 from engine.attention.paged_gpu import FP8_CAPABILITY
 from engine.build import build
 from engine.models.on_gpu import OnGPU
+from engine.runner.logits import TorchLogits
+from engine.runner.triton_logits import TritonLogits
 from tests import oracle
+from tests.engine.test_logits import cases
 from tests.models import FLOAT32_ONLY, MODELS, NATIVE, make
 
 pytestmark = [
@@ -45,5 +49,22 @@ def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: path
     runner, info, _ = build(
         EngineConfig(model=str(make(name, tmp_path)), dtype=dtype, kv_dtype=kv_dtype, device="cuda")
     )
-    assert (info.attention, info.product_note) == ("triton", "")
+    assert (info.attention, info.sampling, info.product_note) == ("triton", "triton", "")
     assert isinstance(runner.model.executors[0], OnGPU)
+
+
+@pytest.mark.parametrize("size", [1, 257, 5000, 151_936])
+def test_our_kernels_sample_the_tokens_of_the_cpu(size):
+    """Also of many logits that are equal, and of steps that mix parameters."""
+    device, rng = torch.device("cuda"), random.Random(size)
+    torch.manual_seed(size)
+    for rows in (1, 40, 200):
+        x, params = cases(rng, size, rows)
+        want = TorchLogits(size, torch.device("cpu")).sample(x, params)
+        for _ in range(5):  # a race moves the result
+            found = TritonLogits(size, device).sample(x.to(device), params)
+            assert all(torch.equal(mine.cpu(), wanted) for mine, wanted in zip(found, want, strict=True))
+        count, ids = min(size, 20), torch.arange(rows) % size
+        columns = TritonLogits(size, device).distribution(x.to(device), count).columns(ids.to(device)).cpu()
+        exact = TorchLogits(size, torch.device("cpu")).distribution(x.double(), count).columns(ids)
+        torch.testing.assert_close(columns, exact, rtol=1e-6, atol=1e-6)

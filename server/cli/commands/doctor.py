@@ -297,7 +297,8 @@ def engine(settings: Settings) -> list[Finding]:
     products = "by torch" if info.product == "torch" else f"by our own kernels for {info.product}"
     if info.quantization != "none":
         products += f", with weights in {info.quantization}"
-    sampling = "by torch" if info.sampling == "torch" else f"by our own kernels for {info.sampling}"
+    samplers = {"torch": "by torch", "triton": "by our own Triton kernels"}
+    sampling = samplers.get(info.sampling, f"by our own kernels for {info.sampling}")
     attention = f"computed by the {info.attention} backend, keys and values in {info.kv_dtype}"
     found = [
         Finding("engine", "ok", f"works on {info.device}; start, loading and generation took {seconds:.1f} s"),
