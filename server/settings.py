@@ -107,7 +107,7 @@ class Settings(BaseSettings):
     )
     gguf_activations: Literal["auto", "int8", "int16"] = _engine(
         "auto",
-        "what activations are quantized to, for GGUF files and quantized checkpoints; auto: int16 for small models",
+        "rounding of activations for GGUF files and quantized checkpoints; auto: int16 for small models",
     )
     model_impl: Literal["auto", "native", "transformers"] = _engine(
         "auto", "model code: native (ours), transformers (theirs, on our KV cache) or auto"

@@ -8,8 +8,9 @@
 // bits are bytes.
 //
 // Scales. A panel has a record for each block, which is one group or several: for each row the scale and, if the
-// format has them, the minimum, in float16, or for each row the byte that makes it. If several groups share a record, bytes follow for each group: for each row
-// the factor of its scale, and that of its minimum.
+// format has them, the minimum, in float16. If several groups share a record, bytes follow for each group: for each row
+// the factor of its scale, and that of its minimum. Q4_Z has a byte in place of the minimum, which is the scale times
+// that byte.
 //
 // Activations. A number of x has one byte, or two: the second has 7 more bits, multiplied by the same weights after the
 // sums have been shifted by 7 bits. That takes up to twice the time, and rounds x less than bfloat16 does.

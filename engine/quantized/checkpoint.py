@@ -68,6 +68,11 @@ class QuantizedCheckpoint(Checkpoint):
                 self.entries[weight.name] = replace(entry, shape=weight.shape)
             elif name.rpartition(".")[2] in UNUSED:
                 del self.entries[name]
+        if not self._weights:
+            raise ModelError(
+                f"config.json names {quantization.method} quantization, but the checkpoint holds no quantized weights; "
+                "remove quantization_config from it"
+            )
 
     @property
     def weights_hash(self) -> str:

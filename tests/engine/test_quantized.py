@@ -322,7 +322,8 @@ def test_other_settings_of_quantization_are_refused(tmp_path):
 def test_a_model_without_a_native_implementation_is_refused(tmp_path):
     make("gpt2", tmp_path)
     edit_config(tmp_path, quantization_config=awq().config)
-    assert "weights in awq are for the native implementation, and GPT2LMHeadModel" in refused(tmp_path)
+    with pytest.raises(ModelError, match="weights in awq are for the native implementation, and GPT2LMHeadModel"):
+        plan.plan(config(tmp_path))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -473,6 +474,14 @@ def test_tensors_that_contradict_config_json_get_a_sentence(tmp_path, kind, name
     spoilt(tensors, name, change)
     save_file(tensors, tmp_path / "model.safetensors")
     assert says in refused(tmp_path)
+
+
+def test_a_checkpoint_without_quantized_weights_is_refused(tmp_path):
+    write(tmp_path, awq(), plain=lambda module: True)
+    assert refused(tmp_path) == (
+        "config.json names awq quantization, but the checkpoint holds no quantized weights; remove quantization_config "
+        "from it"
+    )
 
 
 def test_a_weight_that_is_quantized_and_plain_is_refused(tmp_path):
