@@ -18,10 +18,11 @@ from .decoder_layer import Layer
 from .executor import Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
-from .layers import InFile, Linear, RMSNorm
+from .layers import InFile, Linear, Quantization, RMSNorm
 from .on_gpu import OnGPU
+from .precision import BITS, layer_bits
 from .rope import Rotary
-from .spec import BITS, ModelSpec
+from .spec import ModelSpec
 from .weights import Checkpoint
 
 WATCH_S = 0.1  # between two reports of the packing's progress
@@ -152,12 +153,13 @@ class Decoder:
         self._finish()
 
     def _pack_layer(self, layer: Layer, in_file: Mapping[Linear, InFile] | None = None) -> None:
-        layer.pack(self.product.kernels, BITS[self.spec.quantization][0], in_file)
+        layer.pack(self.product.kernels, layer_bits(self.spec.quantization, layer.index, len(self.layers)), in_file)
 
     def _pack_head(self, in_file: InFile | None = None) -> None:
         # Logits must be float32. A tied head and embedding are stored once, in a form that both can use.
         bits, looked_up = BITS[self.spec.quantization][1], self.head is self.embedding
-        self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, bits=bits, in_file=in_file)
+        quantization = None if bits is None else Quantization(bits)
+        self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, quantization=quantization, in_file=in_file)
         self.norm.pack(self.product.kernels)
 
     def _finish(self) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..kernels.library import Kernels
 from .forward import Forward
-from .layers import Gated, InFile, Linear, RMSNorm
+from .layers import Gated, InFile, Linear, Quantization, RMSNorm
+from .precision import LayerBits
 from .rope import rotate
 from .spec import DecoderSpec, ModelSpec
 
@@ -81,9 +82,21 @@ class Layer:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
-    def pack(self, kernels: Kernels | None, bits: int | None, in_file: Mapping[Linear, InFile] | None = None) -> None:
-        """Pack the weights; `in_file` has those that are still in files."""
+    def pack(
+        self, kernels: Kernels | None, bits: LayerBits | None, in_file: Mapping[Linear, InFile] | None = None
+    ) -> None:
+        """Pack the weights, after the norms have been read; `in_file` has the weights that are still in files."""
         for linear in self.linears:
-            linear.pack(kernels, bits=bits, in_file=(in_file or {}).get(linear))
+            quantization = None if bits is None else self._quantization(linear, bits)
+            linear.pack(kernels, quantization=quantization, in_file=(in_file or {}).get(linear))
         for norm in (self.attention_norm, self.mlp_norm):
             norm.pack(kernels)
+
+    def _quantization(self, linear: Linear, bits: LayerBits) -> Quantization:
+        # The columns that a norm makes larger matter more: errors in them by the square of its weight.
+        if linear is self.qkv:
+            rows_in_8 = self.kv_size if bits.value > bits.others else 0
+            return Quantization(bits.others, self.attention_norm.weight.float().square(), rows_in_8)
+        if linear is self.gate_up:
+            return Quantization(bits.others, self.mlp_norm.weight.float().square())
+        return Quantization(bits.down if linear is self.down else bits.others)

@@ -18,6 +18,7 @@ from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
 from ..types import ConfigError, ModelError
 from .layers import ACTIVATIONS
+from .precision import BITS, layer_bits
 from .rope import SCALINGS, Rope, frequencies
 
 DTYPES = {
@@ -27,11 +28,6 @@ DTYPES = {
     "float64": torch.float64,
 }
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
-# from the unquantized model.
-BITS: dict[str, tuple[int | None, int | None]] = {
-    "none": (None, None), "int8": (8, 8), "int4": (4, 8), "gguf": (None, None)
-}  # fmt: skip
 SMALL_MODEL = 400_000_000  # numbers of a GGUF file up to which activations have 16 bits
 # Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
 # published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
@@ -125,11 +121,17 @@ class ModelSpec:
             numbers = self.source["quantization_config"]["numbers"]
             return sum(blocks_bytes(kind, count, self.dtype) for kind, count in numbers.items())
         plain = self.num_params * self.dtype.itemsize
-        bits, head_bits = BITS[self.quantization]
-        if bits is None or head_bits is None or self.decoder is None:
+        _, head_bits = BITS[self.quantization]
+        if head_bits is None or self.decoder is None:
             return plain
-        shapes = [(shape, bits) for shape in self.decoder.layer_shapes] * len(self.layers)
-        shapes.append(((self.vocab_size, self.decoder.hidden_size), head_bits))
+        shapes = [((self.vocab_size, self.decoder.hidden_size), head_bits)]
+        (qkv, hidden), output, gate_up, down = self.decoder.layer_shapes
+        values = self.decoder.num_kv_heads * self.decoder.head_dim
+        for layer in range(len(self.layers)):
+            bits = layer_bits(self.quantization, layer, len(self.layers))
+            assert bits is not None
+            shapes += [((qkv - values, hidden), bits.others), ((values, hidden), bits.value), (output, bits.others)]
+            shapes += [(gate_up, bits.others), (down, bits.down)]
         saved = (
             rows * columns * self.dtype.itemsize - quantized_bytes(rows, columns, bits)
             for (rows, columns), bits in shapes
