@@ -2,7 +2,7 @@
 //
 // Weights are stored unsigned, offset by ZERO. With 8 bits a row of W has one scale. With 4 bits each group of a row
 // has a scale in bfloat16: if a row of thousands of numbers shared one, its largest would leave the others too few of
-// 16 steps. That scale is searched: clipping a group's largest number may cost less than it saves the others.
+// 16 steps. The packing searches that scale: the error of clipping the largest number may be less than it saves.
 //
 // Order. A group's sum of products is an integer, exact in any order. The groups' sums are added as floats from the
 // first to the last, each multiplied by its scales in one fused multiply-add. With 8 bits the weight's scale is applied
@@ -237,17 +237,17 @@ struct GroupOfFour {
   }
   static V rounded(V v) { return as_floats(shift_left<16>(to_bf16_units(v))); }
 
-  static constexpr int NIBBLES[] = {7, 3, 6, 2, 5, 1, 4, 0};  // the numbers of a unit from the highest nibble to the lowest
+  static constexpr int NIBBLES[] = {7, 3, 6, 2, 5, 1, 4, 0};  // a unit's numbers, from the highest nibble to the lowest
 
-  // Write the group's units for LANES rows, `apart` units apart, but at most `count`.
+  // Write the group's units for LANES rows, but at most `count`: vectors that are WIDTH units apart.
   void quantize(V scale, int64_t count, uint32_t* to) const {
     const V magnitude = as_floats(and_(as_units(scale), set1_units(0x7fffffff)));
     const V inverse = where_less(zero(), magnitude, divide(set1(1.0f), scale), zero());
     for (int64_t u = 0; u < Four::SIZE / Four::PER_UNIT && u < count; ++u, to += WIDTH) {
       U unit = set1_units(0);
       for (const int i : NIBBLES) {
-        const U steps = add_ints(round_to_ints(steps_of(numbers[u * Four::PER_UNIT + i], inverse)), set1_units(Four::ZERO));
-        unit = or_(shift_left<4>(unit), and_(steps, set1_units(15)));
+        const U steps = round_to_ints(steps_of(numbers[u * Four::PER_UNIT + i], inverse));
+        unit = or_(shift_left<4>(unit), and_(add_ints(steps, set1_units(Four::ZERO)), set1_units(15)));
       }
       store_units(to, unit);
     }

@@ -93,7 +93,7 @@ class Layer:
             norm.pack(kernels)
 
     def _quantization(self, linear: Linear, bits: LayerBits) -> Quantization:
-        # The columns that a norm makes larger matter more: errors in them by the square of its weight.
+        # A norm multiplies each column of x by its weight, so squared errors of the next weight count by its square.
         if linear is self.qkv:
             rows_in_8 = self.kv_size if bits.value > bits.others else 0
             return Quantization(bits.others, self.attention_norm.weight.float().square(), rows_in_8)
