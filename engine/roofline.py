@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from . import memory, models
 from .kernels.library import Kernels
-from .models.layers import Linear
+from .models.layers import Linear, Quantization
+from .models.precision import BITS
 from .types import Roofline
 
 Pick = Callable[[list[float]], float]
@@ -111,7 +112,8 @@ def packed_rate(kernels: Kernels, spec: models.ModelSpec, shape: tuple[int, int,
     rows, inputs, outputs = shape
     linear = Linear(outputs, inputs, False, spec.dtype, torch.device("cpu"))
     linear.weight.fill_(1)
-    linear.pack(kernels, bits=4 if spec.in_blocks else spec.bits[0])
+    bits = 4 if spec.in_blocks else BITS.get(spec.quantization, (None, None))[0]
+    linear.pack(kernels, quantization=None if bits is None else Quantization(bits))
     x = torch.ones(rows, inputs, dtype=spec.dtype)
     return 2 * rows * inputs * outputs / _seconds(lambda: linear(x), times, x.device, min)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.library import CHOICES, Kernels, choose, for_sampling
-from ..models.layers import Linear, can_reorder
+from ..models.layers import Linear, Quantization, can_reorder
 from ..types import EngineError
 from . import attention, logits
 from .timing import interleaved
@@ -111,7 +111,7 @@ def _packed(weight: Tensor, kernels: Kernels | None, bits: int | None = None) ->
     rows, columns = weight.shape
     linear = Linear(rows, columns, False, weight.dtype, weight.device)
     linear.weight = weight
-    linear.pack(kernels, bits=bits)
+    linear.pack(kernels, quantization=None if bits is None else Quantization(bits))
     return linear
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor
 
 from .library import Kernels
-from .matmul import BlockRows, Packed, Packing
-from .structures import Joined as JoinedParts
-from .structures import Multiplied
+from .matmul import BlockRows, Joined, Packed, Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ def in_blocks(
     if not all(part.mapped for part in parts):
         packing = None  # now, so that only one converted weight is in memory
     if mixed and not gated:
-        return Joined(kernels, parts, bias, activation_bytes=activation_bytes, packing=packing)
+        return in_several_formats(kernels, parts, bias, activation_bytes=activation_bytes, packing=packing)
     return Blocks(kernels, parts, bias, gated=gated, wide=wide, activation_bytes=activation_bytes, packing=packing)
 
 
@@ -159,45 +156,23 @@ class Blocks(Packed):
         return int(self._kernels.dequantized_blocks(self._address, self.dtype.itemsize, *arguments))
 
 
-class Joined(Packed):
-    """Like Packed, for a weight whose parts are in blocks of several formats, as queries and values in Q4_K_M, or whose
+def in_several_formats(
+    kernels: Kernels,
+    parts: Sequence[BlockRows],
+    bias: Tensor | None = None,
+    *,
+    activation_bytes: int = 1,
+    packing: Packing | None = None,
+) -> Joined:
+    """Return a weight whose parts are in blocks of several formats, as queries and values in Q4_K_M, or whose
     columns are in several orders."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        parts: Sequence[BlockRows],
-        bias: Tensor | None = None,
-        *,
-        activation_bytes: int = 1,
-        packing: Packing | None = None,
-    ) -> None:
-        self.dtype, self.columns = parts[0].dtype, parts[0].shape[1]
-        self.result, self.outputs = self.dtype, sum(part.shape[0] for part in parts)
-        self._parts: list[Blocks] = []
-        offsets, start = [], 0
-        for rows in _alike(parts):
-            end = start + sum(part.shape[0] for part in rows)
-            own_bias = None if bias is None else bias[start:end]
-            part = Blocks(
-                kernels, rows, own_bias, stride=self.outputs, activation_bytes=activation_bytes, packing=packing
-            )
-            self._parts.append(part)
-            offsets.append(start * self.dtype.itemsize)
-            start = end
-        self._kept = (
-            (Multiplied * len(offsets))(*(part.multiplied() for part in self._parts)),
-            (ctypes.c_int64 * len(offsets))(*offsets),
-        )
-        self._joined = JoinedParts(*(ctypes.addressof(each) for each in self._kept), len(offsets))
-        self._multiply, self._address = kernels.multiply_joined, ctypes.addressof(self._joined)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self._parts)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        raise AssertionError("an embedding is one tensor, of one format")
+    stride, start, packed = sum(part.shape[0] for part in parts), 0, []
+    for rows in _alike(parts):
+        end = start + sum(part.shape[0] for part in rows)
+        own = None if bias is None else bias[start:end]
+        packed.append(Blocks(kernels, rows, own, stride=stride, activation_bytes=activation_bytes, packing=packing))
+        start = end
+    return Joined(kernels, packed)
 
 
 def _alike(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 from collections import defaultdict
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .library import Kernels, address
+from .structures import Joined as JoinedParts
 from .structures import Matrix, Multiplied, PlainWeight, Progress, WeightPart
 
 SLAB = 64 << 20  # bytes
@@ -96,6 +98,7 @@ class Packing:
             ctypes.addressof(sources),
             packed.panels.data_ptr(),
             None if packed.scales is None else packed.scales.data_ptr(),
+            None if packed.importance is None else packed.importance.data_ptr(),
             len(parts),
             sum(part.shape[0] for part in parts),
             packed.columns,
@@ -137,6 +140,7 @@ class Packed:
     bits: int | None = None  # that the weight is quantized to; None: not quantized
     format = 0  # of a weight in GGUF blocks
     planes = 1  # with such a weight: bytes of an activation
+    importance: Tensor | None = None  # of the columns of a weight in 4 bits: float32, padded to whole groups
     packer = "pack"  # the kernel that packs the weight
     order: Tensor | None = None  # [columns] int32: the column of x that each column of the packed weight belongs to
 
@@ -263,7 +267,9 @@ class Packed:
 class Quantized(Packed):
     """Like Packed, with the weight quantized to 8 or 4 bits while it is packed; see quantized.cpp.
 
-    Activations are quantized to 8 bits, each group of a row separately. `lookup` returns dequantized rows.
+    With 4 bits each group has the scale, among several, with the smallest sum of squared errors times the importance of
+    their columns. Activations are quantized to 8 bits, each group of a row separately. `lookup` returns dequantized
+    rows.
     """
 
     packer = "quantize"
@@ -275,12 +281,18 @@ class Quantized(Packed):
         bias: Tensor | None = None,  # [rows]
         *,
         bits: int,
+        importance: Tensor | None = None,  # [columns], not negative, with 4 bits; None: all columns matter alike
         gated: bool = False,
         wide: bool = False,
+        stride: int | None = None,
         packing: Packing | None = None,
     ) -> None:
         self.bits = bits
-        super().__init__(kernels, weight, bias, gated=gated, wide=wide, packing=packing)
+        if bits == 4:
+            columns = (weight if isinstance(weight, Tensor) else weight[0]).shape[1]
+            self.importance = torch.zeros(-(-columns // GROUP) * GROUP)
+            self.importance[:columns] = 1.0 if importance is None else importance.float()
+        super().__init__(kernels, weight, bias, gated=gated, wide=wide, stride=stride, packing=packing)
 
     def _function(self, kernels: Kernels) -> Any:
         assert self.bits is not None
@@ -298,6 +310,31 @@ class Quantized(Packed):
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
         arguments = ids.data_ptr(), len(ids), out.data_ptr()
         return int(self._kernels.dequantized(self._address, self.bits, self.dtype.itemsize, *arguments))
+
+
+class Joined(Packed):
+    """Like Packed, for a weight whose parts are packed in different ways, as queries and values are."""
+
+    def __init__(self, kernels: Kernels, parts: Sequence[Packed]) -> None:
+        """`parts` have the same input and, as their `stride`, the number of all outputs."""
+        self._parts = parts
+        self.dtype, self.columns, self.result = parts[0].dtype, parts[0].columns, parts[0].result
+        self.outputs = sum(part.outputs for part in parts)
+        before = itertools.accumulate((part.outputs for part in parts[:-1]), initial=0)
+        offsets = [outputs * self.dtype.itemsize for outputs in before]
+        self._kept = (
+            (Multiplied * len(parts))(*(part.multiplied() for part in parts)),
+            (ctypes.c_int64 * len(parts))(*offsets),
+        )
+        self._joined = JoinedParts(*(ctypes.addressof(each) for each in self._kept), len(parts))
+        self._multiply, self._address = kernels.multiply_joined, ctypes.addressof(self._joined)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self._parts)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        raise AssertionError("an embedding is one tensor, of one format")
 
 
 def scales_of(columns: int, bits: int) -> tuple[tuple[int, ...], torch.dtype]:

@@ -37,7 +37,8 @@ struct Progress {
 struct PlainWeight {
   const WeightPart* parts;  // all in memory, or all in files
   void* panels;
-  void* scales;  // of a quantized weight
+  void* scales;             // of a quantized weight
+  const float* importance;  // with 4 bits: of each column, padded to whole groups; see quantized.cpp
   int64_t num_parts, rows, columns, row_bytes, number_bytes, num_panels;
   int32_t bits;    // of a quantized weight
   int32_t gated;   // gate before up

@@ -49,6 +49,7 @@ class PlainWeight(ctypes.Structure):
         ("parts", ctypes.c_void_p),
         ("panels", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("importance", ctypes.c_void_p),
         ("num_parts", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),

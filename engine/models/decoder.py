@@ -18,8 +18,9 @@ from .decoder_layer import Layer
 from .executor import Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
-from .layers import InFile, Linear, RMSNorm
+from .layers import InFile, Linear, Quantization, RMSNorm
 from .on_gpu import OnGPU
+from .precision import head_bits, layer_bits
 from .rope import Rotary
 from .spec import ModelSpec
 from .weights import Checkpoint
@@ -155,12 +156,13 @@ class Decoder:
         self._finish()
 
     def _pack_layer(self, layer: Layer, in_file: Mapping[Linear, InFile] | None = None) -> None:
-        layer.pack(self.product.kernels, self.spec.bits[0], in_file)
+        layer.pack(self.product.kernels, layer_bits(self.spec.quantization, layer.index, len(self.layers)), in_file)
 
     def _pack_head(self, in_file: InFile | None = None) -> None:
         # Logits must be float32. A tied head and embedding are stored once, in a form that both can use.
-        bits, looked_up = self.spec.bits[1], self.head is self.embedding
-        self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, bits=bits, in_file=in_file)
+        bits, looked_up = head_bits(self.spec.quantization), self.head is self.embedding
+        quantization = None if bits is None else Quantization(bits)
+        self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, quantization=quantization, in_file=in_file)
         self.norm.pack(self.product.kernels)
 
     def _finish(self) -> None:

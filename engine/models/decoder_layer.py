@@ -10,7 +10,8 @@ from torch import Tensor
 from ..kernels.library import Kernels
 from .experts import Experts
 from .forward import Forward
-from .layers import Gated, InFile, Linear, RMSNorm
+from .layers import Gated, InFile, Linear, Quantization, RMSNorm
+from .precision import LayerBits
 from .rope import rotate
 from .spec import DecoderSpec, ModelSpec
 
@@ -103,12 +104,26 @@ class Layer:
         """The matmuls of a layer without experts."""
         return self.qkv, self.output, self.gate_up, self.down
 
-    def pack(self, kernels: Kernels | None, bits: int | None, in_file: Mapping[Linear, InFile] | None = None) -> None:
-        """Pack the weights; `in_file` has those that are still in files."""
+    def pack(
+        self, kernels: Kernels | None, bits: LayerBits | None, in_file: Mapping[Linear, InFile] | None = None
+    ) -> None:
+        """Pack the weights, after the norms have been read; `in_file` has the weights that are still in files."""
         in_file = in_file or {}
         for linear in self.linears if self.experts is None else (self.qkv, self.output):
-            linear.pack(kernels, bits=bits, in_file=in_file.get(linear))
+            quantization = None if bits is None else self._quantization(linear, bits)
+            linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))
         if self.experts is not None:
-            self.experts.pack(kernels, bits, in_file)
+            self.experts.pack(kernels, bits, self.mlp_norm, in_file)
         for norm in (self.attention_norm, self.mlp_norm):
             norm.pack(kernels)
+
+    def _quantization(self, linear: Linear, bits: LayerBits) -> Quantization:
+        # A norm multiplies each column of x by its weight, so squared errors of the next weight count by its square.
+        if linear is self.qkv:
+            rows_in_8 = self.kv_size if bits.value > bits.others else 0
+            return Quantization(bits.others, self.attention_norm.weight.float().square(), rows_in_8)
+        if linear is self.output:
+            return Quantization(bits.others)
+        if linear is self.gate_up:
+            return Quantization(bits.others, self.mlp_norm.weight.float().square())
+        return Quantization(bits.down)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from .layers import Gated, InFile, Linear
+from .layers import Gated, InFile, Linear, Quantization, RMSNorm
+from .precision import LayerBits
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,17 @@ class Experts:
             ]
         return found
 
-    def pack(self, kernels: Kernels | None, bits: int | None, in_file: Mapping[Linear, InFile]) -> None:
-        """Pack the weights, see Layer.pack. The router is small, and decides much: it is not quantized."""
+    def pack(
+        self, kernels: Kernels | None, bits: LayerBits | None, norm: RMSNorm, in_file: Mapping[Linear, InFile]
+    ) -> None:
+        """Pack the weights, see Layer.pack. The router is small, and decides much: it is not quantized.
+
+        `norm`: the one before the experts.
+        """
         self.router.pack(kernels, wide=True, in_file=in_file.get(self.router))
-        for linear in (*self.gate_ups, *self.downs):
-            linear.pack(kernels, bits=bits, in_file=in_file.get(linear))
+        up = down = None
+        if bits is not None:
+            up, down = Quantization(bits.others, norm.weight.float().square()), Quantization(bits.down)
+        for linears, quantization in ((self.gate_ups, up), (self.downs, down)):
+            for linear in linears:
+                linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))

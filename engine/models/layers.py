@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..kernels.blocks import in_blocks, in_one_order
 from ..kernels.library import Kernels
-from ..kernels.matmul import BlockRows, Converted, Packed, Packing, Parts, Quantized, Sources
+from ..kernels.matmul import BlockRows, Converted, Joined, Packed, Packing, Parts, Quantized, Sources, Stored
 from ..kernels.structures import Multiplied
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
@@ -57,6 +57,29 @@ def _converted(weight: InFile) -> Source:
     return Source(parts, weight.packing, weight.activation_bytes)
 
 
+class Quantization(NamedTuple):
+    """How a weight is quantized for our kernels."""
+
+    bits: int
+    importance: Tensor | None = None  # of its columns, see Quantized
+    rows_in_8: int = 0  # its last rows, which have 8 bits
+
+
+def _divided(parts: Parts, rows: int) -> tuple[Parts, Parts]:
+    """Return the parts of the first `rows` rows of a weight, and those of the others."""
+    first, last = [], list(parts)
+    while rows and rows >= last[0].shape[0]:
+        first.append(last.pop(0))
+        rows -= first[-1].shape[0]
+    if rows:  # queries, keys and values are one tensor
+        part = last.pop(0)
+        assert isinstance(part, Stored)
+        size = rows * part.shape[1] * part.dtype.itemsize
+        first.append(part._replace(shape=(rows, part.shape[1])))
+        last.insert(0, part._replace(offset=part.offset + size, shape=(part.shape[0] - rows, part.shape[1])))
+    return first, last
+
+
 class Linear:
     """x @ weight.T + bias. `pack` may replace the weight by a form in which the CPU multiplies faster."""
 
@@ -73,24 +96,30 @@ class Linear:
         *,
         wide: bool = False,
         looked_up: bool = False,
-        bits: int | None = None,
+        quantization: Quantization | None = None,
         in_file: InFile | None = None,
     ) -> None:
         """Pack the weight for the CPU, if possible; the plain weight is then freed.
 
-        `wide`: return results in float32, in our kernels and on a GPU. For our kernels: `bits`: quantize the weight;
-        None: do not. `in_file`: the weight, if it has not been read; the layer is ready when its Packing has run. For
-        torch: `looked_up`: `rows` will be called, which needs the plain weight.
+        `wide`: return results in float32, in our kernels and on a GPU. For our kernels:
+        `quantization`: quantize the weight; None: do not. `in_file`: the weight, if it has not been read; the layer is
+        ready when its Packing has run. For torch: `looked_up`: `rows` will be called, which needs the plain weight.
         """
         self._is_wide = wide and self.weight.is_cuda and self.weight.dtype in (torch.float16, torch.bfloat16)
         if kernels is not None:
-            self._pack(kernels, bits, None if in_file is None else _converted(in_file), wide=wide)
+            self._pack(kernels, quantization, None if in_file is None else _converted(in_file), wide=wide)
         elif can_reorder(self.weight) and not looked_up:
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
             self.weight = self.weight.new_empty(0)
 
     def _pack(
-        self, kernels: Kernels, bits: int | None, source: Source | None, *, wide: bool, gated: bool = False
+        self,
+        kernels: Kernels,
+        quantization: Quantization | None,
+        source: Source | None,
+        *,
+        wide: bool,
+        gated: bool = False,
     ) -> None:
         weight, packing, activation_bytes = source or (self.weight, None, 1)
         if source and (blocks := source.blocks):
@@ -103,11 +132,41 @@ class Linear:
                 activation_bytes=activation_bytes,
                 packing=packing,
             )
-        elif bits is None:
+        elif quantization is None:
             self._packed = Packed(kernels, weight, self.bias, wide=wide, gated=gated, packing=packing)
+        elif quantization.rows_in_8:
+            assert not wide and not gated
+            self._packed = self._in_two(kernels, weight, quantization, packing)
         else:
-            self._packed = Quantized(kernels, weight, self.bias, bits=bits, wide=wide, gated=gated, packing=packing)
+            bits, importance, _ = quantization
+            self._packed = Quantized(
+                kernels,
+                weight,
+                self.bias,
+                bits=bits,
+                importance=importance,
+                wide=wide,
+                gated=gated,
+                packing=packing,
+            )
         self.weight = self.weight.new_empty(0)
+
+    def _in_two(
+        self, kernels: Kernels, weight: Tensor | Parts, quantization: Quantization, packing: Packing | None
+    ) -> Joined:
+        """Return the weight with its last rows in 8 bits."""
+        stride = len(weight) if isinstance(weight, Tensor) else sum(part.shape[0] for part in weight)
+        rows = stride - quantization.rows_in_8
+        most, last = (weight[:rows], weight[rows:]) if isinstance(weight, Tensor) else _divided(weight, rows)
+        biases = (None, None) if self.bias is None else (self.bias[:rows], self.bias[rows:])
+        bits, importance, _ = quantization
+        return Joined(
+            kernels,
+            [
+                Quantized(kernels, most, biases[0], bits=bits, importance=importance, stride=stride, packing=packing),
+                Quantized(kernels, last, biases[1], bits=8, stride=stride, packing=packing),
+            ],
+        )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return [rows, weight's rows] for x: [rows, columns]; `residual`, of the same shape, is added."""
@@ -141,11 +200,17 @@ class Gated(Linear):
         self._fused = False
 
     def _pack(
-        self, kernels: Kernels, bits: int | None, source: Source | None, *, wide: bool, gated: bool = False
+        self,
+        kernels: Kernels,
+        quantization: Quantization | None,
+        source: Source | None,
+        *,
+        wide: bool,
+        gated: bool = False,
     ) -> None:
         blocks = [] if source is None else source.blocks
         self._fused = gated or (self._activation is F.silu and (not blocks or in_one_order(blocks)))
-        super()._pack(kernels, bits, source, wide=wide, gated=self._fused)
+        super()._pack(kernels, quantization, source, wide=wide, gated=self._fused)
 
     def multiplied(self) -> Multiplied | None:
         return super().multiplied() if self._fused else None

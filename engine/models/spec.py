@@ -20,6 +20,7 @@ from ..types import ConfigError, ModelError
 from .experts import ExpertsSpec
 from .families import FAMILIES, MODEL_TYPES, Family
 from .layers import ACTIVATIONS
+from .precision import head_bits, layer_bits
 from .rope import MAX_NUMBER, SCALINGS, Rope, read_rope, rope_parameters
 
 DTYPES = {
@@ -29,9 +30,6 @@ DTYPES = {
     "float64": torch.float64,
 }
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
-# from the unquantized model.
-BITS = {"int8": (8, 8), "int4": (4, 8)}
 SMALL_MODEL = 400_000_000  # parameters up to which activations have 16 bits, if weights are in blocks
 # Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
 # published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
@@ -113,7 +111,9 @@ class ModelSpec:
     source: dict[str, Any] = field(repr=False)  # config.json
     decoder: DecoderSpec | None = None  # if the implementation is native
     hidden_size: int = 0  # of the last hidden states; 0: not available
-    quantization: str = "none"  # of the weights in memory: a key of BITS, gguf, or the method of the checkpoint
+    quantization: str = (
+        "none"  # of the weights in memory: a key of precision.BITS, gguf, or the method of the checkpoint
+    )
     method: str = ""  # of a quantized safetensors checkpoint
     in_blocks: Mapping[str, int] = field(default_factory=dict)  # numbers of weights by their type of GGUF blocks
     dequantized: int = 0  # numbers of weights that are quantized in the checkpoint, and not in memory
@@ -121,22 +121,24 @@ class ModelSpec:
     kv_dtype: str = "auto"  # see EngineConfig
 
     @property
-    def bits(self) -> tuple[int | None, int | None]:
-        """Bits that the layers' weights and the head's are rounded to; None: they are not."""
-        return BITS.get(self.quantization, (None, None))
-
-    @property
     def weights_bytes(self) -> int:
         plain = self.num_params * self.dtype.itemsize
         if self.in_blocks:
             stored = sum(blocks_bytes(kind, count, self.dtype) for kind, count in self.in_blocks.items())
             return plain - sum(self.in_blocks.values()) * self.dtype.itemsize + stored
-        bits, head_bits = self.bits
-        if bits is None or head_bits is None or self.decoder is None:
+        bits_of_head = head_bits(self.quantization)
+        if bits_of_head is None or self.decoder is None:
             return plain
-        shapes = [(self.vocab_size, self.decoder.hidden_size, head_bits)]
+        shapes = [(self.vocab_size, self.decoder.hidden_size, bits_of_head)]
+        values = self.decoder.num_kv_heads * self.decoder.head_dim
         for index in range(len(self.layers)):
-            shapes += [(sum(rows), columns, bits) for _, rows, columns in self.decoder.layer_linears(index)]
+            bits = layer_bits(self.quantization, index, len(self.layers))
+            assert bits is not None
+            (_, qkv, hidden), *others = self.decoder.layer_linears(index)
+            shapes += [(sum(qkv) - values, hidden, bits.others), (values, hidden, bits.value)]
+            for number, (_, rows, columns) in enumerate(others):  # output, then gate and up before each down
+                is_down = number > 0 and number % 2 == 0
+                shapes.append((sum(rows), columns, bits.down if is_down else bits.others))
         saved = (
             rows * columns * self.dtype.itemsize - quantized_bytes(rows, columns, bits)
             for rows, columns, bits in shapes
@@ -150,7 +152,11 @@ class ModelSpec:
         A model that is served in its checkpoint's dtype needs none: its weights are quantized in chunks as they are
         read.
         """
-        if self.bits[0] is None or self.decoder is None or self.dtype == DTYPES.get(stored_dtype(self.source)):
+        if (
+            head_bits(self.quantization) is None
+            or self.decoder is None
+            or self.dtype == DTYPES.get(stored_dtype(self.source))
+        ):
             return 0
         layer = max(map(self.decoder.layer_numbers, range(len(self.layers))))
         return max(self.vocab_size * self.decoder.hidden_size, layer) * self.dtype.itemsize

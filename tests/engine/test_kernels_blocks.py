@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from engine.kernels import build, library
-from engine.kernels.blocks import FORMATS, Q4_Z, Blocks, Joined
+from engine.kernels.blocks import FORMATS, Q4_Z, Blocks, in_several_formats
 from engine.kernels.library import ISAS, Kernels
 from engine.kernels.matmul import BlockRows
 from tests.engine.test_kernels import drawn, error, kernels, needs_library
@@ -103,7 +103,7 @@ def test_products_equal_those_of_the_numbers_in_the_blocks(variant, dtype, numbe
 def test_activations_of_two_bytes_are_rounded_less(variant, dtype, number, shape):
     part, bias = in_blocks(*shape, number, dtype), drawn(shape[0], dtype=dtype)
     packed = Blocks(variant, [part], bias, wide=True, activation_bytes=2)
-    joined = Joined(variant, [part, in_blocks(8, shape[1], 8, dtype)], activation_bytes=2)
+    joined = in_several_formats(variant, [part, in_blocks(8, shape[1], 8, dtype)], activation_bytes=2)
     for rows in (1, 2, 3, 5, 12, 13, 29, 100):
         x = drawn(rows, shape[1], dtype=dtype)
         exact = x.double() @ plain(part).T
@@ -139,14 +139,14 @@ def test_gated_products_equal_those_of_the_numbers_in_the_blocks(variant, dtype,
 def test_joined_formats_are_columns_of_one_result(variant, dtype):
     parts = [in_blocks(rows, 512, number, dtype, seed=rows) for rows, number in ((64, 12), (30, 12), (33, 14), (7, 8))]
     bias = drawn(134, dtype=dtype)
-    joined, apart = Joined(variant, parts, bias), [Blocks(variant, [part]) for part in parts]
+    joined, apart = in_several_formats(variant, parts, bias), [Blocks(variant, [part]) for part in parts]
     assert joined.num_bytes > 0
     for rows in (1, 3, 20):
         x, residual = drawn(rows, 512, dtype=dtype), drawn(rows, 134, dtype=dtype)
         want = torch.cat([products(x, part) for part in parts], dim=1) + bias.double()
         assert error(joined(x), want) < (2**-8 if dtype == torch.bfloat16 else 2**-15)
         assert error(joined(x, residual), want + residual.double()) < (2**-8 if dtype == torch.bfloat16 else 2**-15)
-    unbiased = Joined(variant, parts)
+    unbiased = in_several_formats(variant, parts)
     assert torch.equal(unbiased(x), torch.cat([one(x) for one in apart], dim=1))
 
 
@@ -155,7 +155,7 @@ def test_columns_may_be_stored_in_another_order(variant, dtype, number):
     plain_parts = [in_blocks(rows, 512, number, dtype, seed=rows) for rows in (64, 30)]
     parts = [part._replace(order=order) for part, order in zip(plain_parts, (one, other), strict=True)]
     first, second = (Blocks(variant, [part]) for part in plain_parts)
-    ordered, joined = Blocks(variant, parts[:1]), Joined(variant, parts)
+    ordered, joined = Blocks(variant, parts[:1]), in_several_formats(variant, parts)
     for rows in (1, 2, 3, 13, 100):
         x, residual = drawn(rows, 512, dtype=dtype), drawn(rows, 64, dtype=dtype)
         assert torch.equal(ordered(x, residual), first(x[:, one], residual))

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("same_threads_after")
 BITS = [8, 4]
 SHAPES = [(1, 1), (31, 2), (33, 65), (64, 128), (130, 77), (500, 257)]
 OF_X = {8: 128, 4: 32}  # numbers of a row of x that share a scale
+TOPS = (-8.0, -8.4, -7.2, -8.8, -7.8, -8.2, -7.0, -8.6)  # that a group's largest number is divided by
 
 
 @pytest.fixture(params=list(ISAS))
@@ -41,6 +42,11 @@ def in_groups(x: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
 
+def heavy(rows: int, columns: int, *, dtype: torch.dtype) -> Tensor:
+    """Return random numbers with more large ones than a Gaussian, as trained weights have."""
+    return drawn(rows, columns, dtype=dtype) * drawn(rows, columns, dtype=dtype)
+
+
 def rounded(x: Tensor, size: int) -> Tensor:
     """Return x quantized to 8 bits and back, with a scale for each group."""
     groups = in_groups(x, size)
@@ -51,17 +57,34 @@ def rounded(x: Tensor, size: int) -> Tensor:
     return ((groups * inverse).round() * (top / 127)).double().flatten(1)[:, : x.shape[1]]
 
 
-def rounded_weight(weight: Tensor, bits: int) -> Tensor:
-    """Return the weight quantized to `bits` and back: with 4 bits the largest magnitude of each group is step -8."""
+def rounded_weight(
+    weight: Tensor, bits: int, importance: Tensor | None = None, tops: tuple[float, ...] = TOPS
+) -> Tensor:
+    """Return the weight quantized to `bits` and back. With 4 bits a group has the scale with the smallest error, of
+    its largest magnitude divided by `tops`."""
     if bits == 8:
         return rounded(weight, weight.shape[1])
     groups = in_groups(weight, GROUP)
+    matter = in_groups(torch.ones(1, weight.shape[1]) if importance is None else importance[None], GROUP)
     farthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scale = (farthest / -8).bfloat16().float()
-    scale = torch.where(farthest.abs() < 2.0**-100, 0.0, scale)
-    inverse = torch.where(scale != 0, torch.ones_like(scale) / scale, 0.0)
-    steps = (groups * inverse).round().clamp(-8, 7)
-    return (steps * scale).double().flatten(1)[:, : weight.shape[1]]
+    best, least = torch.zeros_like(groups), torch.full_like(farthest, torch.inf)
+    for top in tops:
+        scale = (farthest / torch.full_like(farthest, top)).bfloat16().float()
+        scale = torch.where(farthest.abs() < 2.0**-100, 0.0, scale)
+        inverse = torch.where(scale != 0, torch.ones_like(scale) / scale, 0.0)
+        found = (groups * inverse).round().clamp(-8, 7) * scale
+        errors = squares(groups - found, matter)
+        best = torch.where((errors < least) | (top == tops[0]), found, best)
+        least = torch.where((errors < least) | (top == tops[0]), errors, least)
+    return best.double().flatten(1)[:, : weight.shape[1]]
+
+
+def squares(off: Tensor, matter: Tensor) -> Tensor:
+    """Return each group's sum of matter * off^2, added from the first column to the last by fused multiply-adds."""
+    total = torch.zeros_like(off[..., :1])
+    for column, factor in zip(off.split(1, -1), (matter * off).split(1, -1), strict=True):
+        total = (factor.double() * column.double() + total.double()).float()
+    return total
 
 
 def oracle(
@@ -144,6 +167,58 @@ def test_lookup_returns_dequantized_rows(variant, dtype, bits, shape):
     for wrong in (-1, shape[0]):
         with pytest.raises(IndexError, match=f"no row {wrong} "):
             packed.lookup(torch.tensor([0, wrong]))
+
+
+@needs_library
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 96)])
+def test_scales_are_searched_by_the_importance_of_columns(variant, dtype, shape):
+    weight, importance = heavy(*shape, dtype=dtype), torch.rand(shape[1]).square()
+    got = Quantized(variant, weight, bits=4, importance=importance).lookup(torch.arange(shape[0]))
+    assert torch.equal(got, rounded_weight(weight, 4, importance).to(dtype))
+
+
+@needs_library
+def test_searched_scales_are_never_worse_than_rounding_to_nearest(variant):
+    weight, importance = heavy(200, 320, dtype=torch.float32), torch.rand(320).square()
+    searched = Quantized(variant, weight, bits=4, importance=importance).lookup(torch.arange(200))
+    nearest = rounded_weight(weight, 4, tops=TOPS[:1]).float()
+    lost, before = (
+        squares(in_groups(weight - other, GROUP), in_groups(importance[None], GROUP)) for other in (searched, nearest)
+    )
+    assert (lost <= before).all()
+    assert lost.sum() < 0.9 * before.sum()
+    alike = Quantized(variant, weight, bits=4).lookup(torch.arange(200))
+    assert ((alike - weight) ** 2).sum() < 0.95 * ((nearest - weight) ** 2).sum()
+
+
+@needs_library
+def test_columns_without_importance_do_not_change_the_others(variant, dtype):
+    weight, importance = drawn(64, 64, dtype=dtype), torch.ones(64)
+    weight[:, 1:32], importance[:32] = weight[:, 1:32].clamp(-1, 1), 0.0
+    weight[:, 0] = 2.0
+    packed = Quantized(variant, weight, bits=4, importance=importance)
+    got, want = packed.lookup(torch.arange(64)), rounded_weight(weight, 4)
+    assert torch.equal(got[:, 32:], want[:, 32:].to(dtype))
+    # Every scale is as good as any, so the group has the first: that of rounding to nearest.
+    assert torch.equal(got[:, :32], rounded_weight(weight, 4, tops=TOPS[:1])[:, :32].to(dtype))
+
+
+@needs_library
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_quantized_alike_on_every_instruction_set(dtype, bits, shape):
+    weight = heavy(*shape, dtype=dtype)
+    features = library.load(build.library())[1]
+    able = [isa for isa in library.best_first(features) if library._quantizes(isa, features)]
+    rows = [Quantized(kernels(isa), weight, bits=bits).lookup(torch.arange(shape[0])) for isa in able]
+    assert all(torch.equal(other, rows[0]) for other in rows)
+
+
+@needs_library
+def test_group_of_zeros_in_a_row(variant, dtype):
+    weight = drawn(40, 96, dtype=dtype)
+    weight[:, 32:64] = 0
+    got = Quantized(variant, weight, bits=4).lookup(torch.arange(40))
+    assert torch.equal(got, rounded_weight(weight, 4).to(dtype)) and not got[:, 32:64].any()
 
 
 @needs_library

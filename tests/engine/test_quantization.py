@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine import ConfigError, EngineConfig, plan
 from engine.config import check
 from engine.kernels.library import choose
 from engine.models.decoder import Decoder
 from engine.models.layers import Linear
+from engine.models.precision import LayerBits, layer_bits
 from tests.engine.test_kernels_quantized import rounded_weight
 from tests.engine.test_models import CPU, Bench, prompt
 from tests.models import load_model, make
@@ -23,6 +25,25 @@ def load(folder: Path, dtype: str = "float32", **settings: str) -> Decoder:
     model = load_model(EngineConfig(model=str(folder), dtype=dtype, **settings), folder)
     assert isinstance(model, Decoder)
     return model
+
+
+def quantized_weights(model: Decoder, quantization: str) -> dict[Linear, Tensor]:
+    """Return the weight of each linear layer of a plain model as the quantized model has it."""
+    found = {model.head: rounded_weight(model.head.weight, 8)}
+    for layer in model.layers:
+        bits = layer_bits(quantization, layer.index, len(model.layers))
+        assert bits is not None
+        after_attention_norm, after_mlp_norm = (
+            norm.weight.float().square() for norm in (layer.attention_norm, layer.mlp_norm)
+        )
+        queries_and_keys, values = layer.qkv.weight.split([layer.q_size + layer.kv_size, layer.kv_size])
+        found[layer.qkv] = torch.cat(
+            [rounded_weight(queries_and_keys, bits.others, after_attention_norm), rounded_weight(values, bits.value)]
+        )
+        found[layer.output] = rounded_weight(layer.output.weight, bits.others)
+        found[layer.gate_up] = rounded_weight(layer.gate_up.weight, bits.others, after_mlp_norm)
+        found[layer.down] = rounded_weight(layer.down.weight, bits.down)
+    return found
 
 
 def linears(model: Decoder) -> list[tuple[Linear, bool]]:
@@ -44,13 +65,22 @@ def test_logits_equal_those_of_quantized_weights(tmp_path, name, quantization):
     """The remaining error is from 8-bit activations, which a random model amplifies; layer by layer there is none."""
     folder = make(name, tmp_path, dtype=torch.float32)
     plain, model = load(folder, cpu_isa="torch"), load(folder, quantization=quantization)
-    for linear, is_head in linears(plain):
-        linear.weight = rounded_weight(linear.weight, 8 if quantization == "int8" or is_head else 4).float()
+    for linear, weight in quantized_weights(plain, quantization).items():
+        linear.weight = weight.float()
     want, got = (Bench(each).step({0: prompt(40)})[0] for each in (plain, model))
     assert (got - want).norm() < 0.1 * want.norm()
     del model.executors[0]  # what is left computes layer by layer
     apart = Bench(model).step({0: prompt(40)})[0]
     assert (apart - got).norm() < 0.01 * got.norm()
+
+
+def test_values_and_some_down_projections_have_8_bits_with_int4():
+    in_8 = [layer for layer in range(30) if layer_bits("int4", layer, 30) == LayerBits(value=8, down=8, others=4)]
+    assert in_8 == [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]
+    assert all(layer_bits("int4", layer, 30) == LayerBits(8, 4, 4) for layer in range(30) if layer not in in_8)
+    assert layer_bits("int4", 0, 1) == LayerBits(value=8, down=8, others=4)
+    assert layer_bits("int8", 0, 30) == LayerBits(8, 8, 8)
+    assert layer_bits("none", 0, 30) is layer_bits("gguf", 0, 30) is None
 
 
 @pytest.mark.usefixtures("needs_kernels")

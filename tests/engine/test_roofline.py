@@ -82,7 +82,12 @@ def test_rate_of_the_kernels_is_used_if_they_compute(quantization, monkeypatch):
         pytest.skip(str(error))
     spec = read_spec(SHAPE, EngineConfig(model="x", quantization=quantization))
     packed, pack = [], Linear.pack
-    monkeypatch.setattr(Linear, "pack", lambda *given, bits: (packed.append(bits), pack(*given, bits=bits)))
+
+    def noted(linear, kernels, *, quantization):
+        packed.append(quantization and quantization.bits)
+        pack(linear, kernels, quantization=quantization)
+
+    monkeypatch.setattr(Linear, "pack", noted)
     monkeypatch.setattr(roofline, "matrix_rate", lambda *_: 1.0)
     assert roofline.measure(spec, CPU).flops_per_s == 1.0
     found = roofline.measure(spec, CPU, kernels)

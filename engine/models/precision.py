@@ -1,0 +1,42 @@
+"""The number of bits of each weight of a quantized model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
+# from the unquantized model.
+BITS = {"int8": (8, 8), "int4": (4, 8)}
+PART = 8  # the first and the last layers are one in so many each
+STEP = 3  # of the layers between them, one in so many
+
+
+class LayerBits(NamedTuple):
+    """Bits of the weights of a layer: of its value projection, of its down projection and of the others."""
+
+    value: int
+    down: int
+    others: int
+
+
+def head_bits(quantization: str) -> int | None:
+    """Return the bits of the head's weight; None: it is not quantized."""
+    return BITS[quantization][1] if quantization in BITS else None
+
+
+def layer_bits(quantization: str, layer: int, num_layers: int) -> LayerBits | None:
+    """Return the bits of a layer's weights; None: they are not quantized.
+
+    With int4 the value projections have 8 bits: in SmolLM2-135M they are 3 % of the numbers and cause a quarter of the
+    error. So have the down projections of the first and the last eighth of the layers and of every third layer between
+    them. A few of these cause nearly all of the error of down projections, mostly near the ends. llama.cpp's Q4_K_M
+    gives more bits to the same weights.
+    """
+    if quantization not in BITS:
+        return None
+    bits, _ = BITS[quantization]
+    if bits != 4:
+        return LayerBits(bits, bits, bits)
+    first, last = num_layers // PART, (PART - 1) * num_layers // PART
+    in_8 = layer < first or layer >= last or (layer - first) % STEP == STEP - 1
+    return LayerBits(value=8, down=8 if in_8 else bits, others=bits)
