@@ -219,7 +219,7 @@ def sampled(seed: int, size: int, rows: int, backend: Any) -> Any:
         sampler.add(slot, Entered(slot, params, 3, history if params.uses_history else []))
     bits = numbers.integers(-(2**31), 2**31, (2, -(-size // 32))).astype(np.int32)
     masks = (np.array([0, rows - 1]), bits) if seed % 3 == 0 else None
-    return sampler.sample(logits, np.arange(rows), positions + 3, masks)
+    return sampler.sample(logits, np.arange(rows), positions + 3, masks).tokens()
 
 
 @pytest.mark.parametrize("seed", range(9))
