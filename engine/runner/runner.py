@@ -118,7 +118,7 @@ class Runner:
             device=self.device,
         )
         self.sampling = for_sampling(config.cpu_isa, self.device, spec.dtype)  # None: torch
-        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, self.sampling)
+        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, self.sampling, config.logprobs_mode)
         self.pooler = Pooler()
         parts = (model.product.kernels, self.sampling, backend)
         self.clock = Clock({part.library for part in parts if part is not None and part.library is not None})
