@@ -17,6 +17,7 @@ from ...http import sse
 from ...http.errors import ApiError
 from ...parsers import Arguments, Call, Content, Part, Reasoning
 from . import schema
+from .items import input_of
 from .request import ResponsesRequest
 from .tools import AnyTool, FlatFunction
 
@@ -55,6 +56,7 @@ class ResponsesWriter(Writer[ResponsesRequest]):
         self._number = 0  # of the next event
         self._items: list[schema.ResponseItem] = []
         self._is_open = False  # the last item is not complete
+        self._arguments = ""  # of the last call of a custom tool
         self._held: list[Logprob] = []  # of tokens whose text is still withheld
         self._ids: list[int] = []  # tokens
         self._finish = "stop"
@@ -196,22 +198,29 @@ class ResponsesWriter(Writer[ResponsesRequest]):
                     yield from self._thought(part.text)
                 case Call():
                     yield from self._close()
-                    name, namespace = self.request.called(part.name)
-                    yield from self._begin(
-                        schema.ResponseCall(
-                            id=self._new_id("fc"),
-                            status="in_progress",
-                            call_id=part.id,
-                            name=name,
-                            namespace=UNSET if namespace is None else namespace,
-                            arguments="",
-                        )
-                    )
+                    yield from self._begin(self._call(part))
                 case Arguments():
                     call = self._items[-1]
+                    if isinstance(call, schema.ResponseCustomCall):
+                        self._arguments += part.text
+                        continue
                     assert isinstance(call, schema.ResponseCall)
                     call.arguments += part.text
                     yield self._of_item("function_call_arguments.delta", delta=part.text)
+
+    def _call(self, part: Call) -> schema.ResponseCall | schema.ResponseCustomCall:
+        """Return the item of a call that begins."""
+        called = self.request.called(part.name)
+        name = part.name if called is None else called.tool.name
+        namespace = UNSET if called is None or called.namespace is None else called.namespace
+        if called is not None and called.tool.type == "custom":
+            self._arguments = ""
+            return schema.ResponseCustomCall(
+                id=self._new_id("ctc"), status="in_progress", call_id=part.id, name=name, namespace=namespace, input=""
+            )
+        return schema.ResponseCall(
+            id=self._new_id("fc"), status="in_progress", call_id=part.id, name=name, namespace=namespace, arguments=""
+        )
 
     def _text(self, text: str) -> Iterator[schema.ResponseEvent]:
         if not (self._is_open and isinstance(self._items[-1], schema.ResponseMessage)):
@@ -260,6 +269,10 @@ class ResponsesWriter(Writer[ResponsesRequest]):
         match item:
             case schema.ResponseCall():
                 yield self._of_item("function_call_arguments.done", arguments=item.arguments)
+            case schema.ResponseCustomCall():
+                item.input = input_of(self._arguments)
+                yield self._of_item("custom_tool_call_input.delta", delta=item.input)
+                yield self._of_item("custom_tool_call_input.done", input=item.input)
             case schema.ResponseMessage(content=[text]):
                 yield self._of_part("output_text.done", text=text.text, logprobs=text.logprobs)
                 yield self._of_part("content_part.done", part=text)
