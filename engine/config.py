@@ -11,6 +11,7 @@ POLICIES = ("fcfs", "priority", "prefill-first", "static")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "int8", "fp8")
 GGUF_ACTIVATIONS = ("auto", "int8", "int16")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 
@@ -35,6 +36,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_seqs: int | None = None
     max_batched_tokens: int | None = None  # token budget of one step
     long_prefill_tokens: int | None = None  # maximum for one prompt in a step while others wait; None: half of the step
+    logprobs_mode: str = "raw_logprobs"  # the model's own | processed_logprobs: of the distribution that is sampled
     policy: str = "fcfs"
     async_scheduling: bool | None = None  # launch a step before the one before it is collected; None: unless on a CPU
     prefix_caching: bool = True
@@ -61,6 +63,8 @@ def check(config: EngineConfig) -> EngineConfig:
         config.quantization in QUANTIZATIONS,
         f"unknown quantization {config.quantization!r}; known: {', '.join(QUANTIZATIONS)}",
     )
+    known = ", ".join(LOGPROBS_MODES)
+    need(config.logprobs_mode in LOGPROBS_MODES, f"unknown logprobs mode {config.logprobs_mode!r}; known: {known}")
     known = ", ".join(GGUF_ACTIVATIONS)
     need(config.gguf_activations in GGUF_ACTIVATIONS, f"unknown {config.gguf_activations!r}; known: {known}")
     known = ", ".join(KV_DTYPES)

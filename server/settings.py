@@ -65,7 +65,7 @@ ENGINE_SETTINGS = {
     name: name
     for name in (
         "model", "revision", "device", "dtype", "load_format", "quantization", "gguf_activations", "cpu_isa",
-        "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads", "async_scheduling",
+        "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads", "async_scheduling", "logprobs_mode",
     )
 }  # fmt: skip
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
@@ -156,6 +156,11 @@ class Settings(BaseSettings):
     threads: int | None = _engine(None, "number of torch threads on CPU (default: torch's choice)", "N", ge=1, le=1024)
     seed: int | None = _engine(
         None, "makes the sampling of requests that send no seed repeatable", "SEED", ge=0, le=2**64 - 1
+    )
+
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = _engine(
+        "raw_logprobs",
+        "log-probabilities of output tokens: raw (the model's own) or processed (those of the sampling)",
     )
 
     host: str = _http("127.0.0.1", "address to listen on", "ADDRESS", min_length=1, max_length=255)

@@ -90,6 +90,8 @@ class Kernels:
         self.best.argtypes, self.best.restype = [pointer, long, long, pointer, pointer, integer], None
         self.sample = getattr(library, f"sample_{isa}")
         self.sample.argtypes = [pointer, long, long, pointer, pointer, pointer, integer]
+        self.process = getattr(library, f"process_{isa}")
+        self.process.argtypes = [pointer, long, long, pointer, pointer, integer]
         self.top_logits = getattr(library, f"top_logits_{isa}")
         self.top_logits.argtypes = [pointer, long, long, long, pointer, pointer, pointer, integer]
         self.forbid = getattr(library, f"forbid_{isa}")

@@ -1,4 +1,5 @@
-// Operations on rows of logits: argmax, sampling, the top log-probabilities, and masking.
+// Operations on rows of logits: argmax, sampling, the distribution that is sampled, the top log-probabilities, and
+// masking.
 //
 // The lowest index wins among equals, and NaN wins over all numbers. Results are the same on every instruction set and
 // in torch (engine/runner/logits.py).
@@ -132,12 +133,11 @@ struct Sampling : Rows {
   float* values;
   int64_t* indices;
 
-  // Sample an index among `count` weights, whose sums by span are in `scratch`.
-  int64_t pick(const Params& p, const Scratch& scratch, int64_t count) const {
-    const int64_t num_spans = (count + SPAN - 1) / SPAN;
-    int64_t total = sum_of(scratch.sums, num_spans);
+  // The smallest weight that top_p and min_p keep of `count` weights, whose sums by span are in `scratch`.
+  float lowest(const Params& p, const Scratch& scratch, int64_t count) const {
     double min_weight = fmax(ceil(p.min_p * ONE), 1.0);
     if (p.top_p < 1.0) {
+      const int64_t total = sum_of(scratch.sums, (count + SPAN - 1) / SPAN);
       const double mass = ceil(p.top_p * (double)total);
       int64_t need = mass < (double)total ? (int64_t)mass : total;
       need = need < 1 ? 1 : need < total ? need : total;
@@ -146,6 +146,14 @@ struct Sampling : Rows {
     // The smallest float that is not below it, because weights are floats.
     float low = (float)min_weight;
     if ((double)low < min_weight) low = nextafterf(low, INFINITY);
+    return low;
+  }
+
+  // Sample an index among `count` weights, whose sums by span are in `scratch`.
+  int64_t pick(const Params& p, const Scratch& scratch, int64_t count) const {
+    const int64_t num_spans = (count + SPAN - 1) / SPAN;
+    int64_t total = sum_of(scratch.sums, num_spans);
+    const float low = lowest(p, scratch, count);
     if (low > 1.0f) {
       for (int64_t i = 0; i < num_spans; ++i) {
         const int64_t left = count - i * SPAN;
@@ -174,11 +182,16 @@ struct Sampling : Rows {
       weigh_all(from, size, top, p.temperature, scratch);
       return pick(p, scratch, size);
     }
-    const float low = threshold<Count>(from, size, p.top_k, size, scratch.buffer);
+    return scratch.indices[pick(p, scratch, weigh_top(p, from, top, scratch))];
+  }
+
+  // Write the indices of the tokens that top_k keeps, and their weights; returns how many there are.
+  int64_t weigh_top(const Params& p, const float* from, float top, const Scratch& scratch) const {
+    const float low = p.top_k < size ? threshold<Count>(from, size, p.top_k, size, scratch.buffer) : -INFINITY;
     const int64_t kept = indices_from(from, size, low, scratch.indices);
     for (int64_t i = 0; i < kept; ++i) scratch.buffer[i] = from[scratch.indices[i]];
     weigh_all(scratch.buffer, kept, top, p.temperature, scratch);
-    return scratch.indices[pick(p, scratch, kept)];
+    return kept;
   }
 
   static void share(void* work, int thread) {
@@ -195,6 +208,37 @@ struct Sampling : Rows {
   }
 };
 
+// The logits of the distribution that Sampling samples from.
+struct Processing : Sampling {
+  float* out;  // [rows, size]
+
+  void process(int64_t r, float top, const Scratch& scratch) const {
+    const Params& p = params[r];
+    const float* from = row(r);
+    const float coldness = (float)(1.0 / p.temperature);
+    const int64_t kept = weigh_top(p, from, top, scratch);
+    // Without these filters unlikely tokens stay, although their weight is 0.
+    const float low = p.top_p < 1.0 || p.min_p > 0.0 ? lowest(p, scratch, kept) : 0.0f;
+    std::fill(out + r * size, out + (r + 1) * size, -INFINITY);
+    for (int64_t i = 0; i < kept; ++i) {
+      const int64_t index = scratch.indices[i];
+      if (scratch.weights[i] >= low) out[r * size + index] = (from[index] - top) * coldness;
+    }
+  }
+
+  static void share(void* work, int thread) {
+    Processing& s = *(Processing*)work;
+    const Scratch scratch = s.scratch_of(thread);
+    for (int64_t r; s.claim(r);) {
+      const float top = argmax(s.row(r), s.size).value;
+      if (isfinite(top) && s.params[r].temperature > 0)
+        s.process(r, top, scratch);
+      else
+        std::copy(s.row(r), s.row(r) + s.size, s.out + r * s.size);
+    }
+  }
+};
+
 // -- top log-probabilities --------------------------------------------------------------------------------------------
 
 struct TopLogits : Rows {
@@ -207,8 +251,10 @@ struct TopLogits : Rows {
     const float* from = row(r);
     const float low = threshold<Count>(from, size, count, size, scratch.buffer);
     const int64_t kept = indices_from(from, size, low, scratch.indices);
-    std::sort(scratch.indices, scratch.indices + kept,
-              [from](int32_t a, int32_t b) { return from[a] > from[b] || (from[a] == from[b] && a < b); });
+    // Partially, because nearly all numbers of a filtered row are equal: negative infinity.
+    std::partial_sort(scratch.indices, scratch.indices + count, scratch.indices + kept, [from](int32_t a, int32_t b) {
+      return from[a] > from[b] || (from[a] == from[b] && a < b);
+    });
     for (int64_t i = 0; i < count; ++i) {
       values[r * count + i] = from[scratch.indices[i]];
       indices[r * count + i] = scratch.indices[i];
@@ -251,6 +297,20 @@ EXPORT int32_t NAMED(sample)(const float* x, int64_t rows, int64_t size, const v
   if (!sampling.allocate(x, rows, size, threads) && rows) return 1;
   sampling.params = (const Params*)params, sampling.values = values, sampling.indices = indices;
   run(Sampling::share, &sampling, threads);
+  return 0;
+}
+
+// Write the logits of the distribution that `sample` samples from to `out`: [rows, size]. They are divided by the
+// temperature, and those of tokens that the filters remove are negative infinity. A row without a temperature, or whose
+// largest number is infinite or NaN, is copied. Returns 0, or 1 if out of memory.
+EXPORT int32_t NAMED(process)(const float* x, int64_t rows, int64_t size, const void* params, float* out,
+                              int32_t threads) {
+  const Timed timed(OTHER);
+  Processing processing;
+  threads = threads_for(rows, size, threads);
+  if (!processing.allocate(x, rows, size, threads) && rows) return 1;
+  processing.params = (const Params*)params, processing.out = out;
+  run(Processing::share, &processing, threads);
   return 0;
 }
 

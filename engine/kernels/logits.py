@@ -53,6 +53,14 @@ class NativeLogits:
             raise MemoryError(NO_MEMORY)
         return values, indices
 
+    def processed(self, x: Tensor, params: NDArray) -> Tensor:
+        _check(x)
+        x, out = x.contiguous(), torch.empty(x.shape)
+        pointers = params.ctypes.data, out.data_ptr()
+        if self._kernels.process(x.data_ptr(), *x.shape, *pointers, torch.get_num_threads()):
+            raise MemoryError(NO_MEMORY)
+        return out
+
     def distribution(self, x: Tensor, count: int) -> TopLogits:
         """See LogitsBackend. x must not change until the last use of the result."""
         _check(x)

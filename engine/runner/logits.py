@@ -64,6 +64,11 @@ class LogitsBackend(Protocol):
         """Return each row's largest number, and a sampled index; -1 as for `best`. params: [rows] of ROW_PARAMS."""
         ...
 
+    def processed(self, x: Tensor, params: NDArray) -> Tensor:
+        """Return the logits of the distribution that `sample` samples from: divided by the temperature (greedy: 1), and
+        negative infinity for tokens that top_k, top_p or min_p remove. A new tensor, [rows, vocab]."""
+        ...
+
     def distribution(self, x: Tensor, count: int) -> Distribution:
         """Return the log-probabilities, with the `count` largest. x must not change until the last use."""
         ...
@@ -128,6 +133,24 @@ class TorchLogits:
             ids = sampled.where(ids >= 0, -1)
         return top, ids
 
+    def processed(self, x: Tensor, params: NDArray) -> Tensor:
+        random = np.flatnonzero((params["temperature"] > 0) & self.best(x)[0].isfinite().cpu().numpy())
+        out, params = x.clone(), params[random]
+        if not len(random):
+            return out
+        values, ids = rows_of(x, random).sort(dim=1, descending=True)
+        coldness = self._coldness(params, x)
+        weights = _weights(values, values[:, 0], coldness)
+        last_k = values.gather(1, self._device(np.minimum(params["top_k"], self.vocab_size) - 1).unsqueeze(1))
+        weights = weights.where(values >= last_k, 0)
+        floor = self._lowest(weights, weights.sum(dim=1), params)[0].maximum(self._floors(params))
+        # Without these filters unlikely tokens stay, although their weight is 0.
+        floor = floor.where(self._device((params["top_p"] < 1.0) | (params["min_p"] > 0.0)), 0)
+        scaled = (values - values[:, :1]).mul_(coldness.unsqueeze(1))
+        scaled.masked_fill_((values < last_k) | (weights < floor.unsqueeze(1)), -torch.inf)
+        out[self._device(random)] = torch.empty_like(scaled).scatter_(1, ids, scaled)
+        return out
+
     def _sample(self, x: Tensor, top: Tensor, params: NDArray) -> Tensor:
         """Return token ids [rows], by the inverse of the distribution function over ascending ids."""
         is_filtered = (params["top_k"] < self.vocab_size) | (params["top_p"] < 1.0)
@@ -184,13 +207,7 @@ class TorchLogits:
             ]
             total = total.index_copy(0, self._device(rows), torch.cat(mass))
 
-        # top_p: the largest weight such that the tokens of at least this weight have the mass.
-        top_p = self._device(params["top_p"])
-        need = (top_p * total.double()).ceil().long().minimum(total).clamp(min=1)
-        last_p = torch.searchsorted(weights.cumsum(dim=1), need.unsqueeze(1))
-        reached = (last_p < width).squeeze(1)
-        floor = weights.gather(1, last_p.clamp(max=width - 1)).squeeze(1)
-        floor = floor.where(top_p < 1.0, 1)
+        floor, reached = self._lowest(weights, total, params)
         if not full:
             complete = complete.where(by_k, reached & (weights[:, -1] < floor))
         floor = floor.maximum(self._floors(params))
@@ -206,6 +223,16 @@ class TorchLogits:
             again_x, again_top = rows_of(x, rows), rows_of(top, rows)
             sampled[self._device(rows)] = self._sample_filtered(again_x, again_top, params[rows], full=True)
         return sampled
+
+    def _lowest(self, weights: Tensor, total: Tensor, params: NDArray) -> tuple[Tensor, Tensor]:
+        """Return top_p as a weight, the largest such that the tokens of at least this weight have the mass, and whether
+        `weights`, [rows, n] in descending order, have it: both [rows]."""
+        width = weights.shape[1]
+        top_p = self._device(params["top_p"])
+        need = (top_p * total.double()).ceil().long().minimum(total).clamp(min=1)
+        last_p = torch.searchsorted(weights.cumsum(dim=1), need.unsqueeze(1))
+        floor = weights.gather(1, last_p.clamp(max=width - 1)).squeeze(1)
+        return floor.where(top_p < 1.0, 1), (last_p < width).squeeze(1)
 
     def _coldness(self, params: NDArray, like: Tensor) -> Tensor:
         return self._device(1.0 / params["temperature"]).to(like.dtype)

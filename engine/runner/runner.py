@@ -164,7 +164,9 @@ class Runner:
             device=self.device,
         )
         self.sampling = logits_choice.choose(config.cpu_isa, self.device, spec.dtype, spec.vocab_size)
-        self.sampler = Sampler(config.max_seqs, spec.vocab_size, self.device, self.sampling.backend)
+        self.sampler = Sampler(
+            config.max_seqs, spec.vocab_size, self.device, self.sampling.backend, config.logprobs_mode
+        )
         self.pooler = Pooler()
         # By slot, the last sampled token, which the row after it reads on the device. None: each step is collected
         # before the next one is launched, so the row has the token.

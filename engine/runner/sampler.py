@@ -5,6 +5,8 @@ size of the batch or the path through this code, for two reasons. The random num
 position), so there is no random state. And probabilities are integers (logits.py), which the kernels and torch compute
 alike.
 
+Log-probabilities are those of the model's logits, or with `processed_logprobs` those that a token is sampled with.
+
 Order: penalties, bias, only and allowed tokens, bad words, min_tokens mask, grammar's mask, temperature, top_k, top_p,
 min_p, sampling.
 
@@ -124,13 +126,19 @@ class Sampler:
     """Holds the parameters of running sequences in columns, indexed by slot, and samples with them."""
 
     def __init__(
-        self, max_seqs: int, vocab_size: int, device: torch.device, kernels: LogitsBackend | None = None
+        self,
+        max_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        kernels: LogitsBackend | None = None,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
-        """`kernels` samples from float32 logits; None: torch does."""
+        """`kernels` samples from float32 logits; None: torch does. `logprobs_mode`: see EngineConfig."""
         if vocab_size * ONE >= 1 << 63:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too wide for integer weights")
         self.vocab_size = vocab_size
         self.device = device
+        self._reports_processed = logprobs_mode == "processed_logprobs"
         self._torch = TorchLogits(vocab_size, device)
         self._kernels = kernels
         self._prompt_len = np.zeros(max_seqs, np.int64)
@@ -222,16 +230,20 @@ class Sampler:
         changes = masks is not None or self._has_changes(slots, positions)
         reported = np.flatnonzero(self._logprobs[slots] >= 0)  # rows with logprobs
         distribution: Distribution | None = None
-        if len(reported):  # before the logits are changed
+        count = int(self._logprobs[slots[reported]].max(initial=0))
+        if len(reported) and not self._reports_processed:  # before the logits are changed
             raw = rows_of(logits, reported)
             raw = raw.clone() if changes and raw is logits else raw
-            distribution = backend.distribution(raw, int(self._logprobs[slots[reported]].max()))
+            distribution = backend.distribution(raw, count)
         raw_top = backend.best(logits)[0] if changes else None
         if changes:
             backend.change(logits, self._changes(slots, positions))
         if masks is not None:
             backend.forbid(logits, *masks)
         params = self._params[slots]
+        if len(reported) and self._reports_processed:
+            processed = backend.processed(rows_of(logits, reported), params[reported])
+            distribution = backend.distribution(processed, count)
         if params["temperature"].any():
             params["u"] = uniform(self._seed[slots], positions)
             top, ids = backend.sample(logits, params)

@@ -108,6 +108,10 @@ class TritonLogits:
         kernels.pick[(len(x),)](rows, state, sums, weights, parts, tops, ids, SAMPLE=True, **self._over_parts)
         return tops, ids
 
+    def processed(self, x: Tensor, params: NDArray) -> Tensor:
+        """See LogitsBackend. Torch computes it, and waits for the device."""
+        return TorchLogits(self.vocab_size, self.device).processed(x, params)
+
     def distribution(self, x: Tensor, count: int) -> TopLogits:
         """See LogitsBackend. x must not change until the last use of the result."""
         from ..kernels.gpu import logits as kernels

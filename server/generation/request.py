@@ -27,12 +27,16 @@ class Tool(NamedTuple):
     parameters: Json  # the JSON schema of its arguments, an object
     strict: bool  # arguments must follow the schema even if the model need not call
     field: str  # of the request that contains the schema
+    shown: Json | None = None  # the schema in the prompt, if it is another one
 
     @property
     def as_json(self) -> Json:
         """The tool in the form that chat templates expect."""
         description = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **description, "parameters": self.parameters}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, **description, "parameters": self.shown or self.parameters},
+        }
 
 
 class Calling(NamedTuple):

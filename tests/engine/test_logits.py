@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Entered
+from engine.config import LOGPROBS_MODES
 from engine.kernels import library
 from engine.kernels.library import Kernels
 from engine.kernels.logits import NativeLogits
@@ -152,6 +153,37 @@ def test_row_without_a_finite_maximum_gets_index_minus_1_and_affects_no_other(na
     assert torch.equal(oracle.sample(x, asked)[1], places)
 
 
+# -- the distribution that is sampled ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_processed_logits_equal_torch(native, size):
+    rng = random.Random(size)
+    oracle = TorchLogits(size, CPU)
+    for rows in (1, 2, 7, 30):
+        x, asked = cases(rng, size, rows)
+        if rows == 7:
+            x[2], x[4, size // 2] = -math.inf, math.nan
+        before = x.clone()
+        found, want = native.processed(x, asked), oracle.processed(x, asked)
+        for row in range(rows):
+            assert found[row].equal(want[row]) or found[row].isnan().any(), asked[row]
+        assert torch.equal(x.nan_to_num(7.5), before.nan_to_num(7.5)), "the logits stay, because they are sampled from"
+
+
+def test_processed_probabilities_are_the_frequencies_of_samples(native):
+    size, rng = 50, random.Random(4)
+    u = (np.arange(4000) + 0.5) / 4000
+    for _ in range(12):
+        x, asked = cases(rng, size, 1)
+        asked["temperature"] = max(0.3, asked["temperature"][0])
+        probabilities = native.processed(x, asked).double().softmax(1)[0]
+        asked = np.repeat(asked, len(u))
+        asked["u"] = u
+        sampled = native.sample(x.repeat(len(u), 1), asked)[1].bincount(minlength=size) / len(u)
+        torch.testing.assert_close(sampled.double(), probabilities, rtol=0.0, atol=1 / len(u))
+
+
 # -- log-probabilities ------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +245,7 @@ def test_masks_equal_torch(native, size):
 def test_kernels_refuse_unsupported_tensors(native, x):
     asked, bits = np.zeros(2, ROW_PARAMS), np.zeros((2, 1), np.int32)
     calls = native.best, lambda x: native.sample(x, asked), lambda x: native.distribution(x, 1)
+    calls += (lambda x: native.processed(x, asked),)
     for call in (*calls, lambda x: native.forbid(x, np.arange(2), bits)):
         with pytest.raises(ValueError, match="not \\[rows, vocab\\] of float32"):
             call(x)
@@ -231,8 +264,9 @@ def entries(drawn) -> dict:
     return {row: (entry.logprob, *entry.top_logprobs) for row, entry in drawn.logprobs.items()}
 
 
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_sampler_draws_the_same_with_kernels_and_without(variant, dtype):
+def test_the_sampler_draws_the_same_with_kernels_and_without(variant, dtype, mode):
     rng = random.Random(2)
     for seed in range(20):
         logits = (torch.randint(-40, 40, (5, 300)) / rng.choice([1, 8])).to(dtype)
@@ -251,7 +285,7 @@ def test_the_sampler_draws_the_same_with_kernels_and_without(variant, dtype):
             for slot in range(5)
         ]
         for packed in (variant, None):
-            sampler = Sampler(5, 300, CPU, None if packed is None else NativeLogits(packed))
+            sampler = Sampler(5, 300, CPU, None if packed is None else NativeLogits(packed), mode)
             for slot in range(5):
                 sampler.add(slot, Entered(slot, ask[slot], 1, [8, 9] if ask[slot].uses_history else []))
             masks = (np.array([0, 2]), bits) if seed % 2 else None

@@ -162,6 +162,14 @@ def test_a_block_and_a_slot_go_from_one_sequence_to_the_next():
     assert step(runner, [], left=[2]).outcomes == []
 
 
+@pytest.mark.parametrize(("mode", "logprobs"), [({}, "raw"), ({"logprobs_mode": "processed_logprobs"}, "processed")])
+def test_logprobs_are_those_of_the_setting(mode, logprobs):
+    _, runner = make(**mode)
+    ask = SamplingParams(max_tokens=3, top_k=1, logprobs=0)
+    [sampled] = step(runner, [Row(1, 0, [3, 1], [7], 1)], [Entered(1, ask, 2, [])]).outcomes
+    assert (sampled.logprobs[0].logprob == 0.0) is (logprobs == "processed"), "only one token can be sampled"
+
+
 def test_results_stand_at_the_index_of_their_row():
     model, runner = make()
     told = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2)

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.batch import Entered
 from engine.runner import logits as operations
@@ -18,10 +19,10 @@ VOCAB = 300
 CPU = torch.device("cpu")
 
 
-def draw(logits, params, *, positions=None, history=None, prompt_len=3, masks=None, max_seqs=None):
+def draw(logits, params, *, positions=None, history=None, prompt_len=3, masks=None, max_seqs=None, **settings):
     """Sample one step of rows with these parameters; slots are in reverse order, so that they differ from rows."""
     count = len(params)
-    sampler = Sampler(max_seqs or count, logits.shape[1], CPU)
+    sampler = Sampler(max_seqs or count, logits.shape[1], CPU, **settings)
     slots = np.arange(count)[::-1].copy()
     for row, slot in enumerate(slots.tolist()):
         tokens = history[row] if history else []
@@ -402,6 +403,35 @@ def test_logprobs_are_of_the_raw_distribution(dtype):
     assert drawn.logprobs[0].top_logprobs == tuple(values.tolist())
     assert drawn.logprobs[2].logprob == want[2, drawn.token_ids[2]].item()
     assert drawn.logprobs[2].top_ids == ()
+
+
+def test_processed_logprobs_are_of_the_distribution_that_is_sampled():
+    rng = random.Random(12)
+    for seed in range(60):
+        p, tokens = random_params(rng), random_history(rng)
+        p = replace(p, logprobs=5)
+        raw = random_logits(1, seed).double()
+        drawn = draw(raw, [p], positions=[len(tokens) - 3], history=[tokens], logprobs_mode="processed_logprobs")
+        x = processed(raw[0], p, len(tokens) - 3, tokens, 3)
+        if p.temperature > 0:
+            weights = torch.tensor(filtered(x, p), dtype=torch.float64)
+            is_filtered = p.top_p < 1 or p.min_p > 0 or 0 < p.top_k < VOCAB
+            x = x.masked_fill(weights == 0, -math.inf) / p.temperature if is_filtered else x / p.temperature
+        want = x.log_softmax(0)
+        entry = drawn.logprobs[0]
+        assert entry.logprob == pytest.approx(want[drawn.token_ids[0]].item()) and math.isfinite(entry.logprob)
+        assert entry.top_logprobs == pytest.approx(want.topk(5).values.tolist())
+        assert drawn.token_ids == draw(raw, [p], positions=[len(tokens) - 3], history=[tokens]).token_ids
+
+
+def test_processed_logprobs_of_a_greedy_row_follow_its_mask_and_bias_without_a_temperature():
+    raw, bits = random_logits(2, 3), np.array([[0b1110] + [0] * 9], np.int32)
+    ask = [params(temperature=0.0, logprobs=3, logit_bias={2: 3.0}), params(temperature=2.0, seed=1)]
+    entry = draw(raw, ask, masks=(np.array([0]), bits), logprobs_mode="processed_logprobs").logprobs[0]
+    want = (raw[0, 1:4] + torch.tensor([0.0, 3.0, 0.0])).log_softmax(0).sort(descending=True)
+    assert entry.top_ids == tuple((want.indices + 1).tolist())
+    assert entry.top_logprobs == pytest.approx(want.values.tolist())
+    assert entry.logprob == entry.top_logprobs[0]
 
 
 def test_equal_logprobs_are_listed_by_token_id():

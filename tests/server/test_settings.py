@@ -195,6 +195,7 @@ def test_the_engine_gets_what_was_set():
         "model_impl": "native",
         "attention_backend": "reference",
         "kv_cache_dtype": "int8",
+        "logprobs_mode": "processed_logprobs",
         "max_model_len": "10",
         "max_num_seqs": "2",
         "max_num_batched_tokens": "9",
@@ -210,7 +211,7 @@ def test_the_engine_gets_what_was_set():
     config = load(flags).settings.engine_config()
     assert (config.model, config.revision, config.device, config.dtype) == ("m", "r", "cpu", "float16")
     assert (config.implementation, config.attention, config.policy) == ("native", "reference", "static")
-    assert config.kv_dtype == "int8"
+    assert (config.kv_dtype, config.logprobs_mode) == ("int8", "processed_logprobs")
     assert (config.max_len, config.max_seqs, config.max_batched_tokens, config.long_prefill_tokens) == (10, 2, 9, 4)
     assert (config.prefix_caching, config.block_size, config.num_blocks) == (False, 8, 7)
     assert (config.kv_cache_memory, config.gpu_memory_utilization, config.threads) == (1 << 20, 0.5, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -14,16 +16,17 @@ from ..sampling import Text
 
 MAX_ITEMS = MAX_MESSAGES  # of one request, and of a whole conversation
 
+LONGEST_ESCAPE = 12  # of a character in JSON: two of \\ud83d
+
 ItemId = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 NOT_TEXT = RefusedKinds("type", ("input_file", "input_image"))
 # Items of OpenAI's own tools, and items that control a conversation.
 OTHER_ITEMS = """
     additional_tools apply_patch_call apply_patch_call_output code_interpreter_call compaction compaction_trigger
-    computer_call computer_call_output configuration_update custom_tool_call custom_tool_call_output file_search_call
-    image_generation_call local_shell_call local_shell_call_output mcp_approval_request mcp_approval_response mcp_call
-    mcp_list_tools program program_output shell_call shell_call_output tool_search_call tool_search_output
-    web_search_call
+    computer_call computer_call_output configuration_update file_search_call image_generation_call local_shell_call
+    local_shell_call_output mcp_approval_request mcp_approval_response mcp_call mcp_list_tools program program_output
+    shell_call shell_call_output tool_search_call tool_search_output web_search_call
 """
 
 
@@ -100,6 +103,36 @@ class FunctionCallOutputItem(Wire):
     unsupported: ClassVar[dict[str, Refused]] = {"caller": refused({"type": "direct"})}
 
 
+class CustomCallItem(Wire):
+    """A call of a custom tool, with its input as text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Annotated[Name, notes.FOR_TEMPLATE]
+    name: Annotated[Name, notes.PROMPT]
+    input: Annotated[Text, notes.PROMPT]
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
+    namespace: Name | None = None
+    """The group that the tool belongs to; part of the prompt."""
+
+    unsupported: ClassVar[dict[str, Refused]] = {"async": refused(False), "caller": refused({"type": "direct"})}
+
+
+class CustomCallOutputItem(Wire):
+    """The result of a custom tool's call."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: Annotated[Name, notes.CALL_ID]
+    output: Annotated[Text | InputTexts, notes.PROMPT]
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
+
+    name: Annotated[Name | None, LABEL] = None
+    """Accepted: the call already has it."""
+
+    unsupported: ClassVar[dict[str, Refused]] = {"caller": refused({"type": "direct"})}
+
+
 class ReasoningText(Wire):
     """Text of the model's reasoning."""
 
@@ -143,7 +176,13 @@ def typed(value: Any) -> Any:
 
 
 Item = Annotated[
-    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference,
+    MessageItem
+    | FunctionCallItem
+    | FunctionCallOutputItem
+    | CustomCallItem
+    | CustomCallOutputItem
+    | ReasoningItem
+    | ItemReference,
     Field(discriminator="type"),
     BeforeValidator(typed),
     RefusedKinds("type", tuple(OTHER_ITEMS.split())),
@@ -163,16 +202,18 @@ def as_turns(items: list[Json]) -> list[Json]:
         if kind == "reasoning":
             thought.append(reasoning_text(item))
             continue
-        if thought and not (kind == "function_call" or item.get("role") == "assistant"):
+        is_call = kind in ("function_call", "custom_tool_call")
+        if thought and not (is_call or item.get("role") == "assistant"):
             turns.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(thought)})
             thought = []
-        if kind == "function_call":
-            call = {"name": in_namespace(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
+        if is_call:
+            arguments = item["arguments"] if kind == "function_call" else arguments_of(item["input"])
+            call = {"name": in_namespace(item.get("namespace"), item["name"]), "arguments": arguments}
             tool_call = {"id": item["call_id"], "type": "function", "function": call}
             if thought or not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": ""})
             turns[-1].setdefault("tool_calls", []).append(tool_call)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             turns.append({"role": "tool", "tool_call_id": item["call_id"], "content": plain(item["output"])})
         else:
             turns.append({"role": item["role"], "content": plain(item["content"])})
@@ -185,6 +226,20 @@ def as_turns(items: list[Json]) -> list[Json]:
 def in_namespace(namespace: str | None, name: str) -> str:
     """Return the name under which the prompt has a function, which may belong to a group."""
     return name if namespace is None else f"{namespace}__{name}"
+
+
+def arguments_of(text: str) -> str:
+    """Return the input of a custom tool as the arguments of the function that the model calls."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def input_of(arguments: str) -> str:
+    """Return the input of a custom tool in the function's arguments, which may be cut off anywhere."""
+    for end in range(len(arguments), max(-1, len(arguments) - LONGEST_ESCAPE), -1):
+        for rest in ("", '"}'):
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                return str(json.loads(arguments[:end] + rest)["input"])
+    return ""
 
 
 def reasoning_text(item: Json) -> str:

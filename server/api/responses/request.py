@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
 from ...generation.request import Calling, ConversationPrompt, GenerationRequest
-from ...grammar.schemas import Grammar, of_schema
+from ...grammar.schemas import MAX_SOURCE, Grammar, of_schema
 from ...http.fields import LABEL, Refused, Wire, clash, refused
 from ...http.openapi import examples
 from .. import notes
@@ -19,8 +20,8 @@ from ..conversation import Effort, by_effort, calling_of, check_choice, is_think
 from ..response_format import ANY_OBJECT, JsonObjectFormat, NamedSchema, StructuredOutputs, TextFormat, of_outputs
 from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, Stop, Text, User, only_with, stop_texts
 from ..tools import MAX_TOOLS
-from .items import ItemId, Items, as_turns, in_namespace
-from .tools import AnyTool, FlatAllowed, FlatChoice, FlatFunction, NamespaceTool, chosen_names, functions
+from .items import ItemId, Items, as_turns
+from .tools import AnyTool, Callable, CustomTool, FlatAllowed, FlatChoice, callables, chosen_names
 
 if TYPE_CHECKING:
     from ...tokenization.encoder import RenderOptions
@@ -113,7 +114,8 @@ class ResponsesRequest(Labels, GenerationFields):
     """How the model is to reason."""
 
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Functions that the model may call, single or in groups. Tools that OpenAI runs are left out of the prompt."""
+    """Functions and custom tools that the model may call, single or in groups. Tools that OpenAI runs are left out of
+    the prompt."""
     tool_choice: Annotated[FlatChoice | None, notes.TOOL_CHOICE] = None
     parallel_tool_calls: Annotated[bool | None, notes.ONE_CALL] = None
 
@@ -167,17 +169,26 @@ class ResponsesRequest(Labels, GenerationFields):
     @field_validator("tools")
     @classmethod
     def _names_differ(cls, value: list[AnyTool] | None) -> list[AnyTool] | None:
-        names = [tool.name for tool in functions(value)]
-        if len({*names}) < len(names):
+        found = callables(value)
+        if len({each.name for each in found}) < len(found):
             raise clash("must not hold two functions of the same name")
-        if len(names) > MAX_TOOLS:
+        if len(found) > MAX_TOOLS:
             raise clash("must not hold more than 256 functions, those of all groups together")
+        customs = [(each.field, each.tool) for each in found if isinstance(each.tool, CustomTool)]
+        if sum(len(tool.definition) for _, tool in customs) > MAX_SOURCE:
+            raise clash("must not hold grammars of more than 65536 characters, those of all tools together")
+        for field, tool in customs:
+            try:
+                tool.as_tool(tool.name, field)
+            except ValueError as problem:
+                message = "must hold grammars that can be enforced, which {field}.format.definition is not: {problem}"
+                raise PydanticCustomError("clash", message, {"field": field, "problem": str(problem)}) from None
         return value
 
     @field_validator("tool_choice")
     @classmethod
     def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        check_choice(value, chosen_names(value), [tool.name for tool in functions(info.data.get("tools"))])
+        check_choice(value, chosen_names(value), [each.name for each in callables(info.data.get("tools"))])
         return value
 
     _options_of_a_stream = field_validator("stream_options")(only_with("stream"))
@@ -262,18 +273,13 @@ class ResponsesRequest(Labels, GenerationFields):
             return of_schema(format.schema_, "text.format.schema")
         return of_outputs(self.structured_outputs)
 
-    def called(self, name: str) -> tuple[str, str | None]:
-        """Return the name of a called function, and the namespace that it belongs to."""
-        for group in self.tools or ():
-            if isinstance(group, NamespaceTool):
-                for tool in group.tools:
-                    if isinstance(tool, FlatFunction) and in_namespace(group.name, tool.name) == name:
-                        return tool.name, group.name
-        return name, None
+    def called(self, name: str) -> Callable | None:
+        """Return the tool that has this name in the prompt."""
+        return next((each for each in callables(self.tools) if each.name == name), None)
 
     @property
     def calling(self) -> Calling | None:
         choice = self.tool_choice
         mode = choice.mode if isinstance(choice, FlatAllowed) else None
-        tools = tuple(functions(self.tools))
+        tools = tuple(each.as_tool for each in callables(self.tools))
         return calling_of(tools, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)

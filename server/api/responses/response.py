@@ -18,6 +18,7 @@ from ...http import sse
 from ...http.errors import ApiError
 from ...parsers import Arguments, Call, Content, Part, Reasoning
 from . import schema
+from .items import input_of
 from .request import ResponsesRequest
 from .tools import AnyTool, FlatFunction
 
@@ -47,6 +48,7 @@ class ResponsesWriter(Writer[ResponsesRequest]):
     _number: int = field(default=0, init=False)  # of the next event
     _items: list[schema.ResponseItem] = field(default_factory=list, init=False)
     _is_open: bool = field(default=False, init=False)  # the last item is not complete
+    _arguments: str = field(default="", init=False)  # of the last call of a custom tool
     _held: list[Logprob] = field(default_factory=list, init=False)  # of tokens whose text is still withheld
     _ids: list[int] = field(default_factory=list, init=False)  # tokens
     _finish: str = field(default="stop", init=False)
@@ -190,22 +192,29 @@ class ResponsesWriter(Writer[ResponsesRequest]):
                     yield from self._thought(part.text)
                 case Call():
                     yield from self._close()
-                    name, namespace = self.request.called(part.name)
-                    yield from self._begin(
-                        schema.ResponseCall(
-                            id=self._new_id("fc"),
-                            status="in_progress",
-                            call_id=part.id,
-                            name=name,
-                            namespace=UNSET if namespace is None else namespace,
-                            arguments="",
-                        )
-                    )
+                    yield from self._begin(self._call(part))
                 case Arguments():
                     call = self._items[-1]
+                    if isinstance(call, schema.ResponseCustomCall):
+                        self._arguments += part.text
+                        continue
                     assert isinstance(call, schema.ResponseCall)
                     call.arguments += part.text
                     yield self._of_item("function_call_arguments.delta", delta=part.text)
+
+    def _call(self, part: Call) -> schema.ResponseCall | schema.ResponseCustomCall:
+        """Return the item of a call that begins."""
+        called = self.request.called(part.name)
+        name = part.name if called is None else called.tool.name
+        namespace = UNSET if called is None or called.namespace is None else called.namespace
+        if called is not None and called.tool.type == "custom":
+            self._arguments = ""
+            return schema.ResponseCustomCall(
+                id=self._new_id("ctc"), status="in_progress", call_id=part.id, name=name, namespace=namespace, input=""
+            )
+        return schema.ResponseCall(
+            id=self._new_id("fc"), status="in_progress", call_id=part.id, name=name, namespace=namespace, arguments=""
+        )
 
     def _text(self, text: str) -> Iterator[schema.ResponseEvent]:
         if not (self._is_open and isinstance(self._items[-1], schema.ResponseMessage)):
@@ -254,6 +263,10 @@ class ResponsesWriter(Writer[ResponsesRequest]):
         match item:
             case schema.ResponseCall():
                 yield self._of_item("function_call_arguments.done", arguments=item.arguments)
+            case schema.ResponseCustomCall():
+                item.input = input_of(self._arguments)
+                yield self._of_item("custom_tool_call_input.delta", delta=item.input)
+                yield self._of_item("custom_tool_call_input.done", input=item.input)
             case schema.ResponseMessage(content=[text]):
                 yield self._of_part("output_text.done", text=text.text, logprobs=text.logprobs)
                 yield self._of_part("content_part.done", part=text)

@@ -29,6 +29,7 @@ from .store import Store
 
 OPEN = ("queued", "in_progress")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+PREFIXES |= {"custom_tool_call": "ctc", "custom_tool_call_output": "ctco"}
 
 
 async def check_query(request: Request, _: UserDep) -> None:
@@ -280,7 +281,7 @@ def all_items(record: Record) -> list[Json]:
     """Return a response's conversation and output as the next response reads them."""
     items: list[Json] = [unpacked(item) for item in elements(record.items)]
     for item in unpacked(record.answer)["output"]:
-        if item["type"] == "function_call" and item["status"] != "completed":
+        if item["type"] in ("function_call", "custom_tool_call") and item["status"] != "completed":
             continue  # a call that was cut off cannot be run
         if item["type"] == "message":
             item["content"] = [{**part, "logprobs": []} for part in item["content"]]

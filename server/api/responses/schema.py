@@ -57,7 +57,18 @@ class ResponseCall(JsonObject, kw_only=True, tag_field="type", tag="function_cal
     arguments: str
 
 
-ResponseItem = ResponseMessage | ResponseReasoning | ResponseCall
+class ResponseCustomCall(JsonObject, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool, with its input as text."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str
+
+
+ResponseItem = ResponseMessage | ResponseReasoning | ResponseCall | ResponseCustomCall
 
 
 class ResponseError(JsonObject):
@@ -154,6 +165,7 @@ class ResponseEvent(JsonObject, kw_only=True):
     text: str | UnsetType = UNSET
     logprobs: list[Logprob] | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
 
 
 class ResponseDeleted(Wire):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
+from ...generation.output import Json
 from ...generation.request import Tool
+from ...grammar.lark import as_regex
 from ...http.fields import LABEL, OneError, Refused, RefusedKinds, Wire, refused
 from .. import notes
+from ..response_format import TextFormat
 from ..sampling import Text
 from ..tools import MAX_TOOLS, Function, FunctionName, as_tool
 from .items import in_namespace
 
 BUILT_IN_CHOICES = """
-    apply_patch code_interpreter computer computer_use computer_use_preview custom file_search image_generation mcp
+    apply_patch code_interpreter computer computer_use computer_use_preview file_search image_generation mcp
     programmatic_tool_calling shell web_search_preview web_search_preview_2025_03_11
 """
 
@@ -33,6 +37,55 @@ class FlatFunction(Function):
     }
 
 
+class GrammarFormat(Wire):
+    """Text that follows a grammar. Every input that is not cut off follows it."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    """lark: rules without recursion, of texts, regular expressions and terminals of `%import common`."""
+    definition: Text
+    """The grammar, also part of the prompt."""
+
+    @cached_property
+    def pattern(self) -> str:
+        """The grammar as a regular expression; raises ValueError, half a sentence."""
+        return f"^(?:{as_regex(self.definition) if self.syntax == 'lark' else self.definition})$"
+
+
+class CustomTool(Wire):
+    """A tool whose input is a text. The model calls it as a function with the text as `input`."""
+
+    type: Literal["custom"]
+    name: Annotated[FunctionName, notes.PROMPT_AND_CALL]
+    description: Annotated[Text | None, notes.PROMPT] = None
+    format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
+    """text, or a grammar that the input follows."""
+
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "async": refused(False),
+        "allowed_callers": refused(["direct"]),
+        "defer_loading": refused(False),
+    }
+
+    @property
+    def definition(self) -> str:
+        return self.format.definition if isinstance(self.format, GrammarFormat) else ""
+
+    def as_tool(self, name: str, field: str) -> Tool:
+        """Return the tool in the form that generation reads; raises ValueError, half a sentence."""
+        if not isinstance(self.format, GrammarFormat):
+            return Tool(name, self.description, of_input({}), strict=True, field=field)
+        description = f"A text that follows this {self.format.syntax} grammar:\n{self.format.definition}"
+        enforced, shown = of_input({"pattern": self.format.pattern}), of_input({"description": description})
+        return Tool(name, self.description, enforced, True, f"{field}.format.definition", shown)
+
+
+def of_input(schema: Json) -> Json:
+    """Return the schema of a custom tool's arguments; `schema` has more keywords of the input's."""
+    properties = {"input": {"type": "string", **schema}}
+    return {"type": "object", "properties": properties, "required": ["input"], "additionalProperties": False}
+
+
 class HostedTool(Wire):
     """A tool that OpenAI runs, or whose calls have a notation of their own: left out of the prompt.
 
@@ -46,7 +99,6 @@ class HostedTool(Wire):
         "code_interpreter",
         "computer",
         "computer_use_preview",
-        "custom",
         "file_search",
         "image_generation",
         "local_shell",
@@ -62,7 +114,7 @@ class HostedTool(Wire):
 
 
 class NamespaceTool(Wire):
-    """A group of functions. The prompt has each under the names of both, as in `group__function`."""
+    """A group of functions and custom tools. The prompt has each under the names of both, as in `group__function`."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -70,19 +122,19 @@ class NamespaceTool(Wire):
     description: Annotated[Text | None, LABEL] = None
     """Accepted: the functions have descriptions of their own."""
     tools: Annotated[
-        list[Annotated[FlatFunction | HostedTool, Field(discriminator="type")]],
+        list[Annotated[FlatFunction | CustomTool | HostedTool, Field(discriminator="type")]],
         Field(max_length=MAX_TOOLS, fail_fast=True),
     ]
     """The functions. Tools whose calls have a notation of their own are left out of the prompt."""
 
 
-AnyTool = Annotated[FlatFunction | NamespaceTool | HostedTool, Field(discriminator="type")]
+AnyTool = Annotated[FlatFunction | CustomTool | NamespaceTool | HostedTool, Field(discriminator="type")]
 
 
 class FlatNamed(Wire):
-    """A function that must be called, by its name."""
+    """A function or a custom tool that must be called, by its name."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Annotated[FunctionName, notes.TOOL_NAME]
 
 
@@ -110,16 +162,36 @@ def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
     return [tool.name for tool in choice.tools] if isinstance(choice, FlatAllowed) else []
 
 
-def functions(tools: Sequence[AnyTool] | None) -> list[Tool]:
-    """Return the functions among the tools in the form that generation reads."""
+class Callable(NamedTuple):
+    """A tool that the model may call."""
+
+    tool: FlatFunction | CustomTool
+    namespace: str | None
+    field: str  # of the request
+
+    @property
+    def name(self) -> str:
+        """The name in the prompt."""
+        return in_namespace(self.namespace, self.tool.name)
+
+    @property
+    def as_tool(self) -> Tool:
+        """The tool in the form that generation reads."""
+        if isinstance(self.tool, CustomTool):
+            return self.tool.as_tool(self.name, self.field)
+        return as_tool(self.tool, self.name, self.field)
+
+
+def callables(tools: Sequence[AnyTool] | None) -> list[Callable]:
+    """Return the functions and custom tools among the tools and in their groups."""
     found = []
     for index, tool in enumerate(tools or ()):
-        if isinstance(tool, FlatFunction):
-            found.append(as_tool(tool, tool.name, f"tools[{index}]"))
-        elif isinstance(tool, NamespaceTool):
+        if isinstance(tool, NamespaceTool):
             found += [
-                as_tool(own, in_namespace(tool.name, own.name), f"tools[{index}].tools[{number}]")
+                Callable(own, tool.name, f"tools[{index}].tools[{number}]")
                 for number, own in enumerate(tool.tools)
-                if isinstance(own, FlatFunction)
+                if not isinstance(own, HostedTool)
             ]
+        elif not isinstance(tool, HostedTool):
+            found.append(Callable(tool, None, f"tools[{index}]"))
     return found

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.fakes import INFO, FakeEngine, model_folder
+from tests.server.grammar.test_lark import PATCH
 from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, ask, saying
 
 Json = dict[str, Any]
@@ -177,7 +178,7 @@ def codex() -> Iterator[tuple[str, str, str, Json]]:
     agents = {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [shell]}
     web = {"type": "web_search", "external_web_access": False}
     patch = {"type": "custom", "name": "apply_patch", "description": "Patches.",
-             "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}}  # fmt: skip
+             "format": {"type": "grammar", "syntax": "lark", "definition": PATCH}}  # fmt: skip
     yield name, "functions alone", RESPONSES, body
     yield name, "result", RESPONSES, {**body, "input": called}
     yield name, "metadata", RESPONSES, {**body, "client_metadata": {"session_id": "1", "turn_id": "2"}}
@@ -186,6 +187,11 @@ def codex() -> Iterator[tuple[str, str, str, Json]]:
     yield name, "call in a namespace", RESPONSES, {**body, "input": spoken}
     yield name, "web search", RESPONSES, {**body, "tools": [shell, web]}
     yield name, "apply_patch", RESPONSES, {**body, "tools": [shell, patch]}
+    patched = [
+        {"type": "custom_tool_call", "status": "completed", "call_id": "call_2", "name": "apply_patch", "input": "a"},
+        {"type": "custom_tool_call_output", "call_id": "call_2", "name": "apply_patch", "output": "Done."},
+    ]
+    yield name, "patched", RESPONSES, {**body, "input": [*asked, *patched], "tools": [shell, patch]}
     high = {**body, "reasoning": {"effort": "high", "summary": "auto"}}
     yield name, "effort", RESPONSES, high
     detailed = {**body, "reasoning": {"summary": "detailed"}}

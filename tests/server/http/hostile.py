@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tests.server.grammar.shapes import DEEP
-from tests.server.wire import CHAT, COMPLETIONS, QUESTION
+from tests.server.wire import CHAT, COMPLETIONS, QUESTION, RESPONSES
 
 MB = 1 << 20
 HUGE = 10**400
@@ -70,6 +70,12 @@ def schema(name: str, inner: Any) -> Body:
 
 def grammar(name: str, kind: str, value: Any) -> Body:
     return chat(f"{kind}: {name}", f"structured_outputs.{kind}", structured_outputs={kind: value})
+
+
+def custom(name: str, param: str, definition: str, syntax: str = "lark") -> Body:
+    format = {"type": "grammar", "syntax": syntax, "definition": definition}
+    body = {"input": "a", "tools": [{"type": "custom", "name": "f", "format": format}]}
+    return Body(f"custom tool: {name}", RESPONSES, lambda: body, param)
 
 
 def deep(name: str) -> Body:
@@ -188,6 +194,11 @@ BODIES = [
     grammar("no rule", "grammar", "root ::= a"),
     grammar("deep", "grammar", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
     grammar("calls itself first", "grammar", 'start: start start | "a" | missing'),
+    custom("deep", "tools", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    custom("doubles", "tools", "start: a0\n" + "".join(f"a{i}: a{i + 1}~2 a{i + 1}\n" for i in range(60)) + 'a60: "b"'),
+    custom("calls itself", "tools", 'start: "a" start | "b"'),
+    custom("64 KB and more", "tools", "a" * 70_000, "regex"),
+    custom("a huge repeat", "tools[0].format.definition", 'start: "a"~1000000000'),
     grammar("of nothing", "choice", []),
     grammar("100,000", "choice", ["a"] * 10**5),
     chat("two grammars", "structured_outputs.choice", structured_outputs={"regex": "a", "choice": ["a"]}),

@@ -92,11 +92,24 @@ ITEMS = [
         "namespace": None, "output": [{"type": "input_text", "text": "No fog.", "prompt_cache_breakpoint": MARK}],
     },
     {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "All is clear."}]},
+    {
+        "type": "custom_tool_call", "id": "ctc_1", **KEPT, "call_id": "call_8", "name": "log", "input": "Fog.",
+        "async": None, "caller": None, "namespace": None,
+    },
+    {
+        "type": "custom_tool_call_output", "id": "ctco_1", **KEPT, "call_id": "call_8", "caller": None, "name": None,
+        "output": [{"type": "input_text", "text": "Logged.", "prompt_cache_breakpoint": MARK}],
+    },
     {"role": "user", "content": "And now?"},
 ]  # fmt: skip
 FLAT = {
     "type": "function", **FUNCTION, "async": None, "allowed_callers": None, "defer_loading": None,
     "output_schema": None,
+}  # fmt: skip
+
+CUSTOM = {
+    "type": "custom", "name": "log", "description": "Writes the log.", "async": None, "allowed_callers": None,
+    "defer_loading": None, "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "Fog."'},
 }  # fmt: skip
 
 
@@ -159,13 +172,13 @@ EXAMPLES = {
     TOKENIZE: [TEMPLATED],
     TEMPLATE: [TEMPLATED],
     RESPONSES: [
-        {"input": ITEMS, "tools": [FLAT], "max_output_tokens": 6},
+        {"input": ITEMS, "tools": [FLAT, CUSTOM], "max_output_tokens": 6},
         {"input": "And now?", "tools": [FLAT], "tool_choice": {"type": "function", "name": "look"}},
         {"input": "And now?", "text": {"format": TEXT, "verbosity": None}},
         {"input": "And now?", "reasoning": {"summary": None, "generate_summary": None}},
         {
             "input": "And now?",
-            "tools": [{"type": "namespace", "name": "sea", "description": "Of the sea.", "tools": [FLAT]}],
+            "tools": [{"type": "namespace", "name": "sea", "description": "Of the sea.", "tools": [FLAT, CUSTOM]}],
         },
     ],
     MESSAGES: MESSAGES_EXAMPLES,

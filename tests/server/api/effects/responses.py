@@ -270,14 +270,31 @@ def chosen(e):
         assert e.post(tools=[TOOL, ROW], tool_choice=wrong).json()["error"]["param"] == "tool_choice"
 
 
+def custom_format(e):
+    """The input of a call follows the grammar."""
+    for syntax, definition in (("lark", 'start: "Fog" "."~2'), ("regex", "Fog[.]{2}")):
+        tool = {
+            "type": "custom", "name": "log", "format": {"type": "grammar", "syntax": syntax, "definition": definition}
+        }  # fmt: skip
+        for tools in ([tool], [{"type": "namespace", "name": "sea", "tools": [tool]}]):
+            sampled = {"max_tokens": 120, "temperature": 1.0, "seed": 4, "thinking_token_budget": 0}
+            items = e.output(tools=tools, tool_choice="required", parallel_tool_calls=False, **sampled)
+            assert [item["input"] for item in items if item["type"] == "custom_tool_call"] == ["Fog.."]
+    for wrong in ({"type": "narwhal"}, {"type": "grammar", "syntax": "narwhal", "definition": "a"}):
+        error = e.post(tools=[{**tool, "format": wrong}]).json()["error"]
+        assert error["param"] == f"tools.0.format.{[*wrong][len(wrong) // 2]}"
+
+
 CONTENT = "input[type=message].content"
 CALLED, GIVEN, THOUGHT_OF = (f"input[type={kind}]" for kind in ("function_call", "function_call_output", "reasoning"))
+CUSTOM_CALLED, CUSTOM_GIVEN = (f"input[type={kind}]" for kind in ("custom_tool_call", "custom_tool_call_output"))
+IDS = ("input[type=message]", CALLED, GIVEN, CUSTOM_CALLED, CUSTOM_GIVEN, THOUGHT_OF)
 ITEM_FIELDS = {
     "input[].type": item_type,
     "input[].role": item_role,
     f"{CONTENT}[].type": part_type,
     "input[type=item_reference].id": reference,
-    **{field: kept(field) for field in (f"{kind}.id" for kind in ("input[type=message]", CALLED, GIVEN, THOUGHT_OF))},
+    **{field: kept(field) for field in (f"{kind}.id" for kind in IDS)},
     **{
         field: written(field, "narwhal")
         for field in (
@@ -285,19 +302,17 @@ ITEM_FIELDS = {
             f"{CONTENT}[type=input_text].text",
             f"{CONTENT}[type=output_text].text",
             f"{CONTENT}[].refusal",
-            f"{CALLED}.call_id",
-            f"{CALLED}.name",
-            f"{CALLED}.namespace",
-            f"{GIVEN}.call_id",
-            "input[].output",
-            "input[].output[].text",
+            *(f"{kind}.{name}" for kind in (CALLED, CUSTOM_CALLED) for name in ("call_id", "name", "namespace")),
+            *(f"{kind}.{name}" for kind in (GIVEN, CUSTOM_GIVEN) for name in ("call_id", "output", "output[].text")),
+            "input[].input",
             "input[].summary[].text",
             f"{THOUGHT_OF}.content[].text",
             "tools[type=function].name",
             "tools[type=function].description",
+            "tools[type=custom].name",
+            "tools[type=custom].description",
             "tools[type=namespace].name",
-            "tools[].tools[].name",
-            "tools[].tools[].description",
+            *(f"tools[].tools[type={kind}].{n}" for kind in ("function", "custom") for n in ("name", "description")),
         )
     },
     **{
@@ -314,7 +329,8 @@ ITEM_FIELDS = {
     **{
         field: needed(field)
         for field in (
-            "input[].output[].type",
+            f"{GIVEN}.output[].type",
+            f"{CUSTOM_GIVEN}.output[].type",
             "input[].summary[].type",
             f"{THOUGHT_OF}.content[].type",
             "tools[].type",
@@ -326,6 +342,11 @@ ITEM_FIELDS = {
     **dict.fromkeys(("tool_choice.type", "tool_choice.name", "tool_choice.mode", "tool_choice.tools"), chosen),
     **dict.fromkeys(("tool_choice.tools[].type", "tool_choice.tools[].name"), chosen),
     **dict.fromkeys(("text.format.type", "text.format.schema"), text_format),
+    **{
+        f"{tools}[].format{name}": custom_format
+        for tools in ("tools", "tools[].tools")
+        for name in ("", ".type", ".syntax", ".definition")
+    },
 }
 NOT_HERE = {
     "n", "best_of", "prompt_logprobs", "max_tokens",
@@ -367,13 +388,13 @@ LABELS = {
     "reasoning.generate_summary": "concise",
     "tools[type=namespace].description": "A narwhal.",
     **{f"{GIVEN}.{name}": "narwhal" for name in ("name", "namespace")},
-    **{f"input[type={kind}].status": "incomplete" for kind in ("message", "function_call", "function_call_output")},
-    "input[type=reasoning].status": "incomplete",
+    **{f"{kind}.status": "incomplete" for kind in IDS},
+    f"{CUSTOM_GIVEN}.name": "narwhal",
     "input[].phase": "final_answer",
     f"{CONTENT}[].annotations": [{"type": "file_path"}],
     f"{CONTENT}[].logprobs": [{"token": "a"}],
     f"{CONTENT}[].prompt_cache_breakpoint": {"mode": "explicit"},
-    "input[].output[].prompt_cache_breakpoint": {"mode": "explicit"},
+    **{f"{kind}.output[].prompt_cache_breakpoint": {"mode": "explicit"} for kind in (GIVEN, CUSTOM_GIVEN)},
     "text.format.name": "narwhal",
     "text.format.description": "A narwhal.",
     "text.format.strict": False,

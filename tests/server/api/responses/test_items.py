@@ -4,10 +4,25 @@ import json
 
 import pytest
 
-from server.api.responses.items import as_turns
+from server.api.responses.items import arguments_of, as_turns, input_of
+from server.api.responses.request import ResponsesRequest
 from tests.fakes import FakeEngine, serving
 from tests.server.api.responses.wire import WEATHER, prompts, respond
 from tests.server.wire import RESPONSES, ask, saying
+
+PATCH = {"type": "custom", "name": "patch", "description": "Patches a file."}
+
+
+MENDED = '*** Begin\n+say("sea") \\ é\n'
+
+
+def custom(**format):
+    return PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": "a", **format}}
+
+
+def tool_of(tool):
+    [found] = ResponsesRequest(input="a", tools=[tool]).calling.tools
+    return found.as_json
 
 
 async def refusal(folder, **body):
@@ -88,6 +103,15 @@ def test_a_thought_that_was_cut_off_does_not_move_to_a_later_answer(between):
          "tools"),
         ({"tools": [{"type": "namespace", "name": "sea", "tools": [{"type": "captain", "name": "a"}]}]},
          "tools.0.tools.0.type"),
+        ({"tools": [PATCH, {**WEATHER, "name": "patch"}]}, "tools"),
+        ({"tools": [custom(syntax="peg")]}, "tools.0.format.syntax"),
+        ({"tools": [custom(syntax="lark", definition='start: "a" start')]}, "tools"),
+        ({"tools": [custom(definition="(")]}, "tools[0].format.definition"),
+        ({"tools": [{"type": "namespace", "name": "sea", "tools": [custom(definition="(?=a)")]}]},
+         "tools[0].tools[0].format.definition"),
+        ({"tools": [{**custom(definition="a" * 40000), "name": name} for name in "ab"]}, "tools"),
+        ({"tools": [PATCH], "tool_choice": {"type": "custom", "name": "clock"}}, "tool_choice"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input.0.input"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "clock"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -165,6 +189,58 @@ async def test_functions_of_a_group_have_its_name_before_theirs(folder):
     assert [tool["type"] for tool in answer["tools"]] == ["namespace", "web_search"], "as they came"
     again = [item, {"type": "function_call_output", "call_id": item["call_id"], "output": "fog"}]
     assert "[sea__weather Hull]" in await prompts(folder, {**body, "input": again})
+
+
+async def test_a_custom_tool_is_a_function_whose_input_is_a_text(folder):
+    body = {"input": "Mend it.", "tools": [PATCH]}
+    call = f'<tool_call>\n{{"name": "patch", "arguments": {arguments_of(MENDED)}}}\n</tool_call>'
+    answer = (await ask(folder, RESPONSES, body, FakeEngine(saying(call)))).json()
+    [item] = answer["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", MENDED)
+    assert item["id"].startswith("ctc_") and item["status"] == "completed" and "arguments" not in item
+    again = [item, {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}]
+    assert as_turns(again) == [
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": item["call_id"], "type": "function",
+             "function": {"name": "patch", "arguments": arguments_of(MENDED)}}]},
+        {"role": "tool", "tool_call_id": item["call_id"], "content": "done"},
+    ]  # fmt: skip
+    assert "tool: done" in await prompts(folder, {**body, "input": again})
+
+
+async def test_a_custom_tools_input_streams_as_one_delta(folder):
+    group = {"type": "namespace", "name": "files", "tools": [PATCH]}
+    call = f'<tool_call>\n{{"name": "files__patch", "arguments": {arguments_of(MENDED)}}}\n</tool_call>'
+    body = {"input": "Mend it.", "tools": [group], "stream": True}
+    response = await ask(folder, RESPONSES, body, FakeEngine(saying(call)))
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert names[2:-1] == [
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
+    ]  # fmt: skip
+    added, delta, done, last = events[2:-1]
+    assert (added["item"]["input"], added["item"]["namespace"]) == ("", "files")
+    assert delta["delta"] == done["input"] == last["item"]["input"] == MENDED
+    assert delta["item_id"] == last["item"]["id"]
+
+
+async def test_the_grammar_of_a_custom_tool_is_in_the_prompt_and_in_the_engines_grammar(folder):
+    engine = FakeEngine(saying("no"))
+    tool = custom(syntax="lark", definition='start: "Begin" LF\n%import common.LF')
+    await ask(folder, RESPONSES, {"input": "Mend it.", "tools": [tool]}, engine)
+    kind, text = engine.requests[0].params.grammar
+    assert kind == "lark" and "(?:Begin)(?:\\\\n)" in text and "this lark grammar" not in text
+    parameters = tool_of(tool)["function"]["parameters"]
+    assert parameters["properties"]["input"]["description"].endswith(tool["format"]["definition"])
+    assert "pattern" not in parameters["properties"]["input"]
+
+
+@pytest.mark.parametrize("text", ["a", 'quote " and \\ and \n', "é \U0001f433", ""])
+def test_the_input_of_a_call_that_was_cut_off_is_as_far_as_it_was_written(text):
+    arguments = json.dumps({"input": text})
+    assert input_of(arguments) == text
+    read = [input_of(arguments[:end]) for end in range(len(arguments))]
+    assert read[-1] == text and all(text.startswith(each.rstrip("\ud83d")) for each in read)
 
 
 async def test_the_response_has_its_penalties(folder):
