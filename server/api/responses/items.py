@@ -16,7 +16,7 @@ from ..sampling import Text
 
 MAX_ITEMS = MAX_MESSAGES  # of one request, and of a whole conversation
 
-LONGEST_ESCAPE = 12  # of a character in JSON: two of \\ud83d
+LONGEST_ESCAPE = 12  # of a character in JSON: two of \ud83d
 
 ItemId = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -237,7 +237,7 @@ def input_of(arguments: str) -> str:
     """Return the input of a custom tool in the function's arguments, which may be cut off anywhere."""
     for end in range(len(arguments), max(-1, len(arguments) - LONGEST_ESCAPE), -1):
         for rest in ("", '"}'):
-            with contextlib.suppress(ValueError, LookupError, TypeError):
+            with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
                 return str(json.loads(arguments[:end] + rest)["input"])
     return ""
 

@@ -264,7 +264,7 @@ class ResponsesWriter(Writer[ResponsesRequest]):
             case schema.ResponseCall():
                 yield self._of_item("function_call_arguments.done", arguments=item.arguments)
             case schema.ResponseCustomCall():
-                item.input = input_of(self._arguments)
+                self._set_input(item)
                 yield self._of_item("custom_tool_call_input.delta", delta=item.input)
                 yield self._of_item("custom_tool_call_input.done", input=item.input)
             case schema.ResponseMessage(content=[text]):
@@ -280,8 +280,14 @@ class ResponsesWriter(Writer[ResponsesRequest]):
     def _leave_open(self) -> None:
         """Leave the open item incomplete."""
         if self._is_open:
-            self._items[-1].status = "incomplete"
+            item = self._items[-1]
+            if isinstance(item, schema.ResponseCustomCall):
+                self._set_input(item)
+            item.status = "incomplete"
             self._is_open = False
+
+    def _set_input(self, call: schema.ResponseCustomCall) -> None:
+        call.input = input_of(self._arguments)
 
     # Events
 

@@ -8,7 +8,7 @@ from server.api.responses.items import arguments_of, as_turns, input_of
 from server.api.responses.request import ResponsesRequest
 from tests.fakes import FakeEngine, serving
 from tests.server.api.responses.wire import WEATHER, prompts, respond
-from tests.server.wire import RESPONSES, ask, saying
+from tests.server.wire import LIBRARY, RESPONSES, ask, ids, saying
 
 PATCH = {"type": "custom", "name": "patch", "description": "Patches a file."}
 
@@ -206,6 +206,18 @@ async def test_a_custom_tool_is_a_function_whose_input_is_a_text(folder):
         {"role": "tool", "tool_call_id": item["call_id"], "content": "done"},
     ]  # fmt: skip
     assert "tool: done" in await prompts(folder, {**body, "input": again})
+
+
+async def test_a_custom_call_that_is_cut_off_has_the_input_so_far_and_is_not_continued(folder):
+    call = '<tool_call>\n{"name": "patch", "arguments": {"input": "mend the sail and the rope'
+    body, engine = {"input": "Mend it.", "tools": [PATCH]}, FakeEngine(saying(call, "no"))
+    async with serving(folder, engine) as (client, _):
+        answer = (await client.post(RESPONSES, json={**body, "max_output_tokens": len(ids(call)) - 1})).json()
+        await client.post(RESPONSES, json={"input": "And?", "previous_response_id": answer["id"]})
+    [item] = answer["output"]
+    assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
+    assert "mend the sail and the rope".startswith(item["input"]) and len(item["input"]) > 12
+    assert LIBRARY.decode(engine.requests[1].prompt_ids) == "user: Mend it.\nuser: And?\nassistant: "
 
 
 async def test_a_custom_tools_input_streams_as_one_delta(folder):
