@@ -7,8 +7,8 @@ from typing import NamedTuple
 # Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
 # from the unquantized model.
 BITS = {"int8": (8, 8), "int4": (4, 8)}
-PART = 8  # the first and the last layers are one in so many each
-STEP = 3  # of the layers between them, one in so many
+PART = 8  # the first and the last layers: one eighth of all layers each
+STEP = 3  # every third of the layers between them
 
 
 class LayerBits(NamedTuple):

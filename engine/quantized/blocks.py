@@ -17,7 +17,7 @@ def write_blocks(
     scales: Tensor,  # [rows, blocks of a row] float32, within the range of float16
     zeros: Tensor | None,  # zero points, uint8 as scales; None: in the middle, for types without them
 ) -> None:
-    """Write rows in blocks of Q4_0, Q4_Z or Q8_0, whose size tells them apart."""
+    """Write rows in blocks of Q4_0, Q4_Z or Q8_0; the size of a block determines the type."""
     groups, size = numbers.unflatten(-1, (-1, BLOCK)), to.shape[-1]
     to[..., :2] = scales.half().unsqueeze(-1).view(torch.uint8)
     if size == FORMATS[NUMBERS["Q8_0"]].block_bytes:

@@ -42,7 +42,7 @@ class Scheme:
         return 1 << (self.bits - 1)
 
     def blocks_type(self, columns: int) -> str | None:
-        """Return the type of blocks that hold a weight of so many columns; None: it must be dequantized."""
+        """Return the type of blocks for a weight with this number of columns; None: it must be dequantized."""
         shared = self.columns or columns
         if self.is_float or shared % BLOCK or columns % BLOCK:
             return None

@@ -33,7 +33,7 @@ def fields(words: Tensor, bits: int) -> Tensor:
 
 
 def count(size: int, shared: int | None) -> int:
-    """Return the number of scales for so many rows or columns, if `shared` of them share one; None: all."""
+    """Return the number of scales for `size` rows or columns, if `shared` of them share one; None: all."""
     return -(-size // (shared or size)) if size else 0
 
 
