@@ -1,12 +1,15 @@
 """Checks that required tool calls match their tools' schemas, over collections of real requests.
 
     python -m benchmarks.calls ../shared/data --json > benchmarks/results/calls.json
+    python -m benchmarks.calls ../shared/data --model smollm2 --json > benchmarks/results/calls_smollm2.json
 
-Each line of each function_calling/*.jsonl file (`messages` and `tools`) is sent once, with tool_choice required, to a
-small model with random weights and Qwen3's vocabulary and chat template, so that only the grammar makes calls valid.
-Reports for each collection: `answers`, of which `length` reached the token limit; `valid` and `invalid` calls, checked
-with the jsonschema package except the last of a truncated answer; and `failed` answers: an error, no call, or text
-beside the calls. Every invalid or failed one is listed with its id.
+Each line of each function_calling/*.jsonl file (`messages`, `tools`, `ground_truth`) is sent once, with tool_choice
+required: to a small model with random weights and Qwen3's vocabulary and chat template, so that only the grammar makes
+calls valid, or greedily to --model, with parallel_tool_calls where several calls are right. Reports for each
+collection: `answers`, of which `length` reached the token limit; `valid` and `invalid` calls, checked with the
+jsonschema package except the last of a truncated answer; `failed` answers: an error, no call, or text beside the calls;
+and `right` answers, whose calls are those of the ground truth (which has none where no function fits). Every invalid or
+failed one is listed with its id.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from tests import models
 from tests.live import Server
 
 NUM_BIASES = 1000
+RANDOM = "one layer of random weights with Qwen3's vocabulary and chat template"
 MAX_TOKENS = 300
-COUNTED = ("answers", "length", "valid", "invalid", "failed")
+COUNTED = ("answers", "length", "valid", "invalid", "failed", "right")
 
 
 class Case(NamedTuple):
@@ -40,7 +44,7 @@ class Case(NamedTuple):
 
     collection: str
     seed: int
-    request: dict[str, Any]  # id, messages, tools
+    request: dict[str, Any]  # id, messages, tools, ground_truth
 
 
 def cases(data: Path, every: int) -> list[Case]:
@@ -95,18 +99,46 @@ def judge(case: Case, answer: httpx.Response, counts: Counter[str]) -> str | Non
             counts["invalid"] += 1
             return json.dumps(call)[:400]
         counts["valid"] += 1
+    counts["right"] += is_right(calls, case.request.get("ground_truth", []))
     return None
 
 
-def measure(server: Server, data: Path, every: int, concurrency: int) -> dict[str, Any]:
-    """Send every `every`-th line; returns the counts by collection."""
-    bias = closing(data)
+def is_right(calls: list[dict[str, Any]], truth: list[dict[str, dict[str, list[Any]]]]) -> bool:
+    """Whether the calls are those of the ground truth, in any order, each argument with one of its values."""
+    left = [(name, arguments) for call in truth for name, arguments in call.items()]
+    for call in calls:
+        try:
+            made = json.loads(call["function"]["arguments"])
+        except ValueError:  # truncated
+            return False
+        name = call["function"]["name"]
+        found = next((each for each in left if each[0] == name and agrees(made, each[1])), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return bool(calls) and not left
+
+
+def agrees(made: dict[str, Any], wanted: dict[str, list[Any]]) -> bool:
+    """Whether arguments are among the wanted ones; those that may be left out have "" as one of their values."""
+    missing = [name for name in wanted if name not in made and "" not in wanted[name]]
+    return not missing and all(value in wanted.get(name, ()) for name, value in made.items())
+
+
+def measure(
+    server: Server, data: Path, every: int, concurrency: int, sampling: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Send every `every`-th line; returns the counts by collection. `sampling`: for all; None: for the random model."""
+    is_random = sampling is None
+    sampling = sampling or {"temperature": 1.0, "logit_bias": closing(data)}
     start = time.perf_counter()
 
     def ask(case: Case) -> httpx.Response:
-        sampling = {"temperature": 1.0, "seed": case.seed, "logit_bias": bias, "max_tokens": MAX_TOKENS}
-        body = {"messages": case.request["messages"], "tools": case.request["tools"], "tool_choice": "required"}
-        return client.post("/v1/chat/completions", json=body | sampling | {"thinking_token_budget": 0})
+        fixed = {"seed": case.seed, "max_tokens": MAX_TOKENS, "tool_choice": "required", "thinking_token_budget": 0}
+        body = {"messages": case.request["messages"], "tools": case.request["tools"]}
+        if not is_random:
+            body["parallel_tool_calls"] = len(case.request["ground_truth"]) > 1
+        return client.post("/v1/chat/completions", json=body | fixed | sampling)
 
     collections: dict[str, Counter[str]] = {}
     wrong = []
@@ -120,8 +152,7 @@ def measure(server: Server, data: Path, every: int, concurrency: int) -> dict[st
             if (problem := judge(case, answer, counts)) is not None:
                 wrong.append({"collection": case.collection, "id": case.request["id"], "problem": problem})
     return {
-        "model": "one layer of random weights with Qwen3's vocabulary and chat template",
-        "temperature": 1.0,
+        "temperature": sampling["temperature"],
         "max_tokens": MAX_TOKENS,
         "every": every,
         "collections": {name: dict(counts) for name, counts in collections.items()},
@@ -137,9 +168,15 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--every", type=int, default=1, help="use only every n-th line of a collection")
     parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--model", help="model to measure (default: the random one)")
     args = parser.parse_args()
-    with random_model(args.data) as server:
-        result = measure(server, args.data, args.every, args.concurrency)
+    if args.model is None:
+        with random_model(args.data) as server:
+            result = measure(server, args.data, args.every, args.concurrency)
+    else:
+        with Server(args.model) as server:
+            result = measure(server, args.data, args.every, args.concurrency, {"temperature": 0.0})
+    result = {"model": args.model or RANDOM, **result}
     if args.json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:

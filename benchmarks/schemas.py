@@ -1,6 +1,7 @@
 """Checks structured output over collections of JSON schemas: every completed answer must match its schema.
 
-    python benchmarks/schemas.py ../shared/data/schemas --json > benchmarks/results/schemas.json
+    python -m benchmarks.schemas ../shared/data/schemas --json > benchmarks/results/schemas.json
+    python -m benchmarks.schemas ../shared/data/schemas --model smollm2 --temperature 0.7 --closing-bias 0
 
 Generates one answer for each schema of each *.jsonl file under the folder (lines with `id` and `schema`), at a high
 temperature, so that only the grammar makes answers valid. `valid` and `invalid` answers ended with "stop" and were
@@ -25,7 +26,7 @@ import jsonschema
 
 from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams, StepStats, fetch
 from server.grammar.schemas import find_problem
-from server.tokenization.detokenizer import TextStream
+from server.tokenization.detokenizer import Detokenizer
 from server.tokenization.tokenizer import Tokenizer
 
 PROMPT = "An example:"
@@ -134,7 +135,7 @@ class Run:
             logit_bias=self.bias,
         )
         prompt = tuple(self.tokenizer.encode(PROMPT))
-        stream = TextStream(self.tokenizer, context=prompt, strip=False)
+        stream = Detokenizer(self.tokenizer, context=prompt, strip=False)
         text, reason = "", ""
         async for delta in engine.generate(EngineRequest(id=number, prompt_ids=prompt, params=params)):
             ids = delta.token_ids

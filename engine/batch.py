@@ -26,10 +26,10 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     start: int
     token_ids: list[int]
     new_block_ids: list[int]  # all of the sequence's blocks in the step in which it enters
-    num_logits: int  # of the last positions: 0 while a prompt is incomplete, 1 to sample a token, all to score a prompt
+    num_logits: int  # of the last positions: 0 while a prompt is incomplete, 1 to sample or pool, all to score a prompt
     scored: list[int] = []  # prompt tokens that the first of these positions predict
     num_hidden: int = 0  # of the last positions: hidden states to pool instead, 1 for the last or all for their mean
-    embeds: bool = False  # the prompt is complete: the step returns its embedding
+    embeds: bool = False  # the prompt is complete: the step returns its vector
 
     @property
     def end(self) -> int:
@@ -39,7 +39,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_sampled(self) -> bool:
         """Whether a token is sampled at the last position."""
-        return self.num_logits > len(self.scored)
+        return self.num_logits > len(self.scored) and not self.embeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Embedded(msgspec.Struct, frozen=True):
-    """The outcome of a row that completes a prompt to embed."""
+    """The outcome of a row that completes a prompt to pool."""
 
     embedding: bytes  # as TokenDelta.embedding
 

@@ -19,9 +19,11 @@ from msgspec.structs import replace
 
 from . import attention, hub, memory, models, roofline
 from .config import EngineConfig, check
-from .kernels.library import Choice, settle
+from .kernels.library import Choice, Kernels, settle
+from .kernels.weight_packing import compresses
 from .loop import EngineLoop, Outbox, StepOutOfMemory
 from .models.weights import Checkpoint
+from .runner import cuda_graphs
 from .runner.runner import Runner, _guarded
 from .scheduler import Scheduler
 from .types import ConfigError, EngineInfo, MemoryShort
@@ -108,7 +110,8 @@ async def assemble(
     grammars = asyncio.to_thread(_load_grammars, config, described.spec.vocab_size)
     (runner, info, resolved), loaded_grammars = await asyncio.gather(loading, grammars)
     scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
-    return EngineLoop(scheduler, runner, outbox, model_thread, loaded_grammars), info
+    more = None if runner.graphs is None else runner.graphs.capture_next
+    return EngineLoop(scheduler, runner, outbox, model_thread, loaded_grammars, when_idle=more), info
 
 
 def _load_grammars(config: EngineConfig, width: int) -> Grammars:
@@ -134,7 +137,7 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
         spec, checkpoint = models.examine(folder.path, config)
     else:
         spec = models.describe(folder.path, config)
-    spec = models.fit(spec, config, device)
+    spec = models.fit(spec, config, device, checkpoint)
     backend = attention.choose(
         config.attention, device, spec.layers, spec.dtype, config.cpu_isa, cache_dtype=spec.cache_dtype
     )
@@ -155,6 +158,9 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
     set_threads(described)
     try:
         machine, plan = _plan(described, again=again)
+        compressed = _guarded(lambda: _compresses(plan.config, spec, product.kernels))
+        if product.kernels is not None:
+            product.kernels.lossless = compressed
         # Measured now, while this process does nothing else.
         limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
         model = _guarded(lambda: models.load(spec, checkpoint, device, product, progress))
@@ -172,15 +178,17 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
             attention=backend.name,
             cpu_isa=settle(config.cpu_isa, device),
             products=model.product.name,
+            weight_packing="lossless" if compressed else "none",
             rope_len=spec.serve_len,
             gguf_activations="int16" if spec.activation_bytes == 2 else "int8",
         )
-        runner = Runner(model, resolved, plan.num_blocks)
+        runner = Runner(model, resolved, plan.num_blocks, cuda_graphs.device_for(resolved))
         runner.warm_up()
     except memory.Impossible as error:
         raise MemoryShort(str(error)) from None  # a class that the server knows
     except StepOutOfMemory as error:
         raise MemoryShort(f"memory ran out while the model was loaded: {error}") from None
+    rounds = spec.in_blocks and not spec.on_gpu  # activations
     info = EngineInfo(
         model=config.model,
         architecture=spec.architecture,
@@ -197,7 +205,8 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         implementation=spec.implementation,
         exact=model.product.invariant and runner.cache.backend.invariant,
         num_params=model.num_params,
-        weights_bytes=model.weights_bytes,
+        weights_bytes=model.weights_bytes - model.saved_bytes,
+        weight_packing=resolved.weight_packing,
         kv_bytes_per_token=plan.kv_bytes_per_token,
         weights_hash=model.weights_hash,
         revision=described.folder.revision,
@@ -207,12 +216,20 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         product_note=model.product.note,
         product_fix=model.product.fix,
         sampling=runner.sampling.name,
+        graphs=0 if runner.graphs is None else runner.graphs.num_captured,
         hidden_size=spec.hidden_size,
-        quantization=f"{spec.quantization}-{resolved.gguf_activations}" if spec.in_blocks else spec.quantization,
-        notes=(*plan.notes, *spec.notes, *filter(None, [backend.note, runner.sampling.note])),
-        roofline=limits,
+        quantization=f"{spec.quantization}-{resolved.gguf_activations}" if rounds else spec.quantization,
+        notes=(*plan.notes, *spec.notes, *filter(None, [backend.note, runner.sampling.note, runner.graphs_note])),
+        roofline=limits and replace(limits, weights_bytes=limits.weights_bytes - model.saved_bytes),
     )
     return Built(runner, info, resolved)
+
+
+def _compresses(config: EngineConfig, spec: models.ModelSpec, kernels: Kernels | None) -> bool:
+    """Return whether the weights are compressed. Raises ConfigError if they should be and cannot."""
+    quantized = spec.quantization != "none"
+    max_seqs = config.max_seqs or 1
+    return compresses(config.weight_packing, kernels, spec.dtype, spec.weights_bytes, max_seqs, quantized=quantized)
 
 
 def _plan(described: Described, *, again: bool) -> tuple[memory.Machine, memory.Plan]:

@@ -10,6 +10,7 @@ from .types import ConfigError
 POLICIES = ("fcfs", "priority", "prefill-first", "static")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "int8", "fp8")
+WEIGHT_PACKINGS = ("auto", "none", "lossless")
 GGUF_ACTIVATIONS = ("auto", "int8", "int16")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LOAD_FORMATS = ("auto", "dummy")
@@ -24,7 +25,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     load_format: str = "auto"  # auto: the model's safetensors files; dummy: random weights
     device: str = "auto"  # cpu | cuda | cuda:N
     dtype: str = "auto"
-    quantization: str = "none"  # of the weights while they are loaded; only our CPU kernels support it
+    quantization: str = "none"  # of the weights while they are loaded
+    weight_packing: str = "auto"  # lossless: compress weights in bfloat16 for our CPU kernels; none: do not
     gguf_activations: str = "auto"  # int8 | int16: what activations are quantized to for weights in GGUF blocks
     implementation: str = "auto"  # native | transformers
     attention: str = "auto"
@@ -39,6 +41,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     logprobs_mode: str = "raw_logprobs"  # the model's own | processed_logprobs: of the distribution that is sampled
     policy: str = "fcfs"
     async_scheduling: bool | None = None  # launch a step before the one before it is collected; None: unless on a CPU
+    enforce_eager: bool = False  # launch the kernels of every step one by one: no CUDA graphs
     prefix_caching: bool = True
     block_size: int = 16
     num_blocks: int | None = None  # None: what fits into memory
@@ -63,6 +66,8 @@ def check(config: EngineConfig) -> EngineConfig:
         config.quantization in QUANTIZATIONS,
         f"unknown quantization {config.quantization!r}; known: {', '.join(QUANTIZATIONS)}",
     )
+    known = ", ".join(WEIGHT_PACKINGS)
+    need(config.weight_packing in WEIGHT_PACKINGS, f"unknown weight packing {config.weight_packing!r}; known: {known}")
     known = ", ".join(LOGPROBS_MODES)
     need(config.logprobs_mode in LOGPROBS_MODES, f"unknown logprobs mode {config.logprobs_mode!r}; known: {known}")
     known = ", ".join(GGUF_ACTIVATIONS)

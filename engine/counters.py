@@ -34,11 +34,11 @@ class StepReporter:
         """Return the figures for the metrics and the step log. Called once per step, after `update`."""
         now, before = self._counters, self._reported
         self._reported = replace(now)
-        lengths = [len(row.token_ids) for row in batch.rows]
+        lengths, starts = [len(row.token_ids) for row in batch.rows], [row.start for row in batch.rows]
         return StepStats(
             step=batch.step,
             time=wall_time,
-            rows=tuple((row.seq_id, length) for row, length in zip(batch.rows, lengths, strict=True)),
+            rows=tuple(zip([row.seq_id for row in batch.rows], lengths, strict=True)),
             budget=budget,
             prompt_tokens=batch.prompt_tokens,
             decode_tokens=sum(lengths) - batch.prompt_tokens,
@@ -53,8 +53,8 @@ class StepReporter:
             prefix_hits=now.prefix_hits - before.prefix_hits,
             output_tokens=now.output_tokens - before.output_tokens,
             forced_tokens=now.forced_tokens - before.forced_tokens,
-            context=sum(row.start for row in batch.rows) + sum(lengths),
-            pairs=sum(n * row.start + n * (n + 1) // 2 for row, n in zip(batch.rows, lengths, strict=True)),
-            logits=sum(row.num_logits for row in batch.rows),
+            context=sum(starts) + sum(lengths),
+            pairs=sum([n * start + n * (n + 1) // 2 for start, n in zip(starts, lengths, strict=True)]),
+            logits=sum([row.num_logits for row in batch.rows]),
             seconds=seconds,
         )

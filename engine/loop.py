@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from .grammar.grammars import Grammars
 
 
+# Without work for this long, the engine is idle: less than a user takes to react to a response.
+QUIET_S = 0.2
+
+
 class StepOutOfMemory(Exception):
     """A step did not fit into memory; the next, smaller one may."""
 
@@ -74,7 +78,10 @@ class EngineLoop:
         outbox: Outbox,
         model_thread: ThreadPoolExecutor,
         grammars: Grammars | None = None,
+        *,
+        when_idle: Callable[[], bool] | None = None,
     ) -> None:
+        """`when_idle` is called on the model thread while there is no work, until it returns false."""
         self.scheduler = scheduler
         self.grammars = grammars
         self.runner = runner
@@ -83,6 +90,7 @@ class EngineLoop:
         self.is_ahead = bool(scheduler.config.async_scheduling)
         self.debug = scheduler.config.debug
         self._flight: Flight | None = None  # the step that was launched and not collected
+        self._when_idle = when_idle
         self._wakeup = asyncio.Event()
         self._compiling: dict[int, asyncio.Task[None]] = {}  # by request id; the scheduler does not have these yet
         self._publish_s = 0.0
@@ -213,7 +221,16 @@ class EngineLoop:
         if self.scheduler.is_idle and pool.num_held:
             raise AssertionError(f"{pool.num_held} blocks are held and no sequence runs")
         self._wakeup.clear()
+        while self._when_idle is not None and not await self._woken(QUIET_S):
+            if not await asyncio.get_running_loop().run_in_executor(self.model_thread, self._when_idle):
+                self._when_idle = None
         await self._wakeup.wait()
+
+    async def _woken(self, seconds: float) -> bool:
+        """Return whether there was a reason to wake up within this time."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wakeup.wait(), seconds)
+        return self._wakeup.is_set()
 
     def add(self, request: EngineRequest) -> None:
         if request.params.grammar is None:

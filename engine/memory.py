@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from . import graph_sizes
 from .config import EngineConfig, resolve
 from .types import ConfigError, MemoryShort
 
@@ -33,6 +34,9 @@ USEFUL = 2
 MIN_TOKENS = 512
 # The sampler's memory per logit: the logit and a copy (float32), the weight (int64), its sum and a filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
+# What the driver keeps of a launch in a CUDA graph, at most; the launches of a layer; and the workspace that cuBLAS
+# allocates for the stream of the captures.
+LAUNCH_BYTES, LAYER_LAUNCHES, WORKSPACE_BYTES = 16 << 10, 10, 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Plan:
     memory_bytes: int  # the total budget
     weights_bytes: int
     activation_bytes: int
+    graph_bytes: int  # reserved for CUDA graphs
     kv_bytes_per_token: int
     num_blocks: int
     notes: tuple[str, ...]
@@ -139,6 +144,29 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
 def activation_bytes(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBackend]) -> int:
     """Return the estimated maximum memory of a step beside weights and cache, for a resolved config."""
     assert config.max_seqs and config.max_batched_tokens
+    attention = backend.workspace_bytes(spec.layers, spec.dtype, spec.cache_dtype, config)
+    rows = min(config.max_seqs, config.max_batched_tokens)
+    step = config.max_batched_tokens * _token_bytes(spec) + attention + rows * spec.vocab_size * SAMPLER_BYTES
+    return step + spec.workspace_bytes
+
+
+def graph_bytes(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBackend]) -> int:
+    """Return the maximum memory of all CUDA graphs of a resolved config, whose capturing ends there."""
+    assert config.max_seqs and config.max_batched_tokens
+    decoder = spec.decoder
+    if config.device == "cpu" or config.enforce_eager or not backend.capturable:
+        return 0
+    if decoder is None or decoder.difference_on_gpu is not None:  # these layers are not captured
+        return 0
+    sizes = graph_sizes.sizes(config.max_seqs, config.max_batched_tokens)
+    launches = len(sizes.all) * LAYER_LAUNCHES * len(spec.layers)
+    # The graphs share their intermediate results, and the copy of the hidden states that they return.
+    shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
+    return shared + spec.workspace_bytes + WORKSPACE_BYTES + launches * LAUNCH_BYTES
+
+
+def _token_bytes(spec: ModelSpec) -> int:
+    """Return the estimated memory of a token's intermediate results."""
     hidden, inner = widths(spec.source)
     size = spec.dtype.itemsize
     widest = max(spec.layers, key=lambda layer: layer.numbers)
@@ -147,9 +175,7 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, backend: type[Attent
     token = size * (4 * hidden + 2 * queries + widest.numbers + 3 * inner) + 4 * hidden
     if spec.decoder is not None and (experts := spec.decoder.experts) is not None:
         token += (experts.active + 1) * size * hidden + 8 * hidden  # results of the experts, and their sum in float32
-    attention = backend.workspace_bytes(spec.layers, spec.dtype, spec.cache_dtype, config)
-    rows = min(config.max_seqs, config.max_batched_tokens)
-    return config.max_batched_tokens * token + attention + rows * spec.vocab_size * SAMPLER_BYTES
+    return token
 
 
 def widths(source: dict[str, Any]) -> tuple[int, int]:
@@ -211,8 +237,13 @@ def _arrange(
     weights = spec.weights_bytes
     activations = activation_bytes(spec, config, backend) if activations is None else activations
     block_bytes = spec.kv_bytes_per_token * config.block_size
-    fixed = weights + activations
+    graphs = graph_bytes(spec, config, backend)
+    if graphs and spec.decoder is not None:  # they read angles of all positions, in float32
+        graphs += len(spec.decoder.ropes) * config.max_len * spec.decoder.head_dim * 4
+    fixed = weights + activations + graphs
     parts = f"weights of {_gb(weights)} and {_gb(activations)} of activations"
+    if graphs:
+        parts = f"weights of {_gb(weights)}, {_gb(activations)} of activations and {_gb(graphs)} of CUDA graphs"
     notes = []
     if requested.max_len and requested.max_len > spec.max_len:
         notes.append(
@@ -260,7 +291,7 @@ def _arrange(
     if held < config.max_len:
         notes.append(f"max_model_len lowered from {config.max_len} to {held} tokens, the capacity of the KV cache")
         config = structs.replace(config, max_len=held)
-    return Plan(config, budget, weights, activations, spec.kv_bytes_per_token, num_blocks, tuple(notes))
+    return Plan(config, budget, weights, activations, graphs, spec.kv_bytes_per_token, num_blocks, tuple(notes))
 
 
 def _usable(machine: Machine) -> int:
@@ -317,13 +348,15 @@ def _tries(
     if machine.kind == "cuda":
         more = [share for share in (0.95, 0.98) if share > requested.gpu_memory_utilization]
         tries += [f"`gpu_memory_utilization={share}`" for share in more if works(gpu_memory_utilization=share)][:1]
+        if (graphs := graph_bytes(spec, config, backend)) and works(enforce_eager=True):
+            tries.append(f"`enforce_eager`, which saves the {_gb(graphs)} of CUDA graphs and makes small steps slower")
     if spec.dtype.itemsize > 2 and (plan := works(_in_bfloat16(spec), dtype="bfloat16")):
         tries.append(
             f"`dtype=bfloat16`: weights of {_gb(plan.weights_bytes)} leave memory for {plan.num_tokens} tokens"
         )
-    if machine.kind == "cpu" and spec.decoder is not None and spec.quantization == "none" and not spec.method:
-        quantized = replace(spec, quantization="int8")
-        if _can_quantize(requested, spec) and (plan := works(quantized, quantization="int8")):
+    if spec.decoder is not None and spec.quantization == "none" and not spec.method:
+        quantized = replace(spec, quantization="int8", on_gpu=machine.kind == "cuda")
+        if _can_quantize(requested, spec, machine) and (plan := works(quantized, quantization="int8")):
             size = _gb(plan.weights_bytes)
             tries.append(f"`quantization=int8`: weights of {size} leave memory for {plan.num_tokens} tokens")
     if spec.kv_dtype == "auto" and (plan := works(replace(spec, kv_dtype="int8"), kv_dtype="int8")):
@@ -361,12 +394,14 @@ def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine, ba
     return max(1, int(min(free, full + (1 << 20))) >> 20) << 20
 
 
-def _can_quantize(requested: EngineConfig, spec: ModelSpec) -> bool:
+def _can_quantize(requested: EngineConfig, spec: ModelSpec, machine: Machine) -> bool:
     """Return whether this machine supports quantized weights for a model."""
     import torch
 
     from .kernels.library import choose
 
+    if machine.kind == "cuda":
+        return spec.dtype in (torch.bfloat16, torch.float16)
     try:
         choose(requested.cpu_isa, torch.device("cpu"), spec.dtype, quantized=True)
     except ConfigError:

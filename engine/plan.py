@@ -45,6 +45,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "num_params": spec.num_params,
         "weights_bytes": arranged.weights_bytes,
         "activation_bytes": arranged.activation_bytes,
+        "graph_bytes": arranged.graph_bytes or None,
         "kv_bytes_per_token": arranged.kv_bytes_per_token,
         "memory_total_bytes": machine.total,
         "memory_available_bytes": machine.available,

@@ -1,4 +1,8 @@
-"""The order of running sequences under each scheduling policy."""
+"""The order of running sequences under each scheduling policy.
+
+Other parts of a policy: `_cohort` in scheduler.py admits sequences in batches under `static`, and in_turn in waiting.py
+sorts those that wait under `priority`.
+"""
 
 from __future__ import annotations
 

@@ -94,9 +94,10 @@ class PrefixCache:
 
     def publish(self, seq: Sequence) -> None:
         """Let other sequences find the blocks that are full. Their step has been collected."""
-        if not self.is_enabled:
+        num_full = seq.num_computed // seq.block_size
+        if num_full == seq.num_published or not self.is_enabled:
             return
-        for index in range(seq.num_published, seq.num_computed // seq.block_size):
+        for index in range(seq.num_published, num_full):
             block_hash = self.block_hash(seq, index)
             self.pool.publish(seq.block_ids[index], block_hash)
             if self._filling.get(block_hash) == seq.id:

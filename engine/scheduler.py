@@ -120,18 +120,23 @@ class Scheduler:
         if (self.limits.is_alone and self._in_flight) or not self._make_way():
             return None
         preempted = self.counters.preempted
-        share = self._share()
-        budget = self._serve_running(chosen, share)
-        if budget is None:
+        num_prompts = sum(seq.is_prompt for seq in self.running)
+        share = self._share(len(self.waiting) + num_prompts)
+        # Without prompts and with one flow, only priorities change the order of arrival.
+        is_in_order = not num_prompts and self.service.num_flows == 1 and self.config.policy != "priority"
+        queue = self.running if is_in_order else sorted(self.running, key=self._order)
+        left = self._serve_running(chosen, share, queue)
+        if left is None:
             return None
-        if self.counters.preempted == preempted:  # a preempted sequence is first in the queue; none may pass it
-            budget = self._admit(chosen, budget, share)
-        self._top_up(chosen, budget)
+        # A preempted sequence is first in the queue; none may pass it.
+        budget = self._admit(chosen, left, share) if self.counters.preempted == preempted else left
+        if num_prompts or budget != left:
+            self._top_up(chosen, budget)
         return None if all(seq.is_guess for seq in chosen) else self._batch(chosen)
 
-    def _share(self) -> int:
+    def _share(self, num_prompts: int) -> int:
         """Return the most tokens that one sequence may take of this step: a part if several prompts want them."""
-        if len(self.waiting) + sum(seq.is_prompt for seq in self.running) <= 1:
+        if num_prompts <= 1:
             return self.limits.budget
         return self.config.long_prefill_tokens or max(1, self.limits.budget // 2)
 
@@ -154,15 +159,11 @@ class Scheduler:
             victim.gave_way = True
         return True
 
-    def _flows(self) -> set[str]:
-        """Return the flows that run sequences."""
-        return {seq.flow for seq in self.running}
-
     def _starved(self) -> Sequence | None:
         """Return the first waiting sequence of a flow that runs nothing, if other flows do."""
         if not self.waiting or self.service.num_flows < 2:
             return None
-        return self.waiting.starved(self._flows())
+        return self.waiting.starved({seq.flow for seq in self.running})
 
     def _yields_to(self, seq: Sequence, other: Sequence) -> bool:
         is_urgent = self.waiting.priority(seq) < self.waiting.priority(other)
@@ -184,20 +185,24 @@ class Scheduler:
         watermark = math.ceil(WATERMARK * self.pool.total) if self.running else 0
         return self.cache.fits(seq, hits, promised + watermark)
 
-    def _serve_running(self, chosen: dict[Sequence, int], share: int) -> int | None:
-        """Choose tokens of the running sequences, in order; returns the budget that is left, None as `_grow`."""
+    def _serve_running(self, chosen: dict[Sequence, int], share: int, queue: list[Sequence]) -> int | None:
+        """Choose tokens of running sequences, in order; returns the budget that is left, None as `_grow`."""
         budget = self.limits.budget
         starved = self._starved()  # prompts leave it a part of the step
         reserve = 0 if starved is None else min(starved.most, budget // 2)
-        queue = sorted(self.running, key=self._order)
         # Every running sequence gets a token in every step, except under the policy that puts prompts first.
         keeps = 0 if self.config.policy == "prefill-first" else 1
-        for index, seq in enumerate(queue):
-            others = keeps * (len(queue) - index - 1)
+        others = keeps * len(queue)
+        for seq in tuple(queue):
+            others -= keeps
             count = min(seq.most, share, budget - others)
             if count > 1:
                 count = max(1, min(count, budget - reserve - others))
             if seq.status is not Status.RUNNING or count <= 0:
+                continue
+            if seq.has_blocks_for(count):
+                chosen[seq] = count
+                budget -= count
                 continue
             preempted = self.counters.preempted
             grown = self._grow(seq, count, chosen)
@@ -228,7 +233,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Take all blocks from a running sequence; it waits, and will compute its tokens again."""
         assert not seq.num_inflight, "a step writes to the blocks of this sequence"
-        self._stop(seq)
+        self._leave(seq)
         seq.status = Status.WAITING
         seq.num_computed = seq.num_sent_blocks = 0
         seq.new_to_runner = True
@@ -247,7 +252,7 @@ class Scheduler:
         if self.config.policy == "static" and not self._cohort:
             self._cohort = {seq.id for seq in list(self.waiting)[: self.limits.max_seqs]}
         promised = self._promised()
-        for seq in self.waiting.in_turn(self._flows()):
+        for seq in self.waiting.in_turn({seq.flow for seq in self.running}):
             if budget <= 0 or len(self.running) >= self.limits.max_seqs:
                 break
             if self._cohort and seq.id not in self._cohort:  # of another flow: members of the cohort may follow
@@ -301,17 +306,15 @@ class Scheduler:
             count = chosen.get(seq)
             if count is None:
                 continue
-            prompt_tokens += count if seq.is_prompt or seq.length == seq.prompt_len else 0
             if seq.new_to_runner:
                 entered.append(seq.entered())
                 seq.new_to_runner = False
-            row = seq.row(count)
+            row = seq.launch(count)
             seqs.append(seq)
             rows.append(row)
-            seq.num_sent_blocks = len(seq.block_ids)
-            seq.num_inflight += count
-            if row.is_sampled:
-                seq.sampled_length = row.end + 1
+            start = row.start
+            if start == 0 or len(seq.tokens) - start > 1 or start + count == seq.prompt_len:
+                prompt_tokens += count
         left, self._left = self._left, []
         self._steps += 1
         self._in_flight[self._steps] = seqs
@@ -335,7 +338,7 @@ class Scheduler:
             self.cache.publish(seq)
             if row.scored:
                 seq.add_scores(row, result.prompt_logprobs.get(index, []))
-            if row.is_sampled and row.end < len(seq.tokens):  # a grammar has forced this token meanwhile
+            if seq.num_computed < len(seq.tokens) and row.is_sampled:  # a grammar has forced this token meanwhile
                 continue
             match outcome:
                 case Sampled():
@@ -357,7 +360,8 @@ class Scheduler:
 
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> TokenDelta:
         """Append a row's tokens to its sequence; returns the delta that delivers them."""
-        self.counters.forced_tokens += max(0, len(sampled.token_ids) - 1)
+        if len(sampled.token_ids) > 1:
+            self.counters.forced_tokens += len(sampled.token_ids) - 1
         self.service.charge(seq.flow, OUTPUT_COST * len(sampled.token_ids), seq.request.weight)
         reason = seq.append(sampled)
         delta = seq.take_delta(sampled, now)
@@ -394,7 +398,7 @@ class Scheduler:
     ) -> TokenDelta:
         """End a sequence; returns its terminal delta: `delta` with the reason, or one without tokens."""
         if seq.status is Status.RUNNING:
-            self._stop(seq)
+            self._leave(seq)
         else:
             self.waiting.remove(seq)
         seq.status = Status.ENDED
@@ -403,7 +407,7 @@ class Scheduler:
         self._cohort.discard(seq.id)
         return seq.terminal_delta(reason, error, delta)
 
-    def _stop(self, seq: Sequence) -> None:
+    def _leave(self, seq: Sequence) -> None:
         """Take a sequence out of the running ones: it returns its blocks, and the runner forgets it.
 
         The runner launches the next step after those in flight, so it can give the slot to another sequence then.

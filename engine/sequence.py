@@ -51,27 +51,21 @@ class Sequence:
     last_token: float = 0.0
     preemptions: int = 0
     gave_way: bool = False  # it was last preempted for another flow, and not because blocks ran out
+    # Of the request; read for every row of every step.
+    id: int = field(init=False)
+    flow: str = field(init=False)
+    prompt_len: int = field(init=False)
+    is_plain: bool = field(init=False)  # its rows only sample: it is neither embedded nor has its prompt scored
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
-
-    @property
-    def id(self) -> int:
-        return self.request.id
-
-    @property
-    def flow(self) -> str:
-        return self.request.flow
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_ids)
+        self.id, self.flow, self.prompt_len = self.request.id, self.request.flow, len(self.request.prompt_ids)
+        self.is_plain = self.pooling is None and self.request.params.prompt_logprobs is None
 
     @property
     def is_scored(self) -> bool:
         """Whether log-probabilities of the prompt are still to be computed."""
-        requested = self.request.params.prompt_logprobs is not None and self.pooling is None
-        return requested and len(self.prompt_logprobs) < self.prompt_len - 1
+        return not self.is_plain and self.pooling is None and len(self.prompt_logprobs) < self.prompt_len - 1
 
     @property
     def pooling(self) -> Pooling | None:
@@ -135,6 +129,10 @@ class Sequence:
         start = self.num_computed + self.num_inflight
         return start == 0 or len(self.tokens) - start > 1
 
+    def has_blocks_for(self, count: int) -> bool:
+        """Return whether it has blocks for its next `count` tokens."""
+        return self.num_computed + self.num_inflight + count <= len(self.block_ids) * self.block_size
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that it lacks for its first `num_tokens` tokens."""
         return max(0, -(-num_tokens // self.block_size) - len(self.block_ids))
@@ -144,39 +142,47 @@ class Sequence:
         params = self.request.params
         return Entered(self.id, params, self.prompt_len, list(self.tokens) if params.uses_history else [])
 
-    def row(self, count: int) -> Row:
-        """Return the row that computes its next `count` tokens."""
-        start = self.start
-        scored = self.tokens[start + 1 : start + count + 1] if self.is_scored else []
-        is_last = start + count == self.length
+    def launch(self, count: int) -> Row:
+        """Return the row that computes its next `count` tokens, which are in flight from now on."""
+        start, tokens = self.num_computed + self.num_inflight, self.tokens
+        end = start + count
+        is_last = end == self.length
+        token_ids = tokens[start:end] or [PENDING]
+        new_block_ids = self.block_ids[self.num_sent_blocks :]
+        self.num_inflight += count
+        self.num_sent_blocks = len(self.block_ids)
+        if self.is_plain:
+            if is_last:
+                self.sampled_length = end + 1
+            return Row(self.id, start, token_ids, new_block_ids, int(is_last))
+        scored = tokens[start + 1 : end + 1] if self.is_scored else []
         pooling = self.pooling
         embeds = is_last and pooling is not None
+        if is_last and not embeds:
+            self.sampled_length = end + 1
+        pools_logits = pooling is not None and pooling.kind == "logits"
         return Row(
             seq_id=self.id,
             start=start,
-            token_ids=self.tokens[start : start + count] or [PENDING],
-            new_block_ids=self.block_ids[self.num_sent_blocks :],
-            num_logits=len(scored) + (is_last and not embeds),
+            token_ids=token_ids,
+            new_block_ids=new_block_ids,
+            num_logits=len(scored) + (is_last and (pooling is None or pools_logits)),
             scored=scored,
-            num_hidden=0 if pooling is None else count if pooling.kind == "mean" else int(embeds),
+            num_hidden=0 if pooling is None or pools_logits else count if self.is_averaged else int(embeds),
             embeds=embeds,
         )
 
     def append(self, sampled: Sampled) -> str | None:
         """Append sampled and forced tokens up to its end; returns the finish reason, or None if it has not ended."""
+        tokens, params = self.tokens, self.request.params
         for number, token in enumerate(sampled.token_ids, 1):
-            self.tokens.append(token)
+            tokens.append(token)
             self.num_unsent += 1
-            reason = self._finish_reason()
-            if reason:
-                return "stop" if sampled.is_last and number == len(sampled.token_ids) else reason
+            if token in params.stop_ids and self.num_output >= params.min_tokens:
+                return "stop"
+            if len(tokens) >= self.max_length:
+                return "stop" if sampled.is_last and number == len(sampled.token_ids) else "length"
         return "stop" if sampled.is_last else None
-
-    def _finish_reason(self) -> str | None:
-        params = self.request.params
-        if self.tokens[-1] in params.stop_ids and self.num_output >= params.min_tokens:
-            return "stop"
-        return "length" if len(self.tokens) >= self.max_length else None
 
     def add_scores(self, row: Row, scores: list[TokenLogprob]) -> None:
         """Add the log-probabilities of a row's prompt tokens. After a preemption those that are known stay."""
@@ -189,6 +195,8 @@ class Sequence:
         self.first_token = self.first_token or now
         self.last_token = now
         first, self.num_unsent = len(self.tokens) - self.num_unsent, 0
+        if not is_first and sampled.logprobs is None:
+            return TokenDelta(id=self.id, token_ids=tuple(self.tokens[first:]))
         has_scores = is_first and self.request.params.prompt_logprobs is not None
         return TokenDelta(
             id=self.id,

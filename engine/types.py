@@ -12,10 +12,13 @@ from msgspec import Struct
 
 
 class Pooling(Struct, frozen=True, array_like=True, kw_only=True):
-    """How a sequence's last hidden states (after the final norm) become one vector of length 1."""
+    """How a prompt becomes one vector: its last hidden states (after the final norm), scaled to length 1, or logits."""
 
-    kind: str = "last"  # last: the last token's; mean: the mean over all tokens, which cannot use the prefix cache
-    dimensions: int | None = None  # keep only this many leading dimensions; None: all
+    # last: the last token's hidden state; mean: the mean over all tokens, which cannot use the prefix cache; logits:
+    # the logits of the token after the prompt, of `token_ids` alone and as they are
+    kind: str = "last"
+    dimensions: int | None = None  # of hidden states, keep only this many leading ones; None: all
+    token_ids: tuple[int, ...] = ()  # of logits
 
 
 class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
@@ -24,7 +27,7 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     Filters apply in this order: penalties, bias, allowed_ids, bad_words, min_tokens mask, grammar, temperature, top_k,
     top_p, min_p. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set: sampling
     is a function of (seed, number of tokens since the end of the prompt). With `pooling` nothing is sampled and other
-    fields are ignored: the prompt may have the model's full length, and the only delta has the embedding and "stop".
+    fields are ignored: the prompt may have the model's full length, and the only delta has the vector and "stop".
     """
 
     max_tokens: int
@@ -44,7 +47,7 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     allowed_ids: tuple[int, ...] | None = None  # only these can be sampled
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of a sequence cannot follow the others in the output
     grammar: tuple[str, str] | None = None  # (kind, text), see engine/grammar; an output that "stop" ends matches
-    pooling: Pooling | None = None  # return an embedding of the prompt instead
+    pooling: Pooling | None = None  # return a vector of the prompt instead
 
     @property
     def narrowest(self) -> str:
@@ -116,7 +119,7 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
     code: ErrorCode | None = None  # with error: its kind, if the response depends on it
     field: str | None = None  # with error: the field of SamplingParams that caused it, if any
     stats: RequestStats | None = None  # with the first token and with the finish_reason
-    embedding: bytes | None = None  # float32, little-endian
+    embedding: bytes | None = None  # the vector of `pooling`, float32, little-endian
 
 
 class Roofline(Struct, frozen=True, array_like=True, kw_only=True):
@@ -169,7 +172,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     implementation: str  # native | transformers
     exact: bool  # results have the same bits in any batch
     num_params: int
-    weights_bytes: int
+    weights_bytes: int  # in memory
     kv_bytes_per_token: int
     weights_hash: str
     load_seconds: float
@@ -179,8 +182,10 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     product_note: str = ""  # the disadvantage of this choice
     product_fix: str = ""  # how to avoid it
     sampling: str = "torch"  # what samples from the logits: an instruction set of the CPU kernels, triton, or torch
+    graphs: int = 0  # sizes of steps in CUDA graphs when the engine is ready; it captures others while it is idle
     hidden_size: int = 0  # dimensions of an embedding; 0: the model's hidden states are not available
     quantization: str = "none"  # of the weights
+    weight_packing: str = "none"  # lossless: weights are compressed
     notes: tuple[str, ...] = ()  # differences from the settings, one sentence each
     roofline: Roofline | None = None  # None: the work of the model's steps is not known, as with experts
 

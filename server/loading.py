@@ -13,10 +13,12 @@ from engine import Engine, EngineError, EngineInfo, ModelError
 from .http.errors import traceback_line
 from .parsers import Formats, detect
 from .settings import Settings
+from .tokenization import reranker
 from .tokenization.encoder import Prompts
 from .tokenization.generation_defaults import read_defaults
 from .tokenization.generic_tools import FORMAT as GENERIC
 from .tokenization.generic_tools import renders_tools
+from .tokenization.reranker import Reranker
 from .tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger("pequod.server")
@@ -32,6 +34,7 @@ class LoadedModel:
     formats: Formats  # of tool calls and reasoning
     default_sampling: dict[str, float | int]
     fingerprint: str
+    reranker: Reranker | None = None  # None: the model is not a reranker
 
 
 async def load(settings: Settings, engine: Engine, version: str) -> LoadedModel:
@@ -55,7 +58,8 @@ async def load(settings: Settings, engine: Engine, version: str) -> LoadedModel:
         raise next((error for error in errors if isinstance(error, EngineError)), unknown) from None
     prompts.max_len = info.max_len
     formats = formats_of(settings, prompts.template_source)
-    return LoadedModel(info, prompts.tokenizer, prompts, formats, defaults, fingerprint(info, version))
+    scores = reranker.find(prompts.template_source, prompts.tokenizer)
+    return LoadedModel(info, prompts.tokenizer, prompts, formats, defaults, fingerprint(info, version), scores)
 
 
 def _read_text_files(settings: Settings, revision: str | None) -> tuple[str | None, Prompts, dict[str, float | int]]:
@@ -64,7 +68,11 @@ def _read_text_files(settings: Settings, revision: str | None) -> tuple[str | No
 
     folder = fetch(settings.model, revision, weights=False)
     defaults = read_defaults(settings.generation_config, folder.path)
-    prompts = Prompts.load(Tokenizer(folder.path), settings.chat_template)
+    tokenizer = Tokenizer(folder.path)
+    prompts = Prompts.load(tokenizer, settings.chat_template)
+    if settings.chat_template is None and (own := reranker.own_template(settings.model, prompts.template_source)):
+        prompts.close()
+        prompts = Prompts(tokenizer, chat_template=own)
     prompts.start()
     return folder.revision, prompts, defaults
 

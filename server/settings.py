@@ -64,8 +64,9 @@ ENGINE_SETTINGS = {
 } | {
     name: name
     for name in (
-        "model", "revision", "device", "dtype", "load_format", "quantization", "gguf_activations", "cpu_isa",
-        "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads", "async_scheduling", "logprobs_mode",
+        "model", "revision", "device", "dtype", "load_format", "quantization", "weight_packing", "gguf_activations",
+        "cpu_isa", "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads", "async_scheduling",
+        "enforce_eager", "logprobs_mode",
     )
 }  # fmt: skip
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
@@ -103,11 +104,15 @@ class Settings(BaseSettings):
         "auto", "weights to load: auto (the model's) or dummy (random ones, to measure speed)"
     )
     quantization: Literal["none", "int8", "int4"] = _engine(
-        "none", "quantize weights while loading, on CPU only: smaller and faster, slightly less accurate"
+        "none", "quantize weights while loading: smaller and faster, slightly less accurate"
+    )
+    weight_packing: Literal["auto", "none", "lossless"] = _engine(
+        "auto",
+        "compress bfloat16 weights on a CPU, with the same results; auto: where that is faster",
     )
     gguf_activations: Literal["auto", "int8", "int16"] = _engine(
         "auto",
-        "rounding of activations for GGUF files and quantized checkpoints; auto: int16 for small models",
+        "rounding of activations on CPU for GGUF and quantized checkpoints; auto: int16 for small models",
     )
     model_impl: Literal["auto", "native", "transformers"] = _engine(
         "auto", "model code: native (ours), transformers (theirs, on our KV cache) or auto"
@@ -141,6 +146,9 @@ class Settings(BaseSettings):
     )
     async_scheduling: bool | None = _engine(
         None, "launch each step before the tokens of the one before it are collected (default: on CUDA)"
+    )
+    enforce_eager: bool = _engine(
+        False, "do not replay steps from CUDA graphs, which takes less memory on CUDA and makes small steps slower"
     )
     enable_prefix_caching: bool = _engine(True, "reuse the cached blocks of prompts that begin alike")
     gpu_memory_utilization: float = _engine(

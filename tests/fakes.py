@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import tokenizers
 import uvicorn
 from fastapi import FastAPI
 
@@ -47,6 +48,11 @@ TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+RERANKER_TEMPLATE = (
+    '{% for m in messages if m.role == "system" %}<{{ m.content }}> {% endfor %}yes or no? '
+    '{% for m in messages if m.role == "query" %}{{ m.content }}: {% endfor %}'
+    '{% for m in messages if m.role == "document" %}{{ m.content }}{% endfor %}<|end|> then'
+)
 
 
 def model_folder(folder: Path, **files: Any) -> Path:
@@ -66,6 +72,15 @@ def model_folder(folder: Path, **files: Any) -> Path:
     return folder
 
 
+def reranker_folder(folder: Path, template: str = RERANKER_TEMPLATE, answers: Sequence[str] = ("yes", "no")) -> Path:
+    """A model folder without weights whose chat template asks whether a document meets a query."""
+    model_folder(folder, tokenizer_config={"eos_token": "<|end|>", "chat_template": template})
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.add_tokens([tokenizers.AddedToken(answer, single_word=True) for answer in answers])
+    library.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def echo(request: EngineRequest) -> Sequence[int]:
     """What the fake model says unless told otherwise: the prompt again and again, from a place that the seed picks."""
     prompt, most = request.prompt_ids, request.params.max_tokens
@@ -73,8 +88,10 @@ def echo(request: EngineRequest) -> Sequence[int]:
 
 
 def embedded(request: EngineRequest) -> bytes:
-    """The fake model's vector of a prompt: other prompts point elsewhere."""
+    """The fake model's vector of a prompt: other prompts point elsewhere. The first of several logits differs."""
     assert request.params.pooling is not None
+    if count := len(request.params.pooling.token_ids):
+        return struct.pack(f"<{count}f", sum(request.prompt_ids) % 97 / 10, *[4.0] * (count - 1))
     numbers = [sum(request.prompt_ids) % 97 + 1 + place for place in range(INFO.hidden_size)]
     numbers = numbers[: request.params.pooling.dimensions]
     length = math.sqrt(sum(number * number for number in numbers))

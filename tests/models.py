@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine import EngineConfig, models
+from engine.models.families import MODEL_TYPES
 
 VOCAB = 300
 MAX_LEN = 256
@@ -53,6 +54,36 @@ ROPES: dict[str, dict[str, Any]] = {
 HEAD = {"head_dim": 16}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+SMOLLM3 = {"num_hidden_layers": 5, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+OLMO3 = {"num_hidden_layers": 5, "sliding_window": 8, "pad_token_id": None, "eos_token_id": None}
+GRANITE = {
+    "tie_word_embeddings": True,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+COHERE2 = {"num_hidden_layers": 5, "sliding_window": 8, "bos_token_id": None, "eos_token_id": None}
+EYE = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
+MINISTRAL3 = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    },
+}
+GLM4 = {"pad_token_id": None, "attention_bias": False, "partial_rotary_factor": 1.0}
 # name -> (transformers model type, settings)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", BASE),
@@ -60,6 +91,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"llama-{name}": ("llama", {**BASE, "rope_parameters": rope}) for name, rope in ROPES.items()},
     "mistral": ("mistral", {**BASE, "sliding_window": 8}),
     "mistral-full": ("mistral", {**BASE, "sliding_window": None}),
+    "ministral3": ("ministral3", {**BASE, **MINISTRAL3}),
     "qwen2": ("qwen2", {**BASE, "tie_word_embeddings": True}),
     "qwen2-window": (
         "qwen2",
@@ -68,6 +100,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**BASE, **HEAD, "head_dim": 32}),
     "qwen3-tied": ("qwen3", {**BASE, **HEAD, "tie_word_embeddings": True}),
     "phi3": ("phi3", {**BASE, "pad_token_id": None}),
+    "phi3-partial": ("phi3", {**BASE, "pad_token_id": None, "partial_rotary_factor": 0.75}),
+    "phi3-partial-longrope": (
+        "phi3",
+        {
+            **BASE,
+            "num_attention_heads": 2,
+            "pad_token_id": None,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                **{key: value for key, value in ROPES["longrope"].items() if key != "factor"},
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
     "phi3-longrope": (
         "phi3",
         {
@@ -77,6 +124,49 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {k: v for k, v in ROPES["longrope"].items() if k != "factor"},
         },
     ),
+    "smollm3": ("smollm3", {**BASE, **SMOLLM3}),
+    "smollm3-window": (
+        "smollm3",
+        {**BASE, **SMOLLM3, "no_rope_layers": [0, 1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 8},
+    ),
+    "olmo2": ("olmo2", {**BASE, "pad_token_id": None, "eos_token_id": None}),
+    "olmo3": ("olmo3", {**BASE, **OLMO3}),
+    "olmo3-yarn": ("olmo3", {**BASE, **OLMO3, "rope_scaling": {**ROPES["yarn"], "attention_factor": 1.2}}),
+    "granite": ("granite", {**BASE, **GRANITE}),
+    "granite-bias": ("granite", {**BASE, **GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "gemma2": ("gemma2", {**BASE, **HEAD, "sliding_window": 8}),
+    "gemma2-uncapped": (
+        "gemma2",
+        {
+            **BASE,
+            **HEAD,
+            "hidden_size": 80,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3_text": ("gemma3_text", {**BASE, **HEAD, "sliding_window": 8, "num_hidden_layers": 6}),
+    "gemma3_text-scaled": (
+        "gemma3_text",
+        {
+            **BASE,
+            **HEAD,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_local_base_freq": 500.0,
+            "final_logit_softcapping": 10.0,
+        },
+    ),
+    "cohere2": ("cohere2", {**BASE, **COHERE2}),
+    "cohere2-bias": (
+        "cohere2",
+        {**BASE, **COHERE2, "attention_bias": True, "sliding_window_pattern": 2, "logit_scale": 0.3},
+    ),
+    "glm4": ("glm4", {**BASE, "head_dim": 32, "pad_token_id": None}),
+    "glm4-whole": ("glm4", {**BASE, **HEAD, **GLM4}),
     "mixtral": ("mixtral", {**BASE, **MOE}),
     "mixtral-window": ("mixtral", {**BASE, **MOE, "sliding_window": 8}),
     "qwen3_moe": ("qwen3_moe", {**BASE, **HEAD, **QWEN_MOE, "head_dim": 32}),
@@ -84,10 +174,54 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**BASE, **HEAD, **QWEN_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
     ),
+    # The text part of models that read images
+    "gemma3": (
+        "gemma3",
+        {
+            "text_config": {**BASE, **HEAD, "sliding_window": 8, "num_hidden_layers": 6},
+            "vision_config": {**EYE, "model_type": "siglip_vision_model", "image_size": 28},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "mistral3": (
+        "mistral3",
+        {
+            "text_config": {**BASE, **HEAD, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**EYE, **HEAD, "model_type": "pixtral", "image_size": 28},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mistral3-ministral": (
+        "mistral3",
+        {
+            "text_config": {**BASE, **MINISTRAL3, "model_type": "ministral3"},
+            "vision_config": {**EYE, **HEAD, "model_type": "pixtral", "image_size": 28},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_vl": (
+        "qwen3_vl",
+        {
+            "text_config": {
+                **BASE,
+                **HEAD,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]},
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "patch_size": 14,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 4,
+                "deepstack_visual_indexes": [0],
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     # Through transformers' own code
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": MAX_LEN}),
-    "gemma2": ("gemma2", {**BASE, **HEAD, "sliding_window": 8}),
-    "gemma3_text": ("gemma3_text", {**BASE, **HEAD, "sliding_window": 8, "num_hidden_layers": 6}),
     "gpt_oss": ("gpt_oss", {**BASE, **HEAD, **MOE, "sliding_window": 8, "pad_token_id": None}),
     "opt": (
         "opt",
@@ -103,9 +237,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("gpt_neox", {k: v for k, v in BASE.items() if k != "num_key_value_heads"}),
 }
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
-NATIVE = [name for name, (kind, _) in MODELS.items() if kind in KINDS]
-FALLBACK = [name for name in MODELS if name not in NATIVE]
+NATIVE = [name for name, (kind, _) in MODELS.items() if kind in MODEL_TYPES]
+PARTS = ("gemma3", "mistral3", "mistral3-ministral", "qwen3_vl")  # whose text part is native
+FALLBACK = [name for name in MODELS if name not in NATIVE and name not in PARTS]
 FLOAT32_ONLY = (
     "mixtral",
     "mixtral-window",
@@ -132,10 +266,8 @@ def make(
     """
     if (folder / "config.json").exists():
         return folder
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(name)).to(dtype)
+    model = _class(MODELS[name][0]).from_config(config(name)).to(dtype)
     with torch.no_grad():
         for value in model.parameters():
             value.copy_(torch.randn_like(value) * 0.15 if value.dim() > 1 else value + torch.randn_like(value) * 0.1)
@@ -143,21 +275,25 @@ def make(
     return folder
 
 
+def _class(kind: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if kind in PARTS else AutoModelForCausalLM
+
+
 def load_model(config: EngineConfig, folder: Path, progress: models.Progress = lambda share: None) -> models.Model:
     """The model of a folder on the CPU under these settings."""
     spec, checkpoint = models.examine(folder, config)
     device = torch.device("cpu")
-    spec = models.fit(spec, config, device)
+    spec = models.fit(spec, config, device, checkpoint)
     return models.load(spec, checkpoint, device, models.product(config, spec, device), progress)
 
 
 @functools.lru_cache(maxsize=4)
 def oracle(folder: Path, dtype: torch.dtype, implementation: str = "sdpa") -> Any:
     """The folder as transformers runs it."""
-    from transformers import AutoModelForCausalLM
-
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    model = AutoModelForCausalLM.from_pretrained(
+    model = _class(kind).from_pretrained(
         folder, dtype=dtype, attn_implementation="eager" if kind in ("gpt_oss", "gemma2") else implementation
     )
     return model.eval()

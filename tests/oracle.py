@@ -27,7 +27,7 @@ NEW_TOKENS = 24
 LENGTHS = (1, 2, 5, 16, 17, 31, 48, 70)
 # transformers recomputes these frequencies from the longest position so far, Pequod fixes them once from the model
 # length: the two agree where that length is one for which nothing is stretched.
-MAX_LEN = {"llama-dynamic": 256, "llama-longrope": 64, "phi3-longrope": 64}
+MAX_LEN = {"llama-dynamic": 256, "llama-longrope": 64, "phi3-longrope": 64, "phi3-partial-longrope": 64}
 SITUATIONS = ("alone", "mixed", "chunked", "prefix", "preempted")
 
 

@@ -36,6 +36,7 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
         "kernels",
         "layers",
         "sampling",
+        "quantized",
         "tiny",
         "tiny, torch's attention",
     }
@@ -46,7 +47,14 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
     assert by_name["sampling", "trial"]["seconds"] > 0
     cases = [result for result in results if result["part"] == "sampling" and "us" in result]
     assert cases and all(case["same"] for case in cases)
+    errors = [result for result in results if result["measurement"].endswith(", relative errors")]
+    assert [result["measurement"] for result in errors] == [
+        f"{each}, relative errors" for each in ("int4", "int8", "fp8")
+    ]
+    assert all(value < 0.02 for result in errors for value in result.values() if isinstance(value, float))
+    assert by_name["quantized", "int4, down, 1 rows"]["gb_per_s"] > 0
     for part in ("tiny", "tiny, torch's attention"):
+        assert by_name[part, "graphs"] == {"part": part, "measurement": "graphs", "skipped": "CUDA graphs need a GPU"}
         assert by_name[part, "decode 4 sampled"]["tokens_per_s"] > 0
         assert by_name[part, "8 requests"]["is_whole"]
     assert len((tmp_path / "table.md").read_text().splitlines()) == len(results) + 6

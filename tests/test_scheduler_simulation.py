@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from engine import blocks, prefix_cache, scheduler
-from engine.batch import Batch, Row
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, Status
 from tests.simulation import scheduler as simulation
@@ -71,12 +70,13 @@ def preempted_keeps_progress(patch):
 
 
 def stop_before_min_tokens(patch):
-    def reason(self):
-        if self.tokens[-1] in self.request.params.stop_ids:
-            return "stop"
-        return "length" if len(self.tokens) >= self.max_length else None
+    append = Sequence.append
 
-    patch.setattr(Sequence, "_finish_reason", reason)
+    def early(self, sampled):
+        self.request = replace(self.request, params=replace(self.request.params, min_tokens=0))
+        return append(self, sampled)
+
+    patch.setattr(Sequence, "append", early)
 
 
 def first_forced_tokens_not_told(patch):
@@ -132,24 +132,14 @@ def row_after_the_last_token(patch):
     patch.setattr(Sequence, "remaining", property(lambda self: self.length - self.start))
 
 
-def token_forced_meanwhile_sampled(patch):
-    update = scheduler.Scheduler.update
-
-    def blind(self, batch, result):
-        rows = [Row(row.seq_id, 1 << 30, row.token_ids, [], row.num_logits, row.scored) for row in batch.rows]
-        return update(self, Batch(batch.step, rows), result)
-
-    patch.setattr(scheduler.Scheduler, "update", blind)
-
-
 def runner_not_told(patch):
-    stop = scheduler.Scheduler._stop
+    leave = scheduler.Scheduler._leave
 
     def silent(self, seq):
-        stop(self, seq)
+        leave(self, seq)
         self._left.clear()
 
-    patch.setattr(scheduler.Scheduler, "_stop", silent)
+    patch.setattr(scheduler.Scheduler, "_leave", silent)
 
 
 def admits_while_preempting(patch):
@@ -196,7 +186,7 @@ MUTANTS = [
 ]
 
 
-AHEAD = [freed_in_flight, preempted_in_flight, row_after_the_last_token, token_forced_meanwhile_sampled]
+AHEAD = [freed_in_flight, preempted_in_flight, row_after_the_last_token]
 
 
 def test_no_check_fails_when_steps_are_launched_ahead(capsys):

@@ -140,6 +140,24 @@ def requests(loop: Loop, count: int, lengths: tuple[int, int], seconds: float) -
     return {"tokens_per_s": tokens / took, "seconds": took, "is_whole": is_whole}
 
 
+def graphs(built: Built) -> dict[str, Any]:
+    """Capture what an idle engine would capture, and return what all graphs take."""
+    found = built.runner.graphs
+    if found is None:
+        reason = "off" if built.config.enforce_eager else built.runner.graphs_note
+        return {"skipped": reason or "CUDA graphs need a GPU"}
+    started, at_start = time.perf_counter(), found.num_captured
+    while found.capture_next():
+        pass
+    return {
+        "at_start": at_start,
+        "later": found.num_captured - at_start,
+        "later_s": time.perf_counter() - started,
+        "mb": found.num_bytes / 1e6,
+        "problem": found.problem,
+    }
+
+
 def plan(is_tiny: bool) -> list[tuple[str, float, Callable[[Loop], dict[str, Any]]]]:
     """Return (name, seconds that it takes at most, measurement), the most wanted first."""
     if is_tiny:
@@ -165,18 +183,22 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(shapes.SHAPES), required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4", "fp8"])
+    parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction)
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
     end = time.perf_counter() + args.seconds
-    is_tiny = args.shape == "tiny"
+    is_tiny, is_fp8 = args.shape == "tiny", args.quantization == "fp8"
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
-            model=str(shapes.write(args.shape, Path(folder))),
+            model=str(shapes.write(args.shape, Path(folder), fp8=is_fp8)),
             load_format="dummy",
             device=args.device,
             attention=args.attention,
+            quantization="none" if is_fp8 else args.quantization,
             async_scheduling=args.async_scheduling,
+            enforce_eager=args.enforce_eager,
             max_len=256 if is_tiny else 10240,
             max_seqs=8 if is_tiny else 256,
             num_blocks=128 if is_tiny else None,
@@ -193,6 +215,7 @@ def main() -> None:
         "weights_gb": info.weights_bytes / 1e9,
     }
     print(json.dumps({"measurement": "load", **facts}), flush=True)
+    print(json.dumps({"measurement": "graphs", **graphs(built)}), flush=True)
     loop = Loop(built)
     for name, seconds, measure in plan(is_tiny):
         if time.perf_counter() + seconds > end:

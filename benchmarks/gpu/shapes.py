@@ -52,8 +52,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write(name: str, folder: Path) -> Path:
-    """Write the config.json of a shape to a folder; returns the folder."""
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def write(name: str, folder: Path, *, fp8: bool = False) -> Path:
+    """Write the config.json of a shape to a folder, with or without weights in fp8; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    config = {**SHAPES[name], **({"quantization_config": FP8} if fp8 else {})}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder

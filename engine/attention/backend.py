@@ -37,6 +37,7 @@ class AttentionBackend(Protocol):
 
     drawback: str  # of using it instead of a preferred backend that cannot serve the model
     invariant: bool  # a token's result has the same bits in any batch, and however its prompt is divided into chunks
+    capturable: bool  # its launches of a step can be captured in a CUDA graph, see StaticPlans
     library: ctypes.CDLL | None  # the library that measures its time
 
     @classmethod

@@ -106,6 +106,7 @@ class Paged:
 
     drawback = ""
     invariant = True
+    capturable = False
 
     def __init__(self, kernels: ctypes.CDLL, isa: str) -> None:
         pointer = ctypes.c_void_p

@@ -8,7 +8,6 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,21 +36,35 @@ TRIAL_BLOCK = 16  # tokens per block in the trial
 FP8_CAPABILITY = (8, 9)  # of GPUs that convert fp8
 
 
-class Work:
-    """The work items of one launch, on the device: [items + 1, ITEM] int32."""
+Kind = tuple[int | None, int]  # of layers that share launches: their window, and queries per item of a longer row
 
-    def __init__(self, items: Sequence[tuple[int, ...]], num_parts: int, device: torch.device) -> None:
+
+class HostWork(NamedTuple):
+    """The work items of one launch."""
+
+    table: Tensor  # [items + 1, ITEM] int32 on the host, pinned if there is a GPU
+    num_parts: int
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[int, ...]], num_parts: int, meta: AttentionMeta) -> HostWork:
         table = np.zeros((len(items) + 1, ITEM), np.int32)
-        table[0, 0] = len(items)
+        table[0, :2] = len(items), meta.block_table.stride(0)
         for place, item in enumerate(items, 1):
             table[place, : len(item)] = item
-        self.count = len(items)
-        self.num_parts = num_parts
-        self.table = torch.from_numpy(table).to(device, non_blocking=True)
+        tensor = torch.from_numpy(table)
+        # The copy of pageable memory would wait for the steps that the device has not computed yet.
+        return cls(tensor.pin_memory() if meta.block_table.is_cuda else tensor, num_parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launches:
+class Work(NamedTuple):
+    """The work items of one launch on the device, which reads their number."""
+
+    table: Tensor  # [max_items + 1, ITEM] int32
+    max_items: int
+    num_parts: int
+
+
+class Launches(NamedTuple):
     """What a step launches for layers of one kind."""
 
     decodes: list[Work]  # rows of one query
@@ -63,19 +76,29 @@ class Plan:
 
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
-        self._launches: dict[tuple[int | None, int], _Launches] = {}
+        self._on_host: dict[Kind, tuple[list[HostWork], list[HostWork]]] = {}
+        self._launches: dict[Kind, Launches] = {}
 
-    def launches(self, window: int | None, queries: int) -> _Launches:
-        """Return the launches for layers with this window, whose items of longer rows have this many queries."""
-        found = self._launches.get((window, queries))
-        if found is None:
-            found = self._launches[window, queries] = self._made(window, queries)
-        return found
+    def launches(self, kind: Kind) -> Launches:
+        """Return the launches for layers of a kind."""
+        if kind not in self._launches:
+            device = self.meta.block_table.device
+            decodes, chunks = (
+                [Work(table.to(device, non_blocking=True), len(table) - 1, parts) for table, parts in works]
+                for works in self.on_host(kind)
+            )
+            self._launches[kind] = Launches(decodes, chunks)
+        return self._launches[kind]
 
-    def _made(self, window: int | None, queries: int) -> _Launches:
+    def on_host(self, kind: Kind) -> tuple[list[HostWork], list[HostWork]]:
+        """Return the works of `launches` before they are copied to the device."""
+        if kind not in self._on_host:
+            self._on_host[kind] = self._made(*kind)
+        return self._on_host[kind]
+
+    def _made(self, window: int | None, queries: int) -> tuple[list[HostWork], list[HostWork]]:
         meta = self.meta
-        device = meta.block_table.device
-        decodes: list[Work] = []
+        decodes: list[HostWork] = []
         parts: list[tuple[int, ...]] = []
         chunks: list[tuple[int, int, int]] = []  # tokens of context, row, first query
         for row, length in enumerate(meta.seq_lens_list):
@@ -84,17 +107,17 @@ class Plan:
                 begin = 0 if window is None else max(0, length - window) // SPLIT
                 count = -(-length // SPLIT) - begin
                 if parts and len(parts) + count > MAX_PARTS:
-                    decodes.append(Work(parts, len(parts), device))
+                    decodes.append(HostWork.of(parts, len(parts), meta))
                     parts = []
                 base = len(parts)
                 parts += [(row, 0, part, count, base) for part in range(count)]
             else:
                 chunks += [(length - new + first, row, first) for first in range(0, new, queries)]
         if parts:
-            decodes.append(Work(parts, len(parts), device))
+            decodes.append(HostWork.of(parts, len(parts), meta))
         # Long items first, so that the last ones to end are short.
         items = [(row, first) for _, row, first in sorted(chunks, reverse=True)]
-        return _Launches(decodes, [Work(items, 0, device)] if items else [])
+        return decodes, [HostWork.of(items, 0, meta)] if items else []
 
 
 class HeadNorms(NamedTuple):
@@ -127,6 +150,7 @@ class PagedGPU:
 
     drawback = ""  # no backend is preferred to it
     invariant = False  # a token that is computed in a chunk is rounded otherwise than one computed alone
+    capturable = True
     library: ctypes.CDLL | None = None
 
     def __init__(self) -> None:
@@ -246,15 +270,15 @@ class PagedGPU:
         layer, meta, view = cache.layer, plan.meta, _View(cache)
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
         queries = queries_of(layer, q.dtype)
-        launches = plan.launches(layer.window, queries)
+        launches = plan.launches((layer.window, queries))
         for works, most, split in ((launches.decodes, 1, SPLIT), (launches.chunks, queries, 0)):
             for work in works:
                 self._reserve(work.num_parts, layer, q.device)
-                kernels.attend[programs(work.count, layer.num_kv_heads, q.device), layer.num_kv_heads](
+                kernels.attend[programs(work.max_items, layer.num_kv_heads, q.device), layer.num_kv_heads](
                     q, view.tensor, view.scales, meta.block_table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
                     layer.scale, layer.softcap or 0.0,
-                    q.stride(0), q.stride(1), *view.strides, meta.block_table.stride(0), out.stride(0),
+                    q.stride(0), q.stride(1), *view.strides, out.stride(0),
                     HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, V_DIM=layer.v_head_dim,
                     DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size,
                     QUERIES=most, ROWS=tile_rows(layer, most), TILE=tile(layer, q.dtype), SPLIT=split,

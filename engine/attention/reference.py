@@ -73,6 +73,7 @@ class Reference:
 
     drawback = "torch computes attention, slower and with results that depend on the batch"
     invariant = False  # the rounding of torch's matmuls depends on the number of rows
+    capturable = False  # it computes rows in a loop on the host
     library: ctypes.CDLL | None = None
 
     def __init__(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import gguf
 import msgspec
@@ -17,9 +18,11 @@ from torch import Tensor
 from ..files import LIST_BYTES, read_file
 from ..kernels.blocks import PIECE_NUMBERS
 from ..kernels.matmul import BlockRows, Parts
+from ..models.gpu_weights import CodedRows
 from ..models.weights import Checkpoint, Entry
 from ..types import ModelError
 from .folder import TENSORS
+from .forms import FORMS, read, stored_type
 from .reader import PLAIN, TYPES
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -34,6 +37,7 @@ class _Listed(Struct):
     offset: Annotated[int, Meta(ge=0)]
     num_bytes: Annotated[int, Meta(ge=0)]
     interleaved: Annotated[int, Meta(ge=0)]
+    shift: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class BlockEntry(Entry):
 
     type: int
     interleaved: int  # rows of a head, if the halves of each are interleaved; else 0
+    shift: float  # added to its numbers
 
 
 class GgufCheckpoint(Checkpoint):
@@ -66,6 +71,7 @@ class GgufCheckpoint(Checkpoint):
                 each.shape,
                 each.type,
                 each.interleaved,
+                each.shift,
             )
             for name, each in listed.items()
         }
@@ -87,6 +93,8 @@ class GgufCheckpoint(Checkpoint):
                 step = max(1, PIECE_NUMBERS * len(heads) // max(1, target.numel()))
                 for start in range(0, len(heads), step):
                     piece = _numbers(heads[start : start + step], entry)
+                    if entry.shift:
+                        piece = piece.float() - entry.shift
                     target[start : start + step].copy_(piece.view(target[start : start + step].shape))
                 progress(entry.num_bytes)
 
@@ -98,6 +106,14 @@ class GgufCheckpoint(Checkpoint):
         return [
             BlockRows(torch.from_numpy(self._rows(entry)), entry.shape, entry.type, dtype, entry.interleaved)
             for entry in entries
+        ]
+
+    def coded(self, names: Sequence[str]) -> list[CodedRows]:
+        parts = cast(Sequence[BlockRows], self.stored(names, torch.float32))
+        entries = [self.entries[name] for name in names] if parts else []
+        return [
+            CodedRows(FORMS[stored_type(TYPES[entry.type].name)], entry.shape, partial(read, part), entry.num_bytes)
+            for entry, part in zip(entries, parts, strict=True)
         ]
 
     def equal(self, one: str, other: str) -> bool:

@@ -15,7 +15,7 @@ from .config import checkpoint_names, config_of
 from .reader import PART, files_of, read
 from .tokenizer import Vocabulary
 
-FORMAT = 1  # of the folders; another number makes new ones
+FORMAT = 2  # of the folders; another number makes new ones
 TENSORS = "tensors.json"
 
 
@@ -60,8 +60,9 @@ def _files(path: Path) -> dict[str, Any]:
             "offset": tensor.offset,
             "num_bytes": tensor.num_bytes,
             "interleaved": interleaved,
+            "shift": shift,
         }
-        for name, (tensor, interleaved) in checkpoint_names(model).items()
+        for name, (tensor, interleaved, shift) in checkpoint_names(model).items()
     }
     return {"config.json": config_of(model), **Vocabulary(model.metadata).files(), TENSORS: tensors}
 

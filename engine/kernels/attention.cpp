@@ -124,8 +124,8 @@ struct Attention : Tiles<Kind> {
       float weight = sum_lanes(load(from + padded)), factor = 1.0f;
       if (sinks) {
         const float sink = sinks[head(task, i)] * LOG2E, base = maximum < sink ? sink : maximum;
-        factor = exp2(maximum - base);
-        weight = weight * factor + exp2(sink - base);
+        factor = exponential2(maximum - base);
+        weight = weight * factor + exponential2(sink - base);
       }
       const V share = set1(factor / weight);
       Number* to = out + (token(task, i) * call.heads + head(task, i)) * call.head_dim;

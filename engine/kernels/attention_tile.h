@@ -12,39 +12,6 @@ namespace {
 
 const int PAGES = TILE / PAGE, VECTORS = TILE / LANES;
 const int WIDE = LANES == 16 ? 4 : 2;  // vectors that are computed together: 24 sums in 32 registers, or 12 in 16
-const float LOG2E = 1.44269504f;
-
-// 2^x for x <= 0, to 2 units in the last place: x = n + r, and the result is a polynomial for 2^r times 2^n. Exactly 0
-// from -126.5 down, exactly 1 at 0; NaN stays NaN.
-INLINE V exp2(V x) {
-  x = max(set1(-127.0f), x);
-  const V n = round(x), r = fma(n, set1(-1.0f), x);
-  V e = set1(1.52527338e-5f);
-  e = fma(e, r, set1(1.54035304e-4f));
-  e = fma(e, r, set1(1.33335581e-3f));
-  e = fma(e, r, set1(9.61812911e-3f));
-  e = fma(e, r, set1(5.55041087e-2f));
-  e = fma(e, r, set1(2.40226507e-1f));
-  e = fma(e, r, set1(6.93147181e-1f));
-  e = fma(e, r, set1(1.0f));
-  return mul(e, power_of_two(n));
-}
-
-INLINE float exp2(float x) { return first_lane(exp2(set1(x))); }
-
-// tanh(x), to 2e-7 of the result. Uses a series near 0, where the quotient would cancel.
-INLINE V hyperbolic_tangent(V x) {
-  const V square = mul(x, x), size = max(x, mul(x, set1(-1.0f)));
-  V series = set1(62.0f / 2835);
-  series = fma(series, square, set1(-17.0f / 315));
-  series = fma(series, square, set1(2.0f / 15));
-  series = fma(series, square, set1(-1.0f / 3));
-  series = fma(mul(series, square), x, x);
-  const V e = exp2(mul(size, set1(-2 * LOG2E)));
-  const V quotient = divide(add(set1(1.0f), mul(e, set1(-1.0f))), add(set1(1.0f), e));
-  const V result = where_less(x, zero(), mul(quotient, set1(-1.0f)), quotient);
-  return where_less(size, set1(0.25f), series, result);
-}
 
 struct Tile {
   const char *k[PAGES], *v[PAGES];
@@ -197,10 +164,11 @@ struct Tiles : Tasks {
     }
     maximum = max_lane(top);
     // While all scores are -inf, all weights are 0 for any finite base.
-    const float base = maximum == -INFINITY ? 0.0f : maximum, alpha = before == base ? 1.0f : exp2(before - base);
+    const float base = maximum == -INFINITY ? 0.0f : maximum;
+    const float alpha = before == base ? 1.0f : exponential2(before - base);
     V sum = mul(load(state + padded), set1(alpha));
     for (int j = 0; j < VECTORS; ++j) {
-      const V e = exp2(add(x[j], set1(-base)));
+      const V e = exponential2(add(x[j], set1(-base)));
       if (Cache::SCALED) {
         V scale = j < vectors ? load(scales(tile.v, cache.value_cell(), j * LANES)) : zero();
         if (edge) {  // a stale scale may be NaN, and 0 * NaN is NaN
@@ -257,7 +225,7 @@ struct Tiles : Tasks {
     float &maximum = a[padded + LANES], other = b[padded + LANES], before = maximum;
     maximum = before < other ? other : before;
     const float base = maximum == -INFINITY ? 0.0f : maximum;
-    const V left = set1(exp2(before - base)), right = set1(exp2(other - base));
+    const V left = set1(exponential2(before - base)), right = set1(exponential2(other - base));
     for (int64_t i = 0; i < padded + LANES; i += LANES) store(a + i, fma(load(b + i), right, mul(load(a + i), left)));
   }
 };

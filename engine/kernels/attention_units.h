@@ -8,7 +8,6 @@
 namespace {
 
 #define UNROLLED _Pragma("GCC unroll 8")
-#define INLINE inline __attribute__((always_inline))
 
 struct Floats {
   typedef float Number;

@@ -109,11 +109,10 @@ struct Sums {
 
   // The running sums are in `out`, in the first-level cache. Registers hold the sums of the current group.
   template <int M, int P>
-  static __attribute__((noinline)) void compute(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
-                                                const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
+  static __attribute__((noinline)) void compute(const Matrix& matrix, int64_t units, int64_t panel, const char* w,
+                                                const char* xs, const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
     const Format& format = format_of(matrix.format);
     const int64_t size = units * WIDTH * 4, groups = units / Layout::UNITS;
-    const char* w = (const char*)matrix.panels + panel * size;
     for (int m = 0; m < M; ++m)
       for (int j = 0; j < 2 * P; ++j) store(out[m][0] + j * LANES, zero());
     for (int64_t g = 0; g < groups; ++g, xs += M * row_bytes(matrix.planes), w += Layout::UNITS * WIDTH * 4) {
@@ -155,7 +154,7 @@ struct Sums {
 
 // PLANES: bytes of an activation.
 template <class Number_, int BITS, int PLANES>
-struct InBlocks {
+struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES>> {
   typedef Number_ Number;
   typedef Sums<BITS> All;
   typedef Group<BITS> Layout;
@@ -185,9 +184,10 @@ struct InBlocks {
     for (int f = 0; f < All::FOURS; ++f) Way::put(numbers + 4 * f, rows, m, to + f * rows * Way::X_BYTES);
   }
   template <int M, int P>
-  static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
-                                                         const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
-    All::template compute<M, P>(matrix, units, panel, xs, ahead, lines, out);
+  static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* w,
+                                                         char*, const char* xs, const char* ahead, int lines,
+                                                         float (&out)[M][P][WIDTH]) {
+    All::template compute<M, P>(matrix, units, panel, w, xs, ahead, lines, out);
   }
 };
 

@@ -140,8 +140,8 @@ class Blocks(Packed):
     def _function(self, kernels: Kernels) -> Any:
         return kernels.multiply_blocks[self._format.bits, self.dtype]
 
-    def _units(self) -> int:
-        return self.columns // self._format.group * self._format.group_units
+    def _panel_shape(self) -> tuple[int, ...]:
+        return (self.columns // self._format.group * self._format.group_units, self._kernels.width)
 
     def _allocate_scales(self, num_panels: int) -> Tensor:
         record = self._kernels.scales_bytes(self.format)

@@ -74,6 +74,15 @@ static inline U round_to_ints(V v) { return _mm256_cvtps_epi32(v); }  // ties to
 static inline V ints_to_floats(U u) { return _mm256_cvtepi32_ps(u); }
 static inline U max_ints(U a, U b) { return _mm256_max_epi32(a, b); }
 static inline U madd_pairs(U a, U b) { return _mm256_madd_epi16(a, b); }  // multiply 16-bit halves, add pairs
+// Operations on bytes, within each 16 bytes of a vector: look up 16 bytes by index; interleave the first or last eight
+// bytes of two vectors; and saturate 16-bit numbers, those of a before those of b.
+static inline U broadcast_16_bytes(const void* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
+static inline U look_up_bytes(U table, U index) { return _mm256_shuffle_epi8(table, index); }
+static inline U zip_first_bytes(U a, U b) { return _mm256_unpacklo_epi8(a, b); }
+static inline U zip_last_bytes(U a, U b) { return _mm256_unpackhi_epi8(a, b); }
+static inline U saturate_to_bytes(U a, U b) { return _mm256_packus_epi16(a, b); }
+static inline U bytes_where_equal(U a, U b, U yes) { return _mm256_and_si256(_mm256_cmpeq_epi8(a, b), yes); }
+static inline U or_masked(U a, U b, U mask) { return or_(a, and_(b, mask)); }
 // Store the lowest bytes of the units contiguously.
 static inline void store_lowest_bytes(void* p, U u) {
   const __m128i lowest = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
@@ -188,6 +197,13 @@ static inline U round_to_ints(V v) { return _mm512_cvtps_epi32(v); }
 static inline V ints_to_floats(U u) { return _mm512_cvtepi32_ps(u); }
 static inline U max_ints(U a, U b) { return _mm512_max_epi32(a, b); }
 static inline void store_lowest_bytes(void* p, U u) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(u)); }
+static inline U broadcast_16_bytes(const void* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
+static inline U look_up_bytes(U table, U index) { return _mm512_shuffle_epi8(table, index); }
+static inline U zip_first_bytes(U a, U b) { return _mm512_unpacklo_epi8(a, b); }
+static inline U zip_last_bytes(U a, U b) { return _mm512_unpackhi_epi8(a, b); }
+static inline U saturate_to_bytes(U a, U b) { return _mm512_packus_epi16(a, b); }
+static inline U bytes_where_equal(U a, U b, U yes) { return _mm512_maskz_mov_epi8(_mm512_cmpeq_epi8_mask(a, b), yes); }
+static inline U or_masked(U a, U b, U mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xf8); }
 // Add the products of a unit's four bytes, unsigned in `a` and signed in `b`, to each sum. Needs a processor with VNNI.
 // In assembly, because gcc 12 copies and spills every sum around the intrinsic.
 #define HAS_VNNI 1
@@ -309,4 +325,47 @@ static inline V exponential(V x) {
   return mul(e, power_of_two(n));
 }
 
+#define INLINE inline __attribute__((always_inline))
+
+static const float LOG2E = 1.44269504f;
+
+// 2^x for x <= 0, to 2 units in the last place: x = n + r, and the result is a polynomial for 2^r times 2^n. Exactly 0
+// from -126.5 down, exactly 1 at 0; NaN stays NaN.
+static INLINE V exponential2(V x) {
+  x = max(set1(-127.0f), x);
+  const V n = round(x), r = fma(n, set1(-1.0f), x);
+  V e = set1(1.52527338e-5f);
+  e = fma(e, r, set1(1.54035304e-4f));
+  e = fma(e, r, set1(1.33335581e-3f));
+  e = fma(e, r, set1(9.61812911e-3f));
+  e = fma(e, r, set1(5.55041087e-2f));
+  e = fma(e, r, set1(2.40226507e-1f));
+  e = fma(e, r, set1(6.93147181e-1f));
+  e = fma(e, r, set1(1.0f));
+  return mul(e, power_of_two(n));
+}
+
+static INLINE float exponential2(float x) { return first_lane(exponential2(set1(x))); }
+
+// tanh(x), to 2e-7 of the result. Uses a series near 0, where the quotient would cancel.
+static INLINE V hyperbolic_tangent(V x) {
+  const V square = mul(x, x), size = max(x, mul(x, set1(-1.0f)));
+  V series = set1(62.0f / 2835);
+  series = fma(series, square, set1(-17.0f / 315));
+  series = fma(series, square, set1(2.0f / 15));
+  series = fma(series, square, set1(-1.0f / 3));
+  series = fma(mul(series, square), x, x);
+  const V e = exponential2(mul(size, set1(-2 * LOG2E)));
+  const V quotient = divide(add(set1(1.0f), mul(e, set1(-1.0f))), add(set1(1.0f), e));
+  const V result = where_less(x, zero(), mul(quotient, set1(-1.0f)), quotient);
+  return where_less(size, set1(0.25f), series, result);
+}
+
 static inline V silu(V x) { return divide(x, add(set1(1.0f), exponential(mul(x, set1(-1.0f))))); }
+
+// GELU with tanh, x * (1 + tanh(u)) / 2 for u = sqrt(2 / pi) (x + 0.044715 x^3), as the equal x / (1 + e^-2u), which
+// does not cancel.
+static inline V gelu_tanh(V x) {
+  const V u = mul(x, fma(mul(x, x), set1(0.7978845608f * 0.044715f), set1(0.7978845608f)));
+  return divide(x, add(set1(1.0f), exponential(mul(u, set1(-2.0f)))));
+}

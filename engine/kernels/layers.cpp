@@ -21,9 +21,9 @@ V round_to(V v) {
 
 // -- norms ------------------------------------------------------------------------------------------------------------
 
-// y = x / rms(x) * weight; y may be x.
-template <class Number>
-void normalize(const Number* x, const Number* weight, float eps, int64_t size, Number* y) {
+// y = x / rms(x) * weight; y may be x. With a weight in float32 the result is rounded once, after the weight.
+template <class Number, class Weight>
+void normalize(const Number* x, const Weight* weight, float eps, int64_t size, Number* y) {
   V a = zero(), b = zero(), c = zero(), d = zero();
   int64_t i = 0;
   for (; i + 4 * LANES <= size; i += 4 * LANES) {
@@ -37,12 +37,38 @@ void normalize(const Number* x, const Number* weight, float eps, int64_t size, N
   const float mean = sum_lanes(add(add(a, b), add(c, d))) / (float)size;
   const V factor = set1(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + eps))));
   for (i = 0; i < size; i += LANES)
-    put(y + i, mul(get(weight + i, size - i), round_to<Number>(mul(get(x + i, size - i), factor))), size - i);
+    put(y + i, mul(get(weight + i, size - i), round_to<Weight>(mul(get(x + i, size - i), factor))), size - i);
 }
 
+// y = (x - mean) / deviation * weight, rounded once; y may be x.
 template <class Number>
+void center(const Number* x, const float* weight, float eps, int64_t size, Number* y) {
+  V a = zero(), b = zero();
+  int64_t i = 0;
+  for (; i + 2 * LANES <= size; i += 2 * LANES) a = add(a, widen(x + i)), b = add(b, widen(x + i + LANES));
+  for (; i < size; i += LANES) a = add(a, get(x + i, size - i));
+  const V minus_mean = set1(-(sum_lanes(add(a, b)) / (float)size));
+  a = zero(), b = zero();
+  for (i = 0; i + 2 * LANES <= size; i += 2 * LANES) {
+    const V p = add(widen(x + i), minus_mean), q = add(widen(x + i + LANES), minus_mean);
+    a = fma(p, p, a), b = fma(q, q, b);
+  }
+  for (; i < size; i += LANES) {
+    float lanes[LANES] = {};
+    put(lanes, add(get(x + i, size - i), minus_mean), size - i);  // lanes beyond the row stay 0
+    const V p = load(lanes);
+    a = fma(p, p, a);
+  }
+  const float variance = sum_lanes(add(a, b)) / (float)size;
+  const V factor = set1(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(variance + eps))));
+  for (i = 0; i < size; i += LANES)
+    put(y + i, mul(get(weight + i, size - i), mul(add(get(x + i, size - i), minus_mean), factor)), size - i);
+}
+
+template <class Number, class Weight, bool CENTERED = false>
 struct Norm {
-  const Number *x, *weight;
+  const Number* x;
+  const Weight* weight;
   Number* y;
   int64_t rows, size;
   float eps;
@@ -54,8 +80,11 @@ struct Norm {
     Norm& norm = *(Norm*)work;
     const int64_t each = norm.rows_of_part();
     for (int64_t part; norm.parts.claim(part);)
-      for (int64_t row = part * each; row < min(norm.rows, (part + 1) * each); ++row)
-        normalize(norm.x + row * norm.size, norm.weight, norm.eps, norm.size, norm.y + row * norm.size);
+      for (int64_t row = part * each; row < min(norm.rows, (part + 1) * each); ++row) {
+        const Number* from = norm.x + row * norm.size;
+        if constexpr (CENTERED) center(from, norm.weight, norm.eps, norm.size, norm.y + row * norm.size);
+        else normalize(from, norm.weight, norm.eps, norm.size, norm.y + row * norm.size);
+      }
   }
   void compute(int threads) {
     const Timed timed(OTHER);
@@ -66,21 +95,22 @@ struct Norm {
 
 // -- rotary embedding -------------------------------------------------------------------------------------------------
 
-// Rotates queries and keys in place, [tokens, heads + 2 * kv_heads, head_dim], and writes keys and values to the cache.
+// Rotates the first `turned` numbers of queries and keys in place, [tokens, heads + 2 * kv_heads, head_dim], and writes
+// keys and values to the cache.
 template <class Number, class Held>
 struct Rotation {
   Number* qkv;
   const Number *q_norm, *k_norm;  // [head_dim] or null
   const int64_t* positions;
-  const float* angles;  // [positions, 2, head_dim / 2]: cosines, then sines
-  int64_t tokens, heads, kv_heads, head_dim;
+  const float* angles;  // [positions, 2, turned / 2]: cosines, then sines; or null
+  int64_t tokens, heads, kv_heads, head_dim, turned;
   float eps;
   Pages<Number, Held> cache;
   int64_t each = PAGE;  // tokens that a thread claims at once: few, so that a head's keys stay in the first-level cache
   Parts parts = {};
 
   void rotate(Number* head, const float* angle) const {
-    const int64_t half = head_dim / 2;
+    const int64_t half = turned / 2;
     for (int64_t i = 0; i < half; i += LANES) {
       const V a = get(head + i, half - i), b = get(head + half + i, half - i);
       const V cosine = get(angle + i, half - i), sine = get(angle + half + i, half - i);
@@ -99,7 +129,7 @@ struct Rotation {
       for (int64_t t = from; t < to; ++t) {
         Number* head = qkv + t * width + h * head_dim;
         if (weight) normalize(head, weight, eps, head_dim, head);
-        rotate(head, angles + positions[t] * head_dim);
+        if (angles) rotate(head, angles + positions[t] * turned);
       }
       if (h >= heads) cache.write(h - heads, k, v, from, to);
     }
@@ -119,6 +149,28 @@ struct Rotation {
   }
 };
 
+// -- logits -----------------------------------------------------------------------------------------------------------
+
+struct Softcap {
+  float* x;
+  int64_t size;
+  float cap;
+  Parts parts = {};
+
+  static void share(void* work, int) {
+    Softcap& s = *(Softcap*)work;
+    const V cap = set1(s.cap), inverse = set1(1.0f / s.cap);
+    for (int64_t part; s.parts.claim(part);)
+      for (int64_t i = part * PART; i < min(s.size, (part + 1) * PART); i += LANES)
+        put(s.x + i, mul(cap, hyperbolic_tangent(mul(get(s.x + i, s.size - i), inverse))), s.size - i);
+  }
+  void compute(int threads) {
+    const Timed timed(OTHER);
+    parts.count = ceil_div(size, PART);
+    run(share, this, size < SHORT ? 1 : threads);
+  }
+};
+
 // -- all layers -------------------------------------------------------------------------------------------------------
 
 template <class Number, class Held>
@@ -128,15 +180,15 @@ int32_t compute(const Stack& s) {
   for (int64_t i = 0; i < s.num_layers; ++i) {
     const Layer& layer = s.layers[i];
     auto norm = [&](const void* weight) {
-      Norm<Number>{(const Number*)s.x, (const Number*)weight, (Number*)s.normed, s.tokens, s.hidden, s.eps}
+      Norm<Number, Number>{(const Number*)s.x, (const Number*)weight, (Number*)s.normed, s.tokens, s.hidden, s.eps}
           .compute(s.threads);
     };
     norm(layer.attention_norm);
     int32_t failed = layer.qkv.apply(s.normed, nullptr, s.line, s.tokens, s.threads);
     const Call& call = *s.calls[layer.call];
     Rotation<Number, Held>{(Number*)s.line, (const Number*)layer.q_norm, (const Number*)layer.k_norm, s.positions,
-                           s.angles, s.tokens, s.heads, s.kv_heads, s.head_dim, s.eps,
-                           Pages<Number, Held>(call, s.caches[i])}
+                           layer.turn < 0 ? nullptr : s.angles[layer.turn], s.tokens, s.heads, s.kv_heads, s.head_dim,
+                           s.turned, s.eps, Pages<Number, Held>(call, s.caches[i])}
         .compute(s.threads);
     failed |= s.attend(&call, s.line, nullptr, nullptr, s.caches[i], s.seen, nullptr, s.threads);
     failed |= layer.output.apply(s.seen, s.x, s.x, s.tokens, s.threads);
@@ -152,12 +204,32 @@ int32_t compute(const Stack& s) {
 
 EXPORT void NAMED(norm_float32)(const float* x, const float* weight, float* y, int64_t rows, int64_t size, float eps,
                                 int32_t threads) {
-  Norm<float>{x, weight, y, rows, size, eps}.compute(threads);
+  Norm<float, float>{x, weight, y, rows, size, eps}.compute(threads);
 }
 
 EXPORT void NAMED(norm_bfloat16)(const uint16_t* x, const uint16_t* weight, uint16_t* y, int64_t rows, int64_t size,
                                  float eps, int32_t threads) {
-  Norm<uint16_t>{x, weight, y, rows, size, eps}.compute(threads);
+  Norm<uint16_t, uint16_t>{x, weight, y, rows, size, eps}.compute(threads);
+}
+
+EXPORT void NAMED(norm_wide_bfloat16)(const uint16_t* x, const float* weight, uint16_t* y, int64_t rows, int64_t size,
+                                      float eps, int32_t threads) {
+  Norm<uint16_t, float>{x, weight, y, rows, size, eps}.compute(threads);
+}
+
+EXPORT void NAMED(norm_centered_float32)(const float* x, const float* weight, float* y, int64_t rows, int64_t size,
+                                         float eps, int32_t threads) {
+  Norm<float, float, true>{x, weight, y, rows, size, eps}.compute(threads);
+}
+
+EXPORT void NAMED(norm_centered_bfloat16)(const uint16_t* x, const float* weight, uint16_t* y, int64_t rows,
+                                          int64_t size, float eps, int32_t threads) {
+  Norm<uint16_t, float, true>{x, weight, y, rows, size, eps}.compute(threads);
+}
+
+// x = cap * tanh(x / cap)
+EXPORT void NAMED(softcap)(float* x, int64_t size, float cap, int32_t threads) {
+  Softcap{x, size, cap}.compute(threads);
 }
 
 // Returns 0, 1 if out of memory, or 2 if a position has no angles. Each is named like the `attend` that it calls.

@@ -46,6 +46,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, isa: str, *, quantizes: bool = True) -> None:
         """`quantizes`: whether the processor can run the variant's matmuls with quantized weights, see `_quantizes`."""
         self.quantizes = quantizes
+        self.lossless = False  # whether weights in bfloat16 are compressed while they are packed
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self.library, self.isa = library, isa
         self.multiply = {dtype: getattr(library, f"matmul_{name}_{isa}") for dtype, name in DTYPES.items()}
@@ -60,11 +61,12 @@ class Kernels:
             for bits in (4, 5, 6, 8)
             for dtype, name in DTYPES.items()
         }
+        self.multiply_lossless = getattr(library, f"matmul_lossless_{isa}")
         self.multiply_joined = getattr(library, f"matmul_joined_{isa}")
         multiply = *self.multiply.values(), *self.multiply_bits.values(), *self.multiply_blocks.values()
-        for function in (*multiply, self.multiply_joined):
+        for function in (*multiply, self.multiply_lossless, self.multiply_joined):
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
-        self.packers = {name: getattr(library, f"{name}_{isa}") for name in ("pack", "quantize", "repack")}
+        self.packers = {name: getattr(library, f"{name}_{isa}") for name in ("pack", "quantize", "repack", "compress")}
         for function in self.packers.values():
             function.argtypes = [pointer, long, pointer, integer]
         self.lookup = getattr(library, f"lookup_{isa}")
@@ -76,10 +78,26 @@ class Kernels:
         self.dequantized_blocks = getattr(library, f"dequantized_blocks_{isa}")
         self.dequantized_blocks.argtypes = [pointer, long, pointer, long, pointer]
         self.dequantized_blocks.restype = long
+        self.lossless_panel_bytes = getattr(library, f"lossless_panel_bytes_{isa}")
+        self.lossless_codes_bytes = getattr(library, f"lossless_codes_bytes_{isa}")
+        for function in (self.lossless_panel_bytes, self.lossless_codes_bytes):
+            function.argtypes, function.restype = [long], long
+        self.lossless_failures = getattr(library, f"lossless_failures_{isa}")
+        self.lossless_failures.argtypes, self.lossless_failures.restype = [pointer], long
+        self.lossless_lookup = getattr(library, f"lossless_lookup_{isa}")
+        self.lossless_lookup.argtypes, self.lossless_lookup.restype = [pointer, pointer, long, pointer], long
         self.norm = {dtype: getattr(library, f"norm_{name}_{isa}") for dtype, name in DTYPES.items()}
-        for function in self.norm.values():
+        # With weights in float32, and one rounding.
+        self.norm_wide = {
+            torch.float32: self.norm[torch.float32],
+            torch.bfloat16: getattr(library, f"norm_wide_bfloat16_{isa}"),
+        }
+        self.norm_centered = {dtype: getattr(library, f"norm_centered_{name}_{isa}") for dtype, name in DTYPES.items()}
+        for function in (*self.norm.values(), *self.norm_wide.values(), *self.norm_centered.values()):
             function.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_float, integer]
             function.restype = None
+        self.softcap = getattr(library, f"softcap_{isa}")
+        self.softcap.argtypes, self.softcap.restype = [pointer, long, ctypes.c_float, integer], None
         # By the model's dtype and the cache's.
         self.layers = {
             (dtype, cache): getattr(library, f"layers_{name}_{isa}") for dtype, cache, name in cache_dtypes()
@@ -232,8 +250,7 @@ def _for_quantized(setting: str, device: torch.device, dtype: torch.dtype) -> Ch
     """Return the choice for quantized weights. AMX does not matter for them, and AVX-512 needs VNNI."""
     need = "quantized weights need our CPU kernels"
     if device.type != "cpu":
-        remedy = "leave out `quantization`, or use safetensors in place of a GGUF file"
-        raise ConfigError(f"{need}, and this engine runs on {device}: {remedy}")
+        raise ConfigError(f"{need}, and this engine runs on {device}")
     if setting == "torch":
         raise ConfigError(f"{need}, and `cpu_isa=torch` disables them")
     if dtype not in DTYPES:

@@ -7,9 +7,9 @@
 // beyond the end of W are zero. In a gated matrix, where a gate row and an up row make one column of y, a panel's first
 // vector holds gate rows and the second the up rows of the same columns.
 //
-// Order. Each element of y is summed along k from 0 upwards, as its Kind defines; then come bias, gate, residual, and
-// one rounding to the result's type. Neither the number of rows nor the tile's height nor the thread changes this
-// order, so the bits of a row do not depend on the rest of the batch.
+// Order. Each element of y is summed along k from 0 upwards, as its Kind defines; then come bias, gate, scale,
+// residual, and one rounding to the result's type. Neither the number of rows nor the tile's height nor the thread
+// changes this order, so the bits of a row do not depend on the rest of the batch.
 //
 // Tiles. A tile is up to HEIGHT rows of x by one panel, or few rows by several panels, so that enough independent sums
 // hide the latency of the additions. A tile's rows are packed as X[unit][row]: rows of x are often a power of two
@@ -53,8 +53,21 @@ struct alignas(64) Started {
 //   units(columns)                  units in a row of the weight
 //   row_bytes(units)                bytes of a packed row of x
 //   pack_x(x, columns, units, rows, to)
-//   sums<M, P>(matrix, units, panel, xs, ahead, lines, out)
-//       M rows by P panels. Prefetches `lines` cache lines from `ahead` on for each unit.
+//   panel_bytes(units)              bytes of a panel
+//   EXPANDS                         whether panels are compressed
+//   Expanded                        the Kind of expanded panels
+//   sums<M, P>(matrix, units, panel, w, expanded, xs, ahead, lines, out)
+//       M rows by P panels from `panel` on, whose bytes are at `w`. Prefetches `lines` cache lines from `ahead` on for
+//       each unit. Writes the panel to `expanded`, unless that is null.
+
+// A Kind whose panels are computed with as they are.
+template <class Kind>
+struct InPanels {
+  typedef Kind Expanded;
+  static const bool EXPANDS = false;
+  static int64_t panel_bytes(int64_t units) { return units * WIDTH * 4; }
+};
+
 template <class Kind>
 struct Matmul {
   typedef typename Kind::Number Number;
@@ -69,14 +82,17 @@ struct Matmul {
   Started* started = nullptr;    // scratch: one for each thread
   char* packed = nullptr;        // scratch: the rows of one block, in tiles
   Number* sorted = nullptr;      // scratch: HEIGHT rows for each thread, if columns have another order
+  char* expanded = nullptr;      // scratch: a panel for each thread, if they are compressed
   int64_t start = 0, count = 0;  // the block's first row and number of rows
   Parts tiles = {};              // the block's tiles, to be packed
 
-  int64_t panel_bytes() const { return units * WIDTH * 4; }
+  const char* panel_at(int64_t panel) const { return (const char*)matrix->panels + panel * Kind::panel_bytes(units); }
+  int64_t expanded_bytes() const { return (units + 1) / 2 * 2 * WIDTH * 4; }
 
-  // Add the residual to a vector of one row of y, round and store it.
+  // Scale a vector of one row of y, add the residual, round and store it.
   void emit(V v, int64_t row, int64_t column) const {
     const int64_t index = row * matrix->stride + column, count = matrix->outputs - column;
+    if (matrix->scale != 0) v = mul(v, set1(matrix->scale));
     if (residual) v = add(v, get(residual + index, count));
     if (matrix->wide) put((float*)y + index, v, count);
     else put((Number*)y + index, v, count);
@@ -92,7 +108,7 @@ struct Matmul {
         b = add(b, load(matrix->bias + panel * WIDTH + LANES));
       }
       if (matrix->gated) {
-        emit(mul(silu(a), b), row, panel * LANES);
+        emit(mul(matrix->activation ? gelu_tanh(a) : silu(a), b), row, panel * LANES);
       } else {
         emit(a, row, panel * WIDTH);
         if (panel * WIDTH + LANES < matrix->outputs) emit(b, row, panel * WIDTH + LANES);
@@ -100,23 +116,25 @@ struct Matmul {
     }
   }
 
-  // M rows by P panels.
-  template <int M, int P>
-  __attribute__((noinline)) void tile(const char* xs, int64_t panel, int64_t row, const char* ahead, int lines) const {
+  // M rows by P panels, whose bytes are at `w`. `Of`: Kind, or that of the expanded panel.
+  template <class Of, int M, int P>
+  __attribute__((noinline)) void tile(const char* xs, int64_t panel, const char* w, char* own, int64_t row,
+                                      const char* ahead, int lines) const {
     float out[M][P][WIDTH];
     // Rows of y are far apart: prefetch the first cache line of each before computing the sums.
     const int64_t column = panel * (matrix->gated ? LANES : WIDTH), size = matrix->wide ? 4 : sizeof(Number);
     for (int m = 0; m < M; ++m) __builtin_prefetch((char*)y + ((row + m) * matrix->stride + column) * size, 1, 2);
-    Kind::template sums<M, P>(*matrix, units, panel, xs, ahead, lines, out);
+    Of::template sums<M, P>(*matrix, units, panel, w, own, xs, ahead, lines, out);
     for (int p = 0; p < P; ++p) finish(out[0][p], P * WIDTH, M, panel + p, row);
   }
 
   // `height` rows, up to M, by one panel.
-  template <int M = HEIGHT>
-  void any(int height, const char* xs, int64_t panel, int64_t row, const char* ahead, int lines) const {
+  template <class Of, int M = HEIGHT>
+  void any(int height, const char* xs, int64_t panel, const char* w, char* own, int64_t row, const char* ahead,
+           int lines) const {
     if constexpr (M > 1)
-      if (height < M) return any<M - 1>(height, xs, panel, row, ahead, lines);
-    tile<M, 1>(xs, panel, row, ahead, lines);
+      if (height < M) return any<Of, M - 1>(height, xs, panel, w, own, row, ahead, lines);
+    tile<Of, M, 1>(xs, panel, w, own, row, ahead, lines);
   }
 
   // Few rows by panels [from, to). Without prefetches: the processor follows sequential streams by itself, a third
@@ -124,25 +142,28 @@ struct Matmul {
   template <int M>
   void few(int64_t from, int64_t to) const {
     const int P = panels_of_tile(M);
-    for (; from + P <= to; from += P) tile<M, P>(packed, from, 0, nullptr, 0);
-    for (; from < to; ++from) tile<M, 1>(packed, from, 0, nullptr, 0);
+    for (; from + P <= to; from += P) tile<Kind, M, P>(packed, from, panel_at(from), nullptr, 0, nullptr, 0);
+    for (; from < to; ++from) tile<Kind, M, 1>(packed, from, panel_at(from), nullptr, 0, nullptr, 0);
   }
 
   // The number of tiles of the block. Tiles have nearly equal heights: 16 rows become 8 and 8, not 12 and 4.
   int64_t num_tiles() const { return (count + HEIGHT - 1) / HEIGHT; }
 
   // Tiles [first, last) of the block by panels [from, to).
-  void many(int64_t first, int64_t last, int64_t from, int64_t to) const {
+  void many(int thread, int64_t first, int64_t last, int64_t from, int64_t to) const {
     const int64_t tiles = num_tiles(), row_bytes = Kind::row_bytes(units);
+    char* own = Kind::EXPANDS && last - first > 1 ? expanded + thread * expanded_bytes() : nullptr;
     for (int64_t panel = from; panel < to; ++panel) {
-      const char* next = (const char*)matrix->panels + (panel + 1) * panel_bytes();
+      const char *w = panel_at(panel), *next = panel_at(panel + 1);
       for (int64_t t = first; t < last; ++t) {
         // Prefetch the next panel while this one is multiplied, a part of it during each of the first two tiles: if the
         // first tile fetched all of it, memory would idle during the second.
         const int64_t row = count * t / tiles, n = t - first;
-        const int lines = last - first == 1 ? 2 : n < 2 ? 1 : 0;
-        any((int)(count * (t + 1) / tiles - row), packed + row * row_bytes, panel, start + row, next + n * units * 64,
-            lines);
+        const int lines = last - first == 1 ? 2 : n < 2 ? 1 : 0, height = (int)(count * (t + 1) / tiles - row);
+        const char *xs = packed + row * row_bytes, *ahead = next + n * units * 64;
+        // The first tile expands a compressed panel for the others.
+        if (n && own) any<typename Kind::Expanded>(height, xs, panel, own, nullptr, start + row, ahead, lines);
+        else any<Kind>(height, xs, panel, w, own, start + row, ahead, lines);
       }
     }
   }
@@ -168,10 +189,10 @@ struct Matmul {
   // Each thread owns a range of the panels, divided into parts. It computes its own parts first, whose memory it may be
   // nearest to, and then those that other threads have not started, so that a thread without a processor delays none.
   void multiply(int thread) const {
-    for (int i = 0; i < threads; ++i) compute_range((thread + i) % threads);
+    for (int i = 0; i < threads; ++i) compute_range(thread, (thread + i) % threads);
   }
 
-  void compute_range(int64_t owner) const {
+  void compute_range(int thread, int64_t owner) const {
     int64_t* parts_started = &started[owner].parts;
     const int64_t panels = matrix->num_panels, from = panels * owner / threads, to = panels * (owner + 1) / threads;
     const int64_t step = panels_of_tile(rows), size = max((to - from) / PARTS / step, 1) * step;
@@ -188,7 +209,7 @@ struct Matmul {
       if (rows == 1) few<1>(begin, end);
       else if (rows == 2) few<2>(begin, end);
       else if (rows == 3) few<3>(begin, end);
-      else many(tiles * group / groups, tiles * (group + 1) / groups, begin, end);
+      else many(thread, tiles * group / groups, tiles * (group + 1) / groups, begin, end);
     }
   }
 
@@ -202,10 +223,12 @@ struct Matmul {
     threads = max_threads < 1 || rows * matrix->columns * matrix->num_panels * WIDTH < SMALL ? 1 : max_threads;
     const int64_t packed_bytes = (min(rows, BLOCK) * Kind::row_bytes(units) + 63) / 64 * 64;
     const int64_t sorted_bytes = matrix->order ? threads * HEIGHT * matrix->columns * (int64_t)sizeof(Number) : 0;
-    started = (Started*)scratch(threads * sizeof(Started) + packed_bytes + sorted_bytes);
+    const int64_t all_expanded = Kind::EXPANDS && rows > HEIGHT ? threads * expanded_bytes() : 0;
+    started = (Started*)scratch(threads * sizeof(Started) + packed_bytes + all_expanded + sorted_bytes);
     if (!started) return 1;
     packed = (char*)(started + threads);
-    sorted = (Number*)(packed + packed_bytes);
+    expanded = packed + packed_bytes;
+    sorted = (Number*)(expanded + all_expanded);
     const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
     for (int64_t block = 0; block < blocks; ++block) {
       start = rows * block / blocks, count = rows * (block + 1) / blocks - start;

@@ -113,7 +113,7 @@ class Packing:
         self._kept.append((sources, parts, packed))
 
     def run(self) -> None:
-        """Pack all weights, reading files sequentially.
+        """Pack all weights, reading files sequentially. Those that could not be compressed are then packed as they are.
 
         Raises MemoryError, or OSError if a file cannot be read, with the descriptor as its `filename`.
         """
@@ -127,13 +127,19 @@ class Packing:
             if failed:
                 error = self._progress.error
                 raise OSError(error, os.strerror(error) if error else "it ends early", self._progress.wrong)
-        self._kept.clear()
+        kept, self._kept = self._kept, []
+        for _, parts, packed in kept:
+            if packed.store_again(self, parts):
+                self._progress.num_bytes -= sum(part.shape[0] for part in parts) * packed.row_bytes()
+        if self._weights:
+            self.run()
 
 
 class Packed:
     """Computes x @ weight.T (+ bias) (+ residual), in float32 sums of one fixed order, rounded once.
 
-    A gated weight is gate rows followed by as many up rows, and the result is silu(x @ gate.T) * (x @ up.T). The packed
+    A gated weight is gate rows followed by as many up rows, and the result is silu(x @ gate.T) * (x @ up.T), or
+    with another activation, see `finish_with`. The packed
     weight is a copy, so the plain one may be freed. Several threads may call at once.
     """
 
@@ -159,19 +165,13 @@ class Packed:
         rows, self.columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         self.dtype, self.outputs = parts[0].dtype, rows // 2 if gated else rows
         self.result = torch.float32 if wide else self.dtype
-        self._kernels, self._multiply = kernels, self._function(kernels)
+        self._kernels, self._gated = kernels, gated
         per_panel = kernels.width // 2 if gated else kernels.width
         num_panels = -(-self.outputs // per_panel)
-        work = packing or Packing(kernels, slab=0)
-        self.panels = work.allocate(num_panels, self._units(), kernels.width)
-        self.scales = self._allocate_scales(num_panels)
-        work.add(self, parts, gated)
-        if packing is None:
-            work.run()
         self._bias = None if bias is None else self._panelled(bias.float(), num_panels, gated)
         self._matrix = Matrix(
-            self.panels.data_ptr(),
-            None if self.scales is None else self.scales.data_ptr(),
+            None,  # see _store
+            None,
             None if self._bias is None else self._bias.data_ptr(),
             None if self.order is None else self.order.data_ptr(),
             self.outputs,
@@ -184,11 +184,34 @@ class Packed:
             self.planes,
         )
         self._address = ctypes.addressof(self._matrix)
+        work = packing or Packing(kernels, slab=0)
+        self._store(work, parts)
+        if packing is None:
+            work.run()
+
+    def _store(self, packing: Packing, parts: Parts) -> None:
+        """Allocate memory for the weight, and let `packing` fill it."""
+        num_panels = self._matrix.num_panels
+        self.panels = packing.allocate(num_panels, *self._panel_shape())
+        self.scales = self._allocate_scales(num_panels)
+        self._matrix.panels = self.panels.data_ptr()
+        self._matrix.scales = None if self.scales is None else self.scales.data_ptr()
+        self._multiply = self._function(self._kernels)
+        packing.add(self, parts, self._gated)
+
+    def store_again(self, packing: Packing, parts: Parts) -> bool:
+        """Called after packing. Return whether the weight did not fit and is to be packed in another form."""
+        return False
 
     @property
     def num_bytes(self) -> int:
         """The memory it occupies."""
         return sum(part.nbytes for part in (self.panels, self.scales, self._bias) if part is not None)
+
+    @property
+    def saved_bytes(self) -> int:
+        """How much memory compression saves."""
+        return 0
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return [rows, outputs] for x: [rows, columns]. `residual` has the result's shape and x's dtype, and is
@@ -220,6 +243,10 @@ class Packed:
             raise IndexError(f"there is no row {int(ids[wrong - 1])} among {self.outputs}")
         return out
 
+    def finish_with(self, *, scale: float = 1.0, gate: int = 0) -> None:
+        """Let matmuls multiply their results by `scale` before the residual is added; `gate`: see Matrix.activation."""
+        self._matrix.scale, self._matrix.activation = 0.0 if scale == 1 else scale, gate
+
     def row_bytes(self) -> int:
         """Return the size of a row of the plain weight."""
         return self.columns * self.dtype.itemsize
@@ -228,9 +255,9 @@ class Packed:
         """Return the kernel that multiplies."""
         return kernels.multiply[self.dtype]
 
-    def _units(self) -> int:
-        """Return the number of four-byte units in a row."""
-        return -(-self.columns * self.dtype.itemsize // 4)
+    def _panel_shape(self) -> tuple[int, ...]:
+        """Return the shape of a panel, in numbers of four bytes."""
+        return (-(-self.columns * self.dtype.itemsize // 4), self._kernels.width)
 
     def _allocate_scales(self, num_panels: int) -> Tensor | None:
         return None
@@ -298,9 +325,9 @@ class Quantized(Packed):
         assert self.bits is not None
         return kernels.multiply_bits[self.bits, self.dtype]
 
-    def _units(self) -> int:
+    def _panel_shape(self) -> tuple[int, ...]:
         assert self.bits is not None
-        return -(-self.columns * self.bits // 32)
+        return (-(-self.columns * self.bits // 32), self._kernels.width)
 
     def _allocate_scales(self, num_panels: int) -> Tensor | None:
         assert self.bits is not None
@@ -310,6 +337,63 @@ class Quantized(Packed):
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
         arguments = ids.data_ptr(), len(ids), out.data_ptr()
         return int(self._kernels.dequantized(self._address, self.bits, self.dtype.itemsize, *arguments))
+
+
+class Lossless(Packed):
+    """Like Packed, with the same results, for a weight in bfloat16 that is compressed to about 12 bits per number; see
+    lossless.cpp.
+
+    A weight whose exponents vary too much is packed as it is; `saved_bytes` is then 0.
+    """
+
+    packer = "compress"
+
+    @property
+    def saved_bytes(self) -> int:
+        if self.packer == "pack":
+            return 0
+        plain = self._matrix.num_panels * math.prod(super()._panel_shape()) * 4
+        return plain - sum(part.nbytes for part in (self.panels, self.scales) if part is not None)
+
+    def store_again(self, packing: Packing, parts: Parts) -> bool:
+        if self.packer == "pack" or not self._kernels.lossless_failures(self._address):
+            return False
+        self.packer = "pack"
+        self._store(packing, parts)
+        return True
+
+    def _function(self, kernels: Kernels) -> Any:
+        return super()._function(kernels) if self.packer == "pack" else kernels.multiply_lossless
+
+    def _panel_shape(self) -> tuple[int, ...]:
+        if self.packer == "pack":
+            return super()._panel_shape()
+        return (self._kernels.lossless_panel_bytes(self.columns) // 4,)
+
+    def _allocate_scales(self, num_panels: int) -> Tensor | None:
+        if self.packer == "pack":
+            return None
+        return torch.empty(num_panels, self._kernels.lossless_codes_bytes(self.columns), dtype=torch.uint8)
+
+    def _look_up(self, ids: Tensor, out: Tensor) -> int:
+        if self.packer == "pack":
+            return super()._look_up(ids, out)
+        return int(self._kernels.lossless_lookup(self._address, ids.data_ptr(), len(ids), out.data_ptr()))
+
+
+def unquantized(
+    kernels: Kernels,
+    weight: Tensor | Parts,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    wide: bool = False,
+    packing: Packing | None = None,
+) -> Packed:
+    """Pack a weight in its own dtype, compressed if the kernels compress such weights."""
+    dtype = weight.dtype if isinstance(weight, Tensor) else weight[0].dtype
+    kind = Lossless if kernels.lossless and dtype == torch.bfloat16 else Packed
+    return kind(kernels, weight, bias, gated=gated, wide=wide, packing=packing)
 
 
 class Joined(Packed):
@@ -332,6 +416,10 @@ class Joined(Packed):
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts)
+
+    def finish_with(self, *, scale: float = 1.0, gate: int = 0) -> None:
+        for part in self._parts:
+            part.finish_with(scale=scale, gate=gate)
 
     def lookup(self, ids: Tensor) -> Tensor:
         raise AssertionError("an embedding is one tensor, of one format")

@@ -12,6 +12,7 @@
 namespace {
 
 const int64_t CHUNK = 512 << 10;  // bytes of a plain weight that a thread packs at once, but at least a panel
+const int64_t AHEAD = 512;        // bytes of a row to prefetch ahead
 
 struct Weight : PlainWeight {
   int64_t per_panel() const { return gated ? LANES : WIDTH; }
@@ -77,6 +78,33 @@ struct Rows {
     return true;
   }
 };
+
+// Transpose LANES units of LANES rows. Prefetches, because these are more streams than the processor follows by itself.
+void transpose_square(const char* const* from, int64_t u, uint32_t* to) {
+  U units[LANES];
+  UNROLLED for (int j = 0; j < LANES; ++j) {
+    units[j] = from[j] ? load_units(from[j] + 4 * u) : set1_units(0);
+    if (from[j]) __builtin_prefetch(from[j] + 4 * u + AHEAD);
+  }
+  transpose(units);
+  UNROLLED for (int k = 0; k < LANES; ++k) store_units(to + (u + k) * WIDTH, units[k]);
+}
+
+// Write the numbers of a panel, as they are, to `out`.
+void pack_panel(const Rows& rows, int64_t panel, char* out) {
+  const int64_t row_bytes = rows.weight.row_bytes, units = (row_bytes + 3) / 4, whole = row_bytes / 4 / LANES * LANES;
+  uint32_t* to = (uint32_t*)out;
+  const char* from[WIDTH];  // null for a missing row
+  for (int j = 0; j < WIDTH; ++j) from[j] = rows.row(panel, j);
+  for (int64_t u = 0; u < whole; u += LANES)
+    for (int half = 0; half < WIDTH; half += LANES) transpose_square(from + half, u, to + half);
+  for (int64_t u = whole; u < units; ++u)
+    for (int j = 0; j < WIDTH; ++j) {
+      uint32_t unit = 0;
+      if (from[j]) memcpy(&unit, from[j] + 4 * u, row_bytes - 4 * u < 4 ? 2 : 4);
+      to[u * WIDTH + j] = unit;
+    }
+}
 
 // A Packer has `scratch_bytes(weight)`, the scratch memory it needs beside the rows, and `pack(rows, buffer)`.
 template <class Packer>

@@ -63,10 +63,9 @@ struct Sums {
 
   // The running sums are in `out`, in the first-level cache. Registers hold the sums of the current group.
   template <int M, int P>
-  static __attribute__((noinline)) void compute(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
-                                             const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
+  static __attribute__((noinline)) void compute(const Matrix& matrix, int64_t units, int64_t panel, const char* w,
+                                                const char* xs, const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
     const int64_t size = units * WIDTH * 4, groups = (units + UNITS - 1) / UNITS;
-    const char* w = (const char*)matrix.panels + panel * size;
     for (int m = 0; m < M; ++m)
       for (int j = 0; j < 2 * P; ++j) store(out[m][0] + j * LANES, zero());
     for (int64_t g = 0; g < groups; ++g, xs += M * ROW_BYTES) {
@@ -105,7 +104,7 @@ struct Sums {
 };
 
 template <class Number_, class Width>
-struct Quantized {
+struct Quantized : InPanels<Quantized<Number_, Width>> {
   typedef Number_ Number;
   typedef Sums<Width> All;
 
@@ -124,9 +123,10 @@ struct Quantized {
       }
   }
   template <int M, int P>
-  static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* xs,
-                                                         const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
-    All::template compute<M, P>(matrix, units, panel, xs, ahead, lines, out);
+  static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* w,
+                                                         char*, const char* xs, const char* ahead, int lines,
+                                                         float (&out)[M][P][WIDTH]) {
+    All::template compute<M, P>(matrix, units, panel, w, xs, ahead, lines, out);
   }
 };
 

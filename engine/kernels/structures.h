@@ -13,10 +13,12 @@ struct Matrix {
   int64_t stride;        // numbers between two rows of the result, and of the residual
   int64_t columns;       // columns of the input
   int64_t num_panels;
-  int32_t gated;  // half of each panel is gate, half up: the result is silu(gate) * up
+  int32_t gated;  // half of each panel is gate, half up: the result is activation(gate) * up
   int32_t wide;   // the result is float32, whatever the input's type
   int32_t format;  // of a weight in GGUF blocks, see blocks.h; else 0
   int32_t planes;  // with such a weight: bytes of an activation, 1 or 2
+  int32_t activation;  // of the gates: 0 SiLU, 1 GELU with tanh
+  float scale;         // of the result, before the residual is added; 0: none
 };
 
 // Rows of a plain weight.
@@ -78,12 +80,13 @@ struct Layer {
   Multiplied qkv, output, gate_up, down;
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
   int64_t call;                                             // index into the step's calls
+  int64_t turn;                                             // index into the step's angles; -1: no rotary embedding
 };
 
 // All layers of a decoder, and the step to compute.
 struct Stack {
   const Layer* layers;
-  int64_t num_layers, hidden, heads, kv_heads, head_dim;
+  int64_t num_layers, hidden, heads, kv_heads, head_dim, turned;  // turned: numbers of a head that are rotated
   int32_t (*attend)(const Call* call, const void* q, const void* k, const void* v, void* cache, void* out,
                     const float* sinks, int32_t threads);
   float eps;
@@ -91,7 +94,7 @@ struct Stack {
   // The step:
   int64_t tokens, num_angles;
   const int64_t* positions;
-  const float* angles;
+  const float* const* angles;  // one table for each kind of rotary embedding
   const Call* const* calls;
   void* const* caches;                     // one for each layer
   void *x, *normed, *line, *seen, *inner;  // x: input and output; scratch for the norms, QKV, attention and the MLP

@@ -21,6 +21,8 @@ class Matrix(ctypes.Structure):
         ("wide", ctypes.c_int32),
         ("format", ctypes.c_int32),
         ("planes", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("scale", ctypes.c_float),
     ]
 
 
@@ -113,6 +115,7 @@ class Layer(ctypes.Structure):
         ("q_norm", ctypes.c_void_p),
         ("k_norm", ctypes.c_void_p),
         ("call", ctypes.c_int64),
+        ("turn", ctypes.c_int64),
     ]
 
 
@@ -126,6 +129,7 @@ class Stack(ctypes.Structure):
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
+        ("turned", ctypes.c_int64),
         ("attend", ctypes.c_void_p),
         ("eps", ctypes.c_float),
         ("threads", ctypes.c_int32),

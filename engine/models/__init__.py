@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,16 @@ import torch
 
 from ..config import EngineConfig
 from ..gguf import folder as gguf
-from ..kernels.library import Choice, choose
+from ..kernels.library import Choice
 from ..quantized.config import parse
 from ..types import ConfigError, EngineError, ModelError
 from .dummy import DummyWeights
+from .families import architecture
+from .fitting import fit, product
 from .forward import Forward, Outputs
+from .keys import shown
 from .model import Model, Progress
-from .spec import ModelSpec, architecture, read_config, read_spec, shown
+from .spec import ModelSpec, read_config, read_spec
 from .weights import Checkpoint
 
 
@@ -32,11 +34,7 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
     """
     if config.load_format == "dummy":
         spec = describe(folder, config)
-        if spec.method:
-            raise ConfigError(
-                f"`load_format=dummy` makes no {spec.method} weights: remove quantization_config, or use auto"
-            )
-        return spec, DummyWeights(folder)
+        return spec, DummyWeights(folder, spec)
     source = read_config(folder)
     if source.get("quantization_config") and not gguf.is_converted(folder):
         from ..quantized.checkpoint import QuantizedCheckpoint
@@ -89,35 +87,6 @@ def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint
     from . import hf
 
     return hf.describe(folder, source, config, checkpoint)
-
-
-def fit(spec: ModelSpec, config: EngineConfig, device: torch.device) -> ModelSpec:
-    """Return the spec of a checkpoint on a device. Raises ConfigError.
-
-    Our kernels compute with quantized weights as they are stored; where there are none, weights are dequantized. The
-    kernels do not support float16, so bfloat16 replaces it unless the user has set it.
-    """
-    if not (spec.method and spec.in_blocks):
-        return spec
-    setting = _setting(config)
-    dtype = torch.bfloat16 if config.dtype == "auto" and spec.dtype == torch.float16 else spec.dtype
-    try:
-        choose(setting, device, dtype, quantized=True)
-    except ConfigError:
-        if device.type == "cpu" and setting not in ("auto", "torch"):
-            raise
-        dequantized = spec.dequantized + sum(spec.in_blocks.values())
-        return replace(spec, quantization="none", in_blocks={}, dequantized=dequantized)
-    return replace(spec, dtype=dtype)
-
-
-def _setting(config: EngineConfig) -> str:
-    return config.cpu_isa if config.products == "auto" else config.products
-
-
-def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
-    """Return what computes a model's matmuls on a device. Raises ConfigError if this machine cannot do that."""
-    return choose(_setting(config), device, spec.dtype, quantized=spec.quantization != "none")
 
 
 def load(

@@ -1,9 +1,9 @@
-"""The native decoder for Llama, Mistral, Qwen2 and Qwen3 (dense), whose differences are fields of a DecoderSpec."""
+"""The native decoder for the architectures of families.py, whose differences are fields of a DecoderSpec."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Choice
-from ..kernels.matmul import Packing
+from ..kernels.matmul import Packing, Sources
 from ..types import ModelError
-from . import on_gpu
+from . import multimodal, on_gpu
 from .decoder_layer import Layer
 from .executor import Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
-from .layers import InFile, Linear, Quantization, RMSNorm
+from .gpu_weights import CodedRows
+from .layers import InFile, Linear, Quantization, make_norm, softcap
 from .on_gpu import OnGPU
 from .precision import head_bits, layer_bits
 from .rope import Rotary
@@ -37,14 +38,24 @@ class Decoder:
         decoder, dtype = spec.decoder, spec.dtype
         self.spec, self.product = spec, product
         self.embedding = Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
-        self.layers = [Layer(index, spec, decoder, device) for index in range(len(spec.layers))]
-        self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps, dtype, device)
+        self.layers: list[Layer] = []
+        for index in range(len(spec.layers)):
+            self.layers.append(Layer(index, spec, decoder, device))
+            if spec.on_gpu:  # the plain weights may not fit: they are allocated, and quantized, layer by layer
+                for _, linear, *_ in self.layers[-1].parts():
+                    linear.defer()
+        self.norm = make_norm(decoder.hidden_size, decoder.norm_eps, dtype, device, decoder.norm)
         self.head = self.embedding if tied else Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
-        self.rotary = Rotary(decoder.rope, spec.serve_len, dtype, device)
+        if spec.on_gpu:
+            self.head.defer()
+        self.embedding.row_scale, self.head.scale = decoder.scales.embedding, decoder.scales.logits
+        self._cap = decoder.scales.cap
+        angles = torch.float32 if decoder.wide_angles else dtype
+        self.rotaries = [Rotary(rope, spec.serve_len, angles, device) for rope in decoder.ropes]
         # In order of preference; the last one can compute every step.
-        self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotary)]
+        self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotaries)]
         self.sinks: Mapping[str, Tensor] = {}
-        self.num_params = self.weights_bytes = 0
+        self.num_params = self.weights_bytes = self.saved_bytes = 0
         self.weights_hash = ""
 
     @classmethod
@@ -60,14 +71,15 @@ class Decoder:
 
         At most one weight, or those of one layer, are in memory twice.
         """
-        prefix, tied = _layout(spec, checkpoint)
-        if tied and "lm_head.weight" in checkpoint.entries:
+        assert spec.decoder is not None
+        tied, (prefix, head) = spec.decoder.tied, multimodal.place(checkpoint.entries)
+        if tied and head in checkpoint.entries:
             # A head with its own weights is used, whatever config.json says.
-            tied = checkpoint.equal("lm_head.weight", f"{prefix}embed_tokens.weight")
+            tied = checkpoint.equal(head, f"{prefix}embed_tokens.weight")
         model = cls(spec, device, product, tied=tied)
         targets = {prefix + name: target for name, target in model.targets().items()}
         if not tied:
-            targets["lm_head.weight"] = model.head.weight
+            targets[head] = model.head.weight
         model.num_params = sum(target.numel() for target in targets.values())
         # If the spec does not count a separate head, the embedding is stored besides, as a plain table.
         model.weights_bytes = spec.weights_bytes + (model.num_params - spec.num_params) * spec.dtype.itemsize
@@ -75,16 +87,18 @@ class Decoder:
         total = checkpoint.num_bytes_of(targets) or 1
         targets.clear()
         with closing(checkpoint):
-            model._fill(checkpoint, prefix, total, progress)
+            model._fill(checkpoint, (prefix, head), total, progress)
         return model
 
-    def _fill(self, checkpoint: Checkpoint, prefix: str, total: int, progress: Callable[[float], None]) -> None:
-        """Read the weights, `total` bytes, and pack them.
+    def _fill(
+        self, checkpoint: Checkpoint, place: tuple[str, str], total: int, progress: Callable[[float], None]
+    ) -> None:
+        """Read the weights, `total` bytes, and pack them. `place`: see `multimodal.place`.
 
         Weights that our kernels can pack as stored are read by the kernels, all in one call. The others are copied to
         their targets and packed layer by layer.
         """
-        done = 0
+        (prefix, head), done = place, 0
 
         def report(num_bytes: int) -> None:
             nonlocal done
@@ -97,33 +111,45 @@ class Decoder:
         in_file: dict[Linear, InFile] = {}
         converted = False  # whether weights are converted before they are packed, layer by layer
 
-        def read(targets: dict[str, Tensor], linears: Mapping[Linear, list[str]]) -> None:
-            """Fill the targets, except weights of linear layers that can be packed from the files."""
+        def claim(linears: Mapping[Linear, list[str]]) -> set[str]:
+            """Find the weights of linear layers that can be packed from the files; return their names. Allocate the
+            others."""
+            claimed: set[str] = set()
             for linear, names in linears.items():
-                parts = [] if packing is None else checkpoint.stored(names, self.spec.dtype)
-                if packing is not None and parts:
+                parts: Sources | Sequence[CodedRows] = []
+                if packing is not None:
+                    parts = checkpoint.stored(names, self.spec.dtype)
+                elif self.spec.on_gpu:
+                    parts = checkpoint.coded(names)
+                if parts:
                     in_file[linear] = InFile(parts, packing, self.spec.activation_bytes)
-                    for name in names:
-                        del targets[name]
-            checkpoint.fill(targets, report)
+                    claimed.update(names)
+                else:
+                    linear.allocate()
+            return claimed
+
+        def read(targets: Mapping[str, Tensor], claimed: set[str]) -> None:
+            checkpoint.fill({name: target for name, target in targets.items() if name not in claimed}, report)
 
         for layer in self.layers:
             weights: dict[Linear, list[str]] = {}
             for name, linear, *_ in layer.parts():
                 weights.setdefault(linear, []).append(f"{prefix}{name}.weight")
-            read({prefix + name: target for name, target in layer.targets().items()}, weights)
+            claimed = claim(weights)
+            read({prefix + name: target for name, target in layer.targets().items()}, claimed)
             self._pack_layer(layer, in_file)
             if count := sum(in_file[linear].converted for linear in weights if linear in in_file):
                 converted = True
                 report(count)
-        ends = {prefix + name: target for name, target in self._ends().items()}
-        head = f"{prefix}embed_tokens.weight"
-        if self.head is not self.embedding:
-            head, ends["lm_head.weight"] = "lm_head.weight", self.head.weight
-        tables = {self.head: [head]}
+        embedding = f"{prefix}embed_tokens.weight"
+        tables = {self.head: [embedding if self.head is self.embedding else head]}
         if self.spec.quantization == "gguf":  # an embedding stays in its blocks, also beside a head of its own
-            tables[self.embedding] = [f"{prefix}embed_tokens.weight"]
-        read(ends, tables)
+            tables[self.embedding] = [embedding]
+        claimed = claim(tables)
+        ends = {prefix + name: target for name, target in self._ends().items()}
+        if self.head is not self.embedding:
+            ends[head] = self.head.weight
+        read(ends, claimed)
         ends.clear()
         self._pack_head(in_file.get(self.head))
         if self.embedding is not self.head and (in_blocks := in_file.get(self.embedding)) is not None:
@@ -167,7 +193,9 @@ class Decoder:
 
     def _finish(self) -> None:
         """Choose the executors, after everything is packed."""
-        parts = self.spec, self.embedding, self.layers, self.rotary
+        linears = {self.head, *(linear for layer in self.layers for _, linear, *_ in layer.parts())}
+        self.saved_bytes = sum(linear.saved_bytes for linear in linears)
+        parts = self.spec, self.embedding, self.layers, self.rotaries
         fused = Fused.of(self.product.kernels, *parts)
         if fused is not None:
             self.executors.insert(0, fused)
@@ -187,13 +215,9 @@ class Decoder:
         logits_at = forward.logits_at
         x = self.norm(x if len(logits_at) == len(x) else x[logits_at])
         logits = self.head(x)
+        if self._cap is not None:
+            logits = softcap(logits, self._cap, self.product.kernels)
         return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
-
-
-def _layout(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, bool]:
-    """Return the prefix of the tensors' names, and whether the head is the embedding according to config.json."""
-    prefix = "model." if "model.embed_tokens.weight" in checkpoint.entries else ""
-    return prefix, spec.decoder is not None and spec.decoder.tied
 
 
 def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
@@ -201,16 +225,18 @@ def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
     Nothing is allocated, because the sizes in config.json may be arbitrarily large.
     """
-    prefix, tied = _layout(spec, checkpoint)
-    entries = checkpoint.entries
+    assert spec.decoder is not None
+    tied, entries = spec.decoder.tied, checkpoint.entries
+    prefix, head = multimodal.place(entries)
     model = Decoder(spec, torch.device("meta"), Choice(None, ""), tied=tied)
     targets = {prefix + name: target for name, target in model.targets().items()}
-    if not tied or "lm_head.weight" in entries:
-        targets["lm_head.weight"] = model.head.weight
+    if not tied or head in entries:
+        targets[head] = model.head.weight
     checkpoint.check(targets)
     for name in sorted(entries.keys() - targets.keys()):
         # An additional tensor means that config.json describes another model. These are harmless.
-        if not name.endswith("rotary_emb.inv_freq"):
+        of_another_part = spec.is_part and not name.startswith(prefix) and not name.endswith("lm_head.weight")
+        if not (name.endswith("rotary_emb.inv_freq") or of_another_part):
             raise ModelError(f"the checkpoint holds the tensor {name}, which {spec.architecture} does not have")
 
 

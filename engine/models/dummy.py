@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..kernels.matmul import Parts
+from ..quantized.config import in_blocks_together, parse
+from ..quantized.forms import form_of
+from .gpu_weights import FLOAT8_NAN, CodedPiece, CodedRows, Form
+from .spec import ModelSpec
 from .weights import Checkpoint
 
 STD = 0.02  # of matrices, as models are initialized for training
+SPREAD = {4: 4.6, 8: 74.0}  # standard deviation of uniform integers of these bits
+FLOAT8_SPREAD = 113.0  # of numbers with random bits, in E4M3
+PIECE_ROWS = 1024  # rows with the same random bits follow one another
 
 
 class DummyWeights(Checkpoint):
     """Takes the place of a folder's checkpoint. The same tensor has the same numbers in every process."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self.folder, self._spec = folder, spec
         self.entries = {}
+        self._shapes: dict[str, tuple[int, int]] = {}  # of the weights that may be quantized
+        if spec.decoder is not None and spec.method:
+            self._scheme = parse(spec.source["quantization_config"]).scheme
+            for weights, rows, columns in spec.decoder.linears(len(spec.layers), spec.vocab_size):
+                self._shapes |= {name: (count, columns) for name, count in zip(weights, rows, strict=True)}
 
     @property
     def weights_hash(self) -> str:
@@ -39,6 +52,23 @@ class DummyWeights(Checkpoint):
     def stored(self, names: Sequence[str], dtype: torch.dtype) -> Parts:
         return []
 
+    def coded(self, names: Sequence[str]) -> list[CodedRows]:
+        if not self._spec.method:
+            return []
+        full = [name if name in self._shapes else f"model.{name}" for name in names]
+        schemes = [self._scheme(name) if name in self._shapes else None for name in full]
+        forms = [
+            None if scheme is None else form_of(scheme, self._shapes[name][1])
+            for name, scheme in zip(full, schemes, strict=True)
+        ]
+        if not in_blocks_together([form.name if form else None for form in forms]):
+            return []
+        return [
+            CodedRows(form, self._shapes[name], partial(_random, form, self._shapes[name], name), 0)
+            for name, form in zip(full, forms, strict=True)
+            if form is not None
+        ]
+
     def close(self) -> None:
         """There is nothing to close."""
 
@@ -51,3 +81,23 @@ def initialize(name: str, target: Tensor) -> None:
             target.normal_(0, STD, generator=generator)
         else:
             target.fill_(0 if name.endswith("bias") else 1)
+
+
+def _random(form: Form, shape: tuple[int, int], name: str) -> tuple[None, Iterator[CodedPiece]]:
+    """Return random numbers of a form, as if they were in a checkpoint."""
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    numbers = torch.randint(1 << form.bits, (min(rows, PIECE_ROWS), columns), generator=generator, dtype=torch.uint8)
+    if form.is_float:
+        numbers[(numbers & FLOAT8_NAN) == FLOAT8_NAN] = 0
+    groups = -(-columns // form.group) if form.group else 1
+    scales = torch.full((rows, groups), STD / (FLOAT8_SPREAD if form.is_float else SPREAD[form.bits]))
+    zeros = torch.full((rows, groups), 1 << form.bits - 1, dtype=torch.uint8) if form.has_zeros else None
+
+    def pieces() -> Iterator[CodedPiece]:
+        for first in range(0, rows, PIECE_ROWS):
+            own = slice(first, min(first + PIECE_ROWS, rows))
+            own_zeros = None if zeros is None else zeros[own]
+            yield CodedPiece(own, numbers[: own.stop - first], own_zeros, scales[own])
+
+    return None, pieces()

@@ -14,7 +14,8 @@ from .rope import Rotary
 
 
 class Executor(Protocol):
-    """Computes the layers of a step, from token ids to the final norm, and stores the tokens in the cache."""
+    """Computes the embedding and the layers of a step, and stores the tokens in the cache. The final norm and the head
+    follow in `Decoder.forward`."""
 
     def takes(self, forward: Forward) -> bool:
         """Return whether it can compute this step, by the step's sizes, cache and plan."""
@@ -26,15 +27,15 @@ class Executor(Protocol):
 class Eager:
     """Calls layer by layer, see decoder_layer.py; can compute every step."""
 
-    def __init__(self, embedding: Linear, layers: Sequence[Layer], rotary: Rotary) -> None:
-        self._embedding, self._layers, self._rotary = embedding, layers, rotary
+    def __init__(self, embedding: Linear, layers: Sequence[Layer], rotaries: Sequence[Rotary]) -> None:
+        self._embedding, self._layers, self._rotaries = embedding, layers, rotaries
 
     def takes(self, forward: Forward) -> bool:
         return True
 
     def run(self, forward: Forward) -> Tensor:
         x = self._embedding.rows(forward.ids)
-        angles = self._rotary.at(forward.positions)
+        turns = [rotary.turn(forward.positions) for rotary in self._rotaries]
         for layer in self._layers:
-            x = layer(x, angles, forward)
+            x = layer(x, None if layer.turn < 0 else turns[layer.turn], forward)
         return x

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from .layers import Gated, InFile, Linear, Quantization, RMSNorm
+from .layers import Gated, InFile, Linear, Quantization
 from .precision import LayerBits
 
 
@@ -79,16 +79,20 @@ class Experts:
         return found
 
     def pack(
-        self, kernels: Kernels | None, bits: LayerBits | None, norm: RMSNorm, in_file: Mapping[Linear, InFile]
+        self,
+        kernels: Kernels | None,
+        bits: LayerBits | None,
+        importance: Tensor | None,
+        in_file: Mapping[Linear, InFile],
     ) -> None:
         """Pack the weights, see Layer.pack. The router is small, and decides much: it is not quantized.
 
-        `norm`: the one before the experts.
+        `importance`: of the columns of the experts' first weights, see Quantized.
         """
         self.router.pack(kernels, wide=True, in_file=in_file.get(self.router))
         up = down = None
         if bits is not None:
-            up, down = Quantization(bits.others, norm.weight.float().square()), Quantization(bits.down)
+            up, down = Quantization(bits.others, importance), Quantization(bits.down)
         for linears, quantization in ((self.gate_ups, up), (self.downs, down)):
             for linear in linears:
                 linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))

@@ -2,7 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from ..types import ModelError
+from .keys import shown
+
+
+class NormNames(NamedTuple):
+    """The names of a layer's norms in checkpoints: before and after attention, before and after the MLP.
+
+    None: there is no such norm.
+    """
+
+    attention: str | None = "input_layernorm"
+    attention_after: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    mlp_after: str | None = None
+
+
+class NormKind(NamedTuple):
+    """How a norm differs from x / rms(x), rounded to the model's dtype, times a weight, rounded again."""
+
+    offset: float = 0.0  # added to the weight
+    is_wide: bool = False  # multiplied by the weight in float32, and rounded once
+    is_centered: bool = False  # LayerNorm: the mean is subtracted first
+
+
+class ScaleKey(NamedTuple):
+    """A key of config.json whose value, raised to a power, is a scale."""
+
+    name: str
+    default: float
+    power: float = 1.0
+
+
+class ScaleKeys(NamedTuple):
+    """The keys of a family's scales, see decoder_spec.Scales; None: the scale is 1, that of scores head_dim ** -0.5."""
+
+    scores: ScaleKey | None = None
+    embedding: ScaleKey | None = None
+    residual: ScaleKey | None = None
+    logits: ScaleKey | None = None
+
+
+BEFORE = NormNames()
+AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+ONCE = NormNames(mlp=None)
+AROUND = NormNames(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+PLAIN = NormKind()
+UNSCALED = ScaleKeys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,8 +62,9 @@ class Family:
     """How an architecture of the native decoder differs from Llama, and the defaults of its config.json."""
 
     qkv_bias: bool | None = None  # None: the key attention_bias decides
+    attention_bias: bool = False  # default of that key
     output_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all"] = ""  # of each head of queries and keys, or of all heads together
     mlp_bias: bool = False  # whether the key mlp_bias is read
     head_dim: int | None = None  # None: hidden_size / heads
     kv_heads: int | None = None  # None: as many as heads
@@ -19,21 +72,161 @@ class Family:
     window: int | None = None  # default of sliding_window, on every layer; 0: none, None: the key is not read
     layer_windows: bool = False  # use_sliding_window, max_window_layers and layer_types are read
     norm_eps: float = 1e-6
-    is_joined: bool = False  # in checkpoints, Q, K and V are one tensor, and gate and up another
+    eps_key: str = "rms_norm_eps"
+    # What is one tensor in checkpoints: gate and up; or gate and up, and Q, K and V.
+    joined: Literal["", "gate_up", "all"] = ""
     experts: tuple[str, str, str, str] | None = None  # names of their tensors, see ExpertsSpec
+    tied: bool = False  # default of tie_word_embeddings
+    theta: float = 10000.0  # default of rope_theta
+    # Which layers have a rotary embedding: all, those of no_rope_layers or no_rope_layer_interval, or those with a
+    # window.
+    rotating: Literal["all", "listed", "windowed"] = "all"
+    is_interleaved: bool = False  # number 2i of a head is rotated with 2i + 1, not with i + head_dim / 2
+    rotates_wide: bool = False  # in float32, rounded once
+    # Queries are multiplied by 1 + beta * log(1 + floor(position / n)), for llama_4_scaling_beta and
+    # original_max_position_embeddings of the rotary parameters.
+    scales_queries: bool = False
+    wide_angles: bool = False  # cosines and sines in float32, so that a rotation is rounded once
+    norms: NormNames = BEFORE
+    norm: NormKind = PLAIN
+    is_parallel: bool = False  # the MLP's input is that of attention
+    # layer_types is read, or else every n-th layer has no window: n is sliding_window_pattern, with this default.
+    window_step: int | None = None
+    # Layers with a window have a rotary embedding of their own: key and default of its base.
+    local_rope: tuple[str, float] | None = None
+    # Default of partial_rotary_factor, the part of each head that is rotated; None: it must be 1.
+    rotated_part: float | None = None
+    scales: ScaleKeys = UNSCALED
+    scales_by_size: bool = False  # embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype
+    activation: tuple[str, str] = ("hidden_act", "silu")  # key and default
+    # Defaults of attn_logit_softcapping and final_logit_softcapping; None: they are not read.
+    caps: tuple[float | None, float | None] | None = None
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias=True),
     "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, kv_heads=8, max_positions=131072, window=4096),
+    "Ministral3ForCausalLM": Family(
+        qkv_bias=False,
+        output_bias=False,
+        head_dim=128,
+        kv_heads=8,
+        max_positions=262144,
+        window=0,
+        norm_eps=1e-5,
+        scales_queries=True,
+    ),
     "Qwen2ForCausalLM": Family(
         qkv_bias=True, output_bias=False, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
     ),
     "Qwen3ForCausalLM": Family(
-        qk_norm=True, head_dim=128, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
+        qk_norm="head", head_dim=128, kv_heads=32, max_positions=32768, window=4096, layer_windows=True
     ),
     "Phi3ForCausalLM": Family(
-        qkv_bias=False, output_bias=False, max_positions=4096, window=0, norm_eps=1e-5, is_joined=True
+        qkv_bias=False,
+        output_bias=False,
+        max_positions=4096,
+        window=0,
+        norm_eps=1e-5,
+        joined="all",
+        rotated_part=1.0,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        mlp_bias=True,
+        kv_heads=4,
+        max_positions=32768,
+        window=0,
+        layer_windows=True,
+        tied=True,
+        theta=2_000_000.0,
+        rotating="listed",
+    ),
+    "Olmo2ForCausalLM": Family(
+        norm_eps=1e-5,
+        qk_norm="all",
+        norms=AFTER,
+        wide_angles=True,
+        norm=NormKind(is_wide=True),
+    ),
+    "Olmo3ForCausalLM": Family(
+        norm_eps=1e-5,
+        qk_norm="all",
+        norms=AFTER,
+        wide_angles=True,
+        norm=NormKind(is_wide=True),
+        window=4096,
+        window_step=4,
+        theta=500_000.0,
+        local_rope=("rope_theta", 500_000.0),
+    ),
+    "GraniteForCausalLM": Family(
+        mlp_bias=True,
+        scales=ScaleKeys(
+            scores=ScaleKey("attention_multiplier", 1.0),
+            embedding=ScaleKey("embedding_multiplier", 1.0),
+            residual=ScaleKey("residual_multiplier", 1.0),
+            logits=ScaleKey("logits_scaling", 1.0, -1.0),
+        ),
+    ),
+    "Gemma2ForCausalLM": Family(
+        head_dim=256,
+        kv_heads=4,
+        max_positions=8192,
+        window=4096,
+        window_step=2,
+        tied=True,
+        norms=AROUND,
+        norm=NormKind(offset=1.0, is_wide=True),
+        scales=ScaleKeys(scores=ScaleKey("query_pre_attn_scalar", 256.0, -0.5)),
+        scales_by_size=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        caps=(50.0, 30.0),
+    ),
+    "Gemma3ForCausalLM": Family(
+        head_dim=256,
+        kv_heads=4,
+        qk_norm="head",
+        max_positions=131072,
+        window=4096,
+        window_step=6,
+        theta=1_000_000.0,
+        local_rope=("rope_local_base_freq", 10_000.0),
+        tied=True,
+        norms=AROUND,
+        norm=NormKind(offset=1.0, is_wide=True),
+        scales=ScaleKeys(scores=ScaleKey("query_pre_attn_scalar", 256.0, -0.5)),
+        scales_by_size=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        caps=(None, None),
+    ),
+    "Cohere2ForCausalLM": Family(
+        max_positions=8192,
+        window=4096,
+        window_step=4,
+        rotating="windowed",
+        is_interleaved=True,
+        rotates_wide=True,
+        norm_eps=1e-5,
+        eps_key="layer_norm_eps",
+        norms=ONCE,
+        is_parallel=True,
+        norm=NormKind(is_wide=True, is_centered=True),
+        tied=True,
+        scales=ScaleKeys(logits=ScaleKey("logit_scale", 0.0625)),
+    ),
+    "Glm4ForCausalLM": Family(
+        attention_bias=True,
+        output_bias=False,
+        head_dim=128,
+        kv_heads=2,
+        max_positions=131072,
+        norm_eps=1.5625e-7,
+        joined="gate_up",
+        rotated_part=0.5,
+        is_interleaved=True,
+        norms=NormNames(
+            "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+        ),
     ),
     "MixtralForCausalLM": Family(
         qkv_bias=False,
@@ -50,7 +243,7 @@ FAMILIES = {
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
-        qk_norm=True,
+        qk_norm="head",
         kv_heads=4,
         max_positions=32768,
         experts=("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
@@ -59,9 +252,29 @@ FAMILIES = {
 MODEL_TYPES = {  # for a config.json without `architectures`
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+
+
+def architecture(source: Mapping[str, Any]) -> str:
+    """Return the name of the model class. Raises ModelError if config.json has none."""
+    names = source.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return shown(names[0])
+    model_type = source.get("model_type")
+    if isinstance(model_type, str) and model_type:
+        return MODEL_TYPES.get(model_type, shown(model_type))
+    raise ModelError('config.json names no architecture; it needs "architectures" or "model_type"')

@@ -33,13 +33,13 @@ class Fused:
         model: ModelSpec,
         embedding: Linear,
         layers: Sequence[Layer],
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         *,
         matmuls: list[Multiplied],  # for each layer: QKV, output, gate and up, down
     ) -> None:
         assert model.decoder is not None
         self._dtype, spec = model.dtype, model.decoder
-        self._embedding, self._rotary = embedding, rotary
+        self._embedding, self._rotaries = embedding, rotaries
         self._kept = layers  # keeps the weights alive, to which pointers refer
         # The first layer of each kind of attention: a step has one Call per kind.
         kinds = list(dict.fromkeys(model.layers))
@@ -48,11 +48,12 @@ class Fused:
             *(
                 structures.Layer(
                     *matmuls[4 * index : 4 * index + 4],
-                    layer.attention_norm.weight.data_ptr(),
-                    layer.mlp_norm.weight.data_ptr(),
-                    None if layer.q_norm is None else layer.q_norm.weight.data_ptr(),
-                    None if layer.k_norm is None else layer.k_norm.weight.data_ptr(),
+                    *(
+                        None if norm is None else norm.weight.data_ptr()
+                        for norm in (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+                    ),
                     kinds.index(model.layers[index]),
+                    layer.turn,
                 )
                 for index, layer in enumerate(layers)
             )
@@ -65,6 +66,7 @@ class Fused:
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            turned=spec.ropes[0].head_dim,
             eps=spec.norm_eps,
         )
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -76,16 +78,22 @@ class Fused:
 
     @classmethod
     def of(
-        cls, kernels: Kernels | None, model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotary: Rotary
+        cls,
+        kernels: Kernels | None,
+        model: ModelSpec,
+        embedding: Linear,
+        layers: Sequence[Layer],
+        rotaries: Sequence[Rotary],
     ) -> Fused | None:
         """Return the executor of these layers, or None if there is no kernel for some part of them."""
-        if any(layer.experts is not None for layer in layers):
+        assert model.decoder is not None
+        if model.decoder.difference or any(layer.experts is not None for layer in layers):
             return None
         parts = [part for layer in layers for part in layer.linears]
         matmuls = [matmul for part in parts if (matmul := part.multiplied()) is not None]
         if kernels is None or len(matmuls) < len(parts):
             return None
-        return cls(kernels, model, embedding, layers, rotary, matmuls=matmuls)
+        return cls(kernels, model, embedding, layers, rotaries, matmuls=matmuls)
 
     def takes(self, forward: Forward) -> bool:
         """Return whether the kernels can read the cache."""
@@ -101,7 +109,8 @@ class Fused:
             raise ValueError(f"ids and positions of {shapes} for a step of {tokens} tokens")
         x = self._embedding.rows(forward.ids)
         assert x.is_contiguous() and positions.is_contiguous()
-        angles = self._rotary.table(longest)
+        tables = [rotary.table(longest) for rotary in self._rotaries]
+        angles = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
         calls = (ctypes.c_void_p * len(self._kinds))(
             *(plan.call(cache.layers[kind], self._strides) for kind in self._kinds)
         )
@@ -109,8 +118,8 @@ class Fused:
         stack.normed, stack.line, stack.seen, stack.inner = self._addresses(tokens)
         stack.attend = cache.backend.kernel_address(self._dtype, cache.dtype)
         stack.threads = torch.get_num_threads()
-        stack.tokens, stack.num_angles = tokens, len(angles)
-        stack.positions, stack.angles, stack.x = positions.data_ptr(), angles.data_ptr(), x.data_ptr()
+        stack.tokens, stack.num_angles = tokens, min(map(len, tables))
+        stack.positions, stack.angles, stack.x = positions.data_ptr(), ctypes.addressof(angles), x.data_ptr()
         stack.calls, stack.caches = ctypes.addressof(calls), ctypes.addressof(caches)
         failed = self._compute[cache.dtype](ctypes.addressof(stack))
         if failed == 1:

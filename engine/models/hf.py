@@ -31,10 +31,13 @@ from ..kernels.library import Choice, Kernels
 from ..out_of_memory import is_out_of_memory
 from ..types import ModelError
 from .dummy import DummyWeights, initialize
+from .executor import Executor
+from .families import architecture
 from .forward import Forward, Outputs
+from .keys import MAX_LAYERS, MAX_SIZE, shown
 from .packing import Swap, pack, unpack
 from .rope import MAX_NUMBER
-from .spec import MAX_LAYERS, MAX_SIZE, ModelSpec, architecture, choose_dtype, serve_len, shown
+from .spec import ModelSpec, choose_dtype, serve_len
 from .trial import NOT_THERE, first_line, overheard, quiet, refusal, try_without_weights
 from .weights import Checkpoint
 
@@ -125,6 +128,7 @@ def load(
         return loaded
     # The model's code accesses its linear layers' attributes, which packed layers lack.
     unpack(swaps)
+    loaded.saved_bytes = 0
     lost = f"torch computes the products: {spec.architecture} does not run on packed weights ({reason})"
     loaded.product = Choice(None, lost)
     loaded.check_isolation(device)
@@ -180,7 +184,9 @@ class Transformers:
         parameters = list(model.parameters())
         self.num_params = sum(parameter.numel() for parameter in parameters)
         self.weights_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+        self.saved_bytes = 0
         names = {layer.sinks for layer in spec.layers if layer.sinks is not None}
+        self.executors: list[Executor] = []
         self.sinks: Mapping[str, Tensor] = {name: model.get_parameter(name) for name in names}
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -204,6 +210,7 @@ class Transformers:
     def pack(self, kernels: Kernels) -> list[Swap]:
         """Pack the layers that the kernels support; returns what `unpack` needs to undo it."""
         swaps = pack(self.model, kernels)
+        self.saved_bytes = sum(swap.packed.saved_bytes for swap in swaps)
         share = sum(swap.num_bytes for swap in swaps) / self.weights_bytes
         if share > 0.5:  # copy the rest: a view would keep the whole file mapped
             for parameter in self.model.parameters():

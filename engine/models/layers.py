@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,8 +12,22 @@ from torch.nn import functional as F
 
 from ..kernels.blocks import in_blocks, in_one_order
 from ..kernels.library import Kernels
-from ..kernels.matmul import BlockRows, Converted, Joined, Packed, Packing, Parts, Quantized, Sources, Stored
+from ..kernels.matmul import (
+    BlockRows,
+    Converted,
+    Joined,
+    Packed,
+    Packing,
+    Parts,
+    Quantized,
+    Sources,
+    Stored,
+    unquantized,
+)
 from ..kernels.structures import Multiplied
+from .families import PLAIN, NormKind
+from .gpu_weights import CodedRows, GPUProduct, GPUWeight, load
+from .rounding import rounded
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16
@@ -27,24 +41,28 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class InFile(NamedTuple):
-    """A weight that is still in files, in parts, and the Packing that will read and pack it."""
+# The activations that our kernels compute with a product, each with its number in Matrix.
+GATES = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
 
-    parts: Sources
-    packing: Packing
+
+class InFile(NamedTuple):
+    """A weight that is still in files, in parts, and the Packing that will read and pack it. None: it is for a GPU."""
+
+    parts: Sources | Sequence[CodedRows]
+    packing: Packing | None
     activation_bytes: int = 1  # in matmuls with weights in GGUF blocks
 
     @property
     def converted(self) -> int:
-        """The size of the parts that are converted before they are packed, in bytes in files."""
-        return sum(part.num_bytes for part in self.parts if isinstance(part, Converted))
+        """The size of the parts that are converted when they are packed, in bytes in files."""
+        return sum(part.num_bytes for part in self.parts if isinstance(part, Converted | CodedRows))
 
 
 class Source(NamedTuple):
     """An InFile whose parts can be packed."""
 
     parts: Parts
-    packing: Packing
+    packing: Packing | None
     activation_bytes: int
 
     @property
@@ -53,12 +71,13 @@ class Source(NamedTuple):
 
 
 def _converted(weight: InFile) -> Source:
-    parts = [part.convert() if isinstance(part, Converted) else part for part in weight.parts]
+    found = cast(Sources, weight.parts)
+    parts = [part.convert() if isinstance(part, Converted) else part for part in found]
     return Source(parts, weight.packing, weight.activation_bytes)
 
 
 class Quantization(NamedTuple):
-    """How a weight is quantized for our kernels."""
+    """How a weight is quantized."""
 
     bits: int
     importance: Tensor | None = None  # of its columns, see Quantized
@@ -81,14 +100,29 @@ def _divided(parts: Parts, rows: int) -> tuple[Parts, Parts]:
 
 
 class Linear:
-    """x @ weight.T + bias. `pack` may replace the weight by a form in which the CPU multiplies faster."""
+    """(x @ weight.T + bias) * scale. `pack` may replace the weight by a form that is smaller, or with which a CPU is
+    faster."""
+
+    scale = 1.0
+    gate = 0  # the activation's number in GATES, if the kernels compute it
+    row_scale = 1.0  # of the weight's rows that `rows` returns
 
     def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(rows, columns, dtype=dtype, device=device)
+        self._device = device
         self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
-        self._packed: Packed | None = None  # ours
+        self._packed: Packed | GPUProduct | None = None  # ours
         self._reordered: Tensor | None = None  # torch's
         self._is_wide = False  # results in float32, on a GPU
+
+    def defer(self) -> None:
+        """Free the memory of the weight until `allocate`."""
+        self.weight = torch.empty_like(self.weight, device="meta")
+
+    def allocate(self) -> None:
+        """Allocate the weight, if it was deferred."""
+        if self.weight.is_meta:
+            self.weight = torch.empty_like(self.weight, device=self._device)
 
     def pack(
         self,
@@ -99,15 +133,20 @@ class Linear:
         quantization: Quantization | None = None,
         in_file: InFile | None = None,
     ) -> None:
-        """Pack the weight for the CPU, if possible; the plain weight is then freed.
+        """Pack the weight for the CPU, or quantize it for a GPU, if possible; the plain weight is then freed.
 
-        `wide`: return results in float32, in our kernels and on a GPU. For our kernels:
-        `quantization`: quantize the weight; None: do not. `in_file`: the weight, if it has not been read; the layer is
-        ready when its Packing has run. For torch: `looked_up`: `rows` will be called, which needs the plain weight.
+        `wide`: return results in float32, in our kernels and on a GPU. `quantization`: quantize the weight; None: do
+        not. `in_file`: the weight, if it has not been read; for a CPU the layer is ready when its Packing has run.
+        Without CPU kernels both are for a GPU. For torch: `looked_up`: `rows` will be called, which needs the plain
+        weight.
         """
         self._is_wide = wide and self.weight.is_cuda and self.weight.dtype in (torch.float16, torch.bfloat16)
         if kernels is not None:
             self._pack(kernels, quantization, None if in_file is None else _converted(in_file), wide=wide)
+        elif in_file is not None:
+            self._use(load(cast(Sequence[CodedRows], in_file.parts), self._device), wide=wide)
+        elif quantization is not None:
+            self._use(self._rounded(quantization), wide=wide)
         elif can_reorder(self.weight) and not looked_up:
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
             self.weight = self.weight.new_empty(0)
@@ -133,7 +172,7 @@ class Linear:
                 packing=packing,
             )
         elif quantization is None:
-            self._packed = Packed(kernels, weight, self.bias, wide=wide, gated=gated, packing=packing)
+            self._packed = unquantized(kernels, weight, self.bias, wide=wide, gated=gated, packing=packing)
         elif quantization.rows_in_8:
             assert not wide and not gated
             self._packed = self._in_two(kernels, weight, quantization, packing)
@@ -149,7 +188,22 @@ class Linear:
                 gated=gated,
                 packing=packing,
             )
+        self._packed.finish_with(scale=self.scale, gate=self.gate)
         self.weight = self.weight.new_empty(0)
+
+    def _use(self, parts: Sequence[GPUWeight], *, wide: bool) -> None:
+        """Use a quantized weight on a GPU in place of the plain one."""
+        self._packed = GPUProduct(parts, self.bias, self.weight.dtype, wide=wide)
+        self.weight = torch.empty(0, dtype=self.weight.dtype, device=self._device)
+
+    def _rounded(self, quantization: Quantization) -> list[GPUWeight]:
+        """Return the quantized weight for a GPU."""
+        bits, importance, rows_in_8 = quantization
+        most, last = self.weight.split([len(self.weight) - rows_in_8, rows_in_8])
+        parts = [rounded(most, bits, importance)]
+        if rows_in_8:
+            parts.append(rounded(last, 8))
+        return parts
 
     def _in_two(
         self, kernels: Kernels, weight: Tensor | Parts, quantization: Quantization, packing: Packing | None
@@ -169,24 +223,34 @@ class Linear:
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return [rows, weight's rows] for x: [rows, columns]; `residual`, of the same shape, is added."""
-        if self._packed is not None:
+        """Return [rows, weight's rows] for x: [rows, columns]; `residual`, of the same shape, is added at the end."""
+        if isinstance(self._packed, Packed) or (self._packed is not None and self.scale == 1):
             return self._packed(x, residual)
-        if self._reordered is not None:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
+        if self._packed is not None:
+            out = self._packed(x)
+        elif self._reordered is not None:
+            out = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
         elif self._is_wide and self.bias is None:
             out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         else:
             out = F.linear(x, self.weight, self.bias)
+        if self.scale != 1:
+            out = out * self.scale
         return out if residual is None else residual + out
+
+    @property
+    def saved_bytes(self) -> int:
+        """How much memory compression of the weight saves."""
+        return self._packed.saved_bytes if isinstance(self._packed, Packed) else 0
 
     def multiplied(self) -> Multiplied | None:
         """Return the matmul for kernels that call it; None if the kernels do not compute the whole layer."""
-        return None if self._packed is None else self._packed.multiplied()
+        return self._packed.multiplied() if isinstance(self._packed, Packed) else None
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the weight's rows with these indices, [n] int64."""
-        return F.embedding(ids, self.weight) if self._packed is None else self._packed.lookup(ids)
+        """Return the weight's rows with these indices, [n] int64, times `row_scale`."""
+        found = F.embedding(ids, self.weight) if self._packed is None else self._packed.lookup(ids)
+        return found if self.row_scale == 1 else found * self.row_scale
 
 
 class Gated(Linear):
@@ -197,6 +261,8 @@ class Gated(Linear):
     ) -> None:
         super().__init__(2 * inner, columns, bias, dtype, device)
         self._activation = ACTIVATIONS[activation]
+        self._is_known = activation in GATES
+        self.gate = GATES.get(activation, 0)
         self._fused = False
 
     def _pack(
@@ -209,7 +275,7 @@ class Gated(Linear):
         gated: bool = False,
     ) -> None:
         blocks = [] if source is None else source.blocks
-        self._fused = gated or (self._activation is F.silu and (not blocks or in_one_order(blocks)))
+        self._fused = gated or (self._is_known and (not blocks or in_one_order(blocks)))
         super()._pack(kernels, quantization, source, wide=wide, gated=self._fused)
 
     def multiplied(self) -> Multiplied | None:
@@ -226,6 +292,20 @@ class Gated(Linear):
         """Return gate and up before the activation, [rows, 2 * inner]; not for weights that are packed as gated."""
         assert not self._fused
         return super().__call__(x)
+
+
+def softcap(x: Tensor, cap: float, kernels: Kernels | None) -> Tensor:
+    """Return cap * tanh(x / cap) in float32, or in float64 if x is; x may be overwritten.
+
+    torch computes the last elements of a tensor in another way than those before, so the results of a row depend on
+    the number of rows.
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    if kernels is None or x.dtype != torch.float32:
+        return torch.tanh(x / cap) * cap
+    assert x.is_contiguous()
+    kernels.softcap(x.data_ptr(), x.numel(), cap, torch.get_num_threads())
+    return x
 
 
 def can_reorder(weight: Tensor) -> bool:
@@ -245,15 +325,21 @@ def can_reorder(weight: Tensor) -> bool:
 class RMSNorm:
     """x / rms(x) * weight over the last dimension. The mean is computed in float32."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, kind: NormKind = PLAIN) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
-        self.eps = eps
+        self.eps, self.kind = eps, kind
         self._kernel: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def gain(self) -> Tensor:
+        """What x / rms(x) is multiplied by: the weight, or in float32 the weight plus the kind's offset."""
+        return self.weight if self.kind.offset == 0 else self.weight.float() + self.kind.offset
+
     def pack(self, kernels: Kernels | None) -> None:
-        """Use our CPU kernel, see `use`."""
+        """Use our CPU kernel, see `use`. The weight must have been read."""
         if kernels is not None:
-            self.use(partial(self._on_cpu, kernels.norm[self.weight.dtype]))
+            gain = self.gain.float() if self.kind.is_wide else self.weight
+            self.use(partial(self._on_cpu, self._function(kernels), gain))
 
     def use(self, kernel: Callable[[Tensor], Tensor]) -> None:
         """Let a kernel compute the norm. It is called with contiguous x: [rows, size]."""
@@ -262,13 +348,38 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if self._kernel is not None:
             return self._kernel(x.contiguous())
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        normed = self._normalize(x.float())
+        return (self.gain * normed).to(x.dtype) if self.kind.is_wide else self.weight * normed.to(x.dtype)
 
-    def _on_cpu(self, norm: Any, x: Tensor) -> Tensor:
-        if x.dtype != self.weight.dtype or x.dim() != 2 or x.shape[1] != len(self.weight):
-            raise ValueError(f"not [rows, {len(self.weight)}] of {self.weight.dtype}: {tuple(x.shape)} of {x.dtype}")
+    def _normalize(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def _function(self, kernels: Kernels) -> Any:
+        return (kernels.norm_wide if self.kind.is_wide else kernels.norm)[self.weight.dtype]
+
+    def _on_cpu(self, norm: Any, gain: Tensor, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype or x.dim() != 2 or x.shape[1] != len(gain):
+            raise ValueError(f"not [rows, {len(gain)}] of {self.weight.dtype}: {tuple(x.shape)} of {x.dtype}")
         y = torch.empty_like(x)
-        pointers = x.data_ptr(), self.weight.data_ptr(), y.data_ptr()
+        pointers = x.data_ptr(), gain.data_ptr(), y.data_ptr()
         norm(*pointers, *x.shape, self.eps, torch.get_num_threads())
         return y
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean) / deviation * weight over the last dimension, computed in float32."""
+
+    @property
+    def gain(self) -> Tensor:
+        return self.weight.float()
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        return super()._normalize(x - x.mean(-1, keepdim=True))
+
+    def _function(self, kernels: Kernels) -> Any:
+        return kernels.norm_centered[self.weight.dtype]
+
+
+def make_norm(size: int, eps: float, dtype: torch.dtype, device: torch.device, kind: NormKind) -> RMSNorm:
+    """Return a norm of this kind."""
+    return (LayerNorm if kind.is_centered else RMSNorm)(size, eps, dtype, device, kind)

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..kernels.library import Choice
+from .executor import Executor
 from .forward import Forward, Outputs
 from .spec import ModelSpec
 
@@ -15,13 +16,16 @@ Progress = Callable[[float], None]  # called with the fraction of the weights th
 
 
 class Model(Protocol):
-    """A loaded model. It does not change after loading: all state of a request is in the cache."""
+    """A loaded model. All state of a request is in the cache."""
 
     spec: ModelSpec
     num_params: int
-    weights_bytes: int
+    weights_bytes: int  # without compression
+    saved_bytes: int  # by compression
     weights_hash: str
     product: Choice  # the kernels that compute matmuls, or torch
+    # Of our decoder, in order of preference: the first one that takes a step computes it. A runner may add its own.
+    executors: list[Executor]
     sinks: Mapping[str, Tensor]  # the parameters that the spec's attention layers name as sinks
 
     def forward(self, forward: Forward) -> Outputs:

@@ -30,9 +30,11 @@ TRIAL_TOKENS, TRIAL_BLOCK = 3, 16
 class OnGPU:
     """An Executor for steps whose attention backend is PagedGPU."""
 
-    def __init__(self, model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotary: Rotary) -> None:
+    def __init__(
+        self, model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotaries: Sequence[Rotary]
+    ) -> None:
         assert model.decoder is not None
-        self._embedding, self._layers, self._rotary = embedding, layers, rotary
+        self._embedding, self._layers, self._rotaries = embedding, layers, rotaries
         self._activation = model.decoder.activation
         self._head_norms = [
             HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
@@ -47,12 +49,14 @@ class OnGPU:
     def run(self, forward: Forward) -> Tensor:
         cache, plan = forward.cache, cast(Plan, forward.plan)  # PagedGPU returns this kind of plan
         backend = cast(PagedGPU, cache.backend)
-        rotation = Rotation(forward.positions, self._rotary.table(plan.meta.max_seq))
+        tables = [rotary.table(plan.meta.max_seq) for rotary in self._rotaries]
+        rotations = [Rotation(forward.positions, table) for table in tables]
         x = self._embedding.rows(forward.ids)  # the residual stream, updated in place
         added: Tensor | None = None
         for layer, layer_cache, head_norms in zip(self._layers, cache.layers, self._head_norms, strict=True):
+            assert layer.attention_norm is not None and layer.mlp_norm is not None  # see `objection`
             qkv = layer.qkv(add_norm(x, added, layer.attention_norm))
-            seen = backend.attend_qkv(layer_cache, qkv, rotation, head_norms, plan)
+            seen = backend.attend_qkv(layer_cache, qkv, rotations[layer.turn], head_norms, plan)
             added = layer.output(seen.flatten(1))
             gate_up = layer.gate_up.product(add_norm(x, added, layer.mlp_norm))
             added = layer.down(gated(gate_up, self._activation))
@@ -94,15 +98,15 @@ def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -
     assert model.decoder is not None
     if kernels is not None:
         return "the weights are packed for a CPU"
-    if model.decoder.experts is not None:
-        return "the model has experts"
+    if difference := model.decoder.difference_on_gpu:
+        return f"the model has {difference}"
     if model.decoder.hidden_size > MAX_HIDDEN:
         return f"the Triton kernels serve hidden states of up to {MAX_HIDDEN} numbers"
     return limitation(model.layers, model.dtype, device)
 
 
 @torch.inference_mode()
-def trial(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotary: Rotary) -> str | None:
+def trial(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotaries: Sequence[Rotary]) -> str | None:
     """Compute the first layer for a few tokens; return why the kernels cannot be used, or None.
 
     The compiled kernels are kept, so this costs a start no more than their first use would.
@@ -110,7 +114,7 @@ def trial(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotary: 
     device, first = embedding.weight.device, layers[:1]
     results = []
     try:
-        for executor in (OnGPU(model, embedding, first, rotary), Eager(embedding, first, rotary)):
+        for executor in (OnGPU(model, embedding, first, rotaries), Eager(embedding, first, rotaries)):
             cache = KVCache.allocate(
                 PagedGPU(),
                 model.layers[:1],
@@ -121,7 +125,7 @@ def trial(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotary: 
             )
             tokens = torch.arange(TRIAL_TOKENS, device=device)
             plan = cache.plan(AttentionMeta.of([([0], 0, TRIAL_TOKENS)], TRIAL_BLOCK, device))
-            results.append(executor.run(Forward(tokens % len(embedding.weight), tokens, plan, cache, tokens)).double())
+            results.append(executor.run(Forward(tokens % model.vocab_size, tokens, plan, cache, tokens)).double())
         ours, reference = results
         error = float((ours - reference).norm() / reference.norm())
     except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..kernels.library import Kernels
-from ..kernels.matmul import Packed
+from ..kernels.matmul import Packed, unquantized
 
 
 class PackedLinear(nn.Module):
@@ -77,7 +77,7 @@ def pack(model: Any, kernels: Kernels) -> list[Swap]:
             continue
         rows = weight.detach() if isinstance(linear, nn.Linear) else weight.detach().T
         # Logits must be float32.
-        packed = Packed(kernels, rows, linear.bias, wide=linear is head)  # type: ignore[arg-type]
+        packed = unquantized(kernels, rows, linear.bias, wide=linear is head)  # type: ignore[arg-type]
         del weight, rows
         for old in (linear, *tied):
             old.weight = None  # type: ignore[assignment]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from ..quantized.config import Weights
 
 # Bits of the layers' weights and of the head's. With int4 the head has 8 bits: with 4 it alone doubled the distance
 # from the unquantized model.
@@ -40,3 +43,24 @@ def layer_bits(quantization: str, layer: int, num_layers: int) -> LayerBits | No
     first, last = num_layers // PART, (PART - 1) * num_layers // PART
     in_8 = layer < first or layer >= last or (layer - first) % STEP == STEP - 1
     return LayerBits(value=8, down=8 if in_8 else bits, others=bits)
+
+
+def rounded_shapes(
+    quantization: str, head: tuple[int, int], values: int, layers: Iterable[Sequence[Weights]]
+) -> list[tuple[int, int, int]]:
+    """Return the rows, columns and bits of the weights that `quantization` rounds while they are loaded.
+
+    `head`: its rows and columns; `values`: the rows of a value projection; `layers`: the linear layers of each.
+    """
+    bits_of_head = head_bits(quantization)
+    if bits_of_head is None:
+        return []
+    shapes, found = [(*head, bits_of_head)], list(layers)
+    for index, ((_, qkv, hidden), *others) in enumerate(found):
+        bits = layer_bits(quantization, index, len(found))
+        assert bits is not None
+        shapes += [(sum(qkv) - values, hidden, bits.others), (values, hidden, bits.value)]
+        for number, (_, rows, columns) in enumerate(others):  # output, then gate and up before each down
+            is_down = number > 0 and number % 2 == 0
+            shapes.append((sum(rows), columns, bits.down if is_down else bits.others))
+    return shapes

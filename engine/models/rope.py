@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 class Rope:
     """Rotary parameters of a config.json. Those that the scaling does not use have their defaults."""
 
-    head_dim: int
+    head_dim: int  # numbers of a head that are rotated: the first ones
     theta: float = 10000.0
     scaling: str = "default"
     max_positions: int = 2048  # max_position_embeddings
@@ -41,6 +41,7 @@ class Rope:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    query_beta: float = 0.0  # see Family.scales_queries; 0: queries are not scaled
 
     @property
     def longest(self) -> int:
@@ -110,14 +111,32 @@ def _llama3(rope: Rope, plain: Tensor, factor: float, original: int) -> Tensor:
     return torch.where((wavelength >= shortest) & (wavelength <= longest), blended, scaled)
 
 
+class Turn(NamedTuple):
+    """What a layer needs of a step's positions."""
+
+    cos: Tensor  # [tokens, 1, head_dim], for `rotate`
+    sin: Tensor
+    query_scale: Tensor | None  # [tokens, 1, 1]
+
+
 class Rotary:
-    """Computes cosines and sines of positions."""
+    """Computes cosines and sines of positions, and scales of queries."""
 
     def __init__(self, rope: Rope, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         angles, self.scale = frequencies(rope, max_len)
         self.angles = angles.to(device)
         self.dtype = dtype
         self._table = torch.empty(0, 2, len(angles))
+        self._period = rope.original_positions or rope.max_positions
+        self._query_scales: Tensor | None = None  # of positions up to each multiple of the period
+        if rope.query_beta:
+            logs = torch.log(torch.arange(1, 2 + max_len // self._period, dtype=torch.float32))
+            self._query_scales = (1 + rope.query_beta * logs).to(device, dtype)
+
+    def turn(self, positions: Tensor) -> Turn:
+        """Return what layers need of these positions."""
+        scales = self._query_scales
+        return Turn(*self.at(positions), None if scales is None else scales[positions // self._period][:, None, None])
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [tokens, 1, head_dim] for `rotate`: computed in float32, in the model's dtype."""
@@ -139,7 +158,13 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [tokens, heads, head_dim] by its positions' angles; element i is paired with i + head_dim / 2."""
+    """Rotate x [tokens, heads, head_dim] by its positions' angles; element i is paired with i + head_dim / 2.
+
+    Angles of fewer numbers rotate the first numbers of each head.
+    """
+    if cos.shape[-1] < x.shape[-1]:
+        turned, others = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+        return torch.cat([rotate(turned, cos, sin), others], -1)
     half = x.shape[-1] // 2
     return x * cos + torch.cat([x[..., half:], x[..., :half]], -1) * sin
 
@@ -152,11 +177,11 @@ def rope_parameters(source: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read_rope(source: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
-    """Return the rotary parameters of a config.json. Raises ModelError."""
+def read_rope(source: Mapping[str, Any], head_dim: int, max_positions: int, *, theta: float = 10000.0) -> Rope:
+    """Return the rotary parameters of a config.json, whose default base is `theta`. Raises ModelError."""
     found = rope_parameters(source)
     scaling = found.get("rope_type", found.get("type", "default")) or "default"
-    theta = found.get("rope_theta") or source.get("rope_theta") or 10000.0
+    base = found.get("rope_theta") or source.get("rope_theta") or theta
     original = found.get("original_max_position_embeddings")
     if scaling in ("llama3", "yarn", "longrope"):
         original = source.get("original_max_position_embeddings") or original or max_positions
@@ -182,7 +207,7 @@ def read_rope(source: Mapping[str, Any], head_dim: int, max_positions: int) -> R
     try:
         rope = Rope(
             head_dim=head_dim,
-            theta=float(theta),
+            theta=float(base),
             scaling=scaling,
             max_positions=max_positions,
             factor=optional("factor"),

@@ -26,6 +26,7 @@ from torch import Tensor
 from ..files import LIST_BYTES, check_values, read_file
 from ..kernels.matmul import Sources, Stored
 from ..types import ModelError
+from .gpu_weights import CodedRows
 from .upload import PIECE_BYTES, Piece, Upload, pieces, read_all
 
 DTYPES = {
@@ -155,6 +156,10 @@ class Checkpoint:
         if any(entry.dtype != dtype for entry in entries):
             return []
         return [Stored(self._descriptor(entry.file), entry.offset, entry.shape, dtype) for entry in entries]
+
+    def coded(self, names: Sequence[str]) -> list[CodedRows]:
+        """Return these tensors in forms that a GPU computes with; empty if one has none."""
+        return []
 
     def unreadable(self, error: OSError) -> ModelError:
         """Return the error for a file that cannot be read; the filename of `error` is one of our descriptors."""

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.blocks import FORMATS
 from ..kernels.matmul import BlockRows, Converted, Sources
+from ..models.gpu_weights import FLOAT8_NAN, CodedPiece, CodedRows, Form
 from ..models.weights import Checkpoint, Entry
 from ..types import ModelError
 from .blocks import NUMBERS, write_blocks
 from .config import BLOCK, Quantization, Scheme, in_blocks_together
+from .forms import form_of
 from .layouts import LAYOUTS, Layout, Tensors, count
 
 # Scales of activations and of the KV cache, which are quantized otherwise here, or not at all.
@@ -38,15 +39,6 @@ class Weight:
     layout: Layout
     shape: tuple[int, ...]
     tensors: dict[str, str]
-
-
-class Piece(NamedTuple):
-    """Some rows of a weight."""
-
-    rows: slice
-    numbers: Tensor  # see Layout
-    zeros: Tensor | None
-    scales: Tensor
 
 
 class QuantizedCheckpoint(Checkpoint):
@@ -114,6 +106,17 @@ class QuantizedCheckpoint(Checkpoint):
             if kind is not None
         ]
 
+    def coded(self, names: Sequence[str]) -> list[CodedRows]:
+        weights = [self._weights[name] for name in names if name in self._weights]
+        forms = [form_of(weight.scheme, weight.shape[1]) for weight in weights]
+        if len(weights) < len(names) or not in_blocks_together([form.name if form else None for form in forms]):
+            return []
+        return [
+            CodedRows(form, weight.shape, partial(self._code, weight, form), self._num_bytes(weight.name))
+            for weight, form in zip(weights, forms, strict=True)
+            if form is not None
+        ]
+
     def equal(self, one: str, other: str) -> bool:
         return not {one, other} & self._weights.keys() and self._files.equal(one, other)
 
@@ -178,18 +181,23 @@ class QuantizedCheckpoint(Checkpoint):
         self._files.fill({weight.tensors[part]: tensor for part, tensor in tensors.items()}, lambda _: None)
         return tensors
 
-    def _pieces(self, weight: Weight, tensors: Tensors) -> Iterator[Piece]:
+    def _pieces(self, weight: Weight, tensors: Tensors, *, coded: bool = False) -> Iterator[CodedPiece]:
+        """Yield the rows of a weight in pieces; `coded`: the bits of floats, else their values."""
         step = max(PIECE_ROWS, PIECE_NUMBERS // max(1, weight.shape[1]) // PIECE_ROWS * PIECE_ROWS)
         for start in range(0, weight.shape[0], step):
             rows = slice(start, min(start + step, weight.shape[0]))
             numbers, zeros, scales = (
                 read(tensors, weight.scheme, rows)
-                for read in (weight.layout.numbers, weight.layout.zeros, weight.layout.scales)
+                for read in (
+                    weight.layout.codes if coded else weight.layout.numbers,
+                    weight.layout.zeros,
+                    weight.layout.scales,
+                )
             )
             assert numbers is not None and scales is not None
             if not scales.isfinite().all():
                 raise ModelError(f"{weight.name} has a scale that is not a number; download the checkpoint again")
-            yield Piece(rows, numbers, zeros, scales)
+            yield CodedPiece(rows, numbers, zeros, scales)
 
     def _dequantize(self, weight: Weight, target: Tensor) -> None:
         """Write a weight's numbers, computed in float32 and then rounded to the target's dtype."""
@@ -216,13 +224,7 @@ class QuantizedCheckpoint(Checkpoint):
         data = torch.empty(weight.shape[0], weight.shape[1] // BLOCK, form.block_bytes, dtype=torch.uint8)
         blocks = (group if order is None else group[order])[::BLOCK]
         for rows, numbers, zeros, scales in self._pieces(weight, tensors):
-            if scales.numel() and (largest := float(scales.abs().max())) > LARGEST_SCALE:
-                raise ModelError(f"{weight.name} has a scale of {largest:.3g}, too large for float16")
-            if not form.has_zeros and zeros is not None and (zeros != weight.scheme.middle).any():
-                raise ModelError(
-                    f"{weight.name} has zero points, but config.json calls it symmetric: change `sym` (of "
-                    "compressed-tensors, `symmetric`) to false there"
-                )
+            _check(weight, scales, zeros, has_zeros=form.has_zeros)
             write_blocks(
                 data[rows],
                 numbers if order is None else numbers[:, order],
@@ -231,6 +233,40 @@ class QuantizedCheckpoint(Checkpoint):
             )
         order = None if order is None else order.int()
         return BlockRows(data.flatten(1), weight.shape, NUMBERS[kind], dtype, order=order, mapped=False)
+
+    def _code(self, weight: Weight, form: Form) -> tuple[Tensor | None, Iterator[CodedPiece]]:
+        """Return the order of a weight's columns, None if they are stored in theirs, and its rows in a form."""
+        tensors = self._read(weight)
+        group = _groups(weight, tensors)
+        contiguous = torch.arange(len(group)) // (form.group or len(group))
+        if torch.equal(group, contiguous):
+            return None, self._coded(weight, form, tensors, None)
+        order = group.argsort(stable=True)
+        if not torch.equal(group[order], contiguous):
+            raise ModelError(f"{weight.name} has groups of columns that are not of {form.group} each")
+        return order, self._coded(weight, form, tensors, order)
+
+    def _coded(self, weight: Weight, form: Form, tensors: Tensors, order: Tensor | None) -> Iterator[CodedPiece]:
+        for rows, numbers, zeros, scales in self._pieces(weight, tensors, coded=True):
+            if form.is_float:
+                if ((numbers & FLOAT8_NAN) == FLOAT8_NAN).any():
+                    raise ModelError(f"{weight.name} has a weight that is not a number; download the checkpoint again")
+            else:
+                _check(weight, scales, zeros, has_zeros=form.has_zeros)
+            sorted_numbers = numbers if order is None else numbers[:, order]
+            yield CodedPiece(rows, sorted_numbers, zeros if form.has_zeros else None, scales)
+
+
+def _check(weight: Weight, scales: Tensor, zeros: Tensor | None, *, has_zeros: bool) -> None:
+    """Raise ModelError unless some rows of integers can be stored with scales in float16, and without zero points if
+    not `has_zeros`."""
+    if scales.numel() and (largest := float(scales.abs().max())) > LARGEST_SCALE:
+        raise ModelError(f"{weight.name} has a scale of {largest:.3g}, too large for float16")
+    if not has_zeros and zeros is not None and (zeros != weight.scheme.middle).any():
+        raise ModelError(
+            f"{weight.name} has zero points, but config.json calls it symmetric: change `sym` (of "
+            "compressed-tensors, `symmetric`) to false there"
+        )
 
 
 def _groups(weight: Weight, tensors: Tensors) -> Tensor:

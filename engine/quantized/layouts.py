@@ -58,6 +58,10 @@ class Layout(ABC):
     def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
         """Return the stored numbers of some rows, [rows, columns] uint8; float32 if they are floats."""
 
+    def codes(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        """Return the stored numbers of some rows, [rows, columns] uint8: of floats the bits."""
+        return self.numbers(tensors, scheme, rows)
+
     def zeros(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor | None:
         """Return the zero points of some rows, [rows, groups] uint8; None: in the middle, or there are none."""
         return None
@@ -181,6 +185,9 @@ class Float8(Layout):
 
     def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
         return tensors["weight"][rows].float()
+
+    def codes(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        return tensors["weight"][rows].view(torch.uint8)
 
     def scales(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
         name = "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"

@@ -49,9 +49,16 @@ class Buffers:
 
     On a CPU both are the same memory. The inputs of a step are valid until `views` is called for the next step. By then
     its forward pass must be queued.
+
+    The step's tokens are followed by padding up to token number `padded`: id 0 at position 0, with slot -1, for which
+    nothing is stored.
     """
 
-    def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device, padded: int = 0
+    ) -> None:
+        assert padded <= max_tokens
+        self._padded = padded
         self._largest = Shape(max_tokens, max_seqs, max_blocks, logits=max_tokens, hidden=max_tokens)
         sizes = self._largest.num_elements()
         *starts, self._longs = accumulate(sizes[:NUM_LONGS], initial=0)
@@ -63,6 +70,7 @@ class Buffers:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._shape = Shape(0, 0, 0, 0, 0)
         self._arrays, self._tensors = self._views(self._shape)
+        self._pad(0)
 
     def views(self, shape: Shape) -> tuple[Views[NDArray], Views[Tensor]]:
         """Return where to write the inputs of a step, and where the device reads them after `upload`."""
@@ -73,7 +81,19 @@ class Buffers:
         if shape != self._shape:  # consecutive decode steps have the same shape, and slicing takes longer than filling
             self._shape = shape
             self._arrays, self._tensors = self._views(shape)
+            self._pad(shape.tokens)
         return self._arrays, self._tensors
+
+    def padding(self, tokens: int) -> Views[Tensor]:
+        """Return the inputs of a step of padding on the device, with the memory of all rows and of all their blocks.
+
+        To be called between steps: it overwrites the inputs of the last one.
+        """
+        assert tokens <= self._padded
+        self.views(Shape(0, 0, 0, 0, 0))
+        self.upload()
+        rows, width = self._largest.rows, self._largest.width
+        return self._views(Shape(tokens, rows, width, 0, 0))[1]
 
     def upload(self) -> None:
         """Copy the inputs to the device, in one piece that ends with the block table."""
@@ -82,6 +102,14 @@ class Buffers:
             used = self._longs + -(-ints // 2)
             self._device[:used].copy_(self._host[:used], non_blocking=True)
             self._copied.record()
+
+    def _pad(self, tokens: int) -> None:
+        """Write the padding after this number of tokens. Steps of the same shape leave it as it is."""
+        if tokens < self._padded:
+            arrays, _ = self._views(Shape(self._padded, 0, 0, 0, 0))
+            arrays.ids[tokens:] = 0
+            arrays.positions[tokens:] = 0
+            arrays.slot_mapping[tokens:] = -1
 
     def _views(self, shape: Shape) -> tuple[Views[NDArray], Views[Tensor]]:
         longs, host = self._longs, self._host.numpy()

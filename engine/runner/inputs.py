@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class Prepared:
     sampled_logits: Ints | None  # the indices of their logits; None: all logits are theirs
     scored: dict[int, slice]  # row -> its logits that score prompt tokens
     pooled: dict[int, slice]  # row -> its hidden states
+    pooled_logits: dict[int, int]  # row -> the index of its logits, if these are pooled
 
 
 class Inputs:
@@ -47,10 +49,13 @@ class Inputs:
         block_size: int,
         cache: KVCache,
         device: torch.device,
+        padded: int = 0,  # tokens, see Buffers
     ) -> None:
         self.block_size = block_size
         self.cache = cache
-        self._buffers = Buffers(max_tokens=max_tokens, max_seqs=max_seqs, max_blocks=max_blocks, device=device)
+        self.buffers = Buffers(
+            max_tokens=max_tokens, max_seqs=max_seqs, max_blocks=max_blocks, device=device, padded=padded
+        )
         self._free = list(range(max_seqs - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
         self._table = np.zeros((max_seqs, max_blocks), np.int32)
@@ -90,12 +95,13 @@ class Inputs:
         query_start = [0, *accumulate(counts)]
         starts = np.array([row.start for row in rows], np.int64)
         lengths = starts + counts
-        sampled_rows, sampled_logits, scored, logits_at = _logits(rows, query_start)
+        needed = _logits(rows, query_start)
+        logits_at = needed.at
         pooled, hidden_at = _hidden(rows, query_start)
         width = -(-int(lengths.max()) // self.block_size)
 
         size = query_start[-1]
-        host, device = self._buffers.views(Shape(size, len(rows), width, len(logits_at), len(hidden_at)))
+        host, device = self.buffers.views(Shape(size, len(rows), width, len(logits_at), len(hidden_at)))
         host.ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, size)
         host.query_start[:] = query_start
         host.seq_lens[:] = lengths
@@ -112,7 +118,7 @@ class Inputs:
         host.logits_at[:] = logits_at
         host.hidden_at[:] = hidden_at
         host.block_table[:] = self._table[slots, :width]
-        self._buffers.upload()
+        self.buffers.upload()
         if pending:
             assert last is not None
             ids = device.ids
@@ -139,32 +145,45 @@ class Inputs:
         return Prepared(
             forward,
             slots=slots,
-            sampled_rows=sampled_rows,
+            sampled_rows=needed.sampled_rows,
             lengths=lengths,
-            sampled_logits=sampled_logits,
-            scored=scored,
+            sampled_logits=needed.sampled,
+            scored=needed.scored,
             pooled=pooled,
+            pooled_logits=needed.pooled,
         )
 
 
-def _logits(rows: list[Row], query_start: list[int]) -> tuple[Ints, Ints | None, dict[int, slice], Ints | list[int]]:
-    """Return `sampled_rows`, `sampled_logits` and `scored` of Prepared, and the indices of the tokens that need
-    logits."""
+class _Logits(NamedTuple):
+    """The tokens that need logits, and what these are for; see Prepared."""
+
+    at: Ints | list[int]
+    sampled_rows: Ints
+    sampled: Ints | None
+    scored: dict[int, slice]
+    pooled: dict[int, int]
+
+
+def _logits(rows: list[Row], query_start: list[int]) -> _Logits:
     counts = np.array([row.num_logits for row in rows], np.int64)
-    if not any(row.scored for row in rows):  # nearly always: at most the last token of each row
+    is_plain = not any(row.scored or (row.embeds and row.num_logits) for row in rows)
+    if is_plain:  # nearly always: all logits are of last tokens, to sample
         sampled_rows = np.flatnonzero(counts)
-        return sampled_rows, None, {}, np.array(query_start[1:], np.int64)[sampled_rows] - 1
+        return _Logits(np.array(query_start[1:], np.int64)[sampled_rows] - 1, sampled_rows, None, {}, {})
     sampled_rows = np.array([index for index, row in enumerate(rows) if row.is_sampled], np.int64)
     logits_at: list[int] = []
     sampled: list[int] = []
     scored: dict[int, slice] = {}
+    pooled: dict[int, int] = {}
     for index, row in enumerate(rows):
         if row.scored:
             scored[index] = slice(len(logits_at), len(logits_at) + len(row.scored))
         logits_at += range(query_start[index + 1] - row.num_logits, query_start[index + 1])
         if row.is_sampled:
             sampled.append(len(logits_at) - 1)
-    return sampled_rows, np.array(sampled, np.int64), scored, logits_at
+        elif row.embeds and row.num_logits:
+            pooled[index] = len(logits_at) - 1
+    return _Logits(logits_at, sampled_rows, np.array(sampled, np.int64), scored, pooled)
 
 
 def _hidden(rows: list[Row], query_start: list[int]) -> tuple[dict[int, slice], list[int]]:

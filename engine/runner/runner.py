@@ -12,17 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import attention, models
+from .. import attention, graph_sizes, memory, models
 from ..batch import PENDING, Batch, Entered, Masks, Outcome, Row, RowError, Sampled, StepResult
 from ..config import EngineConfig
 from ..kernels.library import Clock
 from ..loop import StepOutOfMemory
 from ..out_of_memory import is_out_of_memory
 from ..types import SamplingParams
-from . import logits_choice
+from . import graphs, logits_choice
 from .changes import on_device
+from .cuda_graphs import GraphDevice
+from .graphs import Graphs
 from .inputs import Inputs, Prepared
-from .pooler import Pooler, QueuedVectors
+from .pooler import Pooler, QueuedPooling
 from .queued import QueuedScores, QueuedTokens
 from .sampler import Sampler
 
@@ -46,7 +48,7 @@ class Step:
     spent: float = 0.0  # reading of the kernels' clock when the step began
     tokens: QueuedTokens | None = None
     scores: dict[int, QueuedScores] = field(default_factory=dict)  # by row
-    vectors: QueuedVectors | None = None
+    pooled: list[QueuedPooling] = field(default_factory=list)
     problems: dict[int, RowError] = field(default_factory=dict)  # row -> why its parameters are invalid
     collected: StepResult | None = None
 
@@ -80,8 +82,11 @@ class Step:
             for row, slot in enumerate(prepared.slots.tolist() if sampler.problems else ()):
                 if slot in sampler.problems:
                     self.problems[row] = sampler.problems[slot]
+            pooler = self.runner.pooler
+            if prepared.pooled_logits:
+                self.pooled.append(pooler.select(outputs.logits, prepared.pooled_logits, prepared.slots))
             if prepared.pooled:  # last: if anything before it fails, the sums are unchanged
-                self.vectors = self.runner.pooler.pool(outputs.hidden, prepared.pooled, prepared.slots, rows)
+                self.pooled += pooler.pool(outputs.hidden, prepared.pooled, prepared.slots, rows)
         self.seconds["sample"] = time.perf_counter() - began
         if self.runner.clock:
             self.seconds["kernels"] = self.runner.clock.seconds() - self.spent
@@ -123,8 +128,9 @@ class Step:
             self.runner.known[self.prepared.slots[self.prepared.sampled_rows]] = tokens.token_ids
         for row, problem in self.problems.items():
             outcomes[row] = problem
-        for row, outcome in (self.vectors.outcomes() if self.vectors is not None else {}).items():
-            outcomes[row] = outcomes[row] or outcome
+        for queued in self.pooled:
+            for row, outcome in queued.outcomes().items():
+                outcomes[row] = outcomes[row] or outcome
         prompt_logprobs = {row: scores.scores() for row, scores in self.scores.items()}
         if self.prepared is not None:
             self.seconds["sample"] += time.perf_counter() - began
@@ -134,8 +140,13 @@ class Step:
 class Runner:
     """The model, its KV cache, and the device's state of each running sequence. Used on the model thread only."""
 
-    def __init__(self, model: models.Model, config: EngineConfig, num_blocks: int) -> None:
-        """`config` is resolved. Allocates the cache: `num_blocks` blocks in every layer."""
+    def __init__(
+        self, model: models.Model, config: EngineConfig, num_blocks: int, graph_device: GraphDevice | None = None
+    ) -> None:
+        """`config` is resolved. Allocates the cache: `num_blocks` blocks in every layer.
+
+        `graph_device` captures the steps of models for which that is possible; None: all steps are launched.
+        """
         assert config.max_len and config.max_seqs and config.max_batched_tokens
         self.model = model
         self.config = config
@@ -155,6 +166,10 @@ class Runner:
             )
         )
         max_blocks = -(-config.max_len // config.block_size)
+        captured = None if graph_device is None else graphs.capturable(model, self.cache)
+        self._graphs_objection = f"there are no CUDA graphs: {captured}" if isinstance(captured, str) else ""
+        buckets = graph_sizes.sizes(config.max_seqs, config.max_batched_tokens)
+        has_graphs = graph_device is not None and not self._graphs_objection
         self.inputs = Inputs(
             max_seqs=config.max_seqs,
             max_tokens=config.max_batched_tokens,
@@ -162,7 +177,21 @@ class Runner:
             block_size=config.block_size,
             cache=self.cache,
             device=self.device,
+            padded=buckets.largest if has_graphs else 0,
         )
+        self.graphs: Graphs | None = None
+        if graph_device is not None and captured is not None and not isinstance(captured, str):
+            self.graphs = Graphs(
+                captured,
+                spec,
+                self.cache,
+                self.inputs.buffers,
+                sizes=buckets,
+                device=graph_device,
+                max_len=config.max_len,
+                max_bytes=memory.graph_bytes(spec, config, type(backend)),
+            )
+            model.executors.insert(0, self.graphs)
         self.sampling = logits_choice.choose(config.cpu_isa, self.device, spec.dtype, spec.vocab_size)
         self.sampler = Sampler(
             config.max_seqs, spec.vocab_size, self.device, self.sampling.backend, config.logprobs_mode
@@ -177,6 +206,11 @@ class Runner:
         self._launched: Step | None = None
         parts = (model.product.kernels, self.sampling, backend)
         self.clock = Clock({part.library for part in parts if part is not None and part.library is not None})
+
+    @property
+    def graphs_note(self) -> str:
+        """Why no steps are captured in graphs, or only some, or empty."""
+        return self._graphs_objection or ("" if self.graphs is None else self.graphs.problem)
 
     def launch(self, batch: Batch) -> Step:
         """Queue the step's forward pass. The step before may be in flight, if it has been sampled.
@@ -228,6 +262,8 @@ class Runner:
             entered = [Entered(row.seq_id, params, length, []) for row in rows]
             self.launch(Batch(0, rows, entered)).sample().result()
             self.launch(Batch(0, [], [], [row.seq_id for row in rows])).sample().result()
+        if self.graphs is not None:
+            _guarded(self.graphs.capture_first)
 
 
 def _guarded(work: Callable[[], T]) -> T:

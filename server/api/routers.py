@@ -5,6 +5,7 @@ from .chat import routes as chat
 from .completions import routes as completions
 from .embeddings import routes as embeddings
 from .ops import routes as ops
+from .rerank import routes as rerank
 from .responses import routes as responses
 from .tokenize import routes as tokens
 
@@ -13,6 +14,7 @@ ROUTERS = (
     completions.router,
     responses.router,
     embeddings.router,
+    rerank.router,
     messages.router,
     tokens.router,
     ops.router,

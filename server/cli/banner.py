@@ -97,6 +97,8 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
     base = url(settings, where)
     tokens = info.num_blocks * info.block_size
     kept = info.dtype if info.quantization == "none" else f"{info.quantization}, computed in {info.dtype}"
+    if info.weight_packing != "none":
+        kept += " compressed without loss"
     weights = f"{parameters(info.num_params)} parameters, {size(info.weights_bytes)} in {kept} on {info.device}"
     lines = [
         ("model", f"{', '.join(settings.names)} ({info.architecture}, {info.implementation} code)"),
@@ -109,7 +111,7 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
         (
             "steps",
             f"{count(info.max_seqs, 'request')} at once, {info.max_batched_tokens:,} tokens per step,"
-            f" {info.attention} attention, {info.product} products",
+            f" {info.attention} attention, {info.product} products" + (", CUDA graphs" if info.graphs else ""),
         ),
         ("results", EXACT if info.exact else INEXACT),
         ("API", f"{base}/v1" + (f" on the socket {where}" if isinstance(where, Path) else "")),

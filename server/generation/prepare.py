@@ -24,6 +24,7 @@ from ..tokenization.encoder import Prompts, TextTooLong
 from ..tokenization.generic_tools import FORMAT as GENERIC
 from ..tokenization.generic_tools import renders_tools
 from ..tokenization.renderer import TemplateError
+from ..tokenization.reranker import NO_CHAT
 from .choices import Choice, Due, Scores
 from .output import Json, Prompt
 from .output_constraint import Shape, check_accepts_grammars, hidden_ids, output_shape
@@ -282,6 +283,8 @@ async def encode_conversation(
 ) -> list[Prompt]:
     """Encode a conversation as the model's chat template renders it; `fits`: it must fit the context."""
     prompts, calling = model.prompts, conversation.calling
+    if model.reranker is not None and not model.reranker.chats:
+        raise TemplateError(NO_CHAT)
     if calling is not None:
         check_accepts_tools(model)
     tools = as_tools(calling.in_prompt if calling else ())

@@ -21,7 +21,9 @@ from triton.compiler import ASTSource
 
 from engine.attention.layer import LARGEST, AttentionLayer
 from engine.attention.paged_gpu import SPLIT, attend_warps, padded, power_of_two, queries_of, tile, tile_rows, warps
-from engine.kernels.gpu import attention, changes, layers, logits
+from engine.kernels.gpu import attention, changes, layers, logits, matmul
+from engine.models import gpu_weights
+from engine.models.gpu_weights import LOOKED_UP, ROUNDED, Form, Tile
 from engine.models.on_gpu import GATE_TILE, MAX_HIDDEN
 from engine.runner.triton_logits import ENTRIES, TILE, TILES, WARPS
 
@@ -31,10 +33,12 @@ NAMES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.int8: "i8",
+    torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-# Strides of blocks and tokens are multiples of 16 for the heads below, as the launcher finds when it runs.
-ALIGNED = re.compile(r".*_(ptr|token|head|block|row)$")
+# Strides of blocks and tokens and sizes of weights are multiples of 16 for the models below, as the launcher finds when
+# it runs.
+ALIGNED = re.compile(r".*_(ptr|token|head|block)$|(rows|columns)$")
 
 
 def layer(heads: int, kv_heads: int, dim: int, **more: Any) -> AttentionLayer:
@@ -52,6 +56,7 @@ LAYERS = {
 SIZES = {"Qwen3 0.6B": (1024, 3072), "Llama 8B": (4096, 14336), "Phi-3": (3072, 8192), "largest": (MAX_HIDDEN, 1)}
 VOCABULARIES = {"Qwen3": 151936, "GPT-2": 50257}
 Arguments = tuple[dict[str, Any], dict[str, Any]]  # types and constants
+FUSED = (attention.attend, layers.add_norm, layers.gate, matmul.multiply)  # multiplications and additions
 
 
 def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, decodes: bool) -> Arguments:
@@ -107,6 +112,42 @@ def gate(inner: int, activation: str, dtype: torch.dtype) -> Arguments:
     return signature, {"INNER": inner, "TILE": GATE_TILE, "ACTIVATION": activation}
 
 
+FORMS = (
+    *ROUNDED.values(),
+    Form(4, 128, has_zeros=True, scale=torch.float16),
+    Form(8, 32, scale=torch.float16),
+    Form(8, is_float=True),
+    Form(8, 128, is_float=True),
+)
+
+
+def weight(form: Form, dtype: torch.dtype) -> Arguments:
+    signature = {"numbers_ptr": "*" + NAMES[form.dtype], "out_ptr": "*" + NAMES[dtype]}
+    signature |= {
+        "scales_ptr": "*" + NAMES[form.scale],
+        "zeros_ptr": "*" + NAMES[form.dtype if form.has_zeros else form.scale],
+    }
+    constants = {
+        "BITS": form.bits, "FLOAT": form.is_float, "ZEROS": form.has_zeros, "SLICE": form.slice, "GROUP": form.group,
+    }  # fmt: skip
+    return signature, constants
+
+
+def product(form: Form, dtype: torch.dtype, tile: Tile) -> Arguments:
+    """Return the types of the arguments and the constants of a launch, as GPUWeight makes it."""
+    signature, constants = weight(form, dtype)
+    signature |= {"x_ptr": "*" + NAMES[dtype], "bias_ptr": "*" + NAMES[dtype]}
+    signature |= {"sums_ptr": "*fp32", "arrived_ptr": "*i32"}
+    sizes = {"TOKENS": tile.tokens, "ROWS": tile.rows, "STAGES": tile.stages}
+    return signature, constants | sizes | {"WIDEN": False}
+
+
+def dequantized(form: Form, dtype: torch.dtype, *, look_up: bool) -> Arguments:
+    signature, constants = weight(form, dtype)
+    ids = {"ids_ptr": "*i64" if look_up else "*i32"}
+    return signature | ids, constants | {"ROWS": LOOKED_UP, "LOOK_UP": look_up}
+
+
 LOGITS = {
     "x_ptr": "*fp32", "rows_ptr": "*i64", "state_ptr": "*i64", "counts_ptr": "*i32", "sums_ptr": "*i64",
     "weights_ptr": "*fp32", "parts_ptr": "*i64", "tops_ptr": "*fp32", "ids_ptr": "*i64", "values_ptr": "*fp32",
@@ -160,6 +201,14 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             yield f"norm {label}", layers.add_norm, norm, warps(norm[1]["SIZE_P"])
             for activation in ("silu", "gelu", "gelu_pytorch_tanh", "relu"):
                 yield f"gate {label} {activation}", layers.gate, gate(inner, activation, dtype), warps(GATE_TILE)
+    for form in FORMS:
+        for dtype in gpu_weights.DTYPES:
+            label = f"{NAMES[dtype]} {form.name}"
+            for size in gpu_weights.TILES.values():
+                yield f"product {label}, {size.tokens} rows", matmul.multiply, product(form, dtype, size), size.warps
+            for look_up in (False, True):
+                arguments = dequantized(form, dtype, look_up=look_up)
+                yield f"{'lookup' if look_up else 'dequantize'} {label}", matmul.dequantize, arguments, 1
     for name, vocab_size in VOCABULARIES.items():
         for kernel, arguments in sampling(vocab_size):
             yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS
@@ -175,7 +224,7 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
         if name not in constants and ALIGNED.match(name)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-    options = {"num_warps": num_warps, "enable_fp_fusion": kernel in (attention.attend, layers.add_norm, layers.gate)}
+    options = {"num_warps": num_warps, "enable_fp_fusion": kernel in FUSED}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

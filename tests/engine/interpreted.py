@@ -93,7 +93,7 @@ def test_more_parts_than_the_workspace_holds_are_launched_one_after_another(smal
     pool = Pool(4, [70, 69, 68], layer, block_size=16, dtype=torch.float32, backend=PagedGPU())
     pool.step({0: 69, 1: 68, 2: 67})
     plan = pool.cache.plan(AttentionMeta.of([(blocks, 67, 1) for blocks in pool.blocks], 16))
-    assert [work.num_parts for work in plan.launches(None, 8).decodes] == [3, 3, 3]
+    assert [work.num_parts for work in plan.launches((None, 8)).decodes] == [3, 3, 3]
     assert pool.step({0: 1, 1: 1, 2: 1}) < 1e-5
 
 
@@ -164,7 +164,7 @@ def test_kernels_that_fail_or_err_are_declined(small, monkeypatch):
     assert "wrong results on this device" in PagedGPU.objection([layer], torch.float32, torch.float32, CPU, "auto")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_neox"])
 def test_an_engine_samples_the_tokens_of_the_reference(tmp_path, name):
     """Prompts in chunks beside decodes, in our own decoder and in transformers' code."""
     folder = make(name, tmp_path, seed=5)

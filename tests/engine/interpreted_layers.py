@@ -285,7 +285,7 @@ def test_kernels_that_fail_or_err_are_replaced_by_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "gated", lambda gate_up, activation: gate_up[:, : gate_up.shape[1] // 2].contiguous())
     model = load_model(config, folder)
     assert [type(executor) for executor in model.executors] == [Eager]
-    parts = model.spec, model.embedding, model.layers, model.rotary
+    parts = model.spec, model.embedding, model.layers, model.rotaries
     assert "wrong results on this device" in on_gpu.trial(*parts)
     monkeypatch.setattr(on_gpu, "gated", lambda *_: 1 / 0)
     assert "do not run on this device: ZeroDivisionError" in on_gpu.trial(*parts)

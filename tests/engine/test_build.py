@@ -201,7 +201,7 @@ def only_config(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_neox"])
 def test_dummy_weights_need_config_json_alone(tmp_path, name):
     """In our own decoder and in transformers' code; the same numbers each time, as a restarted engine needs."""
     folder = only_config(make(name, tmp_path, dtype=torch.bfloat16))

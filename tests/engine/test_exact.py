@@ -62,6 +62,16 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         ("qwen3_moe", "float32", "none", "auto"),
         ("qwen3_moe", "bfloat16", "int8", "auto"),
         ("mixtral", "bfloat16", "none", "auto"),
+        ("smollm3-window", "bfloat16", "none", "auto"),
+        ("olmo3", "bfloat16", "none", "auto"),
+        ("granite", "bfloat16", "int8", "auto"),
+        ("gemma2", "bfloat16", "none", "auto"),
+        ("glm4", "bfloat16", "none", "auto"),
+        ("ministral3", "bfloat16", "none", "auto"),
+        ("cohere2", "bfloat16", "none", "auto"),
+        ("phi3-partial", "bfloat16", "none", "auto"),
+        ("gemma2", "float32", "int4", "int8"),
+        ("gemma3_text-scaled", "bfloat16", "none", "auto"),
     ],
 )
 async def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, name, dtype, quantization, kv_dtype):

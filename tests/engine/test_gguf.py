@@ -479,7 +479,7 @@ def test_hostile_headers_get_a_sentence(tmp_path, name):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"llama__expert_count": 8}, "models with experts are not supported"),
+        ({"llama__expert_count": 8}, "has no llama.expert_used_count"),
         ({"llama__rope__dimension_count": 32}, "rope.dimension_count differs from the size of a head"),
         ({"llama__rope__scaling__type": "su"}, "rotary scaling 'su' is not supported"),
         ({"tokenizer__ggml__merges": ["a q"]}, "names tokens that the vocabulary does not have"),

@@ -355,7 +355,7 @@ def test_quantized_weights_without_kernels_are_refused(processor, monkeypatch):
     processor("avx2")
     for asked, device, dtype, why in (
         ("torch", CPU, torch.bfloat16, "`cpu_isa=torch` disables them"),
-        ("auto", torch.device("cuda"), torch.bfloat16, "runs on cuda: leave out `quantization`"),
+        ("auto", torch.device("cuda"), torch.bfloat16, "this engine runs on cuda"),
         ("auto", CPU, torch.float64, "float32 and bfloat16, not float64: set `dtype=bfloat16`"),
         ("sse", CPU, torch.float32, "unknown instruction set 'sse'"),
     ):

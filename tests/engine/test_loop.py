@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from engine import loop
 from engine.batch import Batch, Sampled, StepResult
 from engine.config import EngineConfig
 from engine.loop import EngineLoop, StepOutOfMemory
@@ -71,13 +72,15 @@ class Outbox:
 
 
 class Bench:
-    def __init__(self, **config) -> None:
+    def __init__(self, when_idle=None, **config) -> None:
         self.runner, self.outbox = Runner(), Outbox()
         settings = EngineConfig(
             model="t", max_len=64, max_seqs=4, max_batched_tokens=16, block_size=4, debug=True, **config
         )
         self.scheduler = Scheduler(settings, num_blocks=16, vocab_size=100)
-        self.loop = EngineLoop(self.scheduler, self.runner, self.outbox, ThreadPoolExecutor(1, "model"))
+        self.loop = EngineLoop(
+            self.scheduler, self.runner, self.outbox, ThreadPoolExecutor(1, "model"), when_idle=when_idle
+        )
 
     def add(self, request_id: int, prompt=(1, 2), max_tokens: int = 2) -> None:
         self.loop.add(EngineRequest(id=request_id, prompt_ids=prompt, params=SamplingParams(max_tokens=max_tokens)))
@@ -123,6 +126,32 @@ async def test_request_that_can_never_run_fails_at_once():
     async with Bench() as bench:
         bench.add(1, prompt=(1,) * 64)
         assert bench.outbox.events == [(1, "error")]
+
+
+async def test_what_can_wait_is_done_on_the_model_thread_when_there_is_no_work(monkeypatch):
+    monkeypatch.setattr(loop, "QUIET_S", 0.01)
+    calls, go, was_called = [], threading.Event(), asyncio.Event()
+    running = asyncio.get_running_loop()
+
+    def when_idle():
+        calls.append(threading.current_thread().name)
+        running.call_soon_threadsafe(was_called.set)
+        assert go.wait(10)
+        return len(calls) < 3
+
+    async with Bench(when_idle) as bench:
+        await asyncio.wait_for(was_called.wait(), WAIT_S)
+        bench.add(1)
+        go.set()
+        await bench.end()
+        assert bench.outbox.events[-1] == (1, "length", 9)
+        assert len(calls) == 1, "a request waits for one call at most"
+        while len(calls) < 3:
+            await asyncio.sleep(0.01)
+        bench.add(2)
+        await bench.end()
+        await asyncio.sleep(0.05)
+        assert calls == ["model_0"] * 3, "it is not called again when it has done all"
 
 
 async def test_out_of_memory_fails_one_request_and_the_loop_goes_on():

@@ -49,7 +49,7 @@ def continued(reference, ids: list[int]) -> tuple[list[int], float]:
     return ids, margin
 
 
-@pytest.mark.parametrize("name", [name for name in FALLBACK if name != "phi3-longrope"])
+@pytest.mark.parametrize("name", sorted({*FALLBACK, *OWN_EMBEDDING}))
 def test_greedy_tokens_equal_transformers_in_float32(home, name):
     folder = make(name, home / name)
     model, reference = load(folder, "float32"), oracle(folder, torch.float32)

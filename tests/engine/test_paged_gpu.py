@@ -18,11 +18,14 @@ from tests.engine.test_attention import CPU, layer_of
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 ATTENTION, LAYERS = {"decode", "chunk", "store", "rotate"}, {"norm", "gate"}
+WEIGHTS = {"product", "dequantize", "lookup"}
 LOGITS = {"find_top", "count_digit", "weigh", "sum_digit", "sum_kept", "pick", "tally", "collect"}
 CHANGES = {"penalize", "add", "exclude", "forbid"}
 
 
-@pytest.mark.parametrize("file", ["interpreted.py", "interpreted_layers.py", "interpreted_logits.py"])
+@pytest.mark.parametrize(
+    "file", ["interpreted.py", "interpreted_layers.py", "interpreted_logits.py", "interpreted_weights.py"]
+)
 def test_kernels_in_the_interpreter_equal_torch(file):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/engine/{file}"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
@@ -51,6 +54,12 @@ def test_without_a_gpu_or_a_compiler_there_is_a_reason(monkeypatch):
         (90, "logits of", LOGITS | CHANGES),
         (80, "logits of Qwen3", LOGITS | CHANGES),
         (80, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
+        (90, "bf16 int4", WEIGHTS),
+        (90, "bf16 int8 in rows", WEIGHTS),
+        (90, "bf16 float8 in groups", WEIGHTS),
+        (90, "fp16 int4 in groups of 32", WEIGHTS),
+        (80, "bf16 int8", WEIGHTS),
+        (80, "bf16 float8 in rows", WEIGHTS),
     ],
 )
 def test_compiled_kernels_spill_no_registers(arch, only, kernels, tmp_path):
@@ -66,3 +75,4 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels, tmp_path):
         assert each["shared"] <= (227 if arch == 90 else 163) * 1024, each
     chunks = [each for each in found if each["kernel"].startswith("chunk") and "bf16" in each["kernel"]]
     assert all(each["HGMMA" if arch == 90 else "HMMA"] for each in chunks), "prompts do not use the matrix units"
+    assert all(each["HMMA"] or each["HGMMA"] for each in found if each["kernel"].startswith("product"))

@@ -130,6 +130,23 @@ def test_too_large_a_model_may_fit_in_8_bits(qwen3, on):
     assert not any("quantization" in line for line in impossible(model=qwen3, max_len=10**6, device="cpu")["try"])
 
 
+def test_quantized_weights_on_a_gpu_need_memory_for_a_plain_head_while_they_are_rounded(qwen3, on, monkeypatch):
+    monkeypatch.setattr("engine.models.gpu_weights.objection", lambda *_: None)
+    small = {"model": qwen3, "max_seqs": 1, "max_batched_tokens": 16, "max_len": 1024}
+    on(24 * GB, kind="cuda")
+    plain, found = ok(**small), ok(**small, quantization="int4")
+    assert found["weights_bytes"] / plain["weights_bytes"] == pytest.approx(0.366, abs=0.01)
+    dequantized = 2 * 2 * QWEN3["intermediate_size"] * QWEN3["hidden_size"]  # gate and up in bfloat16
+    assert found["activation_bytes"] - plain["activation_bytes"] == dequantized
+
+    head = 2 * QWEN3["vocab_size"] * QWEN3["hidden_size"]
+    on(24 * GB, found["weights_bytes"] + head - 10**6, "cuda")
+    assert "while they are rounded, 0.3 GB of plain ones" in impossible(**small, quantization="int4")["error"]
+
+    on(1.3 * GB, kind="cuda")
+    assert any(line.startswith("`quantization=int8`: weights of 0.6 GB") for line in impossible(**small)["try"])
+
+
 def test_a_cache_of_int8_holds_more(qwen3, on):
     on(64 * GB)
     found = ok(model=qwen3, kv_dtype="int8", kv_cache_memory=GB)

@@ -121,7 +121,7 @@ def test_an_unknown_quantization_is_refused():
 
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])
 def test_transformers_models_are_refused(tmp_path, implementation):
-    folder = make("gemma2" if implementation == "auto" else "llama", tmp_path, dtype=torch.float32)
+    folder = make("gpt_neox" if implementation == "auto" else "llama", tmp_path, dtype=torch.float32)
     config = EngineConfig(model=str(folder), device="cpu", implementation=implementation, quantization="int8")
     for refuses in (lambda: plan.plan(config), lambda: load_model(config, folder)):
         with pytest.raises(ConfigError, match=r"int8` is for the native implementation, and .*: leave it out"):

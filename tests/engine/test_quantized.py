@@ -312,7 +312,7 @@ def test_other_settings_of_quantization_are_refused(tmp_path):
     assert refused(tmp_path, ConfigError, quantization="int4") == (
         "the weights of this checkpoint (awq) are quantized: leave out `quantization=int4`"
     )
-    assert "makes no awq weights" in refused(tmp_path, ConfigError, load_format="dummy")
+    assert "makes awq weights on a GPU alone" in refused(tmp_path, ConfigError, load_format="dummy")
     assert refused(tmp_path, implementation="transformers") == (
         "weights in awq are for the native implementation, and LlamaForCausalLM runs on transformers' code here: use "
         "the unquantized version of the model"

@@ -44,7 +44,7 @@ def test_frequencies_equal_transformers(name, form):
     config = LlamaConfig(**BASE, rope_parameters={**rope, "rope_theta": theta})
     kind = rope["rope_type"]
     for length in (64, 256) if kind == "longrope" else (256, 700) if kind == "dynamic" else (256,):
-        found, scale = frequencies(spec(length, **source).decoder.rope, length)
+        found, scale = frequencies(spec(length, **source).decoder.ropes[0], length)
         if kind == "default":
             expected, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
         else:
@@ -54,7 +54,7 @@ def test_frequencies_equal_transformers(name, form):
 
 
 def test_old_config_key_type_is_read():
-    assert spec(rope_scaling={"type": "linear", "factor": 2.0}).decoder.rope.scaling == "linear"
+    assert spec(rope_scaling={"type": "linear", "factor": 2.0}).decoder.ropes[0].scaling == "linear"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,6 @@ def test_rotation_equals_transformers(dtype):
     positions = torch.tensor([0, 1, 2, 200, 201, 5, 255])
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     want = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    turn = Rotary(spec(rope_scaling=ROPES["yarn"]).decoder.rope, 256, dtype, torch.device("cpu")).at(positions)
+    turn = Rotary(spec(rope_scaling=ROPES["yarn"]).decoder.ropes[0], 256, dtype, torch.device("cpu")).at(positions)
     assert torch.equal(rotate(q, *turn), want[0][0].transpose(0, 1))
     assert torch.equal(rotate(k, *turn), want[1][0].transpose(0, 1))

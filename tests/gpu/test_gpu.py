@@ -9,7 +9,9 @@ import torch
 from engine import EngineConfig
 from engine.attention.paged_gpu import FP8_CAPABILITY
 from engine.build import build
+from engine.graph_sizes import sizes
 from engine.models.on_gpu import OnGPU
+from engine.runner.graphs import Graphs
 from engine.runner.logits import TorchLogits
 from engine.runner.triton_logits import TritonLogits
 from tests import oracle
@@ -50,7 +52,11 @@ def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: path
         EngineConfig(model=str(make(name, tmp_path)), dtype=dtype, kv_dtype=kv_dtype, device="cuda")
     )
     assert (info.attention, info.sampling, info.product_note) == ("triton", "triton", "")
-    assert isinstance(runner.model.executors[0], OnGPU)
+    assert [type(executor) for executor in runner.model.executors[:2]] == [Graphs, OnGPU]
+    assert info.graphs == len(sizes(256, 8192).at_start) and not runner.graphs_note
+    while runner.graphs.capture_next():
+        pass
+    assert runner.graphs.num_captured == len(sizes(256, 8192).all) and not runner.graphs_note
 
 
 @pytest.mark.parametrize("size", [1, 257, 5000, 151_936])

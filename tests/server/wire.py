@@ -20,6 +20,7 @@ END = LIBRARY.token_to_id("<|end|>")
 QUESTION = [{"role": "user", "content": "the sea"}]
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES = "/v1/responses"
+RERANK, SCORE = "/v1/rerank", "/v1/score"
 
 
 def ids(text: str) -> list[int]:

@@ -28,7 +28,6 @@ from engine import client as client_module
 from engine import loop as loop_module
 from engine import supervisor as supervisor_module
 from engine.fair import FairLock
-from engine.refusal import POOLINGS
 from engine.supervisor import MAX_RESTARTS, ProcessEngine
 from server import state as state_module
 from server.generation import choices as generation_module
@@ -47,7 +46,7 @@ from server.state import CUT_S, AppState
 
 from .plan import STEP_FAULTS, Plan
 from .process import NOT_FINITE, Child, Process, World, info_of, undisturbed
-from .scheduler import STOP, VOCAB, embed
+from .scheduler import STOP, VOCAB, any_pooling, embed
 from .virtual import VirtualLoop, virtual_time
 
 STALL_S = 3.0
@@ -343,7 +342,7 @@ class Episode:
         self.visits += 1
         flow, weight = rng.choice(plan.flows)
         max_len = world.info.max_len
-        pooling = Pooling(kind=rng.choice(POOLINGS)) if rng.random() < 0.1 else None
+        pooling = any_pooling(rng) if rng.random() < 0.1 else None
         params = SamplingParams(
             max_tokens=0 if pooling else rng.choice((1, rng.randint(1, 8), rng.randint(1, 100), 1000)),
             min_tokens=rng.choice((0, 0, rng.randint(0, 20))),

@@ -60,9 +60,14 @@ def is_whole(tokens: list[int]) -> bool:
 
 def embed(tokens: list[int], kind: str) -> bytes:
     """The vector of these tokens: a function of all of them, or of each of them and its place."""
-    if kind == "last":
-        return b"%d" % draw(tokens)
-    return b"%d" % sum(place * token for place, token in enumerate(tokens, 1))
+    if kind == "mean":
+        return b"%d" % sum(place * token for place, token in enumerate(tokens, 1))
+    return b"%d" % draw(tokens)
+
+
+def any_pooling(rng: random.Random) -> Pooling:
+    kind = rng.choice(POOLINGS)
+    return Pooling(kind=kind, token_ids=(rng.randrange(VOCAB),) if kind == "logits" else ())
 
 
 def alone(request: EngineRequest, max_len: int) -> tuple[list[int], str]:
@@ -184,9 +189,10 @@ class FakeRunner:
                 self.pooled.setdefault(row.seq_id, {}).update(states)
             if pooling is not None and row.embeds:
                 states = self.pooled[row.seq_id]
-                wanted = [len(own) - 1] if pooling.kind == "last" else list(range(len(own)))
+                wanted = {"last": [len(own) - 1], "mean": list(range(len(own))), "logits": []}[pooling.kind]
                 assert sorted(states) == wanted, "hidden states are missing, or were not asked for"
-                outcome = Embedded(embed(own if pooling.kind == "last" else [states[i] for i in wanted], pooling.kind))
+                assert row.num_logits == (pooling.kind == "logits"), "logits are missing, or were not asked for"
+                outcome = Embedded(embed([states[i] for i in wanted] if pooling.kind == "mean" else own, pooling.kind))
             assert len(row.scored) in (0, row.num_logits - row.is_sampled), "a position is scored and not computed"
             if row.is_sampled:
                 run, is_last = self.draws(own, params)
@@ -307,7 +313,7 @@ class Episode:
 
     def arrive(self) -> None:
         rng, max_len = self.rng, self.scheduler.max_len
-        pooling = rng.choice((None, None, None, Pooling(kind=rng.choice(POOLINGS))))
+        pooling = rng.choice((None, None, None, any_pooling(rng)))
         most = max_len if pooling else max_len - 1
         length = rng.randint(1, most) if rng.random() < 0.3 else rng.randint(1, max(1, max_len // 3))
         shared = rng.choice(self.prefixes)[: rng.randint(0, length)]

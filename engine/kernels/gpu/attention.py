@@ -16,7 +16,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds a small float32, ties to even
-ITEM = tl.constexpr(8)  # int32 numbers per work item; the first item is the header, which starts with their number
+# int32 numbers per work item; the first item is the header: the number of items, and the blocks per row of the table.
+ITEM = tl.constexpr(8)
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def rotate_store(
 def attend(
     q_ptr, cache_ptr, scales_ptr, table_ptr, work_ptr, starts_ptr, lengths_ptr, out_ptr,
     sums_ptr, weights_ptr, arrived_ptr, sinks_ptr, scale, softcap,
-    q_token, q_head, cache_block, cache_head, scales_block, scales_head, table_row, out_token,
+    q_token, q_head, cache_block, cache_head, scales_block, scales_head, out_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
     V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
@@ -196,6 +197,7 @@ def attend(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(1)
     count = tl.load(work_ptr)
+    table_row = tl.load(work_ptr + 1)
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_P)
     e = tl.arange(0, V_DIM_P)

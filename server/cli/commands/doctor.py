@@ -308,6 +308,7 @@ def engine(settings: Settings) -> list[Finding]:
         else Finding("products", "ok", f"computed {products}"),
         Finding("attention", "ok", attention),
         Finding("sampling", "ok", f"computed {sampling}"),
+        *([Finding("graphs", "ok", graphs(info.graphs, settings))] if info.device.startswith("cuda") else []),
         *(Finding("note", "ok", with_flags(note)) for note in info.notes),
     ]
     if runtimes is not None:
@@ -315,6 +316,15 @@ def engine(settings: Settings) -> list[Finding]:
         text = f"{len(runtimes)} runtime{'s' * (len(runtimes) != 1)} in the engine: {', '.join(runtimes)}"
         found.append(judge("openmp", len(runtimes) <= 1, text.removesuffix(": "), fix))
     return found
+
+
+def graphs(captured: int, settings: Settings) -> str:
+    """Return how steps are run on a GPU; `captured` sizes are in CUDA graphs."""
+    if settings.enforce_eager:
+        return "off (--enforce-eager): the kernels of each step are launched one by one"
+    if not captured:
+        return "none: the kernels of each step are launched one by one"
+    return f"steps of {captured} sizes are replayed from CUDA graphs; an idle engine captures more"
 
 
 async def _generate(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
@@ -329,6 +339,7 @@ async def _generate(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
             kv_dtype=settings.kv_cache_dtype,
             cpu_isa=settings.cpu_isa,
             threads=settings.threads,
+            enforce_eager=settings.enforce_eager,
             num_blocks=64,
         )
     )

@@ -23,6 +23,7 @@ LABELS = {
     "num_params": "parameters",
     "weights_bytes": "weights",
     "activation_bytes": "activations (maximum)",
+    "graph_bytes": "CUDA graphs (maximum)",
     "kv_bytes_per_token": "KV cache per token",
     "memory_total_bytes": "device memory",
     "memory_available_bytes": "free device memory",

@@ -5,6 +5,7 @@ Here one of thirty lines; `python -m benchmarks.calls` asks them all.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import httpx
@@ -43,6 +44,26 @@ def test_an_answer_is_judged(made, finish, content, counted):
     problem = calls.judge(CASE, answer, counts)
     assert +counts == Counter(counted) + Counter(answers=1)
     assert (problem is not None) == bool(counted.keys() & {"invalid", "failed"})
+
+
+@pytest.mark.parametrize(
+    ("made", "right"),
+    [
+        ([{"a": 1}, {"a": 2}], True),
+        ([{"a": 2}, {"a": 1, "b": "x"}], True),
+        ([{"a": 1}], False),
+        ([{"a": 1}, {"a": 1}], False),
+        ([{"a": 1}, {"a": 2}, {"a": 2}], False),
+        ([{"a": 1, "b": "y"}, {"a": 2}], False),
+        ([{"a": 1, "c": 1}, {"a": 2}], False),
+        ([{}, {"a": 2}], False),
+        ([], False),
+    ],
+)
+def test_an_answer_is_right_if_its_calls_are_those_of_the_ground_truth(made, right):
+    truth = [{"f": {"a": [1], "b": ["x", ""]}}, {"f": {"a": [2, 3]}}]
+    assert calls.is_right([{"function": {"name": "f", "arguments": json.dumps(each)}} for each in made], truth) == right
+    assert not calls.is_right([{"function": {"name": "g", "arguments": '{"a": 2}'}}], truth[1:])
 
 
 def test_an_error_is_a_failure():

@@ -8,8 +8,8 @@ from server.app import build_app
 from server.http.body import models
 from server.http.fields import kinds
 from server.settings import Settings
-from tests.fakes import FakeEngine, model_folder, serving
-from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, QUESTION, RESPONSES, ask, ids, saying
+from tests.fakes import FakeEngine, model_folder, reranker_folder, serving
+from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, QUESTION, RERANK, RESPONSES, SCORE, ask, ids, saying
 
 BASE = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "the sea"}}
 MODELS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
@@ -275,6 +275,8 @@ LEAST = {
     COMPLETIONS: {"prompt": "the sea"},
     EMBEDDINGS: {"input": "the sea"},
     RESPONSES: {"input": "the sea"},
+    RERANK: {"query": "the sea", "documents": ["a"]},
+    SCORE: {"text_1": "the sea", "text_2": "a"},
     "/v1/messages": {"messages": QUESTION, "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": QUESTION},
     "/tokenize": {"prompt": "the sea"},
@@ -284,7 +286,9 @@ LEAST = {
 
 
 @pytest.mark.parametrize("path", ALL)
-async def test_every_optional_field_may_be_null(folder, path):
+async def test_every_optional_field_may_be_null(folder, tmp_path, path):
+    if path in (RERANK, SCORE):
+        folder = reranker_folder(tmp_path / "reranker")
     optional = [name for name, field in ALL[path].model_fields.items() if not field.is_required()]
     nulls = {ALL[path].model_fields[name].alias or name: None for name in optional if name not in LEAST[path]}
     nulls |= dict.fromkeys(ALL[path].unsupported)

@@ -6,9 +6,9 @@ fields that clients know beside them; ENDPOINTS: path -> the Endpoint that reads
 OpenAI's.
 """
 
-from tests.server.api.effects import chat, completions, embeddings, messages, responses, tokens
+from tests.server.api.effects import chat, completions, embeddings, messages, rerank, responses, tokens
 
-MODULES = (chat, completions, embeddings, messages, responses, tokens)
+MODULES = (chat, completions, embeddings, messages, rerank, responses, tokens)
 EFFECTS = {path: fields for module in MODULES for path, fields in module.EFFECTS.items()}
 KNOWN = {path: names for module in MODULES for path, names in getattr(module, "KNOWN", {}).items()}
 ENDPOINTS = {path: kind for module in MODULES for path, kind in getattr(module, "ENDPOINTS", {}).items()}

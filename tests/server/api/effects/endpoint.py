@@ -2,7 +2,7 @@
 
 import contextlib
 
-from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, chunks
+from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, chunks
 
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -11,6 +11,8 @@ BASE = {
     CHAT: {"messages": QUESTION, "max_tokens": 12, "temperature": 0},
     COMPLETIONS: {"prompt": "The captain", "max_tokens": 12, "temperature": 0},
     EMBEDDINGS: {"input": "The captain"},
+    RERANK: {"query": "a", "documents": ["b"]},
+    SCORE: {"text_1": "a", "text_2": "b"},
     TOKENIZE: {},
     DETOKENIZE: {},
     TEMPLATE: {"messages": QUESTION},

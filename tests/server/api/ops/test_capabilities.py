@@ -34,16 +34,24 @@ SPOKEN = """{{ mood }}{{ reasoning_effort }}{{ 'brisk' if enable_thinking is fal
 {%- for call in m.tool_calls or () %}{{ call.id }}{% endfor %}{% endfor %}"""
 
 
+# A reranker's template, for messages with a query; {# m.role == "user" #} says that it is for others, too.
+JUDGING = """{# m.role == "user" #}{% if messages | selectattr("role", "eq", "query") | list -%}
+yes or no? {% for m in messages if m.role == "system" %}{{ m.content }} {% endfor -%}
+{% for m in messages if m.role == "query" %}{{ m.content }}: {% endfor -%}
+{% for m in messages if m.role == "document" %}{{ m.content }}{% endfor %}<|im_end|>{% else -%}
+"""
+
+
 def with_marks(folder):
-    """Make the marks of reasoning tokens, in the place of the two last words of the vocabulary."""
+    """Make tokens of the marks of reasoning and of a reranker's yes, in the place of the vocabulary's last words."""
     path = folder / "tokenizer.json"
     library = json.loads(path.read_text())
     vocab, merges = library["model"]["vocab"], library["model"]["merges"]
-    for mark in ("<think>", "</think>"):
+    for mark in ("<think>", "</think>", "yes"):
         word = max(vocab, key=vocab.get)
         merges[:] = [pair for pair in merges if "".join(pair if isinstance(pair, list) else pair.split(" ")) != word]
         token = {"id": vocab.pop(word), "content": mark, "special": False, "normalized": False}
-        library["added_tokens"].append({**token, "single_word": False, "lstrip": False, "rstrip": False})
+        library["added_tokens"].append({**token, "single_word": mark == "yes", "lstrip": False, "rstrip": False})
     library["added_tokens"].sort(key=lambda token: token["id"])
     path.write_text(json.dumps(library))
 
@@ -58,7 +66,7 @@ def server(tmp_path_factory):
     template = config.pop("chat_template")
     for name in ("tokenizer_config.json",):
         (folder / name).write_text(json.dumps({**config, "bos_token": "<|endoftext|>", "add_bos_token": True}))
-    (folder.parent / "template.jinja").write_text(SPOKEN + template)
+    (folder.parent / "template.jinja").write_text(f"{JUDGING}{SPOKEN}{template}{{% endif %}}")
     flags = ["--chat-template", str(folder.parent / "template.jinja"), "--scheduling-policy", "priority"]
     names = ["--served-model-name", "own", "other"]
     with Server(str(folder), *flags, *names, "--max-num-seqs", "1", "--dtype", "float32") as running:

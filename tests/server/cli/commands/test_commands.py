@@ -544,6 +544,12 @@ def test_the_banner_shows_model_cache_and_url():
     assert "demonstration" not in printed(model="other")
 
 
+def test_the_banner_shows_whether_steps_are_replayed():
+    screen = io.StringIO()
+    banner.announce(structs.replace(INFO, graphs=15), Settings(), ("127.0.0.1", 8000), 1.0, True, stream=screen)
+    assert "torch products, CUDA graphs\n" in screen.getvalue() and "CUDA graphs" not in printed()
+
+
 def test_the_banner_shows_that_weights_are_quantized():
     screen = io.StringIO()
     info = structs.replace(INFO, quantization="int8")

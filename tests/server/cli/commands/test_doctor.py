@@ -272,6 +272,13 @@ def test_findings_of_a_working_engine(monkeypatch):
     assert (result.level, result.text, result.fix) == ("warn", "no CPU kernels", "install g++ or set --dtype bfloat16")
     assert generate(monkeypatch, (info, ["/a/libgomp.so.1", "/b/libomp.so"]))["openmp"].level == "warn"
     assert "openmp" not in generate(monkeypatch, (info, None))
+    on_gpu = generate(monkeypatch, (structs.replace(info, device="cuda:0", graphs=15), None))
+    assert "graphs" not in found and on_gpu["graphs"].text.startswith("steps of 15 sizes are replayed from CUDA graphs")
+
+
+def test_graphs_that_are_off_or_missing_are_reported():
+    assert doctor.graphs(0, Settings(enforce_eager=True)).startswith("off (--enforce-eager)")
+    assert doctor.graphs(0, Settings()).startswith("none: ")
 
 
 def test_an_impossible_setting_is_named_as_a_flag(monkeypatch):

@@ -1,0 +1,88 @@
+"""Plans of PagedGPU for steps that are captured once and replayed: the addresses of their tensors never change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .layer import AttentionLayer
+from .metadata import AttentionMeta
+from .paged_gpu import ITEM, MAX_PARTS, SPLIT, HostWork, Kind, Launches, Plan, Work, queries_of
+
+
+class StaticPlans:
+    """The work items of the step that is replayed next, and plans that read them.
+
+    A captured launch has a fixed number of programs, which share the items of any number of rows: the kernel reads the
+    number of items. A row's items and their results are those of any other plan, to the last bit.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        meta: AttentionMeta,  # the tensors of the step's inputs, which keep their addresses
+        max_chunk_tokens: int,  # of a step with rows of several tokens
+    ) -> None:
+        self._meta = meta
+        self._parts_per_row = -(-meta.max_seq // SPLIT)
+        # As many as one launch has, see Plan: a single row may have more than MAX_PARTS.
+        most = max(self._parts_per_row, min(MAX_PARTS, len(meta.seq_lens) * self._parts_per_row))
+        kinds = list(dict.fromkeys((layer.window, queries_of(layer, dtype)) for layer in layers))
+        device = meta.block_table.device
+
+        def tables(items: int) -> dict[Kind, Tensor]:
+            return {kind: torch.zeros(items + 1, ITEM, dtype=torch.int32, device=device) for kind in kinds}
+
+        self._decodes, self._chunks = tables(most), tables(max_chunk_tokens)
+        self._max_parts = most
+
+    def plan(self, tokens: int, *, has_chunks: bool) -> StaticPlan:
+        """Return the plan of steps of `tokens` tokens, padding included; without chunks each row has one token.
+
+        There is nothing to attend to before `load`.
+        """
+        count = min(self._max_parts, tokens * self._parts_per_row)
+        launches = {
+            # The workspace for partial results must not grow later, so each launch reserves all of it.
+            kind: Launches(
+                [Work(table, count, self._max_parts)], [Work(self._chunks[kind], tokens, 0)] if has_chunks else []
+            )
+            for kind, table in self._decodes.items()
+        }
+        return StaticPlan(replace(self._meta, slot_mapping=self._meta.slot_mapping[:tokens]), launches)
+
+    def takes(self, plan: Plan) -> bool:
+        """Return whether a step has at most one launch for its decodes, as nearly all steps do."""
+        return all(len(plan.on_host(kind)[0]) <= 1 for kind in self._decodes)
+
+    def load(self, plan: Plan, *, has_chunks: bool) -> None:
+        """Copy a step's work items to where the plans with or without chunks read them. Does not wait."""
+        for kind, table in self._decodes.items():
+            decodes, chunks = plan.on_host(kind)
+            assert has_chunks or not chunks
+            self._write(table, decodes, plan)
+            if has_chunks:
+                self._write(self._chunks[kind], chunks, plan)
+
+    def clear(self) -> None:
+        """Leave nothing to attend to: the items of the last step name tokens that a smaller one does not have."""
+        for table in (*self._decodes.values(), *self._chunks.values()):
+            table[0].zero_()
+
+    def _write(self, table: Tensor, works: list[HostWork], plan: Plan) -> None:
+        """Write one launch, which may have no items."""
+        items = (works[0] if works else HostWork.of((), 0, plan.meta)).table
+        # Stream order keeps the items of the step before until its kernels have read them.
+        table[: len(items)].copy_(items, non_blocking=True)
+
+
+class StaticPlan(Plan):
+    """A plan whose launches are made in advance."""
+
+    def __init__(self, meta: AttentionMeta, launches: dict[Kind, Launches]) -> None:
+        super().__init__(meta)
+        self._launches = launches

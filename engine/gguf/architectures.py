@@ -1,0 +1,286 @@
+"""The architectures of GGUF files: how llama.cpp names and stores what the model classes of transformers have."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..types import ModelError
+from .reader import TYPES, Model
+
+FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, as Llama 3.1 has them
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+LISTS = {FACTORS, LONG_FACTORS, SHORT_FACTORS}  # tensors that become values of config.json
+GEMMA_LAYERS_27B = {46, 62}  # their scores are scaled by the width of all heads, which no key says
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Tensors of all experts of a layer, one expert after another.
+QWEN_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+MIXTRAL_EXPERTS = {
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+NORMS_AROUND = {"ffn_norm": "pre_feedforward_layernorm"}  # there is one after attention, too
+
+
+class Keys:
+    """The metadata of one architecture. Raises ModelError for a missing value or one of another type."""
+
+    def __init__(self, model: Model) -> None:
+        self.metadata, self.tensors = model.metadata, model.tensors
+        name = model.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise ModelError("the GGUF file names no architecture: it has no general.architecture")
+        self.architecture = name
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        value = self.get(key)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]  # one for each layer
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            state = "no" if value is None else "several values or no number as"
+            raise ModelError(f"the GGUF file has {state} {self.architecture}.{key}")
+        return value
+
+    def flags(self, key: str, count: int) -> list[bool] | None:
+        """Return a flag for each of `count` layers; None: the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or not all(isinstance(each, bool) for each in value):
+            raise ModelError(f"the GGUF file's {self.architecture}.{key} is not a list of {count} flags")
+        return value
+
+    def floats(self, name: str, count: int) -> list[float]:
+        """Return the numbers of a tensor."""
+        tensor = self.tensors[name]
+        if TYPES[tensor.type].name != "F32" or tensor.shape != (count,):
+            raise ModelError(f"the GGUF file's {name} is not a list of {count} numbers in F32")
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            return list(struct.unpack(f"<{count}f", file.read(4 * count)))
+
+
+def _no_settings(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+class Architecture(NamedTuple):
+    """How files of an architecture differ from the config.json and the tensors of transformers' model."""
+
+    name: str
+    model_type: str
+    settings: Callable[[Keys, dict[str, Any]], dict[str, Any]] = _no_settings  # more keys of config.json
+    names: Mapping[str, str] = LAYER_NAMES  # of a layer's tensors
+    # llama.cpp rotates neighbouring elements for these, so the rows of each head's queries and keys are interleaved.
+    is_interleaved: bool = False
+    norm_shift: float = 0.0  # added to the weights of norms
+    rotates_partly: bool = False
+    has_experts: bool = False  # whether it may have some
+
+
+def _llama(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    window = keys.number("attention.sliding_window", 0)
+    if experts := keys.number("expert_count", 0):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": experts,
+            "num_experts_per_tok": keys.number("expert_used_count"),
+            "sliding_window": window or None,
+        }
+    return {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
+
+
+def _qwen3moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": keys.number("expert_count"),
+        "num_experts_per_tok": keys.number("expert_used_count"),
+        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": keys.number("attention.scale", 0) or config["head_dim"] ** -0.5,
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+    }
+
+
+def _olmo(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    window = keys.number("attention.sliding_window", 0)
+    if not window:
+        return {}
+    layers = config["num_hidden_layers"]
+    windows = keys.flags("attention.sliding_window_pattern", layers) or [(i + 1) % 4 != 0 for i in range(layers)]
+    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **_windows(window, windows)}
+
+
+def _gemma(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    wide = layers in GEMMA_LAYERS_27B
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
+    }
+
+
+def _gemma2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    windows = [index % 2 == 0 for index in range(config["num_hidden_layers"])]
+    return {
+        **_gemma(keys, config),
+        **_windows(keys.number("attention.sliding_window", 4096), windows),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    window = keys.number("attention.sliding_window", 0)
+    windows = [window > 0 and index % 6 < 5 for index in range(config["num_hidden_layers"])]
+    return {
+        **_gemma(keys, config),
+        **_windows(window or config["max_position_embeddings"], windows),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
+        "attn_logit_softcapping": None,
+    }
+
+
+def _windows(size: int, has_window: list[bool]) -> dict[str, Any]:
+    kinds = ["sliding_attention" if each else "full_attention" for each in has_window]
+    return {"sliding_window": size, "layer_types": kinds}
+
+
+def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    head_dim = config["head_dim"]
+    rotated = keys.number("rope.dimension_count", head_dim)
+    original = keys.number("rope.scaling.original_context_length", config["max_position_embeddings"])
+    found = {
+        "sliding_window": keys.number("attention.sliding_window", 0) or None,
+        "partial_rotary_factor": rotated / head_dim,
+        "original_max_position_embeddings": original,
+    }
+    if LONG_FACTORS in keys.tensors and SHORT_FACTORS in keys.tensors:
+        scaling = {
+            "rope_type": "longrope",
+            "long_factor": keys.floats(LONG_FACTORS, rotated // 2),
+            "short_factor": keys.floats(SHORT_FACTORS, rotated // 2),
+        }
+        if factor := keys.number("rope.scaling.attn_factor", 0):
+            scaling["attention_factor"] = factor
+        found["rope_scaling"] = scaling
+    return found
+
+
+def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])],
+    }
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        "llama",
+        _llama,
+        names=LAYER_NAMES | MIXTRAL_EXPERTS | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        is_interleaved=True,
+        has_experts=True,
+    ),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _qwen3moe,
+        names=LAYER_NAMES | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        has_experts=True,
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", "phi3", _phi3, names=LAYER_NAMES | {"ffn_up": "mlp.gate_up_proj"}, rotates_partly=True
+    ),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _smollm3, is_interleaved=True),
+    "granite": Architecture("GraniteForCausalLM", "granite", _granite, is_interleaved=True),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", _olmo),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, names=LAYER_NAMES | NORMS_AROUND, norm_shift=1.0),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", "gemma3_text", _gemma3, names=LAYER_NAMES | NORMS_AROUND, norm_shift=1.0
+    ),
+}
+
+
+def architecture_of(keys: Keys) -> Architecture:
+    """Return the architecture that a file names. Raises ModelError if it is not supported."""
+    found = ARCHITECTURES.get(keys.architecture)
+    if found is None:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(
+            f"GGUF files of the architecture {keys.architecture[:64]} are not supported; those of {known} are. "
+            "Use the model's safetensors files"
+        )
+    return found
+
+
+def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
+    """Return the rope_scaling of config.json."""
+    if FACTORS in keys.tensors:
+        factors = keys.floats(FACTORS, head_dim // 2)
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": keys.number("context_length"),
+        }
+    kind = keys.get("rope.scaling.type")
+    if kind in (None, "none") or LONG_FACTORS in keys.tensors:
+        return None
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"the GGUF file's rotary scaling {str(kind)[:64]!r} is not supported")
+    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
+    return scaling
+
+
+def is_norm(name: str) -> bool:
+    """Return whether a tensor is the weight of a norm."""
+    return name.endswith("norm.weight")

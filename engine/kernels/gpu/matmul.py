@@ -1,0 +1,162 @@
+"""Triton kernels for quantized weights: x @ weight.T, and rows of the weight as plain numbers.
+
+A weight is stored in slices of SLICE columns, [slices, rows, bytes of a slice's row], so that a tile of rows is
+contiguous and is read in loads of 16 bytes. The last slice is padded. With 4 bits byte b of a slice holds column b in
+its low half and column SLICE / 2 + b in its high half. Scales and zero points are [groups, rows]; GROUP columns of a
+row share one, and with GROUP 0 all do.
+
+Stored numbers less their zero points are exact in x's dtype. They are multiplied as they are, and each group's sum is
+multiplied by its scale in float32, so that no weight is rounded.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def of_half(half, zero, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """Return 4-bit numbers, uint8, less their zero points, in WIDE: DTYPE, or float32 in the interpreter.
+
+    The bits of a power of two and of a number below its precision, joined, are their sum: converting takes longer.
+    """
+    if DTYPE == tl.bfloat16:
+        return (half.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True).to(WIDE) - (zero + 128.0).to(WIDE)
+    elif DTYPE == tl.float16:
+        return (half.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True).to(WIDE) - (zero + 1024.0).to(WIDE)
+    else:
+        return half.to(tl.float32) - zero
+
+
+@triton.jit
+def of_float8(stored, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """Return E4M3 numbers, given as int8, in WIDE. There is no NaN among them.
+
+    Their bits are moved to where a wider float has sign, exponent and mantissa; the exponents' biases differ by a
+    factor. So it works on GPUs without instructions for fp8.
+    """
+    if DTYPE == tl.float16:
+        moved = ((stored.to(tl.int16) << 7) & -16512).to(tl.float16, bitcast=True)  # 0xBF80
+        return moved.to(WIDE) * tl.full([], 256.0, WIDE)  # 2^(15 - 7)
+    else:
+        moved = ((stored.to(tl.int32) << 20) & -2014314496).to(tl.float32, bitcast=True)  # 0x87F00000
+        return (moved * 1.329227995784916e36).to(WIDE)  # 2^(127 - 7)
+
+
+@triton.jit
+def of_byte(stored, zero, FLOAT: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """Return numbers of 8 bits, int8, less their zero points, in WIDE."""
+    if FLOAT:
+        return of_float8(stored, DTYPE, WIDE)
+    elif ZEROS:
+        return stored.to(WIDE) - zero.to(WIDE)
+    else:
+        return stored.to(WIDE)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def multiply(
+    x_ptr, numbers_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, sums_ptr, arrived_ptr,
+    tokens, rows, columns, slices, x_token, out_token,
+    BITS: tl.constexpr, FLOAT: tl.constexpr, ZEROS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Write x @ weight.T + bias to out [tokens, rows], rounded once; a program computes a tile, or a part of its sum.
+
+    The grid is (tiles of rows, parts, tiles of tokens). A part sums up consecutive slices. If there are several, there
+    is one tile of tokens; the last part to arrive adds up all in their order, so results do not depend on the order of
+    arrival. sums: [parts, tokens, rows] float32. arrived: an int32 per tile of rows, zero before and after.
+    """
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WIDE: tl.constexpr = tl.float32 if WIDEN else DTYPE  # the interpreter does not compute in bfloat16
+    HALVES: tl.constexpr = 8 // BITS  # columns of a byte
+    STEP: tl.constexpr = SLICE // HALVES  # columns that are multiplied at once
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    m = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    k = tl.arange(0, STEP)
+    is_row, is_token = n < rows, m < tokens
+    x_at = x_ptr + m.to(tl.int64)[:, None] * x_token + k[None, :]
+    share = tl.cdiv(slices, parts)
+    stored_at = numbers_ptr + (part * share).to(tl.int64) * rows * STEP + n[None, :] * STEP + k[:, None]
+    total = tl.zeros([TOKENS, ROWS], tl.float32)
+    for index in tl.range(part * share, tl.minimum(part * share + share, slices), num_stages=STAGES):
+        stored = tl.load(stored_at, mask=is_row[None, :], other=0)
+        stored_at += rows * STEP
+        for half in tl.static_range(HALVES):
+            column = index * SLICE + half * STEP
+            x = tl.load(x_at + column, mask=is_token[:, None] & (column + k < columns)[None, :], other=0.0).to(WIDE)
+            group_at = n
+            if GROUP:
+                group_at = (column // GROUP) * rows + n
+            zero = tl.full([ROWS], 8.0, tl.float32)  # the middle of 4 bits
+            if ZEROS:
+                zero = tl.load(zeros_ptr + group_at, mask=is_row, other=0).to(tl.float32)
+            if BITS == 4:
+                weight = of_half((stored >> (4 * half)) & 15, zero[None, :], DTYPE, WIDE)
+            else:
+                weight = of_byte(stored, zero[None, :], FLOAT, ZEROS, DTYPE, WIDE)
+            if GROUP:
+                scale = tl.load(scales_ptr + group_at, mask=is_row, other=0.0).to(tl.float32)
+                total += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
+            else:
+                total = tl.dot(x, weight, total, input_precision="ieee")
+    if not GROUP:
+        total *= tl.load(scales_ptr + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    is_in = is_token[:, None] & is_row[None, :]
+    missing = part - part  # parts that have not been stored yet
+    if parts > 1:
+        sum_at = sums_ptr + m.to(tl.int64)[:, None] * rows + n[None, :]
+        tl.store(sum_at + part.to(tl.int64) * tokens * rows, total, mask=is_in)
+        tl.debug_barrier()  # all threads have stored before one of them counts the part
+        counter = arrived_ptr + tl.program_id(0)
+        missing = parts - 1 - tl.atomic_add(counter, 1, sem="acq_rel")
+        if missing == 0:
+            tl.store(counter, 0)
+            total = tl.zeros([TOKENS, ROWS], tl.float32)
+            for _ in range(0, parts):
+                # Past the first-level cache, which other programs' stores do not reach.
+                total += tl.load(sum_at, mask=is_in, other=0.0, cache_modifier=".cg")
+                sum_at += tokens * rows
+    if missing == 0:
+        total += tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        out_at = out_ptr + m.to(tl.int64)[:, None] * out_token + n[None, :]
+        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def dequantize(
+    numbers_ptr, scales_ptr, zeros_ptr, ids_ptr, out_ptr, first, count, rows, columns,
+    BITS: tl.constexpr, FLOAT: tl.constexpr, ZEROS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, LOOK_UP: tl.constexpr,
+):  # fmt: skip
+    """Write rows of the weight to out [count, columns], rounded once: from `first` on, or with LOOK_UP those of `ids`.
+
+    The grid is (tiles of ROWS rows, slices).
+    """
+    HALVES: tl.constexpr = 8 // BITS
+    STEP: tl.constexpr = SLICE // HALVES
+    i, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP)
+    is_in = i < count
+    row = first + i.to(tl.int64)
+    if LOOK_UP:
+        row = tl.load(ids_ptr + i, mask=is_in, other=0)
+    index = tl.program_id(1).to(tl.int64)
+    stored = tl.load(numbers_ptr + (index * rows + row)[:, None] * STEP + k[None, :], mask=is_in[:, None], other=0)
+    for half in tl.static_range(HALVES):
+        column = index * SLICE + half * STEP
+        group_at = row
+        if GROUP:
+            group_at = (column // GROUP) * rows + row
+        zero = tl.full([ROWS], 8.0, tl.float32)
+        if ZEROS:
+            zero = tl.load(zeros_ptr + group_at, mask=is_in, other=0).to(tl.float32)
+        if BITS == 4:
+            weight = of_half((stored >> (4 * half)) & 15, zero[:, None], tl.float32, tl.float32)
+        else:
+            weight = of_byte(stored, zero[:, None], FLOAT, ZEROS, tl.float32, tl.float32)
+        scale = tl.load(scales_ptr + group_at, mask=is_in, other=0.0).to(tl.float32)
+        out_at = out_ptr + i.to(tl.int64)[:, None] * columns + column + k[None, :]
+        is_number = is_in[:, None] & (column + k < columns)[None, :]
+        tl.store(out_at, (weight * scale[:, None]).to(out_ptr.dtype.element_ty), mask=is_number)

@@ -1,0 +1,128 @@
+"""DecoderSpec: the shape of a native decoder, and the weights that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ..quantized.config import Weights
+from .experts import ExpertsSpec
+from .families import BEFORE, PLAIN, NormKind, NormNames
+from .rope import Rope
+
+
+class Scales(NamedTuple):
+    """Factors in a decoder. The scale of an attention layer's scores is in its AttentionLayer."""
+
+    embedding: float = 1.0
+    residual: float = 1.0  # of what attention and the MLP add to the residual stream
+    logits: float = 1.0
+    cap: float | None = None  # logits become cap * tanh(logit / cap)
+
+
+UNIT = Scales()
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """The shape and the variants of a native decoder."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    ropes: tuple[Rope, ...]  # rotary embeddings that layers have; the first is the one for long sequences
+    turns: tuple[int, ...]  # of each layer: the index of its rotary embedding, -1: it has none
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: Literal["", "head", "all"] = ""  # see Family
+    joined: Literal["", "gate_up", "all"] = ""  # see Family
+    is_interleaved: bool = False  # see Family
+    rotates_wide: bool = False  # see Family
+    wide_angles: bool = False  # see Family
+    norms: NormNames = BEFORE
+    norm: NormKind = PLAIN
+    is_parallel: bool = False  # see Family
+    scales: Scales = UNIT
+    experts: ExpertsSpec | None = None
+
+    @property
+    def difference(self) -> str | None:
+        """Return what these layers have that executors for Llama's layers cannot compute, or None."""
+        if self.is_parallel:
+            return "attention beside the MLP"
+        if self.norms != BEFORE:
+            return "norms after attention or the MLP"
+        if self.norm != PLAIN:
+            return "norms of another kind than RMSNorm"
+        if self.qk_norm == "all":
+            return "norms of all heads together"
+        if any(rope.query_beta for rope in self.ropes):
+            return "queries that are scaled by their position"
+        if self.is_interleaved or self.wide_angles:
+            return "rotary embeddings of another kind than Llama's"
+        return None
+
+    @property
+    def difference_on_gpu(self) -> str | None:
+        """Return what these layers have that OnGPU cannot compute, or None."""
+        if self.experts is not None:
+            return "experts"
+        if -1 in self.turns or self.ropes[0].head_dim != self.head_dim:
+            return "layers or parts of heads without rotary embeddings"
+        return self.difference
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """Return the shape of a layer's experts; None: it has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
+
+    def linears(self, num_layers: int, vocab_size: int) -> Iterator[Weights]:
+        """Yield the names of the weights of each linear layer that may be quantized, the head's included, their rows
+        and their columns."""
+        for index in range(num_layers):
+            yield from self.layer_linears(index)
+        if not self.tied:
+            yield ("lm_head.weight",), (vocab_size,), self.hidden_size
+
+    def layer_linears(self, index: int) -> Iterator[Weights]:
+        """Yield the same of one layer."""
+        q, kv, hidden = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size
+        start = f"model.layers.{index}."
+        if self.joined == "all":
+            yield (f"{start}self_attn.qkv_proj.weight",), (q + 2 * kv,), hidden
+        else:
+            yield tuple(f"{start}self_attn.{name}_proj.weight" for name in "qkv"), (q, kv, kv), hidden
+        yield (f"{start}self_attn.o_proj.weight",), (hidden,), q
+        experts = self.experts_of(index)
+        inner, count = (self.intermediate_size, 1) if experts is None else (experts.inner, experts.count)
+        mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj") if experts is None else experts.names[1:]
+        for number in range(count):
+            gate, up, down = (f"{start}{name.format(number)}.weight" for name in mlp)
+            if self.joined:
+                yield (f"{start}mlp.gate_up_proj.weight",), (2 * inner,), hidden
+            else:
+                yield (gate, up), (inner, inner), hidden
+            yield (down,), (hidden,), inner
+
+    def layer_numbers(self, index: int) -> int:
+        """Return the number of a layer's weights that may be quantized."""
+        return sum(sum(rows) * columns for _, rows, columns in self.layer_linears(index))
+
+    def num_params(self, num_layers: int, vocab_size: int) -> int:
+        """Return the number of all weights."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = sum(name is not None for name in self.norms) * self.hidden_size
+        layer += {"": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
+        layer += (q + 2 * kv if self.qkv_bias else 0) + (self.hidden_size if self.output_bias else 0)
+        layer += 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
+        layers = num_layers * layer
+        for index in range(num_layers):
+            experts = self.experts_of(index)
+            layers += self.layer_numbers(index) + (experts.count * self.hidden_size if experts else 0)  # the router's
+        return layers + vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size

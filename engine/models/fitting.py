@@ -1,0 +1,115 @@
+"""Fits the spec of a model to a device: which of its weights stay quantized there, and what computes its matmuls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from ..config import EngineConfig
+from ..kernels.library import Choice, choose
+from ..quantized.config import count_blocks, in_blocks_together, parse
+from ..types import ConfigError
+from . import gpu_weights
+from .gpu_weights import Form, is_gpu
+from .precision import BITS
+from .spec import ModelSpec
+from .weights import Checkpoint
+
+
+def fit(spec: ModelSpec, config: EngineConfig, device: torch.device, checkpoint: Checkpoint | None = None) -> ModelSpec:
+    """Return the spec of a model on a device. Raises ConfigError.
+
+    Our kernels compute with quantized weights as they are stored; where there are none, weights are dequantized. The
+    CPU kernels do not support float16, so bfloat16 replaces it unless the user has set it. `checkpoint`: the weights;
+    None: only config.json has been read.
+    """
+    setting = _setting(config)
+    if is_gpu(device, setting) and spec.quantization in BITS:
+        shapes = ((gpu_weights.ROUNDED[bits], rows, columns) for rows, columns, bits in spec.rounded)
+        if reason := gpu_weights.objection(shapes, spec.dtype, device, spec.vocab_size):
+            name = f"`quantization={spec.quantization}`"
+            raise ConfigError(f"{name} makes weights that {device} cannot compute with, so leave it out: {reason}")
+        return replace(spec, on_gpu=True)
+    if is_gpu(device, setting) and spec.method:
+        return _fit_gpu(spec, device, checkpoint)
+    if is_gpu(device, setting) and spec.quantization == "gguf":
+        return _fit_gguf(spec, device)
+    if spec.method and config.load_format == "dummy":
+        raise ConfigError(
+            f"`load_format=dummy` makes {spec.method} weights on a GPU alone: remove quantization_config, or use auto"
+        )
+    if not (spec.method and spec.in_blocks):
+        return spec
+    dtype = torch.bfloat16 if config.dtype == "auto" and spec.dtype == torch.float16 else spec.dtype
+    try:
+        choose(setting, device, dtype, quantized=True)
+    except ConfigError:
+        if device.type == "cpu" and setting not in ("auto", "torch"):
+            raise
+        return _dequantized(spec)
+    return replace(spec, dtype=dtype)
+
+
+def _fit_gpu(spec: ModelSpec, device: torch.device, checkpoint: Checkpoint | None) -> ModelSpec:
+    """Return the spec of a quantized checkpoint on a GPU: with weights as they are stored, if that works there."""
+    from ..quantized.checkpoint import QuantizedCheckpoint
+    from ..quantized.forms import form_of
+
+    assert spec.decoder is not None
+    stored = checkpoint if isinstance(checkpoint, QuantizedCheckpoint) else parse(spec.source["quantization_config"])
+
+    def form(weight: str, columns: int) -> Form | None:
+        found = stored.scheme(weight)
+        return None if found is None else form_of(found, columns)
+
+    def name(weight: str, columns: int) -> str | None:
+        found = form(weight, columns)
+        return None if found is None else found.name
+
+    linears = list(spec.decoder.linears(len(spec.layers), spec.vocab_size))
+    coded: list[tuple[Form, int, int]] = []
+    for names, rows, columns in linears:
+        if in_blocks_together([name(weight, columns) for weight in names]):
+            forms = [form(weight, columns) for weight in names]
+            coded += [(each, count, columns) for each, count in zip(forms, rows, strict=True) if each is not None]
+    if not coded:
+        return _dequantized(spec)
+    if reason := gpu_weights.objection(coded, spec.dtype, device, spec.vocab_size):
+        return replace(_dequantized(spec), objection=reason)
+    _, dequantized = count_blocks(linears, name, stored.scheme)
+    return replace(
+        spec, quantization=spec.method, in_blocks={}, dequantized=dequantized, coded=tuple(coded), on_gpu=True
+    )
+
+
+def _fit_gguf(spec: ModelSpec, device: torch.device) -> ModelSpec:
+    """Return the spec of a GGUF file on a GPU."""
+    from ..gguf.forms import FORMS, stored_type
+
+    assert spec.decoder is not None
+    in_blocks: Counter[str] = Counter()
+    for name, count in spec.in_blocks.items():
+        in_blocks[stored_type(name)] += count
+    shapes = {(sum(rows), columns) for _, rows, columns in spec.decoder.linears(len(spec.layers), spec.vocab_size)}
+    shapes.add((spec.vocab_size, spec.decoder.hidden_size))  # of the embedding
+    tried = [(FORMS[name], *shape) for name in sorted(in_blocks.keys() & FORMS.keys()) for shape in sorted(shapes)]
+    if reason := gpu_weights.objection(tried, spec.dtype, device, spec.vocab_size):
+        raise ConfigError(f"{device} cannot compute with weights of a GGUF file, so use safetensors: {reason}")
+    return replace(spec, in_blocks=dict(in_blocks), on_gpu=True)
+
+
+def _dequantized(spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a quantized checkpoint whose weights are dequantized."""
+    dequantized = spec.dequantized + sum(spec.in_blocks.values())
+    return replace(spec, quantization="none", in_blocks={}, dequantized=dequantized)
+
+
+def _setting(config: EngineConfig) -> str:
+    return config.cpu_isa if config.products == "auto" else config.products
+
+
+def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
+    """Return what computes a model's matmuls on a device. Raises ConfigError if this machine cannot do that."""
+    return choose(_setting(config), device, spec.dtype, quantized=spec.quantization != "none" and not spec.on_gpu)

@@ -1,0 +1,345 @@
+"""Matmuls with quantized weights on a GPU: how they are stored, and launches of kernels/gpu/matmul.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
+from ..kernels.matmul import GROUP
+
+UNIT = 32  # columns: groups are multiples of it
+# The largest number of rows of x that the kernel multiplies. With more, reading the weight is a small part of the work:
+# it is dequantized, and torch multiplies. Not measured yet.
+MOST_ROWS = 256
+# Numbers of a weight that are dequantized at once.
+PIECE_NUMBERS = 1 << 26
+# Programs of a product with one tile of rows of x: about two per multiprocessor of large GPUs. The number of parts
+# of a sum follows from the weight's shape alone, and so do the bits of the result. A part has at least MIN_SLICES.
+PROGRAMS, MIN_SLICES = 256, 8
+PART_ROWS = 64  # of a weight, per program
+LOOKED_UP = 16  # rows per program of `dequantize`
+TRIAL_ROWS = 1024  # of a large weight
+FLOAT8_NAN = 0x7F  # without the sign
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Tile(NamedTuple):
+    """What a program of the kernel computes: rows of x and rows of the weight."""
+
+    tokens: int
+    rows: int
+    warps: int
+    stages: int  # one more than the slices that are loaded ahead
+
+
+# By the largest number of rows of x. A row has the same bits in all products of one of these ranges.
+TILES = {16: Tile(16, 64, 4, 6), 32: Tile(32, 64, 4, 6), 64: Tile(64, 64, 4, 4), MOST_ROWS: Tile(64, 64, 4, 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the numbers of a weight are stored. A number is scale * (stored - zero point)."""
+
+    bits: int  # 4 or 8
+    group: int = 0  # columns of a row that share a scale, a multiple of UNIT; 0: all
+    has_zeros: bool = False  # zero points, one for each scale; else they are in the middle
+    is_float: bool = False  # E4M3
+    scale: torch.dtype = torch.float32
+
+    @property
+    def slice(self) -> int:
+        """The number of columns that are stored together."""
+        return UNIT if self.bits == 8 and self.group % (2 * UNIT) else 2 * UNIT
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of stored bytes. Integers of 8 bits are stored less 128, and so are their zero points."""
+        return torch.uint8 if self.bits == 4 else torch.int8
+
+    @property
+    def name(self) -> str:
+        kind = "float" if self.is_float else "int"
+        columns = f"groups of {self.group}" if self.group else "rows"
+        return f"{kind}{self.bits} in {columns}{' with zero points' if self.has_zeros else ''}"
+
+    def slices(self, columns: int) -> int:
+        return -(-columns // self.slice)
+
+    def groups(self, columns: int) -> int:
+        """Return the number of scales of a row, with those of its padding."""
+        return -(-self.slices(columns) * self.slice // self.group) if self.group else 1
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Return the size of a weight with its scales and zero points."""
+        numbers = self.slices(columns) * self.slice * self.bits // 8
+        return rows * (numbers + self.groups(columns) * (self.scale.itemsize + self.has_zeros))
+
+
+# What `quantization` makes of weights: the numbers and scales of our CPU kernels.
+ROUNDED = {8: Form(8), 4: Form(4, GROUP, scale=torch.bfloat16)}
+
+
+class GPUWeight:
+    """A quantized weight on a GPU, or consecutive rows of one."""
+
+    def __init__(
+        self,
+        form: Form,
+        rows: int,
+        columns: int,
+        device: torch.device,
+        order: Tensor | None = None,  # [columns] int64: the column of x that each stored column belongs to
+    ) -> None:
+        self.form, self.rows, self.columns, self.order = form, rows, columns, order
+        self._slices = form.slices(columns)
+        # The padding of columns is multiplied by zeros, and may not be NaN.
+        self._numbers = torch.zeros(self._slices, rows, form.slice * form.bits // 8, dtype=form.dtype, device=device)
+        groups = form.groups(columns)
+        self._scales = torch.zeros(groups, rows, dtype=form.scale, device=device)
+        self._zeros = torch.zeros(groups, rows, dtype=form.dtype, device=device) if form.has_zeros else None
+        parts = min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES)
+        self._parts = max(1, parts)
+        self._arrived = torch.zeros(-(-rows // PART_ROWS), dtype=torch.int32, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._numbers.device
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self._numbers, self._scales, self._zeros, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def write(self, first: int, numbers: Tensor, scales: Tensor, zeros: Tensor | None = None) -> None:
+        """Store rows from `first` on: numbers [n, columns] in bytes, of 4 bits in the lower half; scales and zero
+        points [n, groups]. Numbers of 8 bits are unsigned, or the bits of floats."""
+        count, last = len(numbers), first + len(numbers)
+        numbers = numbers.to(self.device).view(torch.uint8)
+        if self.form.bits == 8 and not self.form.is_float:
+            numbers = numbers ^ 0x80
+        padding = self._slices * self.form.slice - self.columns
+        slices = F.pad(numbers, (0, padding)).view(count, self._slices, -1)
+        if self.form.bits == 4:
+            low, high = slices.chunk(2, dim=-1)
+            slices = low | high << 4
+        self._numbers[:, first:last] = slices.transpose(0, 1).view(self.form.dtype)
+        self._scales[: scales.shape[1], first:last] = scales.T
+        if self._zeros is not None:
+            assert zeros is not None
+            zeros = zeros.to(self.device).T
+            self._zeros[: len(zeros), first:last] = (zeros if self.form.bits == 4 else zeros ^ 0x80).view(
+                self.form.dtype
+            )
+
+    def multiply(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
+        """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous."""
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        if len(x) > MOST_ROWS and out.dtype == x.dtype:
+            step = max(1, PIECE_NUMBERS // self.columns)
+            for first in range(0, self.rows, step):
+                last = min(first + step, self.rows)
+                plain = self._numbers_of(None, first, last - first, x.dtype)
+                out[:, first:last] = F.linear(x, plain, bias[first:last])
+        elif len(x):
+            self._launch(x, bias, out)
+
+    def lookup(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of the weight, [n, columns], for ids: [n] int64."""
+        rows = self._numbers_of(ids.contiguous(), 0, len(ids), dtype)
+        return rows if self.order is None else rows[:, self.order.argsort()]
+
+    def _launch(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
+        from ..kernels.gpu import matmul as kernels
+
+        tokens = len(x)
+        tile = next(tile for most, tile in TILES.items() if tokens <= most or most == MOST_ROWS)
+        tiles = -(-tokens // tile.tokens)
+        parts = self._parts if tiles == 1 else 1  # several tiles are programs enough
+        x = x if x.stride(1) == 1 else x.contiguous()
+        shape = (parts, tokens, self.rows) if parts > 1 else (0,)
+        sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+        kernels.multiply[-(-self.rows // tile.rows), parts, tiles](
+            x, self._numbers, self._scales, self._scales if self._zeros is None else self._zeros,
+            bias, out, sums, self._arrived,
+            tokens, self.rows, self.columns, self._slices, x.stride(0), out.stride(0),
+            **self._constants(), TOKENS=tile.tokens, ROWS=tile.rows, STAGES=tile.stages, WIDEN=is_interpreted(),
+            num_warps=tile.warps,
+        )  # fmt: skip
+
+    def _numbers_of(self, ids: Tensor | None, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Return rows as plain numbers in the order of the stored columns."""
+        from ..kernels.gpu import matmul as kernels
+
+        out = torch.empty(count, self.columns, dtype=dtype, device=self.device)
+        if count:
+            kernels.dequantize[-(-count // LOOKED_UP), self._slices](
+                self._numbers, self._scales, self._scales if self._zeros is None else self._zeros,
+                self._arrived if ids is None else ids, out, first, count, self.rows, self.columns,
+                **self._constants(), ROWS=LOOKED_UP, LOOK_UP=ids is not None,
+                num_warps=1, enable_fp_fusion=False,
+            )  # fmt: skip
+        return out
+
+    def _constants(self) -> dict[str, int | bool]:
+        form = self.form
+        return {
+            "BITS": form.bits, "FLOAT": form.is_float, "ZEROS": form.has_zeros, "SLICE": form.slice,
+            "GROUP": form.group,
+        }  # fmt: skip
+
+
+class CodedPiece(NamedTuple):
+    """Rows of a weight in a quantized checkpoint, see GPUWeight.write."""
+
+    rows: slice
+    numbers: Tensor
+    zeros: Tensor | None
+    scales: Tensor
+
+
+class CodedRows(NamedTuple):
+    """A weight in a quantized checkpoint, in a form that a GPU computes with."""
+
+    form: Form
+    shape: tuple[int, ...]
+    read: Callable[[], tuple[Tensor | None, Iterator[CodedPiece]]]  # returns the order of columns, and the rows
+    num_bytes: int  # in files
+
+
+def load(parts: Sequence[CodedRows], device: torch.device) -> list[GPUWeight]:
+    """Read the parts of a weight to a GPU. Parts of one form and order of columns become one."""
+    found: list[GPUWeight] = []
+    for form, group in itertools.groupby(parts, lambda part: part.form):
+        same = [(part, *part.read()) for part in group]
+        for _, run in itertools.groupby(same, lambda each: None if each[1] is None else each[1].tolist()):
+            rows = list(run)
+            order = None if rows[0][1] is None else rows[0][1].to(device)
+            columns = rows[0][0].shape[1]
+            weight, first = GPUWeight(form, sum(part.shape[0] for part, *_ in rows), columns, device, order), 0
+            for part, _, pieces in rows:
+                for piece in pieces:
+                    weight.write(first + piece.rows.start, piece.numbers, piece.scales, piece.zeros)
+                first += part.shape[0]
+            found.append(weight)
+    return found
+
+
+class GPUProduct:
+    """Computes x @ weight.T (+ bias) (+ residual) on a GPU, with a weight whose rows are quantized.
+
+    Sums are in float32, in an order that depends on the weight's shape and on the range of TILES that has the number of
+    rows of x. So a row has the same bits among any others, as long as their number is in the same range.
+    """
+
+    def __init__(
+        self, parts: Sequence[GPUWeight], bias: Tensor | None, dtype: torch.dtype, *, wide: bool = False
+    ) -> None:
+        """`parts`: the weight's rows, in their order. `wide`: results in float32, whatever the dtype of x."""
+        self._weights, self._dtype = parts, dtype
+        self._result = torch.float32 if wide else dtype
+        self.outputs = sum(part.rows for part in parts)
+        # Zeros instead of none: a kernel less that would have to be compiled, and tried.
+        self._bias = torch.zeros(self.outputs, dtype=dtype, device=parts[0].device) if bias is None else bias
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the weight."""
+        return sum(weight.num_bytes for weight in self._weights)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return [rows, outputs] for x: [rows, columns]; `residual`, of the same shape, is added."""
+        out = torch.empty(len(x), self.outputs, dtype=self._result, device=x.device)
+        first = 0
+        for weight in self._weights:
+            last = first + weight.rows
+            weight.multiply(x, self._bias[first:last], out[:, first:last])
+            first = last
+        return out if residual is None else residual + out
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return rows of the weight, [n, columns], for ids: [n] int64."""
+        (weight,) = self._weights  # an embedding is one tensor, of one form
+        return weight.lookup(ids, self._dtype)
+
+
+def is_gpu(device: torch.device, isa: str) -> bool:
+    """Return whether Triton kernels compute on a device. In their interpreter they do on a CPU without our own."""
+    return device.type == "cuda" or (is_interpreted() and isa == "torch")
+
+
+def objection(
+    shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, device: torch.device, head: int
+) -> str | None:
+    """Return why a GPU cannot compute with weights of these forms, rows and columns, or None. The kernels are tried.
+
+    `head`: the number of rows of a weight whose results are wide. The compiled kernels are kept, so this costs a start
+    no more than their first use would.
+    """
+    if dtype not in DTYPES and not (is_interpreted() and dtype == torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        return f"the Triton kernels for them compute in bfloat16 (`dtype=bfloat16`) and float16, not in {name}"
+    if reason := lack():
+        return reason
+    for form, rows, columns in dict.fromkeys(shapes):
+        try:
+            error = _error(form, rows, columns, dtype, device, wide=rows == head)
+        except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
+            first = (str(problem).strip().splitlines() or [""])[0]
+            return f"the Triton kernels do not run on this device: {type(problem).__name__}: {first[:200]}"
+        if not error < MAX_ERROR[dtype]:
+            return f"the Triton kernels compute wrong results with {form.name} (relative error {error:.2g})"
+    return None
+
+
+@torch.inference_mode()
+def _error(form: Form, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, wide: bool) -> float:
+    """Return the largest relative difference from torch's product with the same numbers, over the kernels' variants.
+
+    Of a large weight some rows are tried, with all columns.
+    """
+    rows = rows if rows < 2 * TRIAL_ROWS else TRIAL_ROWS + rows % TRIAL_ROWS
+    draw = torch.Generator(device).manual_seed(0)
+    weight, plain = random_weight(form, rows, columns, draw)
+    product = GPUProduct([weight], None, dtype, wide=wide)
+    ids = torch.arange(min(rows, LOOKED_UP + 1), device=device)
+    errors = [relative(product.lookup(ids), plain[ids])]
+    for tokens in (1, *(most + 1 for most in TILES)):
+        x = torch.randn(tokens, columns, generator=draw, device=device).to(dtype)
+        errors.append(relative(product(x), x.float() @ plain.T))
+    return max(errors)
+
+
+def random_weight(form: Form, rows: int, columns: int, draw: torch.Generator) -> tuple[GPUWeight, Tensor]:
+    """Return a weight of random numbers, and the same in float32, to compare products with. It is on the device of
+    `draw`."""
+    device = draw.device
+
+    def integers(size: int) -> Tensor:
+        return torch.randint(1 << form.bits, (rows, size), generator=draw, dtype=torch.uint8, device=device)
+
+    numbers = integers(columns)
+    groups = -(-columns // form.group) if form.group else 1
+    scales = ((torch.rand(rows, groups, generator=draw, device=device) + 0.5) / 128).to(form.scale)
+    zeros = integers(groups) if form.has_zeros else None
+    group = torch.arange(columns, device=device) // (form.group or columns)
+    if form.is_float:
+        numbers[(numbers & FLOAT8_NAN) == FLOAT8_NAN] = 0
+        plain = numbers.view(torch.float8_e4m3fn).float()
+    else:
+        plain = numbers.float() - ((1 << form.bits - 1) if zeros is None else zeros.float()[:, group])
+    weight = GPUWeight(form, rows, columns, device)
+    weight.write(0, numbers, scales, zeros)
+    return weight, plain.mul_(scales.float()[:, group])
+
+
+def relative(found: Tensor, want: Tensor) -> float:
+    """Return the relative error of a result."""
+    return float((found.double() - want.double()).norm() / want.double().norm())

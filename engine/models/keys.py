@@ -1,0 +1,44 @@
+"""Numbers of a config.json, read within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..types import ModelError
+from .rope import MAX_NUMBER
+
+# Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
+# published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
+MAX_LAYERS = 4096
+MAX_HEADS = 1 << 16  # also of head_dim
+MAX_EXPERTS = 1 << 16  # of all layers
+MAX_SIZE = 1 << 24  # of the vocabulary, the hidden state and the feed-forward layer
+
+
+def whole(source: Mapping[str, Any], key: str, default: int | None = None, *, maximum: int = MAX_NUMBER) -> int:
+    """Return a positive whole number, or the default if the key is missing or null. Raises ModelError."""
+    value = source.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"config.json has no {key}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {key} must be a positive whole number, not {shown(repr(value))}")
+    if value > maximum:
+        raise ModelError(f"config.json: {key} must be at most {maximum}, not {shown(value)}")
+    return value
+
+
+def number(source: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a number, or the default if the key is missing. Raises ModelError."""
+    value = source.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
+        raise ModelError(f"config.json: {key} must be a number, not {shown(repr(value))}")
+    return float(value)
+
+
+def shown(value: object) -> str:
+    """Return a value of config.json for an error message: on one line, truncated."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 64 else f"{text[:61]}..."

@@ -1,0 +1,212 @@
+"""What a config.json says of the layers of a native decoder: what they cannot be, their windows, rotary embeddings and
+experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..types import ModelError
+from .decoder_spec import Scales
+from .experts import ExpertsSpec
+from .families import Family, ScaleKey
+from .keys import MAX_EXPERTS, MAX_SIZE, number, shown, whole
+from .layers import ACTIVATIONS
+from .rope import SCALINGS, Rope, read_rope, rope_parameters
+
+MAX_PERIODS = 1 << 12  # after which the scale of queries grows; there is a table of them
+KINDS = {"full_attention", "sliding_attention"}
+
+
+def unsupported(source: Mapping[str, Any], architecture: str, family: Family) -> str | None:
+    """Return why the native decoder cannot run a model of a known family, or None if it can."""
+    activation = activation_of(source, family)
+    if activation not in ACTIVATIONS:
+        return f"the native implementation has no activation '{shown(activation)}'"
+    if source.get("use_bidirectional_attention"):
+        return "the native implementation has no bidirectional attention"
+    if source.get("use_sliding_window") and architecture == "Qwen3MoeForCausalLM":
+        return "the native implementation has no sliding windows for Qwen3MoeForCausalLM"
+    every = (rope_parameters(source),) if family.local_rope is None else _by_layer(source)
+    for parameters in every:
+        if any(isinstance(value, dict) for value in parameters.values()):
+            return f"the native implementation has no rotary embeddings that differ by layer for {architecture}"
+        scaling = parameters.get("rope_type", parameters.get("type", "default")) or "default"
+        if scaling not in SCALINGS:
+            return f"the native implementation has no rotary scaling '{shown(scaling)}'"
+        if family.rotated_part is None and _rotated_part(source, parameters, 1.0) != 1:
+            return f"the native implementation has no partial rotary embeddings for {architecture}"
+    return None
+
+
+def _rotated_part(source: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:
+    """Return the part of each head that is rotated."""
+    key = "partial_rotary_factor"
+    given = {key: parameters.get(key, source.get(key))}
+    part = default if given[key] is None else number(given, key, default)
+    if not 0 < part <= 1:
+        raise ModelError(f"config.json: {key} must be above 0 and at most 1, not {shown(part)}")
+    return part
+
+
+def _by_layer(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary parameters of layers without a window, and of those with one.
+
+    rope_scaling, the old key, is for layers without.
+    """
+    given, scaling = source.get("rope_parameters") or {}, source.get("rope_scaling") or {}
+    if not isinstance(given, dict) or not isinstance(scaling, dict):
+        raise ModelError("config.json: rope_scaling and rope_parameters must be objects")
+    everywhere, windowed = given.get("full_attention") or {}, given.get("sliding_attention") or {}
+    if not isinstance(everywhere, dict) or not isinstance(windowed, dict) or given.keys() - KINDS:
+        raise ModelError("config.json: rope_parameters must hold objects for full_attention and sliding_attention")
+    return everywhere | scaling, windowed
+
+
+def activation_of(source: Mapping[str, Any], family: Family) -> Any:
+    """Return the name of the activation of the gates."""
+    key, default = family.activation
+    return source.get(key) or default
+
+
+def rotates(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Return of each layer whether it has a rotary embedding, unless its window decides."""
+    if family.rotating != "listed":
+        return (True,) * num_layers
+    listed = source.get("no_rope_layers")
+    if listed is None:
+        interval = whole(source, "no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    if not isinstance(listed, list) or len(listed) < num_layers or set(map(repr, listed)) - {"0", "1"}:
+        raise ModelError(f"config.json: no_rope_layers must be a list with 0 or 1 for each of the {num_layers} layers")
+    return tuple(value == 1 for value in listed[:num_layers])
+
+
+def windows(
+    source: Mapping[str, Any], family: Family, num_layers: int, rotates: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """Return each layer's sliding window. `rotates`: which layers have a rotary embedding."""
+    window = source.get("sliding_window", family.window or None)
+    if family.window is None or window is None:
+        return (None,) * num_layers
+    window = whole(source, "sliding_window", window)
+    if family.window_step is None and not family.layer_windows:
+        return (window,) * num_layers
+    if family.window_step is None and not source.get("use_sliding_window", False):
+        return (None,) * num_layers
+    kinds = source.get("layer_types")
+    if kinds is None:
+        if family.window_step is not None:
+            step = whole(source, "sliding_window_pattern", family.window_step)
+            return tuple(window if (layer + 1) % step else None for layer in range(num_layers))
+        if family.rotating == "listed":
+            return tuple(None if turns else window for turns in rotates)
+        first = number(source, "max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelError(f"config.json: layer_types must name all {num_layers} layers")
+    unknown = sorted({str(kind) for kind in kinds} - KINDS)
+    if unknown:
+        raise ModelError(f"config.json: unknown layer type '{shown(unknown[0])}'")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def ropes(
+    source: Mapping[str, Any],
+    family: Family,
+    head_dim: int,
+    rotates: Sequence[bool],
+    windows: Sequence[int | None],
+) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+    """Return the rotary embeddings, and for each layer the index of its own or -1."""
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim must be even for rotary embeddings, not {head_dim}")
+    if family.rotated_part is not None:
+        head_dim = int(head_dim * _rotated_part(source, rope_parameters(source), family.rotated_part))
+        if head_dim % 2 or not head_dim:
+            raise ModelError(
+                f"config.json: partial_rotary_factor rotates {head_dim} numbers of a head, not an even number"
+            )
+    positions = whole(source, "max_position_embeddings", family.max_positions)
+    if family.local_rope is None:
+        rope = read_rope(source, head_dim, positions, theta=family.theta)
+        if family.scales_queries:
+            rope = _with_scaled_queries(source, rope)
+        if family.rotating == "windowed":
+            rotates = [window is not None for window in windows]
+        return (rope,), tuple(0 if turns else -1 for turns in rotates)
+    everywhere, windowed = _by_layer(source)
+    base, default = family.local_rope
+    bases = source.get("rope_theta") or family.theta, source.get(base) or default
+    given = [
+        {**source, "rope_scaling": None, "rope_parameters": {"rope_theta": theta, **parameters}}
+        for theta, parameters in zip(bases, (everywhere, windowed), strict=True)
+    ]
+    both = tuple(read_rope(each, head_dim, positions) for each in given)
+    return both, tuple(0 if window is None else 1 for window in windows)
+
+
+def _with_scaled_queries(source: Mapping[str, Any], rope: Rope) -> Rope:
+    beta = number(rope_parameters(source), "llama_4_scaling_beta", 0.0)
+    if beta and (rope.original_positions is None or rope.longest > MAX_PERIODS * rope.original_positions):
+        least = rope.longest // MAX_PERIODS + 1
+        raise ModelError(f"config.json: llama_4_scaling_beta needs original_max_position_embeddings of {least} or more")
+    return replace(rope, query_beta=beta)
+
+
+def scores(source: Mapping[str, Any], family: Family, head_dim: int) -> tuple[float, float | None]:
+    """Return the scale and the cap of attention's scores."""
+    scale = _scale(source, family.scales.scores, head_dim**-0.5)
+    return scale, None if family.caps is None else _cap(source, "attn_logit_softcapping", family.caps[0])
+
+
+def scales(source: Mapping[str, Any], family: Family, hidden: int, dtype: torch.dtype) -> Scales:
+    """Return the other scales of a model of this hidden size and dtype."""
+    # As in transformers: in bfloat16 the square root of 3072 is 55.5.
+    size = torch.tensor(hidden**0.5, dtype=torch.float32).to(dtype).item() if family.scales_by_size else 1.0
+    return Scales(
+        embedding=_scale(source, family.scales.embedding, size),
+        residual=_scale(source, family.scales.residual, 1.0),
+        logits=_scale(source, family.scales.logits, 1.0),
+        cap=None if family.caps is None else _cap(source, "final_logit_softcapping", family.caps[1]),
+    )
+
+
+def _scale(source: Mapping[str, Any], key: ScaleKey | None, default: float) -> float:
+    return default if key is None else float(_positive(source, key.name, key.default) ** key.power)
+
+
+def _cap(source: Mapping[str, Any], key: str, default: float | None) -> float | None:
+    return None if source.get(key, default) is None else _positive(source, key, default or 0.0)
+
+
+def _positive(source: Mapping[str, Any], key: str, default: float) -> float:
+    value = number(source, key, default)
+    if not value > 0:
+        raise ModelError(f"config.json: {key} must be positive, not {shown(value)}")
+    return value
+
+
+def experts(
+    source: Mapping[str, Any], architecture: str, names: tuple[str, str, str, str], num_layers: int
+) -> ExpertsSpec:
+    """Return the shape of the experts of a family whose checkpoints have these names."""
+    count = whole(source, "num_experts" if "num_experts" in source else "num_local_experts", maximum=MAX_EXPERTS)
+    if count * num_layers > MAX_EXPERTS:
+        raise ModelError(f"config.json: {num_layers} layers of {count} experts are more than {MAX_EXPERTS} experts")
+    only = source.get("mlp_only_layers") or []
+    if not isinstance(only, list):
+        raise ModelError(f"config.json: mlp_only_layers must be a list, not {shown(only)}")
+    step = whole(source, "decoder_sparse_step", 1)
+    is_mixtral = architecture == "MixtralForCausalLM"
+    return ExpertsSpec(
+        count=count,
+        active=whole(source, "num_experts_per_tok", maximum=count),
+        inner=whole(source, "intermediate_size" if is_mixtral else "moe_intermediate_size", maximum=MAX_SIZE),
+        is_normalized=is_mixtral or bool(source.get("norm_topk_prob", False)),
+        dense=frozenset(index for index in range(num_layers) if index in only or (index + 1) % step),
+        names=names,
+    )

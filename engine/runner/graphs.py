@@ -1,0 +1,170 @@
+"""Graphs: computes steps by replaying captures of their launches, which takes the host one call instead of hundreds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionMeta, KVCache
+from ..attention.paged_gpu import Plan
+from ..attention.static_plans import StaticPlans
+from ..graph_sizes import Bucket, Sizes
+from ..models import Forward, Model, ModelSpec
+from ..models.executor import Executor
+from ..models.on_gpu import OnGPU
+from .buffers import Buffers
+from .cuda_graphs import GraphDevice
+
+log = logging.getLogger("pequod.engine")
+
+
+def capturable(model: Model, cache: KVCache) -> Executor | str:
+    """Return the executor whose launches can be captured with this cache, or why there is none."""
+    if not cache.backend.capturable:
+        return "the attention backend needs the host in each layer"
+    return next((each for each in model.executors if isinstance(each, OnGPU)), "torch computes the layers")
+
+
+class Graphs:
+    """An Executor for steps that fit into a captured bucket. Another executor's launches are captured.
+
+    A step is padded to its bucket with tokens that store nothing and that no row attends to. Everything that a graph
+    reads or writes keeps its address: the inputs in Buffers, the work items in StaticPlans, weights, caches, the
+    attention's workspace and the result. A step's attention and norms have the same bits as without a graph; its
+    matmuls have those of a step of the bucket's size.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        spec: ModelSpec,
+        cache: KVCache,
+        buffers: Buffers,
+        *,
+        sizes: Sizes,
+        device: GraphDevice,
+        max_len: int,
+        max_bytes: int,  # of all graphs together
+    ) -> None:
+        assert spec.decoder is not None
+        self._executor, self._cache, self._buffers, self._device = executor, cache, buffers, device
+        self._due = sizes.all
+        self._num_at_start = len(sizes.at_start)
+        self._captured: dict[Bucket, Callable[[], None]] = {}
+        self._suitable: dict[tuple[int, bool], Bucket | None] = {}  # tokens and has_chunks -> `_bucket`
+        self._max_bytes, self._bytes = max_bytes, 0
+        inputs = buffers.padding(sizes.largest)
+        self._address = inputs.ids.data_ptr()
+        meta = AttentionMeta(
+            query_start=inputs.query_start,
+            seq_lens=inputs.seq_lens,
+            slot_mapping=inputs.slot_mapping,
+            block_table=inputs.block_table,
+            max_query=len(inputs.ids),
+            max_seq=max_len,  # for which the table of angles is made, so that it never grows
+            query_start_list=[],
+            seq_lens_list=[],
+        )
+        chunk_tokens = max(bucket.tokens for bucket in self._due if bucket.has_chunks)
+        self._plans = StaticPlans(spec.layers, spec.dtype, meta, chunk_tokens)
+        self._hidden = torch.zeros(
+            len(inputs.ids), spec.decoder.hidden_size, dtype=spec.dtype, device=inputs.ids.device
+        )
+        self.problem = ""  # why no more steps are captured
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that all graphs take, as measured around the captures."""
+        return self._bytes
+
+    def takes(self, forward: Forward) -> bool:
+        """Return whether there is a graph for a step of this size, and its inputs lie where the graph reads them."""
+        if forward.cache is not self._cache or forward.ids.data_ptr() != self._address:
+            return False
+        return self._bucket(forward) is not None and self._plans.takes(cast(Plan, forward.plan))
+
+    def run(self, forward: Forward) -> Tensor:
+        """See Executor. The result is valid until the next step."""
+        bucket = self._bucket(forward)
+        assert bucket is not None
+        self._plans.load(cast(Plan, forward.plan), has_chunks=bucket.has_chunks)
+        self._captured[bucket]()
+        return self._hidden[: len(forward.ids)]
+
+    def _bucket(self, forward: Forward) -> Bucket | None:
+        """Return the smallest captured bucket for a step, or None."""
+        size = tokens, has_chunks = len(forward.ids), forward.plan.meta.max_query > 1
+        if size not in self._suitable:
+            own = (each for each in self._captured if each.has_chunks == has_chunks and each.suits(tokens))
+            self._suitable[size] = min(own, default=None)
+        return self._suitable[size]
+
+    def capture_first(self) -> None:
+        """Capture the buckets that are due at start. To be called between steps, as `capture_next`."""
+        # What steps need without graphs, too, is allocated now, so that it is not counted as theirs: the attention's
+        # workspace and the table of angles.
+        largest = self._due[0]
+        self._try(largest, lambda: self._run_once(largest))
+        for _ in range(self._num_at_start):
+            self.capture_next()
+
+    def capture_next(self) -> bool:
+        """Capture the next bucket; returns whether there are more. After a failure there are none."""
+        if self._due:
+            bucket = self._due.pop(0)
+            self._try(bucket, lambda: self._capture(bucket))
+        return bool(self._due)
+
+    @torch.inference_mode()
+    def _run_once(self, bucket: Bucket) -> None:
+        self._work(bucket)()
+
+    def _try(self, bucket: Bucket, work: Callable[[], None]) -> None:
+        """Call `work`; after an error no more steps are captured."""
+        try:
+            work()
+        except Exception as error:  # whatever CUDA, Triton or torch raises: such steps are launched, as without graphs
+            line = (str(error).strip().splitlines() or [""])[0][:200]
+            self._stop(f"a step of {bucket.tokens} tokens could not be captured: {type(error).__name__}: {line}")
+
+    @torch.inference_mode()
+    def _capture(self, bucket: Bucket) -> None:
+        work = self._work(bucket)
+        free = self._device.free_bytes()
+        replay = self._device.capture(work)
+        replay()  # the driver uploads a graph, which takes memory, when it is first launched
+        taken = max(0, free - self._device.free_bytes())
+        # The first one has most of the memory for intermediate results; each of the others takes about the same.
+        expected = taken if self._captured else 0
+        self._captured[bucket] = replay
+        self._suitable.clear()
+        self._bytes += taken
+        if self._bytes + expected > self._max_bytes and self._due:
+            self._stop(f"{len(self._captured)} graphs take the {self._max_bytes >> 20} MiB that are reserved for them")
+
+    def _work(self, bucket: Bucket) -> Callable[[], None]:
+        """Return what computes a step of padding, and makes the inputs one."""
+        inputs = self._buffers.padding(bucket.tokens)
+        self._plans.clear()
+        plan = self._plans.plan(bucket.tokens, has_chunks=bucket.has_chunks)
+        forward = Forward(inputs.ids, inputs.positions, plan, self._cache, logits_at=inputs.logits_at)
+        result = self._hidden[: bucket.tokens]
+
+        def work() -> None:
+            # The executor's own result lies in the graphs' pool, where the next graph may overwrite it.
+            result.copy_(self._executor.run(forward))
+
+        return work
+
+    def _stop(self, reason: str) -> None:
+        self._due = []
+        self.problem = f"other sizes of steps run without CUDA graphs: {reason}"
+        log.warning("%s", self.problem)

@@ -1,0 +1,1 @@
+"""POST /v1/rerank and POST /v1/score."""

@@ -1,0 +1,178 @@
+"""Requests for the relevance of documents: rerank, in the form of Cohere and Jina, and score, in that of vLLM."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from ...http.fields import Refused, Wire, clash, refused
+from ...http.openapi import examples
+from ..sampling import MAX_INT, CacheSalt, Count, ModelName, Priority, Text, User
+
+MAX_DOCUMENTS = 2048  # of one request, as inputs of one request for embeddings
+
+Query = Annotated[Text, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]
+
+
+class Pair(NamedTuple):
+    """A query and a document whose relevance is asked for."""
+
+    query: str
+    document: str
+
+
+class ScoringRequest(Wire):
+    """The fields that both requests have."""
+
+    model: ModelName = None
+    instruction: Query | None = None
+    """What makes a document relevant, part of the prompt; absent: the default of the model's chat template."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """The length in tokens, with query and template, to which longer prompts are cut at the end of the document; -1:
+    the context's. Absent: they are a 400."""
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+
+    user: User = None
+
+    # vLLM's, SGLang's and Cohere's
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "activation": refused(True, hint="Scores are probabilities."),
+        "add_special_tokens": refused(True, hint="The chat template writes all special tokens."),
+        "chat_template": refused(hint="Start the server with --chat-template."),
+        "chat_template_kwargs": refused({}),
+        "instruct": refused(hint="Send instruction."),
+        "max_chunks_per_doc": refused(1, hint="A document is scored as a whole."),
+        "mm_processor_kwargs": refused({}),
+        "request_id": refused(hint="Send the header X-Request-Id."),
+        "softmax": refused(True, hint="Scores are probabilities."),
+        "truncation_side": refused("right", hint="Documents are cut at their end."),
+        "use_activation": refused(True, hint="Scores are probabilities."),
+    }
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _leaves_something(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise clash("must be -1 or at least 1")
+        return value
+
+    @property
+    def max_document(self) -> int | None:
+        """The length in tokens to which longer documents are cut."""
+        return None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether documents may be cut."""
+        return self.truncate_prompt_tokens is not None or self.max_document is not None
+
+
+class Document(Wire):
+    """A document as an object."""
+
+    text: Text
+    """Scored; other fields are refused."""
+
+
+def document_form(value: Any) -> str:
+    return "text" if isinstance(value, str) else "object"
+
+
+AnyDocument = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[Document, Tag("object")],
+    Discriminator(document_form),
+]
+
+
+class RerankRequest(ScoringRequest):
+    """POST /v1/rerank."""
+
+    model_config = examples(
+        {"model": "qwen3-reranker", "query": "What is a whale?", "documents": ["A mammal.", "A ship."], "top_n": 1},
+        {
+            "model": "qwen3-reranker",
+            "query": "What is a whale?",
+            "documents": [{"text": "A mammal."}],
+            "instruction": "Find the passage that answers the question of a child",
+            "return_documents": False,
+        },
+    )
+
+    query: Query
+    """Part of each prompt."""
+    documents: Annotated[list[AnyDocument], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]
+    """Texts or objects with a text; each is a prompt with the query."""
+    top_n: Count | None = None
+    """The number of results, the most relevant first; absent, or above the number of documents: all."""
+    return_documents: bool | None = None
+    """false: results have no `document`."""
+    max_tokens_per_doc: Count | None = None
+    """The length in tokens to which longer documents are cut."""
+
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "rank_fields": refused(hint="Send documents as texts."),
+        "text_1": refused(hint="Send query, or POST /v1/score."),
+        "text_2": refused(hint="Send documents, or POST /v1/score."),
+    }
+
+    @property
+    def max_document(self) -> int | None:
+        return self.max_tokens_per_doc
+
+    @property
+    def texts(self) -> list[str]:
+        return [document if isinstance(document, str) else document.text for document in self.documents]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        return [Pair(self.query, text) for text in self.texts]
+
+
+def score_form(value: Any) -> str:
+    return "texts" if isinstance(value, list) else "text"
+
+
+OneOrMore = Annotated[Annotated[Text, Tag("text")] | Annotated[Texts, Tag("texts")], Discriminator(score_form)]
+
+
+class ScoreRequest(ScoringRequest):
+    """POST /v1/score."""
+
+    model_config = examples(
+        {"model": "qwen3-reranker", "text_1": "What is a whale?", "text_2": ["A mammal.", "A ship."]},
+        {"model": "qwen3-reranker", "text_1": ["What is a whale?", "Who is Ahab?"], "text_2": ["A mammal.", "A man."]},
+    )
+
+    text_1: OneOrMore
+    """A query for all documents, or a list with one for each."""
+    text_2: OneOrMore
+    """A document or a list of them."""
+
+    unsupported: ClassVar[dict[str, Refused]] = {
+        name: refused(hint=f"Send {own}.")
+        for own, names in {"text_1": ("data_1", "queries", "query"), "text_2": ("data_2", "documents", "items")}.items()
+        for name in names
+    }
+
+    @field_validator("text_2")
+    @classmethod
+    def _belong_together(cls, value: str | list[str], info: ValidationInfo) -> str | list[str]:
+        queries = info.data.get("text_1")
+        if isinstance(queries, list) and len(queries) > 1 and len(queries) != len(listed(value)):
+            raise clash("must have as many texts as text_1, or text_1 must be one")
+        return value
+
+    @property
+    def pairs(self) -> list[Pair]:
+        queries, documents = listed(self.text_1), listed(self.text_2)
+        if len(queries) == 1:
+            queries *= len(documents)
+        return [Pair(query, document) for query, document in zip(queries, documents, strict=True)]
+
+
+def listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value

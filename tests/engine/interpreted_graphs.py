@@ -1,0 +1,334 @@
+"""Steps that are replayed from graphs, in Triton's interpreter with a recorder instead of CUDA; test_graphs.py runs
+this file.
+
+    TRITON_INTERPRET=1 python -m pytest tests/engine/interpreted_graphs.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from engine import EngineConfig, LocalEngine, Pooling, SamplingParams, memory
+from engine.attention import paged_gpu, static_plans
+from engine.attention.paged_gpu import PagedGPU
+from engine.batch import Batch, Entered, Row
+from engine.build import Built, build, describe, load
+from engine.graph_sizes import Bucket, sizes
+from engine.kernels.gpu import attention as attention_kernels
+from engine.kernels.gpu import layers as layer_kernels
+from engine.models import dummy, on_gpu, rope
+from engine.runner import Runner, Step, cuda_graphs, logits_choice
+from engine.scheduler import Scheduler
+from engine.types import EngineRequest
+from tests.engine.recorder import Freed, Recorder, Tape
+from tests.engine.test_attention import spoil
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.usefixtures("recorder")
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Iterator[Recorder]:
+    """What captures steps on a CPU instead of CUDA."""
+    recorder = Recorder()
+    monkeypatch.setattr(cuda_graphs, "device_for", lambda config: None if config.enforce_eager else recorder)
+    for module in (paged_gpu, on_gpu):  # trials of the kernels, which other tests compare
+        monkeypatch.setattr(module, "trial", lambda *_: None)
+    monkeypatch.setattr(logits_choice, "choose", lambda *_: logits_choice.Choice("torch", None))  # ours are slower here
+    monkeypatch.setattr(dummy, "STD", 0.4)  # so that tokens differ
+    monkeypatch.setattr(rope, "TABLE", 4)  # so that the table of angles grows
+    for module in (paged_gpu, static_plans):
+        monkeypatch.setattr(module, "SPLIT", 32)  # so that some decodes have two parts
+    with recorder.kernels(attention_kernels, layer_kernels):
+        yield recorder
+
+
+# Small, because the interpreter takes a millisecond for each program of a kernel.
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 96, "max_position_embeddings": 64, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 8,
+        "num_hidden_layers": 2,
+    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+}
+
+
+def config_of(name: str, folder: Path, **settings: Any) -> EngineConfig:
+    """Return the config of a model with random weights in this folder."""
+    (folder / "config.json").write_text(json.dumps({**SHAPE, **MODELS[name]}))
+    sizes = {"max_len": 64, "max_seqs": 5, "max_batched_tokens": 24, "num_blocks": 40, "block_size": 4}
+    kinds = {"device": "cpu", "dtype": "float32", "cpu_isa": "torch", "attention": "triton", "load_format": "dummy"}
+    return EngineConfig(model=str(folder), **{**sizes, **kinds, **settings})
+
+
+def requests(seed: int) -> list[EngineRequest]:
+    rng, found = random.Random(seed), []
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "logprobs": 3},
+        {"temperature": 1.0, "presence_penalty": 1.0, "logprobs": 0},
+        {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 2},
+    ]
+    for number in range(7):
+        prompt = tuple(rng.randrange(96) for _ in range(rng.choice([1, 2, 7, 16, 30])))
+        params = SamplingParams(max_tokens=rng.randint(1, 7), seed=number, **kinds[number % len(kinds)])
+        found.append(EngineRequest(id=number + 1, prompt_ids=prompt, params=params))
+    return found
+
+
+def stored(batch: Batch, tables: dict[int, list[int]], block_size: int) -> set[int]:
+    """Return the slots of a batch's tokens; `tables` has the blocks of each sequence."""
+    slots = set()
+    for seq_id in batch.left:
+        del tables[seq_id]
+    for entered in batch.entered:
+        tables[entered.seq_id] = []
+    for row in batch.rows:
+        blocks = tables[row.seq_id]
+        blocks += row.new_block_ids
+        for position in range(row.start, row.start + len(row.token_ids)):
+            slots.add(blocks[position // block_size] * block_size + position % block_size)
+    return slots
+
+
+class Trace:
+    """An engine's loop on one thread, which checks what each step stores."""
+
+    def __init__(self, built: Built, *, is_ahead: bool, capture_at: int | None = None) -> None:
+        self.runner, self.is_ahead, self.capture_at = built.runner, is_ahead, capture_at
+        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size)
+        self.sizes: list[Bucket] = []  # of the steps
+        self.caches = [layer.tensor for layer in self.runner.cache.layers]
+        with torch.inference_mode():
+            for cache in self.caches:
+                spoil(cache)
+
+    def responses(self, seed: int) -> dict[int, list[Any]]:
+        """Return the deltas of requests that arrive over time."""
+        waiting, found = requests(seed), dict[int, list[Any]]()
+        tables: dict[int, list[int]] = {}
+        flight: tuple[Batch, Step] | None = None
+        for number in range(1000):
+            if waiting and number % 2 == 0:
+                assert self.scheduler.add(waiting.pop(0)) is None
+            batch = self.scheduler.schedule()
+            if batch is None and flight is None and not waiting:
+                return found
+            launched = None
+            if batch is not None:
+                launched = batch, self.launched(batch, stored(batch, tables, self.runner.config.block_size))
+            due, flight = (flight, launched) if self.is_ahead else (launched, None)
+            if due is not None:
+                for delta in self.scheduler.update(due[0], due[1].result()):
+                    found.setdefault(delta.id, []).append(delta)
+        raise AssertionError("the requests did not end")
+
+    def launched(self, batch: Batch, slots: set[int]) -> Step:
+        counts = [len(row.token_ids) for row in batch.rows]
+        if counts:
+            self.sizes.append(Bucket(sum(counts), max(counts) > 1))
+        if len(self.sizes) == self.capture_at:
+            assert self.runner.graphs is not None
+            while self.runner.graphs.capture_next():
+                pass
+        before = [cache.clone() for cache in self.caches]
+        step = self.runner.launch(batch).sample()
+        for old, cache, layer in zip(before, self.caches, self.runner.cache.layers, strict=True):
+            is_new = ~old.eq(cache).logical_or(old.isnan() & cache.isnan())  # [blocks, kv_heads, numbers]
+            by_slot = is_new.any(1).view(len(cache), 2, layer.block_size, -1).any(3).any(1)
+            assert set(by_slot.flatten().nonzero().flatten().tolist()) <= slots
+        return step
+
+
+def tokens_and_logprobs(deltas: list[Any]) -> tuple[list[int], list[float]]:
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    entries = [entry for delta in deltas for entry in (*(delta.prompt_logprobs or ()), *(delta.logprobs or ()))]
+    return tokens, [number for entry in entries for number in (entry.logprob, *entry.top_logprobs)]
+
+
+@pytest.mark.parametrize("name, is_ahead", [("llama", False), ("mistral", True), ("qwen3", True)])
+def test_replayed_steps_give_the_tokens_of_launched_ones(name, is_ahead, tmp_path, recorder):
+    """With chunks of prompts beside decodes, and with graphs that are captured between steps."""
+    config = config_of(name, tmp_path, async_scheduling=is_ahead)
+    eager = Trace(build(replace(config, enforce_eager=True)), is_ahead=is_ahead)
+    wanted = eager.responses(seed=1)
+    assert not recorder.replays and eager.runner.graphs is None
+    trace = Trace(build(config), is_ahead=is_ahead, capture_at=10)
+    found = trace.responses(seed=1)
+    assert trace.sizes == eager.sizes and {size.has_chunks for size in trace.sizes} == {False, True}
+    assert len({size.tokens for size in trace.sizes}) > 6
+    assert recorder.replays == len(trace.sizes) + len(recorder.tapes), "each graph is replayed once when it is captured"
+    assert found.keys() == wanted.keys()
+    for number, deltas in wanted.items():
+        tokens, logprobs = tokens_and_logprobs(deltas)
+        own_tokens, own_logprobs = tokens_and_logprobs(found[number])
+        assert own_tokens == tokens
+        assert own_logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+LENGTHS = [4, 17, 2, 32, 9]  # of sequences of which a step computes the last token
+
+
+@torch.inference_mode()
+def hidden(runner: Runner, lengths: list[int]) -> Tensor:
+    """Return the hidden states of a step of decodes; what the sequences have stored before is random."""
+    for layer in runner.cache.layers:
+        layer.tensor.normal_(generator=torch.Generator().manual_seed(0))
+    rows = []
+    for number, length in enumerate(lengths):
+        runner.inputs.enter(number)
+        rows.append(Row(number, length - 1, [7 * number + 1], list(range(8 * number, 8 * number + 8)), 1))
+    runner.inputs.append_blocks(rows)
+    forward = runner.inputs.prepare(rows).forward
+    found = next(each for each in runner.model.executors if each.takes(forward)).run(forward).clone()
+    for number, _ in enumerate(lengths):
+        runner.inputs.leave(number)
+    return found
+
+
+def test_rows_have_the_same_bits_whether_others_are_padding_or_not(tmp_path, recorder):
+    """And if nothing is padded the bits are those of a step that is launched."""
+    built, eager = (build(config_of("qwen3", tmp_path, enforce_eager=is_eager)) for is_eager in (False, True))
+    for bucket, numbers in ((5, [5]), (4, [4, 3]), (2, [2]), (1, [1])):
+        launched = hidden(eager.runner, LENGTHS[:bucket])
+        for rows in numbers:
+            replays = recorder.replays
+            assert torch.equal(hidden(built.runner, LENGTHS[:rows]), launched[:rows])
+            assert recorder.replays == replays + 1
+
+
+def test_embeddings_are_those_of_launched_steps(tmp_path, recorder):
+    vectors = []
+    for enforce_eager in (True, False):
+        runner = build(config_of("llama", tmp_path, enforce_eager=enforce_eager)).runner
+        params = SamplingParams(max_tokens=1, pooling=Pooling(kind="mean"))
+        row = Row(1, 0, [4, 5, 6, 7, 8], [3, 1], 0, num_hidden=5, embeds=True)
+        result = runner.launch(Batch(0, [row], [Entered(1, params, 5, [])])).sample().result()
+        vectors.append(result.outcomes[0])
+    assert recorder.replays == 1 + len(recorder.tapes)
+    assert vectors[1].embedding == pytest.approx(vectors[0].embedding, abs=1e-5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_capture_that_fails_ends_capturing_and_nothing_else(at, tmp_path, recorder, caplog):
+    recorder.fails_at = at
+    built = build(config_of("llama", tmp_path, async_scheduling=True))
+    assert built.info.graphs == at - 1
+    note = "other sizes of steps run without CUDA graphs: a step of 24 tokens could not be captured: OutOfMemoryError: "
+    assert built.info.notes[-1].startswith(note if at == 1 else note.replace("24", "5"))
+    assert built.info.notes[-1].endswith("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    assert caplog.messages == [built.info.notes[-1]]
+    assert not built.runner.graphs.capture_next()  # type: ignore[union-attr]
+    trace = Trace(built, is_ahead=True)
+    before = recorder.replays
+    assert len(trace.responses(seed=2)) == 7
+    assert 0 < recorder.replays - before < len(trace.sizes) if at > 1 else not recorder.replays
+
+
+def test_capturing_ends_when_the_reserved_memory_is_taken(tmp_path, recorder, monkeypatch):
+    monkeypatch.setattr(memory, "graph_bytes", lambda *_: 100 << 20)
+    recorder.bytes_per_graph = 40 << 20
+    built = build(config_of("llama", tmp_path))
+    assert built.info.graphs == 2
+    assert built.info.notes == (
+        "other sizes of steps run without CUDA graphs: 2 graphs take the 100 MiB that are reserved for them",
+    )
+
+
+@pytest.mark.parametrize(
+    "attention, reason",
+    [
+        ("reference", "the attention backend needs the host in each layer"),
+        ("triton", "torch computes the layers"),
+    ],
+)
+def test_models_whose_steps_cannot_be_captured_have_a_note(attention, reason, tmp_path, recorder, monkeypatch):
+    monkeypatch.setattr(on_gpu, "trial", lambda *_: "a kernel failed")
+    built = build(config_of("llama", tmp_path, attention=attention))
+    assert built.runner.graphs is None and built.info.graphs == 0 and not recorder.tapes
+    assert built.info.notes[-1] == f"there are no CUDA graphs: {reason}"
+
+
+def test_a_capture_between_steps_attends_to_nothing(tmp_path, recorder, monkeypatch):
+    """The last step's work names tokens that the captured step may not have."""
+    runner = build(config_of("llama", tmp_path, max_seqs=25, max_batched_tokens=25)).runner
+    graphs, launch, counts = runner.graphs, Tape.launch, []
+    assert graphs is not None
+    hidden(runner, LENGTHS)
+
+    def counted(tape: Tape, kernel: Any, grid: Any, args: Any, options: Any) -> None:
+        if kernel.fn.__name__ == "attend":
+            with _disable_current_modes():
+                counts.append(int(args[4][0, 0]))
+        launch(tape, kernel, grid, args, options)
+
+    monkeypatch.setattr(Tape, "launch", counted)
+    while graphs.capture_next():
+        pass
+    assert counts == [0] and not graphs.problem
+
+
+def test_a_graph_whose_memory_was_replaced_is_not_replayed_unseen(tmp_path, recorder):
+    """The recorder notices what would be a wrong result on a GPU."""
+    runner = build(config_of("qwen3", tmp_path)).runner
+    hidden(runner, LENGTHS[:2])
+    backend = runner.cache.backend
+    assert isinstance(backend, PagedGPU)
+    backend._sums = backend._sums.clone()
+    with pytest.raises(Freed, match="has been freed since the capture"):
+        hidden(runner, LENGTHS[:2])
+
+
+def test_a_step_whose_inputs_lie_elsewhere_is_launched(tmp_path, recorder):
+    runner = build(config_of("qwen3", tmp_path)).runner
+    graphs = runner.graphs
+    assert graphs is not None
+    prepared = None
+    runner.inputs.enter(1)
+    runner.inputs.append_blocks([Row(1, 0, [5], [2], 1)])
+    prepared = runner.inputs.prepare([Row(1, 0, [5], [], 1)])
+    assert graphs.takes(prepared.forward)
+    assert not graphs.takes(dataclasses.replace(prepared.forward, ids=prepared.forward.ids.clone()))
+    other = dataclasses.replace(runner.cache)
+    assert not graphs.takes(dataclasses.replace(prepared.forward, cache=other))
+
+
+def test_a_restarted_engine_captures_the_same_graphs(tmp_path, recorder):
+    first = build(config_of("mistral", tmp_path))
+    again = load(describe(first.config), again=True)
+    assert again.config == first.config and again.info.graphs == first.info.graphs == 6
+    assert hidden(again.runner, LENGTHS).equal(hidden(first.runner, LENGTHS))
+
+
+async def test_an_idle_engine_captures_the_other_graphs(tmp_path, recorder):
+    config = config_of("llama", tmp_path, max_batched_tokens=100)
+    async with LocalEngine(config) as engine:
+        at_start = engine.info.graphs
+        while len(recorder.tapes) < len(sizes(5, 100).all):
+            await asyncio.sleep(0.05)
+        assert at_start == len(sizes(5, 100).at_start) < len(recorder.tapes)
+        params = SamplingParams(max_tokens=3, temperature=0.0)
+        request = EngineRequest(id=1, prompt_ids=(4, 5, 6), params=params)
+        tokens = [token async for delta in engine.generate(request) for token in delta.token_ids]
+        assert len(tokens) == 3 and recorder.replays == 3 + len(recorder.tapes)

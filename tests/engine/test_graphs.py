@@ -1,0 +1,277 @@
+"""CUDA graphs without a GPU: sizes, memory, the calls of CUDA, and what the tests' recorder notices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from engine import EngineConfig, graph_sizes, memory, models
+from engine.attention import AttentionMeta, paged_gpu
+from engine.attention.paged_gpu import PagedGPU, Plan
+from engine.attention.reference import Reference
+from engine.attention.static_plans import StaticPlans
+from engine.config import resolve
+from engine.graph_sizes import Bucket
+from engine.memory import Machine
+from engine.runner import cuda_graphs
+from engine.runner.buffers import Buffers, Shape
+from tests.engine.recorder import Freed, Recorder, Uncapturable
+from tests.engine.test_attention import CPU, layer_of
+from tests.engine.test_plan import GB, qwen3  # noqa: F401
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_replayed_steps_in_the_interpreter_equal_launched_ones():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/engine/interpreted_graphs.py"]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "max_seqs, max_batched_tokens", [(1, 1), (1, 8192), (5, 24), (16, 256), (256, 8192), (300, 2000), (4000, 9999)]
+)
+def test_every_small_step_has_a_bucket_and_the_largest_come_first(max_seqs, max_batched_tokens):
+    found = graph_sizes.sizes(max_seqs, max_batched_tokens)
+    for part in found:
+        assert part == sorted(part, key=lambda bucket: -bucket.tokens)
+    assert found.all[0].tokens == found.largest <= max_batched_tokens
+    assert len(set(found.all)) == len(found.all) <= 62 and len(found.at_start) <= 17
+    for tokens in range(1, min(max_seqs, 512) + 1):
+        at_start = [bucket for bucket in found.at_start if not bucket.has_chunks and bucket.suits(tokens)]
+        assert min(at_start).tokens <= 2 * tokens, "there is more padding than rows"
+    for tokens in range(2, min(max_batched_tokens, 1024) + 1):
+        assert any(bucket.has_chunks and bucket.suits(tokens) for bucket in found.all)
+
+
+def test_a_chunk_is_not_padded_to_twice_its_size():
+    assert Bucket(64, True).suits(3) and Bucket(320, True).suits(260)
+    assert not Bucket(512, True).suits(260) and not Bucket(256, True).suits(260)
+    assert Bucket(512, False).suits(260)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_reserves_memory_for_graphs_unless_they_are_off(qwen3):  # noqa: F811
+    config = EngineConfig(model=qwen3)
+    spec = models.describe(Path(qwen3), config)
+    machine = Machine("cuda", 80 * GB, 80 * GB)
+    plan = memory.arrange(spec, config, machine, PagedGPU)
+    eager = memory.arrange(spec, EngineConfig(model=qwen3, enforce_eager=True), machine, PagedGPU)
+    assert eager.graph_bytes == 0 and GB / 10 < plan.graph_bytes < GB
+    block = 16 * plan.kv_bytes_per_token
+    assert eager.num_blocks - plan.num_blocks == pytest.approx(plan.graph_bytes / block, abs=1)
+    assert memory.arrange(spec, config, machine, Reference).graph_bytes == 0
+    assert memory.arrange(spec, config, Machine("cpu", 80 * GB, 80 * GB), PagedGPU).graph_bytes == 0
+    transformers = replace(spec, decoder=None)
+    assert memory.arrange(transformers, config, machine, PagedGPU).graph_bytes == 0
+
+
+def test_a_gpu_that_is_too_small_for_graphs_is_offered_to_do_without(qwen3):  # noqa: F811
+    config = EngineConfig(model=qwen3, max_len=4096, max_seqs=16, max_batched_tokens=512, gpu_memory_utilization=1.0)
+    spec = models.describe(Path(qwen3), config)
+
+    def total(enforce_eager):
+        settings = {"num_blocks": 256, "enforce_eager": enforce_eager}
+        return memory.arrange(
+            spec, msgspec.structs.replace(config, **settings), Machine("cuda", GB * 80, GB * 80), PagedGPU
+        )
+
+    assert total(False).memory_bytes - total(True).memory_bytes == total(False).graph_bytes
+    size = total(False).memory_bytes - total(False).graph_bytes // 2
+    with pytest.raises(memory.Impossible) as caught:
+        memory.arrange(spec, config, Machine("cuda", size, size), PagedGPU)
+    assert "of CUDA graphs" in caught.value.sentence
+    assert any(each.startswith("`enforce_eager`, which saves the ") for each in caught.value.suggestions)
+
+
+# -- inputs and plans -------------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_after_a_steps_own_are_padding():
+    buffers = Buffers(max_tokens=12, max_seqs=4, max_blocks=3, device=CPU, padded=8)
+    for tokens in (3, 7, 2, 2, 8, 11, 4):
+        arrays, _ = buffers.views(Shape(tokens, 1, 1, 0, 0))
+        for array in (arrays.ids, arrays.positions, arrays.slot_mapping):
+            array[:] = 5
+        whole = buffers._views(Shape(8, 1, 1, 0, 0))[1]
+        own = min(tokens, 8)
+        assert whole.ids.tolist() == whole.positions.tolist() == [5] * own + [0] * (8 - own)
+        assert whole.slot_mapping.tolist() == [5] * own + [-1] * (8 - own)
+    padding = buffers.padding(6)
+    assert padding.slot_mapping.tolist() == [-1] * 6 and padding.block_table.shape == (4, 3)
+    assert padding.ids.data_ptr() == buffers.views(Shape(1, 1, 1, 0, 0))[1].ids.data_ptr()
+
+
+def test_a_step_of_several_launches_of_decodes_is_not_replayed(monkeypatch):
+    monkeypatch.setattr(paged_gpu, "MAX_PARTS", 4)
+    layer = layer_of(1, 16, 16)
+    meta = AttentionMeta.of([([0] * 64, 999, 1)] * 3, 16)
+    plans = StaticPlans([layer], torch.bfloat16, meta, 8)
+    kind = (None, paged_gpu.queries_of(layer, torch.bfloat16))
+    one, several = (Plan(AttentionMeta.of([([0] * 64, 999, 1)] * rows, 16)) for rows in (1, 3))
+    assert len(several.on_host(kind)[0]) == 3
+    assert plans.takes(one) and not plans.takes(several)
+    (work,) = plans.plan(1, has_chunks=False).launches(kind).decodes
+    assert work.num_parts == len(work.table) - 1 == 12, "the workspace has room for what the table can name"
+
+
+def test_the_items_of_a_step_replace_those_of_the_one_before():
+    layer = layer_of(1, 16, 16)
+    decodes, chunk, both = (
+        Plan(AttentionMeta.of(rows, 16)) for rows in ([([0], 9, 1)] * 2, [([0], 0, 5)], [([0], 9, 1), ([0], 3, 2)])
+    )
+    plans = StaticPlans([layer], torch.float32, both.meta, 8)
+    kind = (None, paged_gpu.queries_of(layer, torch.float32))
+
+    def counts():
+        launches = plans.plan(8, has_chunks=True).launches(kind)
+        return [int(work.table[0, 0]) for work in (*launches.decodes, *launches.chunks)]
+
+    for plan, has_chunks, expected in [
+        (decodes, False, [2, 0]),
+        (both, True, [1, 1]),
+        (chunk, True, [0, 1]),
+        (decodes, True, [2, 0]),
+    ]:
+        plans.load(plan, has_chunks=has_chunks)
+        assert counts() == expected
+    plans.clear()
+    assert counts() == [0, 0] and not plans.plan(8, has_chunks=False).launches(kind).chunks
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device, enforce_eager", [("cpu", False), ("cpu", True), ("cuda", True), ("cuda:1", True)])
+def test_steps_are_captured_on_cuda_alone_and_not_if_that_is_off(device, enforce_eager):
+    config = resolve(EngineConfig(model="m", device=device, enforce_eager=enforce_eager), device[:4], 64)
+    assert cuda_graphs.device_for(config) is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_runs_once_and_is_captured_on_one_stream_and_in_one_pool(monkeypatch, fails):
+    """The calls of torch.cuda; the current stream is restored even if the capture's end fails."""
+    calls: list[object] = []
+    streams = ["default"]
+
+    class Stream:
+        def __init__(self, device=None):
+            self.name = "side" if device is not None else "default"
+
+        def wait_stream(self, other):
+            calls.append((self.name, "waits for", other.name))
+
+    @contextmanager
+    def stream(of):
+        before = len(streams)
+        streams.append(of.name)
+        try:
+            yield
+        finally:
+            del streams[before:]
+
+    class Graph:
+        def __init__(self, graph, pool, stream, capture_error_mode):
+            self.options = pool, stream.name, capture_error_mode
+
+        def __enter__(self):
+            calls.append(("begin", *self.options))
+            streams.append("side")
+
+        def __exit__(self, *_):
+            calls.append("end")
+            if fails:  # torch leaves the stream as it is
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            streams.pop()
+
+    def work():
+        calls.append(("work", streams[-1]))
+
+    names = {
+        "Stream": Stream,
+        "stream": stream,
+        "graph": Graph,
+        "current_stream": lambda device: Stream(),
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: calls.append(("replay", streams[-1]))),
+    }
+    for name, value in names.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    ended = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
+    device = cuda_graphs.CudaGraphs(torch.device("cuda:1"))
+    begun = [
+        ("side", "waits for", "default"),
+        ("work", "side"),
+        ("begin", (0, 1), "side", "thread_local"),
+        ("work", "side"),
+        "end",
+    ]
+    if fails:
+        with pytest.raises(RuntimeError, match="during capture"):
+            device.capture(work)
+        assert calls == begun and streams == ["default"] and ended == [(1, (0, 1))]
+        return
+    device.capture(work)()
+    assert not ended and calls == [*begun, ("default", "waits for", "side"), ("replay", "default")]
+
+
+# -- the recorder -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x[0].item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: x.numpy(),
+        lambda x: bool(x[0] > 0),
+        lambda x: float(x[0]),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.tensor([1.0]),
+    ],
+)
+def test_the_recorder_refuses_reads_and_copies_of_the_host(read):
+    x = torch.ones(3)
+    with pytest.raises(Uncapturable):
+        Recorder().capture(lambda: read(x))
+
+
+def test_the_recorder_replays_on_the_same_memory_and_notices_a_tensor_that_is_gone():
+    recorder = Recorder()
+    x, weight, out = torch.ones(2), torch.eye(2), torch.zeros(2)
+    kept = []
+
+    def work():
+        y = weight @ (x * 2)
+        kept[:] = [y]
+        out.copy_(y.view(2, 1).flatten())
+
+    replay = recorder.capture(work)
+    assert kept[0].isnan().all(), "what a capture allocates is lost"
+    with torch.inference_mode():
+        x.fill_(4)
+        replay()
+    assert out.tolist() == [8.0, 8.0] and kept[0].isnan().all()
+    weight = torch.eye(2)  # another one in its place
+    with pytest.raises(Freed):
+        replay()
