@@ -56,6 +56,12 @@ async def test_the_version_names_model_and_server(tmp_path):
         assert re.fullmatch(r"fp_[0-9a-f]{12}", app.state.pequod.model.fingerprint)
 
 
+async def test_the_version_of_a_server_that_loads_has_no_facts_of_the_model(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), FakeEngine(is_loaded=False), wait=False) as (client, app):
+        told = (await client.get("/version")).json()
+        assert told == {"version": app.state.pequod.version, "model": "fake"}
+
+
 async def test_the_docs_load_nothing_from_elsewhere(tmp_path):
     async with serving(model_folder(tmp_path / "m")) as (client, _):
         page = await client.get("/docs")

@@ -53,26 +53,47 @@ async def ready(app: AppDep) -> Response:
     return JSONResponse(health.body(), 503, {"Retry-After": str(retry.PROBE_S)})
 
 
-@router.get("/version", dependencies=PUBLIC)
-async def version(app: AppDep) -> dict[str, Any]:
+class Version(Wire):
+    """The server's version, the model, the device and whether results are exact."""
+
+    version: str
+    model: str
+    # Of the loaded model; absent until it is loaded.
+    architecture: str | None = None
+    implementation: str | None = None
+    attention: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    exact: bool | None = None
+    torch: str | None = None
+    max_model_len: int | None = None
+    weights_hash: str | None = None
+    system_fingerprint: str | None = None
+
+
+@router.get("/version", dependencies=PUBLIC, response_model_exclude_none=True)
+async def version(app: AppDep) -> Version:
     """The server's version, and once it is loaded the model, the device and whether results are exact."""
-    facts: dict[str, Any] = {"version": app.version, "model": app.model_names[0]}
-    if (info := app.engine.info) is not None:
-        facts |= {
-            "architecture": info.architecture,
-            "implementation": info.implementation,
-            "attention": info.attention,
-            "device": info.device,
-            "dtype": info.dtype,
-            "quantization": info.quantization,
-            "kv_cache_dtype": info.kv_dtype,
-            "exact": info.exact,
-            "torch": info.torch,
-            "max_model_len": info.max_len,
-            "weights_hash": info.weights_hash,
-            "system_fingerprint": fingerprint(info, app.version),
-        }
-    return facts
+    if (info := app.engine.info) is None:
+        return Version(version=app.version, model=app.model_names[0])
+    return Version(
+        version=app.version,
+        model=app.model_names[0],
+        architecture=info.architecture,
+        implementation=info.implementation,
+        attention=info.attention,
+        device=info.device,
+        dtype=info.dtype,
+        quantization=info.quantization,
+        kv_cache_dtype=info.kv_dtype,
+        exact=info.exact,
+        torch=info.torch,
+        max_model_len=info.max_len,
+        weights_hash=info.weights_hash,
+        system_fingerprint=fingerprint(info, app.version),
+    )
 
 
 class Card(Wire):
