@@ -54,6 +54,17 @@ ROPES: dict[str, dict[str, Any]] = {
 HEAD = {"head_dim": 16}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GPT_OSS = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "swiglu_limit": 0.5,
+    "swiglu_alpha": 1.1,
+    "attention_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "pad_token_id": None,
+}
 SMOLLM3 = {"num_hidden_layers": 5, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 OLMO3 = {"num_hidden_layers": 5, "sliding_window": 8, "pad_token_id": None, "eos_token_id": None}
 GRANITE = {
@@ -88,6 +99,7 @@ GLM4 = {"pad_token_id": None, "attention_bias": False, "partial_rotary_factor": 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", BASE),
     "llama-bias": ("llama", {**BASE, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama-gelu": ("llama", {**BASE, "hidden_act": "gelu"}),
     **{f"llama-{name}": ("llama", {**BASE, "rope_parameters": rope}) for name, rope in ROPES.items()},
     "mistral": ("mistral", {**BASE, "sliding_window": 8}),
     "mistral-full": ("mistral", {**BASE, "sliding_window": None}),
@@ -174,6 +186,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**BASE, **HEAD, **QWEN_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
     ),
+    "gpt_oss": ("gpt_oss", {**BASE, **HEAD, **MOE, "sliding_window": 8, "pad_token_id": None}),
+    "gpt_oss-clamped": ("gpt_oss", {**BASE, **HEAD, **GPT_OSS}),
     # The text part of models that read images
     "gemma3": (
         "gemma3",
@@ -222,7 +236,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Through transformers' own code
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": MAX_LEN}),
-    "gpt_oss": ("gpt_oss", {**BASE, **HEAD, **MOE, "sliding_window": 8, "pad_token_id": None}),
     "opt": (
         "opt",
         {
@@ -246,6 +259,7 @@ FLOAT32_ONLY = (
     "qwen3_moe",
     "qwen3_moe-sparse",
     "gpt_oss",
+    "gpt_oss-clamped",
 )  # transformers' grouped products of experts refuse float64
 
 

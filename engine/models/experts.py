@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from .layers import Gated, InFile, Linear, Quantization
+from .layers import Clamp, Gated, InFile, Linear, Quantization
 from .precision import LayerBits
 
 
@@ -22,7 +22,19 @@ class ExpertsSpec:
     inner: int  # intermediate size of an expert
     is_normalized: bool  # whether the weights of a token's experts add up to 1
     dense: frozenset[int]  # layers that have one MLP instead
-    names: tuple[str, str, str, str]  # of router, gate, up and down in checkpoints; the last three with {} for a number
+    names: tuple[str, str, str, str]  # see ExpertKeys
+    has_bias: bool = False  # of router and experts
+    clamp: Clamp | None = None
+
+    def linears(self, expert: int) -> tuple[tuple[str, ...], str]:
+        """Return the names of an expert's gate and up, which may be one tensor, and of its down projection."""
+        _, gate, up, down = (name.format(expert) for name in self.names)
+        return (gate, up) if up else (gate,), down
+
+    def num_params(self, hidden: int) -> int:
+        """Return the number of a layer's weights beside those of the experts' matrices."""
+        biases = 1 + 2 * self.inner + hidden if self.has_bias else 0
+        return self.count * (hidden + biases)
 
 
 class Experts:
@@ -36,11 +48,12 @@ class Experts:
         self, hidden: int, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, *, activation: str
     ) -> None:
         self.spec = spec
-        self.router = Linear(spec.count, hidden, False, dtype, device)
+        self.router = Linear(spec.count, hidden, spec.has_bias, dtype, device)
         self.gate_ups = [
-            Gated(spec.inner, hidden, False, dtype, device, activation=activation) for _ in range(spec.count)
+            Gated(spec.inner, hidden, spec.has_bias, dtype, device, activation=activation, clamp=spec.clamp)
+            for _ in range(spec.count)
         ]
-        self.downs = [Linear(hidden, spec.inner, False, dtype, device) for _ in range(spec.count)]
+        self.downs = [Linear(hidden, spec.inner, spec.has_bias, dtype, device) for _ in range(spec.count)]
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return [tokens, hidden] for x: [tokens, hidden]."""
@@ -68,14 +81,12 @@ class Experts:
 
     def parts(self, prefix: str) -> list[tuple[str, Linear, int, int]]:
         """Return checkpoint names and places of the weights, as Layer.parts."""
-        router, gate, up, down = (prefix + name for name in self.spec.names)
-        found = [(router, self.router, 0, self.spec.count)]
+        found = [(prefix + self.spec.names[0], self.router, 0, self.spec.count)]
         for expert, (gate_up, last) in enumerate(zip(self.gate_ups, self.downs, strict=True)):
-            found += [
-                (gate.format(expert), gate_up, 0, self.spec.inner),
-                (up.format(expert), gate_up, self.spec.inner, 2 * self.spec.inner),
-                (down.format(expert), last, 0, len(last.weight)),
-            ]
+            gates, down = self.spec.linears(expert)
+            rows = 2 * self.spec.inner // len(gates)
+            found += [(prefix + name, gate_up, rows * i, rows * (i + 1)) for i, name in enumerate(gates)]
+            found.append((prefix + down, last, 0, len(last.weight)))
         return found
 
     def pack(

@@ -30,6 +30,26 @@ class NormKind(NamedTuple):
     is_centered: bool = False  # LayerNorm: the mean is subtracted first
 
 
+class Stacking(NamedTuple):
+    """How the experts of a layer are one tensor in checkpoints: [experts, rows, columns]."""
+
+    transposed: bool = False  # [experts, columns, rows]
+    alternating: bool = False  # rows of gate and up alternate; else those of the gate are first
+
+
+class ExpertKeys(NamedTuple):
+    """The experts of a family: the names of their tensors, and the keys of config.json that describe them."""
+
+    # Of router, gate, up and down, the last three with {} for a number. If gate and up are one tensor, its name is that
+    # of the gate, and up has none.
+    names: tuple[str, str, str, str]
+    stacking: Stacking | None = None  # None: each expert has tensors of its own; else their names have no number
+    inner: str = "moe_intermediate_size"
+    is_normalized: bool | None = None  # whether the weights of a token's experts add up to 1; None: norm_topk_prob
+    has_bias: bool = False  # of router and experts
+    clamp: bool = False  # the gates are those of swiglu_limit and swiglu_alpha, see layers.Clamp
+
+
 class ScaleKey(NamedTuple):
     """A key of config.json whose value, raised to a power, is a scale."""
 
@@ -75,7 +95,7 @@ class Family:
     eps_key: str = "rms_norm_eps"
     # What is one tensor in checkpoints: gate and up; or gate and up, and Q, K and V.
     joined: Literal["", "gate_up", "all"] = ""
-    experts: tuple[str, str, str, str] | None = None  # names of their tensors, see ExpertsSpec
+    experts: ExpertKeys | None = None
     tied: bool = False  # default of tie_word_embeddings
     theta: float = 10000.0  # default of rope_theta
     # Which layers have a rotary embedding: all, those of no_rope_layers or no_rope_layer_interval, or those with a
@@ -86,6 +106,8 @@ class Family:
     # Queries are multiplied by 1 + beta * log(1 + floor(position / n)), for llama_4_scaling_beta and
     # original_max_position_embeddings of the rotary parameters.
     scales_queries: bool = False
+    scaling: tuple[tuple[str, Any], ...] = ()  # default of rope_parameters
+    has_sinks: bool = False  # attention has a score for each head in the softmax that has no value
     wide_angles: bool = False  # cosines and sines in float32, so that a rotation is rounded once
     norms: NormNames = BEFORE
     norm: NormKind = PLAIN
@@ -235,18 +257,52 @@ FAMILIES = {
         max_positions=131072,
         window=0,
         norm_eps=1e-5,
-        experts=(
-            "block_sparse_moe.gate",
-            "block_sparse_moe.experts.{}.w1",
-            "block_sparse_moe.experts.{}.w3",
-            "block_sparse_moe.experts.{}.w2",
+        experts=ExpertKeys(
+            (
+                "block_sparse_moe.gate",
+                "block_sparse_moe.experts.{}.w1",
+                "block_sparse_moe.experts.{}.w3",
+                "block_sparse_moe.experts.{}.w2",
+            ),
+            inner="intermediate_size",
+            is_normalized=True,
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="head",
         kv_heads=4,
         max_positions=32768,
-        experts=("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
+        ),
+    ),
+    "GptOssForCausalLM": Family(
+        attention_bias=True,
+        head_dim=64,
+        kv_heads=8,
+        max_positions=131072,
+        window=128,
+        window_step=2,
+        norm_eps=1e-5,
+        theta=150_000.0,
+        scaling=(
+            ("rope_type", "yarn"),
+            ("factor", 32.0),
+            ("beta_fast", 32.0),
+            ("beta_slow", 1.0),
+            ("truncate", False),
+            ("original_max_position_embeddings", 4096),
+        ),
+        has_sinks=True,
+        norm=NormKind(is_wide=True),
+        experts=ExpertKeys(
+            ("mlp.router", "mlp.experts.{}.gate_up_proj", "", "mlp.experts.{}.down_proj"),
+            stacking=Stacking(transposed=True, alternating=True),
+            inner="intermediate_size",
+            is_normalized=True,
+            has_bias=True,
+            clamp=True,
+        ),
     ),
 }
 MODEL_TYPES = {  # for a config.json without `architectures`
@@ -266,6 +322,7 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "glm4": "Glm4ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,9 +43,9 @@ class Weight:
 class QuantizedCheckpoint(Checkpoint):
     """The tensors of a folder, and its quantized weights as if they were plain tensors. Raises ModelError."""
 
-    def __init__(self, folder: Path, quantization: Quantization) -> None:
-        self.folder, self.quantization = folder, quantization
-        self._files = Checkpoint(folder)
+    def __init__(self, files: Checkpoint, quantization: Quantization) -> None:
+        self.folder, self.quantization = files.folder, quantization
+        self._files = files
         self._opened = self._files._opened
         self._weights: dict[str, Weight] = {}
         self.entries = dict(self._files.entries)

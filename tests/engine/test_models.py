@@ -177,7 +177,8 @@ def test_what_a_layer_computes_is_known_before_the_weights_are_read(home):
     names = [layer.sinks for layer in specs["gpt_oss"].layers]
     assert names == [f"model.layers.{index}.self_attn.sinks" for index in range(len(names))]
     assert {layer.window for layer in specs["gpt_oss"].layers} == {8, None}
-    loaded = load(home / "gpt_oss", torch.float32)
+    config = EngineConfig(model=str(home / "gpt_oss"), dtype="float32", implementation="transformers")
+    loaded = load_model(config, home / "gpt_oss")
     assert {name: sinks.shape for name, sinks in loaded.sinks.items()} == dict.fromkeys(
         names, (loaded.spec.layers[0].num_heads,)
     )
@@ -288,7 +289,7 @@ def test_what_is_no_constant_of_a_layer_rules_a_model_out(home, monkeypatch, cha
     folder = make("gpt_oss", home / "gpt_oss", dtype=torch.float32)
     monkeypatch.setattr(GptOssAttention, "forward", changed)
     with pytest.raises(ModelError, match=reason):
-        models.describe(folder, EngineConfig(model=str(folder)))
+        models.describe(folder, EngineConfig(model=str(folder), implementation="transformers"))
 
 
 def test_state_outside_of_attention_is_noticed(home, monkeypatch):
