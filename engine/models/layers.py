@@ -310,9 +310,8 @@ class Gated(Linear):
 
     def _gated(self, both: Tensor) -> Tensor:
         """Return activation(gate) * up, [rows, inner], for both: [rows, 2 * inner]."""
-        if (
-            self._kernels is not None and self.gate is not None
-        ):  # torch's activations depend on a number's place in the tensor
+        # torch's activations depend on a number's position in the tensor.
+        if self._kernels is not None and self.gate is not None:
             out = both.new_empty(len(both), both.shape[1] // 2)
             pointers = ctypes.addressof(self.gate), both.data_ptr(), out.data_ptr()
             self._kernels.gates[both.dtype](*pointers, *out.shape, torch.get_num_threads())
