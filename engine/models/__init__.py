@@ -53,9 +53,10 @@ def _checkpoint(folder: Path, source: dict[str, Any]) -> Checkpoint:
         from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
 
         return GgufCheckpoint(folder)
-    family = FAMILIES.get(architecture(text_part(source)))
+    text = text_part(source)
+    family = FAMILIES.get(architecture(text))
     if family is not None and family.experts is not None and family.experts.stacking is not None:
-        return StackedCheckpoint(folder, family.experts)
+        return StackedCheckpoint(folder, family.experts, text.get("hidden_size"))
     return Checkpoint(folder)
 
 

@@ -237,10 +237,12 @@ def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     if not tied or head in entries:
         targets[head] = model.head.weight
     checkpoint.check(targets)
+    first, unused = len(spec.layers), spec.decoder.unused_layers
+    starts = tuple(f"{prefix}layers.{index}." for index in range(first, first + unused))
     for name in sorted(entries.keys() - targets.keys()):
         # An additional tensor means that config.json describes another model. These are harmless.
         of_another_part = spec.is_part and not name.startswith(prefix) and not name.endswith("lm_head.weight")
-        if not (name.endswith("rotary_emb.inv_freq") or of_another_part):
+        if not (name.endswith("rotary_emb.inv_freq") or name.startswith(starts) or of_another_part):
             raise ModelError(f"the checkpoint holds the tensor {name}, which {spec.architecture} does not have")
 
 

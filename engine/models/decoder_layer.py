@@ -114,6 +114,8 @@ class Layer:
         targets = {f"{prefix}{name}.weight": norm.weight for name, norm in norms if norm is not None}
         if self.sinks is not None:
             targets[sinks_name(self.index)] = self.sinks
+        if self.experts is not None and self.experts.correction is not None:
+            targets[f"{prefix}{self.experts.spec.names[0]}.e_score_correction_bias"] = self.experts.correction
         for name, linear, begin, end in self.parts():
             targets[f"{name}.weight"] = linear.weight[begin:end]
             if linear.bias is not None:

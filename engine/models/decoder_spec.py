@@ -56,6 +56,7 @@ class DecoderSpec:
     is_parallel: bool = False  # see Family
     scales: Scales = UNIT
     has_sinks: bool = False  # see Family
+    unused_layers: int = 0  # in checkpoints after the others: they predict further tokens
     experts: ExpertsSpec | None = None
 
     @property
@@ -120,6 +121,8 @@ class DecoderSpec:
             return
         for number in range(experts.count):
             yield *experts.linears(number), experts.inner
+        if experts.shared:
+            yield experts.shared_names[:2], experts.shared_names[2], experts.shared
 
     def layer_numbers(self, index: int) -> int:
         """Return the number of a layer's weights that may be quantized."""

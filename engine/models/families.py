@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..types import ModelError
@@ -34,6 +34,7 @@ class Stacking(NamedTuple):
     """How the experts of a layer are one tensor in checkpoints: [experts, rows, columns]."""
 
     transposed: bool = False  # [experts, columns, rows]
+    may_fit: bool = False  # or it is not transposed, as sizes then show: newer versions of transformers write both
     alternating: bool = False  # rows of gate and up alternate; else those of the gate are first
 
 
@@ -46,6 +47,13 @@ class ExpertKeys(NamedTuple):
     stacking: Stacking | None = None  # None: each expert has tensors of its own; else their names have no number
     inner: str = "moe_intermediate_size"
     is_normalized: bool | None = None  # whether the weights of a token's experts add up to 1; None: norm_topk_prob
+    normalizes: bool = False  # default of norm_topk_prob
+    # Weights are sigmoids times routed_scaling_factor; experts are chosen by them plus a bias, from the topk_group best
+    # of n_group groups. Otherwise weights are a softmax.
+    has_sigmoids: bool = False
+    # Names of gate, up and down of the n_shared_experts experts of all tokens, which are one MLP.
+    shared: tuple[str, str, str] | None = None
+    first_dense: int = 0  # default of first_k_dense_replace: layers that have an MLP instead
     has_bias: bool = False  # of router and experts
     clamp: bool = False  # the gates are those of swiglu_limit and swiglu_alpha, see layers.Clamp
 
@@ -85,6 +93,7 @@ class Family:
     attention_bias: bool = False  # default of that key
     output_bias: bool | None = None
     qk_norm: Literal["", "head", "all"] = ""  # of each head of queries and keys, or of all heads together
+    may_norm_qk: bool = False  # there are these norms if use_qk_norm says so
     mlp_bias: bool = False  # whether the key mlp_bias is read
     head_dim: int | None = None  # None: hidden_size / heads
     kv_heads: int | None = None  # None: as many as heads
@@ -276,6 +285,32 @@ FAMILIES = {
             ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
         ),
     ),
+    "Qwen3VLMoeTextModel": Family(
+        qk_norm="head",
+        max_positions=128000,
+        theta=500_000.0,
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_up_proj", "", "mlp.experts.{}.down_proj"),
+            stacking=Stacking(transposed=True, may_fit=True),
+            is_normalized=True,
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        output_bias=False,
+        kv_heads=8,
+        qk_norm="head",
+        may_norm_qk=True,
+        max_positions=131072,
+        norm_eps=1e-5,
+        rotated_part=0.5,
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+            normalizes=True,
+            has_sigmoids=True,
+            shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+            first_dense=1,
+        ),
+    ),
     "GptOssForCausalLM": Family(
         attention_bias=True,
         head_dim=64,
@@ -305,6 +340,13 @@ FAMILIES = {
         ),
     ),
 }
+# The text parts of models that read images, as transformers names them.
+FAMILIES["Glm4vTextModel"] = replace(
+    FAMILIES["Glm4ForCausalLM"], qkv_bias=True, head_dim=None, max_positions=32768, norm_eps=1e-5, rotated_part=1.0
+)
+FAMILIES["Glm4vMoeTextModel"] = replace(
+    FAMILIES["Glm4MoeForCausalLM"], attention_bias=True, qk_norm="", max_positions=65536
+)
 MODEL_TYPES = {  # for a config.json without `architectures`
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -323,6 +365,7 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 
 

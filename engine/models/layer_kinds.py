@@ -11,9 +11,9 @@ import torch
 
 from ..types import ModelError
 from .decoder_spec import Scales
-from .experts import ExpertsSpec
+from .experts import ExpertsSpec, Sigmoids
 from .families import ExpertKeys, Family, ScaleKey
-from .keys import MAX_EXPERTS, MAX_SIZE, number, shown, whole
+from .keys import MAX_EXPERTS, MAX_SIZE, count_of, number, shown, whole
 from .layers import ACTIVATIONS, Clamp
 from .rope import SCALINGS, Rope, read_rope, rope_parameters
 
@@ -194,24 +194,46 @@ def _positive(source: Mapping[str, Any], key: str, default: float) -> float:
 
 def experts(source: Mapping[str, Any], keys: ExpertKeys, num_layers: int) -> ExpertsSpec:
     """Return the shape of the experts of a family with these keys."""
-    count = whole(source, "num_experts" if "num_experts" in source else "num_local_experts", maximum=MAX_EXPERTS)
+    given = next((key for key in ("num_experts", "n_routed_experts") if key in source), "num_local_experts")
+    count = whole(source, given, maximum=MAX_EXPERTS)
     if count * num_layers > MAX_EXPERTS:
         raise ModelError(f"config.json: {num_layers} layers of {count} experts are more than {MAX_EXPERTS} experts")
     only = source.get("mlp_only_layers") or []
     if not isinstance(only, list):
         raise ModelError(f"config.json: mlp_only_layers must be a list, not {shown(only)}")
     step = whole(source, "decoder_sparse_step", 1)
-    is_normalized = bool(source.get("norm_topk_prob", False)) if keys.is_normalized is None else keys.is_normalized
+    is_normalized = keys.is_normalized
+    if is_normalized is None:
+        is_normalized = bool(source.get("norm_topk_prob", keys.normalizes))
+    first_dense = keys.first_dense
+    if keys.first_dense:
+        first_dense = count_of(source, "first_k_dense_replace", keys.first_dense)
+    inner, active = whole(source, keys.inner, maximum=MAX_SIZE), whole(source, "num_experts_per_tok", maximum=count)
     return ExpertsSpec(
         count=count,
-        active=whole(source, "num_experts_per_tok", maximum=count),
-        inner=whole(source, keys.inner, maximum=MAX_SIZE),
+        active=active,
+        inner=inner,
         is_normalized=is_normalized,
-        dense=frozenset(index for index in range(num_layers) if index in only or (index + 1) % step),
+        dense=frozenset(
+            index for index in range(num_layers) if index < first_dense or index in only or (index + 1) % step
+        ),
         names=keys.names,
         has_bias=keys.has_bias,
         clamp=_clamp(source) if keys.clamp else None,
+        sigmoids=_sigmoids(source, count, active) if keys.has_sigmoids else None,
+        shared=inner * count_of(source, "n_shared_experts", 1, maximum=MAX_SIZE // inner) if keys.shared else 0,
+        shared_names=keys.shared or ("", "", ""),
     )
+
+
+def _sigmoids(source: Mapping[str, Any], count: int, active: int) -> Sigmoids:
+    groups = whole(source, "n_group", 1, maximum=count)
+    if count % groups or (groups > 1 and count < 2 * groups):
+        raise ModelError(f"config.json: {count} experts cannot be divided into {groups} groups of two or more")
+    kept = whole(source, "topk_group", 1, maximum=groups)
+    if active > kept * (count // groups):
+        raise ModelError(f"config.json: {kept} of {groups} groups have fewer than {active} experts")
+    return Sigmoids(groups, kept, _positive(source, "routed_scaling_factor", 1.0))
 
 
 def _clamp(source: Mapping[str, Any]) -> Clamp:

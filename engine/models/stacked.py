@@ -32,9 +32,10 @@ class ArrangedEntry(Entry):
 class StackedCheckpoint(Checkpoint):
     """The tensors of a model folder, those of all experts divided into those of each. Raises ModelError."""
 
-    def __init__(self, folder: Path, keys: ExpertKeys) -> None:
+    def __init__(self, folder: Path, keys: ExpertKeys, hidden: object) -> None:
+        """`hidden`: hidden_size of config.json."""
         super().__init__(folder)
-        self._keys = keys
+        self._keys, self._hidden = keys, hidden
         gate, *others = (name.partition(".{}.") for name in keys.names[1:] if name)
         self._joined = gate[2]  # the last part of the names of gate and up
         lasts = "|".join(re.escape(name[2]) for name in (gate, *others))
@@ -74,6 +75,8 @@ class StackedCheckpoint(Checkpoint):
         count, shape = entry.shape[0], entry.shape[1:]
         size = entry.num_bytes // count
         transposed = self._keys.stacking.transposed and end == ""
+        if self._keys.stacking.may_fit and shape[-1 if last == self._joined else 0] == self._hidden:
+            transposed = False
         alternating = self._keys.stacking.alternating and last == self._joined
         for expert in range(count):
             name = f"{prefix}.{expert}.{last}.{ENDS[end][1]}"

@@ -64,6 +64,7 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         ("mixtral", "bfloat16", "none", "auto"),
         ("gpt_oss", "bfloat16", "none", "auto"),
         ("gpt_oss", "float32", "int8", "int8"),
+        ("glm4_moe-groups", "bfloat16", "none", "auto"),
         ("llama-gelu", "bfloat16", "none", "auto"),
         ("smollm3-window", "bfloat16", "none", "auto"),
         ("olmo3", "bfloat16", "none", "auto"),

@@ -17,7 +17,19 @@ from engine.models.families import MODEL_TYPES
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
 from tests.engine.test_attention import spoil
-from tests.models import FALLBACK, FLOAT32_ONLY, MAX_LEN, MODELS, NATIVE, VOCAB, load_model, make, oracle, prompt
+from tests.models import (
+    FALLBACK,
+    FLOAT32_ONLY,
+    MAX_LEN,
+    MODELS,
+    NATIVE,
+    VOCAB,
+    corrections,
+    load_model,
+    make,
+    oracle,
+    prompt,
+)
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -106,7 +118,8 @@ def test_logits_equal_transformers(home, name):
     model, reference = load(folder, dtype, serve_len(name)), oracle(folder, dtype)
     assert model.spec.implementation == ("native" if name in NATIVE else "transformers")
     assert model.spec.vocab_size == VOCAB
-    assert model.num_params == model.spec.num_params == sum(p.numel() for p in reference.parameters())
+    weights = [*reference.parameters(), *corrections(reference)]
+    assert model.num_params == model.spec.num_params == sum(weight.numel() for weight in weights)
     prompts = [prompt(length, seed=length) for length in (5, 33, 18, 1)]
     want = [whole(reference, ids) for ids in prompts]
 
