@@ -347,6 +347,17 @@ FAMILIES["Glm4vTextModel"] = replace(
 FAMILIES["Glm4vMoeTextModel"] = replace(
     FAMILIES["Glm4MoeForCausalLM"], attention_bias=True, qk_norm="", max_positions=65536
 )
+# gpt-oss in GGUF files, in which each expert has tensors of its own, and gate and up are two.
+FAMILIES["GptOssGguf"] = replace(
+    FAMILIES["GptOssForCausalLM"],
+    experts=ExpertKeys(
+        ("mlp.router", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        inner="intermediate_size",
+        is_normalized=True,
+        has_bias=True,
+        clamp=True,
+    ),
+)
 MODEL_TYPES = {  # for a config.json without `architectures`
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

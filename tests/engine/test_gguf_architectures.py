@@ -21,7 +21,7 @@ from tests.engine.test_exact import serve
 from tests.engine.test_gguf import WORDS, cache  # noqa: F401  # a fixture
 from tests.engine.test_kernels import needs_library
 from tests.engine.test_models import Bench, oracle, whole
-from tests.models import MAX_LEN, config, load_model, make, prompt
+from tests.models import FLOAT32_ONLY, MAX_LEN, config, load_model, make, prompt
 
 # The models of tests/models.py, and their architecture in GGUF files.
 ARCHITECTURES = {
@@ -40,9 +40,12 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "glm4_moe-groups": "glm4moe",
 }
 INTERLEAVED = {"llama", "smollm3", "granite"}
-EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.(?:weight|bias))")
 
 
 def settings_of(model: Any) -> dict[str, Any]:
@@ -68,6 +71,25 @@ def settings_of(model: Any) -> dict[str, Any]:
         "expert_used_count": getattr(model, "num_experts_per_tok", None),
         "expert_feed_forward_length": getattr(model, "moe_intermediate_size", None),
     }
+    if model.model_type == "glm4_moe":
+        found |= {
+            "expert_count": model.n_routed_experts,
+            "expert_shared_count": model.n_shared_experts,
+            "expert_weights_scale": model.routed_scaling_factor,
+            "expert_weights_norm": model.norm_topk_prob,
+            "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            "leading_dense_block_count": model.first_k_dense_replace,
+            "expert_group_count": model.n_group,
+            "expert_group_used_count": model.topk_group,
+            "rope_dimension_count": model.head_dim // 2,
+        }
+    if model.model_type == "gpt_oss":
+        found |= {
+            "expert_feed_forward_length": model.intermediate_size,
+            "rope_scaling_type": gguf.RopeScalingType.YARN,
+            "rope_scaling_factor": model.rope_parameters["factor"],
+            "rope_scaling_orig_ctx_len": model.rope_parameters["original_max_position_embeddings"],
+        }
     if model.model_type == "olmo3":
         found["sliding_window_pattern"] = [kind == "sliding_attention" for kind in model.layer_types]
     return {key: value for key, value in found.items() if value is not None}
@@ -101,19 +123,20 @@ def write(folder: Path, path: Path, name: str, kind: Type = Type.F32, **changed:
     for own, numbers in AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict().items():
         if own == "lm_head.weight" and model.tie_word_embeddings:
             continue
-        for part_name, plain in parts(own, numbers):
+        for part_name, plain in parts(own, numbers, alternating=model.model_type == "gpt_oss"):
             part = plain
             found = EXPERT.fullmatch(part_name)
             if found is not None:
-                experts.setdefault(f"{found[1]}.{found[3]}.weight", []).append(part.numpy())
+                experts.setdefault(f"{found[1]}.{found[3]}", []).append(part.numpy())
                 continue
             if architecture in INTERLEAVED and part_name.endswith(("q_proj.weight", "k_proj.weight")):
                 part = part.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
             if architecture.startswith("gemma") and part_name.endswith("norm.weight"):
                 part = part + 1
-            add(writer, names.get_name(part_name, (".weight", ".bias")), part.numpy(), kind)
+            named = names.get_name(part_name.replace("_correction_bias", "_correction.bias"), (".weight", ".bias"))
+            add(writer, f"{named}.weight" if own.endswith("sinks") else named, part.numpy(), kind)
     for own, each in experts.items():
-        add(writer, names.get_name(own, (".weight",)), np.stack(each), kind)
+        add(writer, names.get_name(own, (".weight", ".bias")), np.stack(each), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,18 +144,24 @@ def write(folder: Path, path: Path, name: str, kind: Type = Type.F32, **changed:
     return path
 
 
-def parts(name: str, numbers: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return a tensor of transformers' model as a checkpoint has it: one for each expert."""
+def parts(name: str, numbers: torch.Tensor, *, alternating: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return a tensor of transformers' model as files have it: one for each expert. `alternating`: gpt-oss's layout."""
     start, _, own = name.partition(".experts.")
-    if own == "gate_up_proj":
-        return [
-            (f"{start}.experts.{index}.{half}.weight", numbers[index].chunk(2)[which])
-            for which, half in enumerate(("gate_proj", "up_proj"))
-            for index in range(len(numbers))
-        ]
-    if own == "down_proj":
-        return [(f"{start}.experts.{index}.down_proj.weight", expert) for index, expert in enumerate(numbers)]
-    return [(name, numbers)]
+    last, _, _ = own.partition("_proj")
+    kind = "bias" if own.endswith("_bias") else "weight"
+    if not own:
+        return [(name, numbers)]
+    if alternating and kind == "weight":
+        numbers = numbers.transpose(1, 2)
+    halves = {last: numbers}
+    if last == "gate_up":
+        gate, up = (numbers[:, ::2], numbers[:, 1::2]) if alternating else numbers.chunk(2, dim=1)
+        halves = {"gate": gate, "up": up}
+    return [
+        (f"{start}.experts.{index}.{half}_proj.{kind}", expert)
+        for half, each in halves.items()
+        for index, expert in enumerate(each)
+    ]
 
 
 def add(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, kind: Type) -> None:
@@ -158,7 +187,7 @@ def test_logits_are_those_of_the_model_that_was_converted(tmp_path, name):
     assert isinstance(model, Decoder)
     ids = prompt(40, seed=1)
     # transformers computes experts in float32 at most.
-    want = whole(oracle(folder, torch.float32 if "mix" in name or "moe" in name else torch.float64), ids)
+    want = whole(oracle(folder, torch.float32 if name in FLOAT32_ONLY else torch.float64), ids)
     got = Bench(model).step({0: ids})[0]
     assert ((got.double() - want).abs().max() / want.abs().max()).item() < 1e-4
 
