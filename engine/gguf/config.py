@@ -99,6 +99,8 @@ def checkpoint_names(model: Model) -> dict[str, Stored]:
 def _experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """Return the name and the part of each expert of a tensor with all experts of a layer."""
     count, *shape = tensor.shape
+    if len(shape) < 2 and TYPES[tensor.type].name not in PLAIN:
+        raise ModelError(f"the GGUF file's biases of experts are in {TYPES[tensor.type].name}, which is not supported")
     size = tensor.num_bytes // max(1, count)
     for index in range(count):
         yield (

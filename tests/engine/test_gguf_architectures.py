@@ -95,8 +95,16 @@ def settings_of(model: Any) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def write(folder: Path, path: Path, name: str, kind: Type = Type.F32, **changed: Any) -> Path:
-    """Convert the model of a folder as llama.cpp does."""
+def write(
+    folder: Path,
+    path: Path,
+    name: str,
+    kind: Type = Type.F32,
+    *,
+    tensors: dict[str, tuple[int, ...]] | None = None,
+    **changed: Any,
+) -> Path:
+    """Convert the model of a folder as llama.cpp does. `tensors`: names and shapes of more tensors."""
     from transformers import AutoModelForCausalLM
 
     architecture, model = ARCHITECTURES[name], config(name)
@@ -137,6 +145,8 @@ def write(folder: Path, path: Path, name: str, kind: Type = Type.F32, **changed:
             add(writer, f"{named}.weight" if own.endswith("sinks") else named, part.numpy(), kind)
     for own, each in experts.items():
         add(writer, names.get_name(own, (".weight", ".bias")), np.stack(each), kind)
+    for own, shape in (tensors or {}).items():
+        add(writer, own, np.zeros(shape), Type.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -165,7 +175,7 @@ def parts(name: str, numbers: torch.Tensor, *, alternating: bool) -> list[tuple[
 
 
 def add(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, kind: Type) -> None:
-    if kind == Type.F32 or numbers.ndim == 1 or numbers.shape[-1] % 32:
+    if kind == Type.F32 or numbers.ndim == 1 or name.endswith("bias") or numbers.shape[-1] % 32:
         writer.add_tensor(name, np.ascontiguousarray(numbers, dtype=np.float32))
     else:
         writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(numbers), kind), raw_dtype=kind)
@@ -193,9 +203,20 @@ def test_logits_are_those_of_the_model_that_was_converted(tmp_path, name):
 
 
 @needs_library
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "phi3", "gemma3_text", "olmo2"])
-async def test_blocks_are_computed_with_and_have_the_same_bits_alone_and_together(tmp_path, name):
-    path = write(made(name, tmp_path / "model"), tmp_path / "model.gguf", name, Type.Q8_0)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mixtral", Type.Q8_0),
+        ("qwen3_moe", Type.Q8_0),
+        ("gpt_oss", Type.MXFP4),
+        ("glm4_moe", Type.Q8_0),
+        ("phi3", Type.Q8_0),
+        ("gemma3_text", Type.Q8_0),
+        ("olmo2", Type.Q8_0),
+    ],
+)
+async def test_blocks_are_computed_with_and_have_the_same_bits_alone_and_together(tmp_path, name, kind):
+    path = write(made(name, tmp_path / "model"), tmp_path / "model.gguf", name, kind)
     base = {"model": str(path), "device": "cpu", "num_blocks": 64, "max_seqs": 8}
     alone, exact, _ = await serve(EngineConfig(**base, prefix_caching=False, threads=1), together=False)
     assert exact and len(alone) == 8
@@ -207,6 +228,38 @@ def test_flags_of_another_number_of_layers_get_a_sentence(tmp_path):
     folder = made("olmo3", tmp_path / "model")
     path = write(folder, tmp_path / "model.gguf", "olmo3", sliding_window_pattern=[True])
     with pytest.raises(ModelError, match=r"olmo2.attention.sliding_window_pattern is not a list of 5 flags"):
+        folder_of(path)
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
+    """llama.cpp's converter counts them as layers."""
+    path = write(
+        made("glm4_moe", tmp_path / "model"),
+        tmp_path / "model.gguf",
+        "glm4_moe",
+        nextn_predict_layers=1,
+        block_count=4,
+        tensors={"blk.3.nextn.eh_proj.weight": (2, 2), "blk.3.attn_norm.weight": (64,)},
+    )
+    model = load_model(EngineConfig(model=str(path), dtype="float32"), fetch(str(path), weights=True).path)
+    assert len(model.spec.layers) == 3
+
+
+def test_biases_of_experts_in_blocks_get_a_sentence(tmp_path):
+    path = write(made("gpt_oss", tmp_path / "model"), tmp_path / "model.gguf", "gpt_oss")
+    name = b"blk.0.ffn_gate_exps.bias"
+    data = bytearray(path.read_bytes())
+    at = data.index(name) + len(name) + 4 + 2 * 8  # after the number of dimensions and their sizes
+    data[at : at + 4] = int(Type.Q8_0).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match="biases of experts are in Q8_0, which is not supported"):
+        folder_of(path)
+
+
+def test_gates_of_another_function_than_the_sigmoid_get_a_sentence(tmp_path):
+    folder, function = made("glm4_moe", tmp_path / "model"), gguf.ExpertGatingFuncType.SOFTMAX
+    path = write(folder, tmp_path / "model.gguf", "glm4_moe", expert_gating_func=function)
+    with pytest.raises(ModelError, match=r"glm4moe.expert_gating_func must be 2, not 1"):
         folder_of(path)
 
 

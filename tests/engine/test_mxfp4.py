@@ -159,6 +159,21 @@ def test_a_scale_that_the_kernels_do_not_hold_is_refused(tmp_path):
         load(folder)
 
 
+def test_a_gpu_gets_integers_that_are_exact(tmp_path):
+    folder = write(tmp_path)
+    plain = load(tmp_path / "plain", cpu_isa="torch").layers[1].experts
+    _, checkpoint = models.examine(folder, EngineConfig(model=str(folder)))
+    assert plain is not None
+    weights = {"3.gate_up_proj.weight": plain.gate_ups[3].weight, "7.down_proj.weight": plain.downs[7].weight}
+    for name, weight in weights.items():
+        (part,) = checkpoint.coded([f"{EXPERTS.format(1)}{name}"])
+        order, pieces = part.read()
+        found = torch.cat([(each.numbers.float() - 128) * each.scales.repeat_interleave(32, 1) for each in pieces])
+        assert part.form == Form(8, 32) and order is None
+        assert torch.equal(found, weight.float())
+    checkpoint.close()
+
+
 def test_only_experts_that_are_not_excluded_are_quantized():
     expert, attention = f"{EXPERTS.format(3)}7.gate_up_proj.weight", "model.layers.3.self_attn.q_proj.weight"
     found = parse(CONFIG)
