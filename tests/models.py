@@ -54,6 +54,17 @@ ROPES: dict[str, dict[str, Any]] = {
 HEAD = {"head_dim": 16}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GPT_OSS = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "swiglu_limit": 0.5,
+    "swiglu_alpha": 1.1,
+    "attention_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "pad_token_id": None,
+}
 SMOLLM3 = {"num_hidden_layers": 5, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 OLMO3 = {"num_hidden_layers": 5, "sliding_window": 8, "pad_token_id": None, "eos_token_id": None}
 GRANITE = {
@@ -71,6 +82,18 @@ EYE = {
     "num_attention_heads": 2,
     "patch_size": 14,
 }
+QWEN_EYE = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 4,
+    "deepstack_visual_indexes": [0],
+}
+GLM4V_EYE = {**EYE, "depth": 1, "num_heads": 2, "image_size": 28, "out_hidden_size": 64}
+GLM4V_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 MINISTRAL3 = {
     "head_dim": 16,
     "rope_parameters": {
@@ -83,11 +106,20 @@ MINISTRAL3 = {
         "llama_4_scaling_beta": 0.3,
     },
 }
+GLM4_MOE = {
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "pad_token_id": None,
+}
 GLM4 = {"pad_token_id": None, "attention_bias": False, "partial_rotary_factor": 1.0}
 # name -> (transformers model type, settings)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", BASE),
     "llama-bias": ("llama", {**BASE, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama-gelu": ("llama", {**BASE, "hidden_act": "gelu"}),
     **{f"llama-{name}": ("llama", {**BASE, "rope_parameters": rope}) for name, rope in ROPES.items()},
     "mistral": ("mistral", {**BASE, "sliding_window": 8}),
     "mistral-full": ("mistral", {**BASE, "sliding_window": None}),
@@ -174,6 +206,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**BASE, **HEAD, **QWEN_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
     ),
+    "gpt_oss": ("gpt_oss", {**BASE, **HEAD, **MOE, "sliding_window": 8, "pad_token_id": None}),
+    "gpt_oss-clamped": ("gpt_oss", {**BASE, **HEAD, **GPT_OSS}),
+    "glm4_moe": ("glm4_moe", {**BASE, **GLM4_MOE, "attention_bias": True, "routed_scaling_factor": 2.5}),
+    "glm4_moe-groups": (
+        "glm4_moe",
+        {
+            **BASE,
+            **GLM4_MOE,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": True,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+    ),
     # The text part of models that read images
     "gemma3": (
         "gemma3",
@@ -207,22 +255,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 **HEAD,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]},
             },
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_heads": 2,
-                "patch_size": 14,
-                "out_hidden_size": 64,
-                "num_position_embeddings": 4,
-                "deepstack_visual_indexes": [0],
-            },
+            "vision_config": QWEN_EYE,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {
+            "text_config": {
+                **BASE,
+                **HEAD,
+                **QWEN_MOE,
+                "moe_intermediate_size": 48,
+                "mlp_only_layers": [1],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]},
+            },
+            "vision_config": QWEN_EYE,
+        },
+    ),
+    "glm4v": (
+        "glm4v",
+        {
+            "text_config": {**BASE, "rope_parameters": GLM4V_ROPE, "pad_token_id": None},
+            "vision_config": GLM4V_EYE,
+        },
+    ),
+    "glm4v_moe": (
+        "glm4v_moe",
+        {
+            "text_config": {**BASE, **GLM4_MOE, "rope_parameters": GLM4V_ROPE},
+            "vision_config": GLM4V_EYE,
         },
     ),
     # Through transformers' own code
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": MAX_LEN}),
-    "gpt_oss": ("gpt_oss", {**BASE, **HEAD, **MOE, "sliding_window": 8, "pad_token_id": None}),
     "opt": (
         "opt",
         {
@@ -238,7 +304,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {k: v for k, v in BASE.items() if k != "num_key_value_heads"}),
 }
 NATIVE = [name for name, (kind, _) in MODELS.items() if kind in MODEL_TYPES]
-PARTS = ("gemma3", "mistral3", "mistral3-ministral", "qwen3_vl")  # whose text part is native
+PARTS = (
+    "gemma3",
+    "mistral3",
+    "mistral3-ministral",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "glm4v_moe",
+)  # whose text part is native
 FALLBACK = [name for name in MODELS if name not in NATIVE and name not in PARTS]
 FLOAT32_ONLY = (
     "mixtral",
@@ -246,6 +320,11 @@ FLOAT32_ONLY = (
     "qwen3_moe",
     "qwen3_moe-sparse",
     "gpt_oss",
+    "gpt_oss-clamped",
+    "glm4_moe",
+    "glm4_moe-groups",
+    "qwen3_vl_moe",
+    "glm4v_moe",
 )  # transformers' grouped products of experts refuse float64
 
 
@@ -271,8 +350,15 @@ def make(
     with torch.no_grad():
         for value in model.parameters():
             value.copy_(torch.randn_like(value) * 0.15 if value.dim() > 1 else value + torch.randn_like(value) * 0.1)
+        for bias in corrections(model):
+            bias.copy_(torch.randn_like(bias) * 0.1)
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
     return folder
+
+
+def corrections(model: Any) -> list[torch.Tensor]:
+    """The buffers of a model of transformers that are weights: the biases by which routers choose experts."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def _class(kind: str) -> Any:

@@ -46,6 +46,14 @@ MIXTRAL_EXPERTS = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+# Tensors whose names have no "weight" or "bias" at the end in safetensors checkpoints.
+PARAMETERS = {"attn_sinks": "self_attn.sinks", "exp_probs_b": "mlp.gate.e_score_correction_bias"}
+SIGMOID = 2  # as expert_gating_func
 NORMS_AROUND = {"ffn_norm": "pre_feedforward_layernorm"}  # there is one after attention, too
 
 
@@ -131,6 +139,40 @@ def _qwen3moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+def _gpt_oss(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    windows = [index % 2 == 0 for index in range(config["num_hidden_layers"])]
+    found = {
+        "num_local_experts": keys.number("expert_count"),
+        "num_experts_per_tok": keys.number("expert_used_count"),
+        "intermediate_size": keys.number("expert_feed_forward_length", config["intermediate_size"]),
+        **_windows(keys.number("attention.sliding_window", 128), windows),
+    }
+    if "rope_scaling" in config:
+        found["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
+    return found
+
+
+def _glm4moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    unused = keys.number("nextn_predict_layers", 0)
+    if (gates := keys.number("expert_gating_func", SIGMOID)) != SIGMOID:
+        raise ModelError(f"the GGUF file's {keys.architecture}.expert_gating_func must be {SIGMOID}, not {gates}")
+    return {
+        "num_hidden_layers": config["num_hidden_layers"] - unused,
+        "num_nextn_predict_layers": unused,
+        "n_routed_experts": keys.number("expert_count"),
+        "num_experts_per_tok": keys.number("expert_used_count"),
+        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
+        "n_shared_experts": keys.number("expert_shared_count", 1),
+        "first_k_dense_replace": keys.number("leading_dense_block_count", 1),
+        "n_group": keys.number("expert_group_count", 1),
+        "topk_group": keys.number("expert_group_used_count", 1),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.get("expert_weights_norm") is not False,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors,
+        "partial_rotary_factor": keys.number("rope.dimension_count", config["head_dim"]) / config["head_dim"],
     }
 
 
@@ -232,6 +274,21 @@ ARCHITECTURES = {
         "qwen3_moe",
         _qwen3moe,
         names=LAYER_NAMES | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        has_experts=True,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssGguf",
+        "gpt_oss",
+        _gpt_oss,
+        names=LAYER_NAMES | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.router"},
+        has_experts=True,
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        _glm4moe,
+        names=LAYER_NAMES | QWEN_EXPERTS | SHARED_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        rotates_partly=True,
         has_experts=True,
     ),
     "phi3": Architecture(

@@ -10,10 +10,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..types import ModelError
-from .architectures import LISTS, NAMES, Keys, architecture_of, is_norm, scaling_of
+from .architectures import LISTS, NAMES, PARAMETERS, Keys, architecture_of, is_norm, scaling_of
 from .reader import PLAIN, TYPES, Model, TensorInfo
 
 LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+UNUSED = re.compile(r"^blk\.(\d{1,5})\.nextn\.")  # of layers that predict further tokens
 
 
 class Stored(NamedTuple):
@@ -80,10 +81,13 @@ def checkpoint_names(model: Model) -> dict[str, Stored]:
             continue
         found = LAYER.fullmatch(name)
         own, _, kind = name.rpartition(".")
+        if found is not None and found[2] in PARAMETERS:
+            named[f"model.layers.{found[1]}.{PARAMETERS[found[2]]}"] = Stored(tensor, 0, 0.0)
+            continue
         if found is not None and found[2] in architecture.names:
             own = f"model.layers.{found[1]}.{architecture.names[found[2]]}"
         else:
-            own = NAMES.get(own, own)
+            own = NAMES.get(own, UNUSED.sub(r"model.layers.\1.nextn.", own))
         of_heads = found is not None and found[2] in ("attn_q", "attn_k")
         interleaved = head_dim if of_heads and architecture.is_interleaved else 0
         shift = architecture.norm_shift if is_norm(name) else 0.0
@@ -95,6 +99,8 @@ def checkpoint_names(model: Model) -> dict[str, Stored]:
 def _experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """Return the name and the part of each expert of a tensor with all experts of a layer."""
     count, *shape = tensor.shape
+    if len(shape) < 2 and TYPES[tensor.type].name not in PLAIN:
+        raise ModelError(f"the GGUF file's biases of experts are in {TYPES[tensor.type].name}, which is not supported")
     size = tensor.num_bytes // max(1, count)
     for index in range(count):
         yield (

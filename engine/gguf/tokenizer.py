@@ -22,11 +22,16 @@ QWEN2 = WORDS + r"\p{N}" + ENDS
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
 TEKKEN = CASED + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PATTERNS = {name: [LLAMA3] for name in ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3")}
+SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = CASED.replace("|", SHORT + "|") + SHORT + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {
+    name: [LLAMA3]
+    for name in ("glm4", "chatglm-bpe", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3")
+}
 PATTERNS |= {name: [DIGITS, GPT2] for name in ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")}
 PATTERNS |= {name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")}
 PATTERNS |= {name: [GPT2] for name in ("gpt-2", "mpt", "olmo", "jais", "phi-2")}
-PATTERNS |= {"tekken": [TEKKEN]}
+PATTERNS |= {"tekken": [TEKKEN], "gpt-4o": [O200K]}
 NORMALIZED = {"qwen2", "deepseek-r1-qwen"}  # to Unicode's composed form
 WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not merged
 BEGUN = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # texts begin with bos if no key says otherwise
@@ -34,6 +39,8 @@ BEGUN = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # texts begin 
 END_TOKENS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "</s>",
 }  # fmt: skip
+# In the messages of gpt-oss another token ends an answer, and the end of a message is not one.
+RETURN, CALL, MESSAGE_END = "<|return|>", "<|call|>", "<|end|>"
 LONGEST_MERGED = 256  # characters of a token that merges are sought for; the longest real ones have 128
 NAMED_TOKENS = {
     "bos_token": "bos_token_id",
@@ -212,8 +219,9 @@ class Vocabulary:
     def _generation(self) -> dict[str, Any]:
         named = [self.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         ends = [found for found in named if isinstance(found, int) and 0 <= found < len(self.tokens)]
-        ends += [
-            index for index, token in enumerate(self.tokens) if token in END_TOKENS and self.types[index] == CONTROL
-        ]
+        known = END_TOKENS | ({RETURN, CALL} if RETURN in self.tokens else set())
+        ends += [index for index, token in enumerate(self.tokens) if token in known and self.types[index] == CONTROL]
+        if RETURN in self.tokens:
+            ends = [index for index in ends if self.tokens[index] != MESSAGE_END]
         found = {name: self.metadata[key] for key, name in SAMPLING.items() if key in self.metadata}
         return {"eos_token_id": list(dict.fromkeys(ends)), **found}

@@ -7,10 +7,12 @@
 // numbers: with 5 bits, number 4s + b has bit 8b + s; with 6 bits, it has the two bits from 8b + 2s on. Numbers of 8
 // bits are bytes.
 //
+// Numbers of MXFP4 are stored as indices of E2M1, and looked up before they are multiplied.
+//
 // Scales. A panel has a record for each block, which is one group or several: for each row the scale and, if the
 // format has them, the minimum, in float16. If several groups share a record, bytes follow for each group: for each row
 // the factor of its scale, and that of its minimum. Q4_Z has a byte in place of the minimum, which is the scale times
-// that byte.
+// that byte. MXFP4 has only a byte: its scale is a power of two, and the byte is the exponent of half of it.
 //
 // Activations. A number of x has one byte, or two: the second has 7 more bits, multiplied by the same weights after the
 // sums have been shifted by 7 bits. That takes up to twice the time, and rounds x less than bfloat16 does.
@@ -35,7 +37,7 @@ inline __attribute__((always_inline)) U shifted(U u) {
 }
 
 // The layout of groups whose numbers have this number of bits.
-template <int BITS>
+template <int BITS, bool CODED = false>
 struct Group {
   static const int SIZE = BITS == 6 ? 16 : 32;
   static const int UPPER = BITS == 5 || BITS == 6;  // units of upper bits
@@ -58,6 +60,8 @@ struct Group {
       UNROLLED for (int j = 0; j < J; ++j) numbers[j] = load_units(at + j / 2 * size + j % 2 * LANES * 4);
       if constexpr (BITS < 8)
         UNROLLED for (int j = 0; j < J; ++j) numbers[j] = and_(shifted<S % 2 * 4>(numbers[j]), set1_units(0x0f0f0f0f));
+      if constexpr (CODED)
+        UNROLLED for (int j = 0; j < J; ++j) numbers[j] = look_up_bytes(broadcast_16_bytes(E2M1), numbers[j]);
       if constexpr (UPPER)
         UNROLLED for (int j = 0; j < J; ++j) numbers[j] = or_(numbers[j], upper_bits<S>(upper[j]));
       Way::step<M, J>(sum, numbers, x);
@@ -74,7 +78,7 @@ struct Scales {
   int64_t record_bytes;
 
   static int64_t record(const Format& format) {
-    if (format.has_zeros) return 3 * WIDTH;
+    if (format.has_zeros || format.is_coded) return (format.is_coded ? 1 : 3) * WIDTH;
     return (format.groups == 1 ? 2 : 2 + format.groups) * WIDTH * (1 + format.has_minimum);
   }
   Scales(const Matrix& matrix, const Format& format, int64_t panel, int64_t groups)
@@ -84,6 +88,8 @@ struct Scales {
   // The scale (0) or minimum (1) of a group, for LANES rows from `row` on.
   V at(int64_t group, int which, int row) const {
     const char* from = of_panel + group / format.groups * record_bytes;
+    if (format.is_coded)  // in two factors, because a power below 2^-126 is not a normal number
+      return mul(power_of_two(add(load_bytes((const int8_t*)from + row), set1(64.0f))), set1(0x1p-64f));
     if (format.has_zeros) {
       const V scale = load_f16((const uint16_t*)from + row);
       return which ? mul(scale, load_bytes((const int8_t*)from + 2 * WIDTH + row)) : scale;
@@ -99,9 +105,9 @@ struct Scales {
 // -- the sums ---------------------------------------------------------------------------------------------------------
 
 // Independent of the activations' type, so that it is compiled once for all types.
-template <int BITS>
+template <int BITS, bool CODED>
 struct Sums {
-  typedef Group<BITS> Layout;
+  typedef Group<BITS, CODED> Layout;
   static const int FOURS = Layout::SIZE / 4;
   static const int BYTES = FOURS * Way::X_BYTES;  // of a row's group
   // Of a row's group: the sum of its numbers, their scale, the product of both, and the bytes.
@@ -153,10 +159,10 @@ struct Sums {
 };
 
 // PLANES: bytes of an activation.
-template <class Number_, int BITS, int PLANES>
-struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES>> {
+template <class Number_, int BITS, int PLANES, bool CODED = false>
+struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES, CODED>> {
   typedef Number_ Number;
-  typedef Sums<BITS> All;
+  typedef Sums<BITS, CODED> All;
   typedef Group<BITS> Layout;
 
   static int64_t units(int64_t columns) { return columns / Layout::SIZE * Layout::UNITS; }
@@ -200,22 +206,25 @@ int32_t multiply(const Matrix* matrix, const void* x, const void* residual, void
 
 }  // namespace
 
-#define MATMUL_OF(name, Number, bits)                                                                                  \
+#define MATMUL_OF(name, Number, bits, coded)                                                                           \
   EXPORT int32_t NAMED(name)(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows,         \
                              int32_t threads) {                                                                        \
     const Timed timed(MATMUL);                                                                                         \
-    const auto compute = matrix->planes == 1 ? multiply<InBlocks<Number, bits, 1>> : multiply<InBlocks<Number, bits, 2>>; \
+    const auto compute = matrix->planes == 1 ? multiply<InBlocks<Number, bits, 1, coded>>                              \
+                                             : multiply<InBlocks<Number, bits, 2, coded>>;                             \
     return compute(matrix, x, residual, y, rows, threads);                                                             \
   }
 
-MATMUL_OF(matmul_blocks4_float32, float, 4)
-MATMUL_OF(matmul_blocks4_bfloat16, uint16_t, 4)
-MATMUL_OF(matmul_blocks5_float32, float, 5)
-MATMUL_OF(matmul_blocks5_bfloat16, uint16_t, 5)
-MATMUL_OF(matmul_blocks6_float32, float, 6)
-MATMUL_OF(matmul_blocks6_bfloat16, uint16_t, 6)
-MATMUL_OF(matmul_blocks8_float32, float, 8)
-MATMUL_OF(matmul_blocks8_bfloat16, uint16_t, 8)
+MATMUL_OF(matmul_blocks4_float32, float, 4, false)
+MATMUL_OF(matmul_blocks4_bfloat16, uint16_t, 4, false)
+MATMUL_OF(matmul_blocks5_float32, float, 5, false)
+MATMUL_OF(matmul_blocks5_bfloat16, uint16_t, 5, false)
+MATMUL_OF(matmul_blocks6_float32, float, 6, false)
+MATMUL_OF(matmul_blocks6_bfloat16, uint16_t, 6, false)
+MATMUL_OF(matmul_blocks8_float32, float, 8, false)
+MATMUL_OF(matmul_blocks8_bfloat16, uint16_t, 8, false)
+MATMUL_OF(matmul_codes_float32, float, 4, true)
+MATMUL_OF(matmul_codes_bfloat16, uint16_t, 4, true)
 
 // Multiply x by each part, into its columns of y. Residual and y have numbers of the same type.
 EXPORT int32_t NAMED(matmul_joined)(const Joined* joined, const void* x, const void* residual, void* y, int64_t rows,
@@ -232,77 +241,6 @@ EXPORT int32_t NAMED(matmul_joined)(const Joined* joined, const void* x, const v
 // -- repacking --------------------------------------------------------------------------------------------------------
 
 namespace {
-
-// What a block in a file has in one row: stored numbers as bytes, and its scales.
-struct Block {
-  uint8_t numbers[256];
-  uint16_t scale, minimum;  // float16
-  uint8_t factors[16], minimums[8], zero;
-
-  Block(const Format& format, const uint8_t* from) : scale(half(from)), minimum(0), zero(0) {
-    switch (format.type) {
-      case Q4_0:
-        nibbles(from + 2, 16, 0);
-        break;
-      case Q4_1:
-        minimum = half(from + 2);
-        nibbles(from + 4, 16, 0);
-        break;
-      case Q4_Z:
-        zero = from[2];
-        nibbles(from + 3, 16, 0);
-        break;
-      case Q5_0:
-        nibbles(from + 6, 16, 0);
-        fifth_bits(from + 2);
-        break;
-      case Q5_1:
-        minimum = half(from + 2);
-        nibbles(from + 8, 16, 0);
-        fifth_bits(from + 4);
-        break;
-      case Q8_0:
-        for (int i = 0; i < 32; ++i) numbers[i] = from[2 + i] ^ 0x80;
-        break;
-      case Q4_K:
-        scales_of_k(from);
-        for (int c = 0; c < 4; ++c) nibbles(from + 16 + 32 * c, 32, 64 * c);
-        break;
-      case Q5_K:
-        scales_of_k(from);
-        for (int c = 0; c < 4; ++c) nibbles(from + 48 + 32 * c, 32, 64 * c);
-        for (int i = 0; i < 256; ++i) numbers[i] |= (from[16 + i % 32] >> (i / 32) & 1) << 4;
-        break;
-      case Q6_K:
-        scale = half(from + 208);
-        memcpy(factors, from + 192, 16);
-        for (int c = 0; c < 2; ++c) nibbles(from + 64 * c, 64, 128 * c);
-        for (int i = 0; i < 256; ++i) numbers[i] |= (from[128 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3) << 4;
-    }
-  }
-
-  static uint16_t half(const uint8_t* from) {
-    uint16_t bits;
-    memcpy(&bits, from, 2);
-    return bits;
-  }
-  // The low nibbles of `count` bytes are the numbers from `at` on, and the high nibbles those after them.
-  void nibbles(const uint8_t* from, int count, int at) {
-    for (int i = 0; i < count; ++i) numbers[at + i] = from[i] & 15, numbers[at + count + i] = from[i] >> 4;
-  }
-  void fifth_bits(const uint8_t* from) {
-    for (int i = 0; i < 32; ++i) numbers[i] |= (from[i / 8] >> (i % 8) & 1) << 4;
-  }
-  // Twelve bytes have the 6 bits of eight factors and of eight minimums, which are subtracted.
-  void scales_of_k(const uint8_t* from) {
-    minimum = half(from + 2) ^ 0x8000;
-    const uint8_t* q = from + 4;
-    for (int i = 0; i < 4; ++i) {
-      factors[i] = q[i] & 63, minimums[i] = q[i + 4] & 63;
-      factors[i + 4] = (q[i + 8] & 15) | (q[i] >> 6) << 4, minimums[i + 4] = q[i + 8] >> 4 | (q[i + 4] >> 6) << 4;
-    }
-  }
-};
 
 uint32_t unit_at(const uint8_t* bytes) {
   uint32_t unit;
@@ -375,10 +313,11 @@ struct Repacker {
 
   // Write a row's scales to its block's record; without a block, zeros.
   static void put_scales(const Format& format, const Block* block, int row, char* record) {
+    if (format.is_coded) return (void)(record[row] = (char)(block ? block->byte ^ 0x80 : 0));
     uint16_t* halves = (uint16_t*)record + row;
     const int kinds = 1 + format.has_minimum;
     halves[0] = block ? block->scale : 0;
-    if (format.has_zeros) return (void)(record[2 * WIDTH + row] = (char)(block ? block->zero : 0));
+    if (format.has_zeros) return (void)(record[2 * WIDTH + row] = (char)(block ? block->byte : 0));
     if (format.has_minimum) halves[WIDTH] = block ? block->minimum : 0;
     if (format.groups == 1) return;
     uint8_t* factors = (uint8_t*)record + 2 * WIDTH * kinds + row;
@@ -408,6 +347,7 @@ void dequantize(const Matrix& matrix, const Format& format, int64_t id, Number* 
       int stored;
       if (BITS == 8) stored = (int)(from[four * WIDTH] >> byte & 255);
       else stored = (int)(from[(Layout::UPPER + k / 8) * WIDTH] >> (byte + four % 2 * 4) & 15);
+      if (format.is_coded) stored = E2M1[stored];
       if (BITS == 5) stored |= (int)(from[0] >> (byte + four) & 1) << 4;
       if (BITS == 6) stored |= (int)(from[0] >> (byte + 2 * four) & 3) << 4;
       put_number(to + k, of_rows[0][id % LANES] * (float)(stored - format.zero) + of_rows[1][id % LANES]);

@@ -25,6 +25,7 @@ class Format:
     group: int = 32  # numbers that share a scale
     has_minimum: bool = False
     has_zeros: bool = False  # minimums are scales times bytes
+    is_coded: bool = False  # numbers are floats of 4 bits, and scales are powers of two
 
     @property
     def group_units(self) -> int:
@@ -45,6 +46,7 @@ FORMATS = {
     12: Format("Q4_K", 256, 144, 4, has_minimum=True),
     13: Format("Q5_K", 256, 176, 5, has_minimum=True),
     14: Format("Q6_K", 256, 210, 6, group=16),
+    39: Format("MXFP4", 32, 17, 4, is_coded=True),
     Q4_Z: Format("Q4_Z", 32, 19, 4, has_minimum=True, has_zeros=True),
 }
 
@@ -56,7 +58,7 @@ def blocks_bytes(name: str, numbers: int, dtype: torch.dtype) -> int:
         return numbers * dtype.itemsize
     form = next((form for form in FORMATS.values() if form.name == name), FORMATS[Q8_0])
     groups = form.block // form.group
-    scales = (2 if groups == 1 else 2 + groups) * (2 if form.has_minimum else 1) - form.has_zeros
+    scales = (2 if groups == 1 else 2 + groups) * (2 if form.has_minimum else 1) - form.has_zeros - form.is_coded
     return numbers // form.block * (groups * form.group_units * 4 + scales)
 
 
@@ -138,6 +140,8 @@ class Blocks(Packed):
         return self.columns // self._format.block * self._format.block_bytes
 
     def _function(self, kernels: Kernels) -> Any:
+        if self._format.is_coded:
+            return kernels.multiply_codes[self.dtype]
         return kernels.multiply_blocks[self._format.bits, self.dtype]
 
     def _panel_shape(self) -> tuple[int, ...]:

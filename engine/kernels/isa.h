@@ -369,3 +369,22 @@ static inline V gelu_tanh(V x) {
   const V u = mul(x, fma(mul(x, x), set1(0.7978845608f * 0.044715f), set1(0.7978845608f)));
   return divide(x, add(set1(1.0f), exponential(mul(u, set1(-2.0f)))));
 }
+
+// GELU, x * erfc(-x / sqrt(2)) / 2. erfc(z) is t * e^(-z^2 + p(t)) for t = 1 / (1 + z / 2), to 1.2e-7 of the result, from
+// Press et al., Numerical Recipes (1992), section 6.2.
+static inline V gelu(V x) {
+  const V size = max(mul(x, set1(-0.70710678f)), mul(x, set1(0.70710678f)));
+  const V t = divide(set1(1.0f), fma(size, set1(0.5f), set1(1.0f)));
+  V p = set1(0.17087277f);
+  p = fma(p, t, set1(-0.82215223f));
+  p = fma(p, t, set1(1.48851587f));
+  p = fma(p, t, set1(-1.13520398f));
+  p = fma(p, t, set1(0.27886807f));
+  p = fma(p, t, set1(-0.18628806f));
+  p = fma(p, t, set1(0.09678418f));
+  p = fma(p, t, set1(0.37409196f));
+  p = fma(p, t, set1(1.00002368f));
+  p = fma(p, t, set1(-1.26551223f));
+  const V tail = mul(mul(t, set1(0.5f)), exponential(fma(mul(size, set1(-1.0f)), size, p)));
+  return mul(x, where_less(x, zero(), tail, add(set1(1.0f), mul(tail, set1(-1.0f)))));
+}

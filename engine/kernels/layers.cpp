@@ -171,6 +171,36 @@ struct Softcap {
   }
 };
 
+// -- gates ------------------------------------------------------------------------------------------------------------
+
+// y = activation(gate) * up for x: [rows, 2 * inner], gate before up.
+template <class Number>
+struct Gates {
+  Gate how;
+  const Number* x;
+  Number* y;
+  int64_t rows, inner;
+  Parts parts = {};
+
+  int64_t rows_of_part() const { return max(1, PART / max(1, inner)); }
+
+  static void share(void* work, int) {
+    Gates& g = *(Gates*)work;
+    const int64_t each = g.rows_of_part();
+    for (int64_t part; g.parts.claim(part);)
+      for (int64_t row = part * each; row < min(g.rows, (part + 1) * each); ++row) {
+        const Number *gate = g.x + row * 2 * g.inner, *up = gate + g.inner;
+        for (int64_t i = 0; i < g.inner; i += LANES)
+          put(g.y + row * g.inner + i, gated(g.how, get(gate + i, g.inner - i), get(up + i, g.inner - i)), g.inner - i);
+      }
+  }
+  void compute(int threads) {
+    const Timed timed(OTHER);
+    parts.count = ceil_div(rows, rows_of_part());
+    run(share, this, rows * inner < SHORT ? 1 : threads);
+  }
+};
+
 // -- all layers -------------------------------------------------------------------------------------------------------
 
 template <class Number, class Held>
@@ -230,6 +260,23 @@ EXPORT void NAMED(norm_centered_bfloat16)(const uint16_t* x, const float* weight
 // x = cap * tanh(x / cap)
 EXPORT void NAMED(softcap)(float* x, int64_t size, float cap, int32_t threads) {
   Softcap{x, size, cap}.compute(threads);
+}
+
+// x = 1 / (1 + e^-x)
+EXPORT void NAMED(sigmoid)(float* x, int64_t size) {
+  for (int64_t i = 0; i < size; i += LANES) {
+    const V e = exponential(mul(get(x + i, size - i), set1(-1.0f)));
+    put(x + i, divide(set1(1.0f), add(set1(1.0f), e)), size - i);
+  }
+}
+
+EXPORT void NAMED(gates_float32)(const Gate* how, const float* x, float* y, int64_t rows, int64_t inner, int32_t threads) {
+  Gates<float>{*how, x, y, rows, inner}.compute(threads);
+}
+
+EXPORT void NAMED(gates_bfloat16)(const Gate* how, const uint16_t* x, uint16_t* y, int64_t rows, int64_t inner,
+                                  int32_t threads) {
+  Gates<uint16_t>{*how, x, y, rows, inner}.compute(threads);
 }
 
 // Returns 0, 1 if out of memory, or 2 if a position has no angles. Each is named like the `attend` that it calls.

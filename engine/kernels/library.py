@@ -61,9 +61,11 @@ class Kernels:
             for bits in (4, 5, 6, 8)
             for dtype, name in DTYPES.items()
         }
+        self.multiply_codes = {dtype: getattr(library, f"matmul_codes_{name}_{isa}") for dtype, name in DTYPES.items()}
         self.multiply_lossless = getattr(library, f"matmul_lossless_{isa}")
         self.multiply_joined = getattr(library, f"matmul_joined_{isa}")
         multiply = *self.multiply.values(), *self.multiply_bits.values(), *self.multiply_blocks.values()
+        multiply += (*self.multiply_codes.values(),)
         for function in (*multiply, self.multiply_lossless, self.multiply_joined):
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
         self.packers = {name: getattr(library, f"{name}_{isa}") for name in ("pack", "quantize", "repack", "compress")}
@@ -98,6 +100,11 @@ class Kernels:
             function.restype = None
         self.softcap = getattr(library, f"softcap_{isa}")
         self.softcap.argtypes, self.softcap.restype = [pointer, long, ctypes.c_float, integer], None
+        self.sigmoid = getattr(library, f"sigmoid_{isa}")
+        self.sigmoid.argtypes, self.sigmoid.restype = [pointer, long], None
+        self.gates = {dtype: getattr(library, f"gates_{name}_{isa}") for dtype, name in DTYPES.items()}
+        for function in self.gates.values():
+            function.argtypes, function.restype = [pointer, pointer, pointer, long, long, integer], None
         # By the model's dtype and the cache's.
         self.layers = {
             (dtype, cache): getattr(library, f"layers_{name}_{isa}") for dtype, cache, name in cache_dtypes()

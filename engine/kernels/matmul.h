@@ -108,7 +108,7 @@ struct Matmul {
         b = add(b, load(matrix->bias + panel * WIDTH + LANES));
       }
       if (matrix->gated) {
-        emit(mul(matrix->activation ? gelu_tanh(a) : silu(a), b), row, panel * LANES);
+        emit(gated(matrix->gate, a, b), row, panel * LANES);
       } else {
         emit(a, row, panel * WIDTH);
         if (panel * WIDTH + LANES < matrix->outputs) emit(b, row, panel * WIDTH + LANES);

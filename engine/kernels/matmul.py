@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .library import Kernels, address
+from .structures import Gate, Matrix, Multiplied, PlainWeight, Progress, WeightPart
 from .structures import Joined as JoinedParts
-from .structures import Matrix, Multiplied, PlainWeight, Progress, WeightPart
 
 SLAB = 64 << 20  # bytes
 LINE = 64  # bytes of a cache line
@@ -243,9 +243,11 @@ class Packed:
             raise IndexError(f"there is no row {int(ids[wrong - 1])} among {self.outputs}")
         return out
 
-    def finish_with(self, *, scale: float = 1.0, gate: int = 0) -> None:
-        """Let matmuls multiply their results by `scale` before the residual is added; `gate`: see Matrix.activation."""
-        self._matrix.scale, self._matrix.activation = 0.0 if scale == 1 else scale, gate
+    def finish_with(self, *, scale: float = 1.0, gate: Gate | None = None) -> None:
+        """Let matmuls multiply their results by `scale` before the residual is added; `gate`: of a gated weight."""
+        self._matrix.scale = 0.0 if scale == 1 else scale
+        if gate is not None:
+            self._matrix.gate = gate
 
     def row_bytes(self) -> int:
         """Return the size of a row of the plain weight."""
@@ -417,7 +419,7 @@ class Joined(Packed):
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts)
 
-    def finish_with(self, *, scale: float = 1.0, gate: int = 0) -> None:
+    def finish_with(self, *, scale: float = 1.0, gate: Gate | None = None) -> None:
         for part in self._parts:
             part.finish_with(scale=scale, gate=gate)
 

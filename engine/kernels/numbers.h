@@ -2,6 +2,7 @@
 // the others read as 0 and are not written.
 #pragma once
 #include "isa.h"
+#include "structures.h"
 
 #include <string.h>
 
@@ -44,4 +45,18 @@ static inline void put(Number* p, V v, int64_t count) {
   Number some[LANES];
   write(some, v);
   memcpy(p, some, (size_t)count * sizeof(Number));
+}
+
+// activation(gate) * up. NaN stays NaN.
+static inline V gated(const Gate& how, V gate, V up) {
+  const V one = set1(1.0f);
+  switch (how.activation) {
+    case 0: return mul(silu(gate), up);
+    case 1: return mul(gelu_tanh(gate), up);
+    case 3: return mul(gelu(gate), up);
+    case 4: return mul(where_less(gate, zero(), zero(), gate), up);
+  }
+  const V limit = set1(how.limit);
+  gate = min(limit, gate), up = max(set1(-how.limit), min(limit, up));
+  return mul(divide(gate, add(one, exponential(mul(gate, set1(-how.alpha))))), add(up, one));
 }

@@ -3,6 +3,12 @@
 #pragma once
 #include <stdint.h>
 
+// How gate and up become one number.
+struct Gate {
+  int32_t activation;  // 0 SiLU, 1 GELU with tanh, 2 clamped SwiGLU, 3 GELU, 4 ReLU
+  float limit, alpha;  // of clamped SwiGLU
+};
+
 // A packed weight.
 struct Matrix {
   const void* panels;    // see matmul.h
@@ -13,12 +19,12 @@ struct Matrix {
   int64_t stride;        // numbers between two rows of the result, and of the residual
   int64_t columns;       // columns of the input
   int64_t num_panels;
-  int32_t gated;  // half of each panel is gate, half up: the result is activation(gate) * up
+  int32_t gated;  // half of each panel is gate, half up: the result is `gated` of both, see numbers.h
   int32_t wide;   // the result is float32, whatever the input's type
   int32_t format;  // of a weight in GGUF blocks, see blocks.h; else 0
   int32_t planes;  // with such a weight: bytes of an activation, 1 or 2
-  int32_t activation;  // of the gates: 0 SiLU, 1 GELU with tanh
-  float scale;         // of the result, before the residual is added; 0: none
+  Gate gate;
+  float scale;  // of the result, before the residual is added; 0: none
 };
 
 // Rows of a plain weight.

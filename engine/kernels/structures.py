@@ -5,6 +5,12 @@ from __future__ import annotations
 import ctypes
 
 
+class Gate(ctypes.Structure):
+    """How gate and up become one number."""
+
+    _fields_ = [("activation", ctypes.c_int32), ("limit", ctypes.c_float), ("alpha", ctypes.c_float)]
+
+
 class Matrix(ctypes.Structure):
     """A packed weight."""
 
@@ -21,7 +27,7 @@ class Matrix(ctypes.Structure):
         ("wide", ctypes.c_int32),
         ("format", ctypes.c_int32),
         ("planes", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
+        ("gate", Gate),
         ("scale", ctypes.c_float),
     ]
 

@@ -13,12 +13,14 @@ from ..kernels.library import Choice
 from ..quantized.config import parse
 from ..types import ConfigError, EngineError, ModelError
 from .dummy import DummyWeights
-from .families import architecture
+from .families import FAMILIES, architecture
 from .fitting import fit, product
 from .forward import Forward, Outputs
 from .keys import shown
 from .model import Model, Progress
+from .multimodal import text_part
 from .spec import ModelSpec, read_config, read_spec
+from .stacked import StackedCheckpoint
 from .weights import Checkpoint
 
 
@@ -36,22 +38,26 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
         spec = describe(folder, config)
         return spec, DummyWeights(folder, spec)
     source = read_config(folder)
+    checkpoint = _checkpoint(folder, source)
     if source.get("quantization_config") and not gguf.is_converted(folder):
         from ..quantized.checkpoint import QuantizedCheckpoint
 
-        quantized = QuantizedCheckpoint(folder, parse(source["quantization_config"]))
+        quantized = QuantizedCheckpoint(checkpoint, parse(source["quantization_config"]))
         spec = _describe(folder, source, config, quantized)
         return spec.stored_as(quantized.blocks_type, quantized.scheme), quantized
-    checkpoint = _checkpoint(folder)
     return _describe(folder, source, config, checkpoint), checkpoint
 
 
-def _checkpoint(folder: Path) -> Checkpoint:
-    if not gguf.is_converted(folder):
-        return Checkpoint(folder)
-    from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
+def _checkpoint(folder: Path, source: dict[str, Any]) -> Checkpoint:
+    if gguf.is_converted(folder):
+        from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
 
-    return GgufCheckpoint(folder)
+        return GgufCheckpoint(folder)
+    text = text_part(source)
+    family = FAMILIES.get(architecture(text))
+    if family is not None and family.experts is not None and family.experts.stacking is not None:
+        return StackedCheckpoint(folder, family.experts, text.get("hidden_size"))
+    return Checkpoint(folder)
 
 
 def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:

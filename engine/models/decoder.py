@@ -15,6 +15,7 @@ from ..kernels.matmul import Packing, Sources
 from ..types import ModelError
 from . import multimodal, on_gpu
 from .decoder_layer import Layer
+from .decoder_spec import sinks_name
 from .executor import Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
@@ -54,7 +55,10 @@ class Decoder:
         self.rotaries = [Rotary(rope, spec.serve_len, angles, device) for rope in decoder.ropes]
         # In order of preference; the last one can compute every step.
         self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotaries)]
-        self.sinks: Mapping[str, Tensor] = {}
+        sinks = {layer.index: layer.sinks for layer in self.layers}
+        self.sinks: Mapping[str, Tensor] = {
+            sinks_name(index): found for index, found in sinks.items() if found is not None
+        }
         self.num_params = self.weights_bytes = self.saved_bytes = 0
         self.weights_hash = ""
 
@@ -233,10 +237,12 @@ def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     if not tied or head in entries:
         targets[head] = model.head.weight
     checkpoint.check(targets)
+    first, unused = len(spec.layers), spec.decoder.unused_layers
+    starts = tuple(f"{prefix}layers.{index}." for index in range(first, first + unused))
     for name in sorted(entries.keys() - targets.keys()):
         # An additional tensor means that config.json describes another model. These are harmless.
         of_another_part = spec.is_part and not name.startswith(prefix) and not name.endswith("lm_head.weight")
-        if not (name.endswith("rotary_emb.inv_freq") or of_another_part):
+        if not (name.endswith("rotary_emb.inv_freq") or name.startswith(starts) or of_another_part):
             raise ModelError(f"the checkpoint holds the tensor {name}, which {spec.architecture} does not have")
 
 

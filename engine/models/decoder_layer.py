@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from .decoder_spec import DecoderSpec
+from .decoder_spec import DecoderSpec, sinks_name
 from .experts import Experts
 from .forward import Forward
 from .layers import Gated, InFile, Linear, Quantization, RMSNorm, make_norm
@@ -40,6 +40,7 @@ class Layer:
             together = spec.qk_norm == "all"
             self.q_norm = norm("q_norm", self.q_size if together else spec.head_dim)
             self.k_norm = norm("k_norm", self.kv_size if together else spec.head_dim)
+        self.sinks = torch.empty(spec.num_heads, dtype=dtype, device=device) if spec.has_sinks else None
         self.output = Linear(hidden, self.q_size, spec.output_bias, dtype, device)
         self.output.scale = spec.scales.residual
         self.mlp_norm, self.mlp_after = norm(spec.norms.mlp), norm(spec.norms.mlp_after)
@@ -111,6 +112,10 @@ class Layer:
         names = (*self.spec.norms, "self_attn.q_norm", "self_attn.k_norm")
         norms = zip(names, (*self.norms, self.q_norm, self.k_norm), strict=True)
         targets = {f"{prefix}{name}.weight": norm.weight for name, norm in norms if norm is not None}
+        if self.sinks is not None:
+            targets[sinks_name(self.index)] = self.sinks
+        if self.experts is not None and self.experts.correction is not None:
+            targets[f"{prefix}{self.experts.spec.names[0]}.e_score_correction_bias"] = self.experts.correction
         for name, linear, begin, end in self.parts():
             targets[f"{name}.weight"] = linear.weight[begin:end]
             if linear.bias is not None:

@@ -24,6 +24,11 @@ class Scales(NamedTuple):
 UNIT = Scales()
 
 
+def sinks_name(layer: int) -> str:
+    """Return the name of a layer's sinks in checkpoints, and in the spec of its attention."""
+    return f"layers.{layer}.self_attn.sinks"
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """The shape and the variants of a native decoder."""
@@ -50,6 +55,8 @@ class DecoderSpec:
     norm: NormKind = PLAIN
     is_parallel: bool = False  # see Family
     scales: Scales = UNIT
+    has_sinks: bool = False  # see Family
+    unused_layers: int = 0  # in checkpoints after the others: they predict further tokens
     experts: ExpertsSpec | None = None
 
     @property
@@ -63,6 +70,8 @@ class DecoderSpec:
             return "norms of another kind than RMSNorm"
         if self.qk_norm == "all":
             return "norms of all heads together"
+        if self.has_sinks:
+            return "attention sinks"
         if any(rope.query_beta for rope in self.ropes):
             return "queries that are scaled by their position"
         if self.is_interleaved or self.wide_angles:
@@ -99,16 +108,21 @@ class DecoderSpec:
         else:
             yield tuple(f"{start}self_attn.{name}_proj.weight" for name in "qkv"), (q, kv, kv), hidden
         yield (f"{start}self_attn.o_proj.weight",), (hidden,), q
-        experts = self.experts_of(index)
-        inner, count = (self.intermediate_size, 1) if experts is None else (experts.inner, experts.count)
-        mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj") if experts is None else experts.names[1:]
-        for number in range(count):
-            gate, up, down = (f"{start}{name.format(number)}.weight" for name in mlp)
-            if self.joined:
-                yield (f"{start}mlp.gate_up_proj.weight",), (2 * inner,), hidden
-            else:
-                yield (gate, up), (inner, inner), hidden
-            yield (down,), (hidden,), inner
+        for gates, down, inner in self._mlps(index):
+            yield tuple(f"{start}{name}.weight" for name in gates), (2 * inner // len(gates),) * len(gates), hidden
+            yield (f"{start}{down}.weight",), (hidden,), inner
+
+    def _mlps(self, layer: int) -> Iterator[tuple[tuple[str, ...], str, int]]:
+        """Yield the names of gate and up, that of down, and the intermediate size of a layer's MLP or experts."""
+        experts = self.experts_of(layer)
+        if experts is None:
+            gates = ("mlp.gate_up_proj",) if self.joined else ("mlp.gate_proj", "mlp.up_proj")
+            yield gates, "mlp.down_proj", self.intermediate_size
+            return
+        for number in range(experts.count):
+            yield *experts.linears(number), experts.inner
+        if experts.shared:
+            yield experts.shared_names[:2], experts.shared_names[2], experts.shared
 
     def layer_numbers(self, index: int) -> int:
         """Return the number of a layer's weights that may be quantized."""
@@ -121,8 +135,9 @@ class DecoderSpec:
         layer += {"": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
         layer += (q + 2 * kv if self.qkv_bias else 0) + (self.hidden_size if self.output_bias else 0)
         layer += 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
+        layer += self.num_heads if self.has_sinks else 0
         layers = num_layers * layer
         for index in range(num_layers):
             experts = self.experts_of(index)
-            layers += self.layer_numbers(index) + (experts.count * self.hidden_size if experts else 0)  # the router's
+            layers += self.layer_numbers(index) + (experts.num_params(self.hidden_size) if experts else 0)
         return layers + vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from .layers import Gated, InFile, Linear, Quantization
+from .layers import Clamp, Gated, InFile, Linear, Quantization
 from .precision import LayerBits
+
+
+class Sigmoids(NamedTuple):
+    """How experts are chosen by sigmoids, see ExpertKeys."""
+
+    groups: int  # of as many experts each
+    kept: int  # groups that a token's experts are chosen from: those with the largest sums of two
+    scale: float  # of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +31,26 @@ class ExpertsSpec:
     inner: int  # intermediate size of an expert
     is_normalized: bool  # whether the weights of a token's experts add up to 1
     dense: frozenset[int]  # layers that have one MLP instead
-    names: tuple[str, str, str, str]  # of router, gate, up and down in checkpoints; the last three with {} for a number
+    names: tuple[str, str, str, str]  # see ExpertKeys
+    has_bias: bool = False  # of router and experts
+    clamp: Clamp | None = None
+    sigmoids: Sigmoids | None = None  # None: a softmax
+    shared: int = 0  # intermediate size of the MLP beside the experts; 0: there is none
+    shared_names: tuple[str, str, str] = ("", "", "")  # of its gate, up and down in checkpoints
+
+    def linears(self, expert: int) -> tuple[tuple[str, ...], str]:
+        """Return the names of an expert's gate and up, which may be one tensor, and of its down projection."""
+        _, gate, up, down = (name.format(expert) for name in self.names)
+        return (gate, up) if up else (gate,), down
+
+    def num_params(self, hidden: int) -> int:
+        """Return the number of a layer's weights beside those of the experts' matrices."""
+        biases = 1 + 2 * self.inner + hidden if self.has_bias else 0
+        return self.count * (hidden + biases + (self.sigmoids is not None))
 
 
 class Experts:
-    """residual + the sum of weight * expert(x) over a token's experts.
+    """residual + the sum of weight * expert(x) over a token's experts, + the MLP of all tokens.
 
     The products are computed for all tokens of an expert at once. Each token's results are then added in the order of
     its weights, in float32, so they do not depend on the other tokens.
@@ -36,11 +60,20 @@ class Experts:
         self, hidden: int, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, *, activation: str
     ) -> None:
         self.spec = spec
-        self.router = Linear(spec.count, hidden, False, dtype, device)
+        self.router = Linear(spec.count, hidden, spec.has_bias, dtype, device)
         self.gate_ups = [
-            Gated(spec.inner, hidden, False, dtype, device, activation=activation) for _ in range(spec.count)
+            Gated(spec.inner, hidden, spec.has_bias, dtype, device, activation=activation, clamp=spec.clamp)
+            for _ in range(spec.count)
         ]
-        self.downs = [Linear(hidden, spec.inner, False, dtype, device) for _ in range(spec.count)]
+        self.downs = [Linear(hidden, spec.inner, spec.has_bias, dtype, device) for _ in range(spec.count)]
+        self.correction = None  # of the sigmoids by which experts are chosen
+        if spec.sigmoids is not None:
+            self.correction = torch.empty(spec.count, dtype=torch.float32, device=device)
+        self._kernels: Kernels | None = None
+        self.shared: tuple[Gated, Linear] | None = None
+        if spec.shared:
+            gate_up = Gated(spec.shared, hidden, False, dtype, device, activation=activation)
+            self.shared = gate_up, Linear(hidden, spec.shared, False, dtype, device)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return [tokens, hidden] for x: [tokens, hidden]."""
@@ -55,6 +88,9 @@ class Experts:
                 results[places] = self.downs[expert](self.gate_ups[expert](x[places // active]))
                 start += count
         total = residual.to(weights.dtype)
+        if self.shared is not None:
+            gate_up, down = self.shared
+            total = total + down(gate_up(x))
         for result, weight in zip(results.view(len(x), active, -1).unbind(1), weights.unbind(1), strict=True):
             total = total + result * weight.unsqueeze(1)
         return total.to(x.dtype)
@@ -63,19 +99,45 @@ class Experts:
         """Return the weights of each token's experts, largest first, and their numbers: [tokens, active]."""
         logits = self.router(x)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        weights, chosen = logits.softmax(-1, dtype=wide).topk(self.spec.active, -1)
-        return weights / weights.sum(-1, keepdim=True) if self.spec.is_normalized else weights, chosen
+        if self.spec.sigmoids is None:
+            weights, chosen = logits.softmax(-1, dtype=wide).topk(self.spec.active, -1)
+        else:
+            weights, chosen = self._by_sigmoids(logits.to(wide), self.spec.sigmoids)
+        if self.spec.is_normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # which only changes a sum of 0
+        return weights if self.spec.sigmoids is None else weights * self.spec.sigmoids.scale, chosen
+
+    def _by_sigmoids(self, logits: Tensor, how: Sigmoids) -> tuple[Tensor, Tensor]:
+        """Return the sigmoids of each token's experts, and their numbers: [tokens, active]."""
+        assert self.correction is not None
+        if self._kernels is not None and logits.dtype == torch.float32:
+            # torch's sigmoid depends on a number's position in the tensor.
+            scores = logits.contiguous()
+            self._kernels.sigmoid(scores.data_ptr(), scores.numel())
+        else:
+            scores = torch.sigmoid(logits)
+        ranked = scores + self.correction
+        if how.groups > 1:
+            groups = ranked.unflatten(-1, (how.groups, -1))
+            best = groups.topk(2, -1).values
+            kept = (best[..., 0] + best[..., 1]).topk(how.kept, -1).indices
+            outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
+            ranked = groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
+        chosen = ranked.topk(self.spec.active, -1).indices
+        return scores.gather(1, chosen), chosen
 
     def parts(self, prefix: str) -> list[tuple[str, Linear, int, int]]:
         """Return checkpoint names and places of the weights, as Layer.parts."""
-        router, gate, up, down = (prefix + name for name in self.spec.names)
-        found = [(router, self.router, 0, self.spec.count)]
+        found = [(prefix + self.spec.names[0], self.router, 0, self.spec.count)]
         for expert, (gate_up, last) in enumerate(zip(self.gate_ups, self.downs, strict=True)):
-            found += [
-                (gate.format(expert), gate_up, 0, self.spec.inner),
-                (up.format(expert), gate_up, self.spec.inner, 2 * self.spec.inner),
-                (down.format(expert), last, 0, len(last.weight)),
-            ]
+            gates, down = self.spec.linears(expert)
+            rows = 2 * self.spec.inner // len(gates)
+            found += [(prefix + name, gate_up, rows * i, rows * (i + 1)) for i, name in enumerate(gates)]
+            found.append((prefix + down, last, 0, len(last.weight)))
+        if self.shared is not None:
+            gate, up, down = (prefix + name for name in self.spec.shared_names)
+            (gate_up, last), inner = self.shared, self.spec.shared
+            found += [(gate, gate_up, 0, inner), (up, gate_up, inner, 2 * inner), (down, last, 0, len(last.weight))]
         return found
 
     def pack(
@@ -89,10 +151,13 @@ class Experts:
 
         `importance`: of the columns of the experts' first weights, see Quantized.
         """
+        self._kernels = kernels
         self.router.pack(kernels, wide=True, in_file=in_file.get(self.router))
         up = down = None
         if bits is not None:
             up, down = Quantization(bits.others, importance), Quantization(bits.down)
-        for linears, quantization in ((self.gate_ups, up), (self.downs, down)):
+        shared = [] if self.shared is None else [self.shared]
+        gate_ups, downs = [*self.gate_ups, *(each for each, _ in shared)], [*self.downs, *(each for _, each in shared)]
+        for linears, quantization in ((gate_ups, up), (downs, down)):
             for linear in linears:
                 linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..types import ModelError
@@ -28,6 +28,34 @@ class NormKind(NamedTuple):
     offset: float = 0.0  # added to the weight
     is_wide: bool = False  # multiplied by the weight in float32, and rounded once
     is_centered: bool = False  # LayerNorm: the mean is subtracted first
+
+
+class Stacking(NamedTuple):
+    """How the experts of a layer are one tensor in checkpoints: [experts, rows, columns]."""
+
+    transposed: bool = False  # [experts, columns, rows]
+    may_fit: bool = False  # or it is not transposed, as sizes then show: newer versions of transformers write both
+    alternating: bool = False  # rows of gate and up alternate; else those of the gate are first
+
+
+class ExpertKeys(NamedTuple):
+    """The experts of a family: the names of their tensors, and the keys of config.json that describe them."""
+
+    # Of router, gate, up and down, the last three with {} for a number. If gate and up are one tensor, its name is that
+    # of the gate, and up has none.
+    names: tuple[str, str, str, str]
+    stacking: Stacking | None = None  # None: each expert has tensors of its own; else their names have no number
+    inner: str = "moe_intermediate_size"
+    is_normalized: bool | None = None  # whether the weights of a token's experts add up to 1; None: norm_topk_prob
+    normalizes: bool = False  # default of norm_topk_prob
+    # Weights are sigmoids times routed_scaling_factor; experts are chosen by them plus a bias, from the topk_group best
+    # of n_group groups. Otherwise weights are a softmax.
+    has_sigmoids: bool = False
+    # Names of gate, up and down of the n_shared_experts experts of all tokens, which are one MLP.
+    shared: tuple[str, str, str] | None = None
+    first_dense: int = 0  # default of first_k_dense_replace: layers that have an MLP instead
+    has_bias: bool = False  # of router and experts
+    clamp: bool = False  # the gates are those of swiglu_limit and swiglu_alpha, see layers.Clamp
 
 
 class ScaleKey(NamedTuple):
@@ -65,6 +93,7 @@ class Family:
     attention_bias: bool = False  # default of that key
     output_bias: bool | None = None
     qk_norm: Literal["", "head", "all"] = ""  # of each head of queries and keys, or of all heads together
+    may_norm_qk: bool = False  # there are these norms if use_qk_norm says so
     mlp_bias: bool = False  # whether the key mlp_bias is read
     head_dim: int | None = None  # None: hidden_size / heads
     kv_heads: int | None = None  # None: as many as heads
@@ -75,7 +104,7 @@ class Family:
     eps_key: str = "rms_norm_eps"
     # What is one tensor in checkpoints: gate and up; or gate and up, and Q, K and V.
     joined: Literal["", "gate_up", "all"] = ""
-    experts: tuple[str, str, str, str] | None = None  # names of their tensors, see ExpertsSpec
+    experts: ExpertKeys | None = None
     tied: bool = False  # default of tie_word_embeddings
     theta: float = 10000.0  # default of rope_theta
     # Which layers have a rotary embedding: all, those of no_rope_layers or no_rope_layer_interval, or those with a
@@ -86,6 +115,8 @@ class Family:
     # Queries are multiplied by 1 + beta * log(1 + floor(position / n)), for llama_4_scaling_beta and
     # original_max_position_embeddings of the rotary parameters.
     scales_queries: bool = False
+    scaling: tuple[tuple[str, Any], ...] = ()  # default of rope_parameters
+    has_sinks: bool = False  # attention has a score for each head in the softmax that has no value
     wide_angles: bool = False  # cosines and sines in float32, so that a rotation is rounded once
     norms: NormNames = BEFORE
     norm: NormKind = PLAIN
@@ -235,20 +266,98 @@ FAMILIES = {
         max_positions=131072,
         window=0,
         norm_eps=1e-5,
-        experts=(
-            "block_sparse_moe.gate",
-            "block_sparse_moe.experts.{}.w1",
-            "block_sparse_moe.experts.{}.w3",
-            "block_sparse_moe.experts.{}.w2",
+        experts=ExpertKeys(
+            (
+                "block_sparse_moe.gate",
+                "block_sparse_moe.experts.{}.w1",
+                "block_sparse_moe.experts.{}.w3",
+                "block_sparse_moe.experts.{}.w2",
+            ),
+            inner="intermediate_size",
+            is_normalized=True,
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="head",
         kv_heads=4,
         max_positions=32768,
-        experts=("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
+        ),
+    ),
+    "Qwen3VLMoeTextModel": Family(
+        qk_norm="head",
+        max_positions=128000,
+        theta=500_000.0,
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_up_proj", "", "mlp.experts.{}.down_proj"),
+            stacking=Stacking(transposed=True, may_fit=True),
+            is_normalized=True,
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        output_bias=False,
+        kv_heads=8,
+        qk_norm="head",
+        may_norm_qk=True,
+        max_positions=131072,
+        norm_eps=1e-5,
+        rotated_part=0.5,
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+            normalizes=True,
+            has_sigmoids=True,
+            shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+            first_dense=1,
+        ),
+    ),
+    "GptOssForCausalLM": Family(
+        attention_bias=True,
+        head_dim=64,
+        kv_heads=8,
+        max_positions=131072,
+        window=128,
+        window_step=2,
+        norm_eps=1e-5,
+        theta=150_000.0,
+        scaling=(
+            ("rope_type", "yarn"),
+            ("factor", 32.0),
+            ("beta_fast", 32.0),
+            ("beta_slow", 1.0),
+            ("truncate", False),
+            ("original_max_position_embeddings", 4096),
+        ),
+        has_sinks=True,
+        norm=NormKind(is_wide=True),
+        experts=ExpertKeys(
+            ("mlp.router", "mlp.experts.{}.gate_up_proj", "", "mlp.experts.{}.down_proj"),
+            stacking=Stacking(transposed=True, alternating=True),
+            inner="intermediate_size",
+            is_normalized=True,
+            has_bias=True,
+            clamp=True,
+        ),
     ),
 }
+# The text parts of models that read images, as transformers names them.
+FAMILIES["Glm4vTextModel"] = replace(
+    FAMILIES["Glm4ForCausalLM"], qkv_bias=True, head_dim=None, max_positions=32768, norm_eps=1e-5, rotated_part=1.0
+)
+FAMILIES["Glm4vMoeTextModel"] = replace(
+    FAMILIES["Glm4MoeForCausalLM"], attention_bias=True, qk_norm="", max_positions=65536
+)
+# gpt-oss in GGUF files, in which each expert has tensors of its own, and gate and up are two.
+FAMILIES["GptOssGguf"] = replace(
+    FAMILIES["GptOssForCausalLM"],
+    experts=ExpertKeys(
+        ("mlp.router", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        inner="intermediate_size",
+        is_normalized=True,
+        has_bias=True,
+        clamp=True,
+    ),
+)
 MODEL_TYPES = {  # for a config.json without `architectures`
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -266,6 +375,8 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "glm4": "Glm4ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 
 

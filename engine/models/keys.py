@@ -30,6 +30,15 @@ def whole(source: Mapping[str, Any], key: str, default: int | None = None, *, ma
     return value
 
 
+def count_of(source: Mapping[str, Any], key: str, default: int, *, maximum: int = MAX_NUMBER) -> int:
+    """Return a whole number that may be 0, or the default if the key is missing or null. Raises ModelError."""
+    value = source.get(key)
+    if value is None:
+        return default
+    is_zero = value == 0 and not isinstance(value, bool | float)
+    return 0 if is_zero else whole(source, key, maximum=maximum)
+
+
 def number(source: Mapping[str, Any], key: str, default: float) -> float:
     """Return a number, or the default if the key is missing. Raises ModelError."""
     value = source.get(key, default)

@@ -11,10 +11,10 @@ import torch
 
 from ..types import ModelError
 from .decoder_spec import Scales
-from .experts import ExpertsSpec
-from .families import Family, ScaleKey
-from .keys import MAX_EXPERTS, MAX_SIZE, number, shown, whole
-from .layers import ACTIVATIONS
+from .experts import ExpertsSpec, Sigmoids
+from .families import ExpertKeys, Family, ScaleKey
+from .keys import MAX_EXPERTS, MAX_SIZE, count_of, number, shown, whole
+from .layers import ACTIVATIONS, Clamp
 from .rope import SCALINGS, Rope, read_rope, rope_parameters
 
 MAX_PERIODS = 1 << 12  # after which the scale of queries grows; there is a table of them
@@ -131,6 +131,8 @@ def ropes(
                 f"config.json: partial_rotary_factor rotates {head_dim} numbers of a head, not an even number"
             )
     positions = whole(source, "max_position_embeddings", family.max_positions)
+    if family.scaling and not rope_parameters(source):
+        source = {**source, "rope_parameters": dict(family.scaling)}
     if family.local_rope is None:
         rope = read_rope(source, head_dim, positions, theta=family.theta)
         if family.scales_queries:
@@ -190,23 +192,49 @@ def _positive(source: Mapping[str, Any], key: str, default: float) -> float:
     return value
 
 
-def experts(
-    source: Mapping[str, Any], architecture: str, names: tuple[str, str, str, str], num_layers: int
-) -> ExpertsSpec:
-    """Return the shape of the experts of a family whose checkpoints have these names."""
-    count = whole(source, "num_experts" if "num_experts" in source else "num_local_experts", maximum=MAX_EXPERTS)
+def experts(source: Mapping[str, Any], keys: ExpertKeys, num_layers: int) -> ExpertsSpec:
+    """Return the shape of the experts of a family with these keys."""
+    given = next((key for key in ("num_experts", "n_routed_experts") if key in source), "num_local_experts")
+    count = whole(source, given, maximum=MAX_EXPERTS)
     if count * num_layers > MAX_EXPERTS:
         raise ModelError(f"config.json: {num_layers} layers of {count} experts are more than {MAX_EXPERTS} experts")
     only = source.get("mlp_only_layers") or []
     if not isinstance(only, list):
         raise ModelError(f"config.json: mlp_only_layers must be a list, not {shown(only)}")
     step = whole(source, "decoder_sparse_step", 1)
-    is_mixtral = architecture == "MixtralForCausalLM"
+    is_normalized = keys.is_normalized
+    if is_normalized is None:
+        is_normalized = bool(source.get("norm_topk_prob", keys.normalizes))
+    first_dense = keys.first_dense
+    if keys.first_dense:
+        first_dense = count_of(source, "first_k_dense_replace", keys.first_dense)
+    inner, active = whole(source, keys.inner, maximum=MAX_SIZE), whole(source, "num_experts_per_tok", maximum=count)
     return ExpertsSpec(
         count=count,
-        active=whole(source, "num_experts_per_tok", maximum=count),
-        inner=whole(source, "intermediate_size" if is_mixtral else "moe_intermediate_size", maximum=MAX_SIZE),
-        is_normalized=is_mixtral or bool(source.get("norm_topk_prob", False)),
-        dense=frozenset(index for index in range(num_layers) if index in only or (index + 1) % step),
-        names=names,
+        active=active,
+        inner=inner,
+        is_normalized=is_normalized,
+        dense=frozenset(
+            index for index in range(num_layers) if index < first_dense or index in only or (index + 1) % step
+        ),
+        names=keys.names,
+        has_bias=keys.has_bias,
+        clamp=_clamp(source) if keys.clamp else None,
+        sigmoids=_sigmoids(source, count, active) if keys.has_sigmoids else None,
+        shared=inner * count_of(source, "n_shared_experts", 1, maximum=MAX_SIZE // inner) if keys.shared else 0,
+        shared_names=keys.shared or ("", "", ""),
     )
+
+
+def _sigmoids(source: Mapping[str, Any], count: int, active: int) -> Sigmoids:
+    groups = whole(source, "n_group", 1, maximum=count)
+    if count % groups or (groups > 1 and count < 2 * groups):
+        raise ModelError(f"config.json: {count} experts cannot be divided into {groups} groups of two or more")
+    kept = whole(source, "topk_group", 1, maximum=groups)
+    if active > kept * (count // groups):
+        raise ModelError(f"config.json: {kept} of {groups} groups have fewer than {active} experts")
+    return Sigmoids(groups, kept, _positive(source, "routed_scaling_factor", 1.0))
+
+
+def _clamp(source: Mapping[str, Any]) -> Clamp:
+    return Clamp(_positive(source, "swiglu_limit", 7.0), _positive(source, "swiglu_alpha", 1.702))

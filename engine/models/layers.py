@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -24,7 +25,7 @@ from ..kernels.matmul import (
     Stored,
     unquantized,
 )
-from ..kernels.structures import Multiplied
+from ..kernels.structures import Gate, Multiplied
 from .families import PLAIN, NormKind
 from .gpu_weights import CodedRows, GPUProduct, GPUWeight, load
 from .rounding import rounded
@@ -41,8 +42,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# The activations that our kernels compute with a product, each with its number in Matrix.
-GATES = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
+# The number of each activation in our kernels.
+GATES = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu": 3, "relu": 4}
+CLAMPED = 2  # of gates with a Clamp
+
+
+class Clamp(NamedTuple):
+    """Gates of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), with a gate of at most `limit` and up within it."""
+
+    limit: float
+    alpha: float
+
+    def apply(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
 
 class InFile(NamedTuple):
@@ -104,7 +117,7 @@ class Linear:
     faster."""
 
     scale = 1.0
-    gate = 0  # the activation's number in GATES, if the kernels compute it
+    gate: Gate | None = None  # of a weight that holds gate and up
     row_scale = 1.0  # of the weight's rows that `rows` returns
 
     def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -257,12 +270,20 @@ class Gated(Linear):
     """activation(x @ gate.T) * (x @ up.T); one weight holds gate and up, with `inner` rows each."""
 
     def __init__(
-        self, inner: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device, *, activation: str
+        self,
+        inner: int,
+        columns: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        activation: str,
+        clamp: Clamp | None = None,  # in place of the activation
     ) -> None:
         super().__init__(2 * inner, columns, bias, dtype, device)
-        self._activation = ACTIVATIONS[activation]
-        self._is_known = activation in GATES
-        self.gate = GATES.get(activation, 0)
+        self._activation, self._clamp = ACTIVATIONS[activation], clamp
+        self.gate = Gate(GATES[activation]) if clamp is None else Gate(CLAMPED, *clamp)
+        self._kernels: Kernels | None = None
         self._fused = False
 
     def _pack(
@@ -275,7 +296,7 @@ class Gated(Linear):
         gated: bool = False,
     ) -> None:
         blocks = [] if source is None else source.blocks
-        self._fused = gated or (self._is_known and (not blocks or in_one_order(blocks)))
+        self._fused, self._kernels = gated or not blocks or in_one_order(blocks), kernels
         super()._pack(kernels, quantization, source, wide=wide, gated=self._fused)
 
     def multiplied(self) -> Multiplied | None:
@@ -284,9 +305,19 @@ class Gated(Linear):
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._fused:
             return super().__call__(x, residual)
-        gate, up = self.product(x).chunk(2, dim=-1)
-        out = self._activation(gate) * up
+        out = self._gated(self.product(x))
         return out if residual is None else residual + out
+
+    def _gated(self, both: Tensor) -> Tensor:
+        """Return activation(gate) * up, [rows, inner], for both: [rows, 2 * inner]."""
+        # torch's activations depend on a number's position in the tensor.
+        if self._kernels is not None and self.gate is not None:
+            out = both.new_empty(len(both), both.shape[1] // 2)
+            pointers = ctypes.addressof(self.gate), both.data_ptr(), out.data_ptr()
+            self._kernels.gates[both.dtype](*pointers, *out.shape, torch.get_num_threads())
+            return out
+        gate, up = both.chunk(2, dim=-1)
+        return self._activation(gate) * up if self._clamp is None else self._clamp.apply(gate, up)
 
     def product(self, x: Tensor) -> Tensor:
         """Return gate and up before the activation, [rows, 2 * inner]; not for weights that are packed as gated."""

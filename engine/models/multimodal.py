@@ -31,12 +31,15 @@ TEXT_PARTS = {
             "vocab_size": 262208,
         },
     ),
+    "Glm4vForConditionalGeneration": TextPart({"glm4v_text": "Glm4vTextModel"}, tied=False),
+    "Glm4vMoeForConditionalGeneration": TextPart({"glm4v_moe_text": "Glm4vMoeTextModel"}, tied=False),
     "Mistral3ForConditionalGeneration": TextPart(
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, tied=True
     ),
     "Qwen3VLForConditionalGeneration": TextPart(
         {"qwen3_vl_text": "Qwen3ForCausalLM"}, tied=False, defaults={"rope_theta": 500_000.0}
     ),
+    "Qwen3VLMoeForConditionalGeneration": TextPart({"qwen3_vl_moe_text": "Qwen3VLMoeTextModel"}, tied=False),
 }
 # Where checkpoints have the decoder's tensors, and the head's.
 PLACES = (

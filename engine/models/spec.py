@@ -19,10 +19,10 @@ from ..kernels.matmul import quantized_bytes
 from ..quantized.config import TypeOf, count_blocks, parse
 from ..types import ConfigError, ModelError
 from . import layer_kinds, multimodal
-from .decoder_spec import DecoderSpec
+from .decoder_spec import DecoderSpec, sinks_name
 from .families import FAMILIES, architecture
 from .gpu_weights import PIECE_NUMBERS, Form
-from .keys import MAX_HEADS, MAX_LAYERS, MAX_SIZE, number, shown, whole
+from .keys import MAX_HEADS, MAX_LAYERS, MAX_SIZE, count_of, number, shown, whole
 from .precision import head_bits, rounded_shapes
 
 DTYPES = {
@@ -231,7 +231,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm if source.get("use_qk_norm") or not family.may_norm_qk else "",
         is_interleaved=family.is_interleaved,
         rotates_wide=family.rotates_wide,
         wide_angles=family.wide_angles,
@@ -240,7 +240,9 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         is_parallel=family.is_parallel,
         scales=layer_kinds.scales(source, family, hidden, dtype),
         joined=family.joined,
-        experts=None if family.experts is None else layer_kinds.experts(source, name, family.experts, num_layers),
+        has_sinks=family.has_sinks,
+        unused_layers=count_of(source, "num_nextn_predict_layers", 0, maximum=MAX_LAYERS),
+        experts=None if family.experts is None else layer_kinds.experts(source, family.experts, num_layers),
     )
     vocab_size = whole(source, "vocab_size", maximum=MAX_SIZE)
     num_params = decoder.num_params(num_layers, vocab_size)
@@ -255,7 +257,12 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         max_len=max_len,
         serve_len=serve_len(max_len, config),
         dtype=dtype,
-        layers=[AttentionLayer(heads, kv_heads, head_dim, head_dim, scale, window, cap) for window in windows],
+        layers=[
+            AttentionLayer(
+                heads, kv_heads, head_dim, head_dim, scale, window, cap, sinks_name(index) if family.has_sinks else None
+            )
+            for index, window in enumerate(windows)
+        ],
         num_params=num_params,
         source=source,
         decoder=decoder,

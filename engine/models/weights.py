@@ -139,7 +139,7 @@ class Checkpoint:
                 for name, entry in entries:
                     target = targets[name].view(-1)
                     if target.dtype == entry.dtype and target.device.type == "cpu":
-                        _read_into(descriptor, entry, target, progress)
+                        read_into(descriptor, entry, target, progress)
                     else:
                         work = pieces(descriptor, entry.offset, entry.dtype, target)
                         uploads.setdefault(target.device, []).extend(work)
@@ -258,7 +258,7 @@ def _end(begin: int, entries: Iterable[Entry]) -> int:
     return begin
 
 
-def _read_into(descriptor: int, entry: Entry, target: Tensor, progress: Callable[[int], None]) -> None:
+def read_into(descriptor: int, entry: Entry, target: Tensor, progress: Callable[[int], None]) -> None:
     """Read a tensor's bytes directly into `target`."""
     data = target.view(torch.uint8).numpy().data
     for start in range(0, entry.num_bytes, PIECE_BYTES):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from ..types import ModelError
 from .blocks import NUMBERS, write_blocks
 from .config import BLOCK, Quantization, Scheme, in_blocks_together
 from .forms import form_of
-from .layouts import LAYOUTS, Layout, Tensors, count
+from .layouts import INTEGERS, LAYOUTS, Layout, Tensors, count
 
 # Scales of activations and of the KV cache, which are quantized otherwise here, or not at all.
 UNUSED = {
@@ -26,6 +25,7 @@ UNUSED = {
     "v_scale",
 }  # fmt: skip
 LARGEST_SCALE = torch.finfo(torch.float16).max
+LARGEST_POWER = 2.0**63  # of scales without a mantissa, in the kernels
 PIECE_NUMBERS = 1 << 20  # read from tensors at once; four times as many take half as much time again
 PIECE_ROWS = 32  # rows are read in multiples of this number
 
@@ -44,9 +44,9 @@ class Weight:
 class QuantizedCheckpoint(Checkpoint):
     """The tensors of a folder, and its quantized weights as if they were plain tensors. Raises ModelError."""
 
-    def __init__(self, folder: Path, quantization: Quantization) -> None:
-        self.folder, self.quantization = folder, quantization
-        self._files = Checkpoint(folder)
+    def __init__(self, files: Checkpoint, quantization: Quantization) -> None:
+        self.folder, self.quantization = files.folder, quantization
+        self._files = files
         self._opened = self._files._opened
         self._weights: dict[str, Weight] = {}
         self.entries = dict(self._files.entries)
@@ -138,7 +138,7 @@ class QuantizedCheckpoint(Checkpoint):
         if scheme is None:
             raise ModelError(f"the checkpoint holds {name}, which is quantized, but config.json does not say how")
         layout = next((layouts[key] for key in scheme.layouts if key in layouts), None)
-        if layout is None or entry.dtype != layout.dtype or len(entry.shape) != 2:
+        if layout is None or entry.dtype != layout.dtype or len(entry.shape) != layout.dimensions:
             raise ModelError(f"{name} is not stored as {self.quantization.method} weights of {scheme.bits} bits are")
         weight, shape = f"{module}.weight", layout.shape(entry.shape, scheme)
         if shape[1] % (scheme.columns or 1) and not scheme.is_float:
@@ -223,8 +223,9 @@ class QuantizedCheckpoint(Checkpoint):
         form = FORMATS[NUMBERS[kind]]
         data = torch.empty(weight.shape[0], weight.shape[1] // BLOCK, form.block_bytes, dtype=torch.uint8)
         blocks = (group if order is None else group[order])[::BLOCK]
-        for rows, numbers, zeros, scales in self._pieces(weight, tensors):
-            _check(weight, scales, zeros, has_zeros=form.has_zeros)
+        largest = LARGEST_POWER if form.is_coded else LARGEST_SCALE
+        for rows, numbers, zeros, scales in self._pieces(weight, tensors, coded=True):
+            _check(weight, scales, zeros, largest=largest, has_zeros=form.has_zeros)
             write_blocks(
                 data[rows],
                 numbers if order is None else numbers[:, order],
@@ -247,21 +248,26 @@ class QuantizedCheckpoint(Checkpoint):
         return order, self._coded(weight, form, tensors, order)
 
     def _coded(self, weight: Weight, form: Form, tensors: Tensors, order: Tensor | None) -> Iterator[CodedPiece]:
-        for rows, numbers, zeros, scales in self._pieces(weight, tensors, coded=True):
-            if form.is_float:
-                if ((numbers & FLOAT8_NAN) == FLOAT8_NAN).any():
-                    raise ModelError(f"{weight.name} has a weight that is not a number; download the checkpoint again")
-            else:
-                _check(weight, scales, zeros, has_zeros=form.has_zeros)
-            sorted_numbers = numbers if order is None else numbers[:, order]
-            yield CodedPiece(rows, sorted_numbers, zeros if form.has_zeros else None, scales)
+        for stored in self._pieces(weight, tensors, coded=True):
+            piece = stored if form.is_float else _integers(weight, stored, has_zeros=form.has_zeros)
+            if form.is_float and ((piece.numbers & FLOAT8_NAN) == FLOAT8_NAN).any():
+                raise ModelError(f"{weight.name} has a weight that is not a number; download the checkpoint again")
+            yield piece if order is None else piece._replace(numbers=piece.numbers[:, order])
 
 
-def _check(weight: Weight, scales: Tensor, zeros: Tensor | None, *, has_zeros: bool) -> None:
-    """Raise ModelError unless some rows of integers can be stored with scales in float16, and without zero points if
-    not `has_zeros`."""
-    if scales.numel() and (largest := float(scales.abs().max())) > LARGEST_SCALE:
-        raise ModelError(f"{weight.name} has a scale of {largest:.3g}, too large for float16")
+def _integers(weight: Weight, piece: CodedPiece, *, has_zeros: bool) -> CodedPiece:
+    """Return rows of a weight as integers, also those of floats of 4 bits."""
+    if weight.scheme.is_float:
+        return piece._replace(numbers=INTEGERS[piece.numbers.int()], scales=piece.scales / 2)
+    _check(weight, piece.scales, piece.zeros, largest=LARGEST_SCALE, has_zeros=has_zeros)
+    return piece if has_zeros else piece._replace(zeros=None)
+
+
+def _check(weight: Weight, scales: Tensor, zeros: Tensor | None, *, largest: float, has_zeros: bool) -> None:
+    """Raise ModelError unless some rows can be stored with scales of at most `largest`, and without zero points if not
+    `has_zeros`."""
+    if scales.numel() and (scale := float(scales.abs().max())) > largest:
+        raise ModelError(f"{weight.name} has a scale of {scale:.3g}, but at most {largest:.3g} is supported")
     if not has_zeros and zeros is not None and (zeros != weight.scheme.middle).any():
         raise ModelError(
             f"{weight.name} has zero points, but config.json calls it symmetric: change `sym` (of "

@@ -15,11 +15,12 @@ HEAD = "lm_head"
 MAX_PATTERNS = 64  # regular expressions, each compared with the name of every weight
 MAX_GROUP = 1 << 24
 # The types of blocks that hold the numbers, by their bits and whether all zero points are in the middle.
+FLOAT4 = "MXFP4"
 TYPES = {(4, True): "Q4_0", (4, False): "Q4_Z", (8, True): "Q8_0"}
+EXPERTS, LAYER = ".experts.", re.compile(r"(?<=\.layers)\.\d+\.")  # in names of modules
 UNPACKED = "use the unquantized version of the model"
 REMEDIES = {
     "bitsandbytes": f"{UNPACKED}, with `quantization=int8` or `quantization=int4` for as little memory",
-    "mxfp4": "use a version of the model in bfloat16",
 }
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
@@ -44,8 +45,10 @@ class Scheme:
     def blocks_type(self, columns: int) -> str | None:
         """Return the type of blocks for a weight with this number of columns; None: it must be dequantized."""
         shared = self.columns or columns
-        if self.is_float or shared % BLOCK or columns % BLOCK:
+        if shared % BLOCK or columns % BLOCK:
             return None
+        if self.is_float:
+            return FLOAT4 if self.bits == 4 else None
         return TYPES.get((self.bits, self.symmetric))
 
 
@@ -161,6 +164,19 @@ def _fp8(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     return lambda module: None if module == HEAD or _is_within(module, skipped) else scheme
 
 
+def _mxfp4(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    scheme = Scheme(("mxfp4",), 4, is_float=True, columns=BLOCK)
+    skipped = _names(found, "modules_to_not_convert")
+
+    def select(module: str) -> Scheme | None:
+        every = LAYER.sub(".*.", module)  # names of modules have * for the layer
+        return (
+            scheme if EXPERTS in module and not _is_within(every, skipped) and not _is_within(module, skipped) else None
+        )
+
+    return select
+
+
 def _compressed_tensors(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     sparsity = found.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
@@ -197,6 +213,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], Scheme | None]]
     "awq": _awq,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
 }
 

@@ -13,6 +13,8 @@ def form_of(scheme: Scheme, columns: int) -> Form | None:
     group = 0 if scheme.columns is None or scheme.columns >= columns else scheme.columns
     if group % UNIT:
         return None
+    if scheme.is_float and scheme.bits == 4:  # as integers, see layouts.INTEGERS
+        return Form(8, group)
     if scheme.is_float:
         return Form(8, group, is_float=True)
     return Form(scheme.bits, group, has_zeros=not scheme.symmetric, scale=torch.float16)

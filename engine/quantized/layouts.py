@@ -23,6 +23,9 @@ WORDS, BYTES = (torch.int32,), (torch.int8,)
 # A word of ones. GPTQ's first format subtracts it from words of zero points, and a zero then borrows from the next.
 ONES = {4: 0x11111111, 8: 0x01010101}
 # AWQ's words hold columns 0, 2, 4, 6, 1, 3, 5, 7, which its kernels unpack faster: the position of each column.
+# The floats of 4 bits (E2M1) by their bits: a sign, two bits of exponent and one of mantissa.
+FLOATS4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+INTEGERS = (2 * FLOATS4 + 128).byte()  # twice as large, stored like integers of 8 bits
 AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
@@ -44,6 +47,7 @@ class Layout(ABC):
     dtype: torch.dtype  # of it
     required: tuple[str, ...] = ("weight_scale",)  # in addition
     optional: tuple[str, ...] = ()
+    dimensions = 2  # of it
     groups: str = ""  # the tensor with each column's group; if there is none, groups are contiguous
 
     @abstractmethod
@@ -194,8 +198,32 @@ class Float8(Layout):
         return _of_rows(tensors[name], scheme, rows).float()
 
 
+class Mxfp4(Layout):
+    """Floats of 4 bits (E2M1), two in a byte, with a power of two for each 32 (E8M0): the exponent plus 127. From the
+    OCP Microscaling Formats specification, version 1.0."""
+
+    main, dtype, required, dimensions = "blocks", torch.uint8, ("scales",), 3
+
+    def shape(self, main: Shape, scheme: Scheme) -> Shape:
+        return main[0], main[1] * main[2] * 2
+
+    def expected(self, shape: Shape, scheme: Scheme) -> Expected:
+        return {"scales": ((torch.uint8,), [(shape[0], count(shape[1], scheme.columns))])}
+
+    def numbers(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        return FLOATS4[self.codes(tensors, scheme, rows).int()]
+
+    def codes(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        return fields(tensors["blocks"][rows].flatten(1), 4)
+
+    def scales(self, tensors: Tensors, scheme: Scheme, rows: slice) -> Tensor:
+        exponents = tensors["scales"][rows].int()
+        # The bits of these floats. 2^-127 is not a normal number; 255 is no number.
+        return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
+
+
 LAYOUTS: dict[str, Layout] = {
-    "gptq": Gptq(), "awq": Awq(), "packed": Packed(), "int8": Int8(), "float8": Float8()
+    "gptq": Gptq(), "awq": Awq(), "packed": Packed(), "int8": Int8(), "float8": Float8(), "mxfp4": Mxfp4()
 }  # fmt: skip
 
 

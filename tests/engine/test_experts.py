@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from engine import EngineConfig, ModelError, plan
+from engine import EngineConfig, ModelError, models, plan
 from engine.kernels.library import choose
 from engine.models import on_gpu
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
-from engine.models.experts import Experts, ExpertsSpec
+from engine.models.experts import Experts, ExpertsSpec, Sigmoids
 from engine.models.families import FAMILIES
-from engine.models.layers import Linear
+from engine.models.layers import Clamp, Gated, Linear
 from engine.models.spec import read_spec
 from tests.engine.test_models import CPU, Bench, prompt
-from tests.models import BASE, QWEN_MOE, load_model, make
+from tests.models import BASE, GLM4_MOE, QWEN_MOE, load_model, make
 
 QWEN = {**BASE, **QWEN_MOE, "architectures": ["Qwen3MoeForCausalLM"]}
 
@@ -36,7 +40,7 @@ def load(folder: Path, **settings: str) -> Decoder:
 
 def small(active: int, *, is_normalized: bool) -> Experts:
     """Three experts that multiply by 1, 10 and 100, roughly, and a router that returns its input."""
-    spec = ExpertsSpec(3, active, 4, is_normalized, frozenset(), ("", "", "", ""))
+    spec = ExpertsSpec(3, active, 4, is_normalized, frozenset(), ("", "", "up", ""))
     experts = Experts(3, spec, torch.float64, CPU, activation="relu")
     experts.router.weight.copy_(torch.eye(3))
     for index, (gate_up, down) in enumerate(zip(experts.gate_ups, experts.downs, strict=True)):
@@ -71,11 +75,12 @@ def test_a_token_that_is_no_number_spoils_no_other():
     assert torch.equal(beside[[0, 1, 3, 4]], alone[[0, 1, 3, 4]])
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe-groups"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_experts_are_quantized_and_the_router_is_not(tmp_path, quantization):
+def test_experts_are_quantized_and_the_router_is_not(tmp_path, name, quantization):
     if choose("auto", CPU, torch.float32).kernels is None:
         pytest.skip("no kernels here")
-    folder = make("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    folder = make(name, tmp_path, dtype=torch.bfloat16)
     model = load(folder, quantization=quantization)
     experts = experts_of(model)
     kinds = {type(linear._packed).__name__ for linear in (*experts.gate_ups, *experts.downs)}
@@ -85,7 +90,7 @@ def test_experts_are_quantized_and_the_router_is_not(tmp_path, quantization):
     for layer in model.layers:
         linears += [layer.qkv, layer.output]
         linears += [*experts_of(model, layer.index).gate_ups, *experts_of(model, layer.index).downs]
-        linears += [experts_of(model, layer.index).router]
+        linears += [experts_of(model, layer.index).router, *(experts_of(model, layer.index).shared or ())]
     held = sum(x.weight.nbytes if x._packed is None else x._packed.num_bytes for x in linears)
     assert 0.9 * model.weights_bytes < held < model.weights_bytes + len(linears) * 48 * 4 * 128
     told = plan.plan(EngineConfig(model=str(folder), device="cpu", quantization=quantization))
@@ -107,8 +112,6 @@ def test_only_the_executor_that_runs_layer_by_layer_takes_experts(tmp_path):
 
 
 def test_a_checkpoint_without_an_expert_is_refused(tmp_path):
-    from engine import models
-
     folder = make("qwen3_moe", tmp_path)
     config = (folder / "config.json").read_text().replace('"num_local_experts": 8', '"num_local_experts": 9')
     (folder / "config.json").write_text(config.replace('"num_experts": 8', '"num_experts": 9'))
@@ -141,7 +144,183 @@ def test_sliding_windows_of_qwen3_moe_are_left_to_transformers():
 
 
 def test_every_family_with_experts_names_their_four_tensors():
-    named = [family.experts for family in FAMILIES.values() if family.experts]
-    assert len(named) == 2
-    for router, *weights in named:
-        assert "{}" not in router and all(name.count("{}") == 1 for name in weights)
+    named = [family.experts.names for family in FAMILIES.values() if family.experts]
+    assert len(named) == 7
+    for router, gate, up, down in named:
+        assert "{}" not in router and all(name.count("{}") == 1 for name in (gate, down, up or gate))
+
+
+# -- experts in one tensor ------------------------------------------------------------------------------------------
+
+
+def test_experts_in_one_tensor_are_divided_into_those_of_each(tmp_path):
+    folder = make("gpt_oss", tmp_path, dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    _, checkpoint = models.examine(folder, EngineConfig(model=str(folder)))
+    start = "model.layers.1.mlp.experts"
+    assert checkpoint.num_numbers == sum(tensor.numel() for tensor in tensors.values())
+    whole = tensors[f"{start}.gate_up_proj"], tensors[f"{start}.gate_up_proj_bias"], tensors[f"{start}.down_proj"]
+    for expert in range(4):
+        gate_up, bias, down = (part[expert] for part in whole)
+        want = {
+            "gate_up_proj.weight": torch.cat([gate_up.T[::2], gate_up.T[1::2]]),
+            "gate_up_proj.bias": torch.cat([bias[::2], bias[1::2]]),
+            "down_proj.weight": down.T,
+            "down_proj.bias": tensors[f"{start}.down_proj_bias"][expert],
+        }
+        found = {f"{start}.{expert}.{name}": torch.empty_like(tensor) for name, tensor in want.items()}
+        checkpoint.fill(found, lambda _: None)
+        assert all(torch.equal(found[f"{start}.{expert}.{name}"], tensor) for name, tensor in want.items())
+    assert not [name for name in checkpoint.entries if name.startswith(f"{start}.4")]
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((4, 64, 128), r"gate_up_proj.weight in .* has the shape \[128, 64\], but config.json asks for \[256, 64\]"),
+        ((3, 64, 256), "lacks the tensor model.layers.0.mlp.experts.3.gate_up_proj.weight"),
+        ((4, 16384), "lacks the tensor model.layers.0.mlp.experts.0.gate_up_proj.weight"),
+        ((0, 64, 256), "lacks the tensor model.layers.0.mlp.experts.0.gate_up_proj.weight"),
+        ((1 << 40, 0, 8), "holds the tensors of more than 65536 experts"),
+    ],
+)
+def test_experts_in_one_tensor_of_another_shape_are_refused(tmp_path, shape, says):
+    folder = make("gpt_oss", tmp_path)
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[name] = torch.zeros(1) if 0 in shape else torch.zeros(shape)
+    save_file(tensors, file)
+    if 0 in shape:  # safetensors' own writer cannot
+        size, data = int.from_bytes(file.read_bytes()[:8], "little"), file.read_bytes()
+        header = json.loads(data[8 : 8 + size])
+        begin = header[name]["data_offsets"][0]
+        header[name] |= {"shape": shape, "data_offsets": [begin, begin]}
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    with pytest.raises(ModelError, match=says):
+        models.examine(folder, EngineConfig(model=str(folder)))
+
+
+def test_experts_of_qwen3_vl_may_be_transposed_or_not(tmp_path):
+    """transformers writes them as it holds them, the published checkpoints have columns before rows."""
+    plain, turned = make("qwen3_vl_moe", tmp_path / "plain"), tmp_path / "turned"
+    shutil.copytree(plain, turned)
+    tensors = load_file(plain / "model.safetensors")
+    experts = [name for name in tensors if ".experts." in name]
+    assert {tensors[name].shape for name in experts} == {(8, 96, 64), (8, 64, 48)}
+    tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in experts}
+    save_file(tensors, turned / "model.safetensors")
+    one, other = (Bench(load(folder)).step({0: prompt(20)})[0] for folder in (plain, turned))
+    assert torch.equal(one, other)
+
+
+# -- GLM-4.5 ----------------------------------------------------------------------------------------------------------
+
+GLM = {**BASE, **GLM4_MOE, "architectures": ["Glm4MoeForCausalLM"]}
+
+
+@pytest.mark.parametrize("kernels", [None, choose("auto", CPU, torch.float32).kernels], ids=["torch", "ours"])
+def test_sigmoids_and_a_correction_choose_experts_of_the_best_groups(kernels):
+    """The correction decides who is chosen, not the weights."""
+    spec = ExpertsSpec(6, 2, 4, False, frozenset(), ("", "", "up", ""), sigmoids=Sigmoids(3, 1, 2.5))
+    experts = Experts(6, spec, torch.float32, CPU, activation="relu")
+    experts.router.weight.copy_(torch.eye(6))
+    assert experts.correction is not None
+    experts.correction.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, 0.7, 0.0]))
+    experts.pack(kernels, None, None, {})
+    x = torch.tensor([[3.0, -9.0, 1.0, 0.9, -0.5, -0.4], [4.0, 4.0, 1.0, 0.5, 0.5, -9.0]])
+    weights, chosen = experts.route(x)
+    # Sums of two: 0.95 + 0.00, 0.73 + 0.71, 0.38 + 0.7 + 0.40; and 0.98 + 0.98, 0.73 + 0.62, 0.62 + 0.7 + 0.00.
+    assert chosen.sort(1).values.tolist() == [[4, 5], [0, 1]] and chosen[0, 0] == 4
+    assert torch.allclose(weights, 2.5 * x.sigmoid().gather(1, chosen))
+    if kernels is not None:
+        again = torch.cat([experts.route(row[None])[0] for row in x])
+        assert torch.equal(again, weights)
+
+
+def test_the_first_layers_of_glm_have_an_mlp_and_all_tokens_an_expert(tmp_path):
+    model = load(make("glm4_moe", tmp_path))
+    assert [layer.experts is None for layer in model.layers] == [True, False, False]
+    assert experts_of(model, 1).shared is not None and model.layers[0].q_norm is None
+    assert load(make("glm4_moe-groups", tmp_path / "groups")).layers[0].q_norm is not None
+    spec = read_spec({**GLM, "n_shared_experts": 0}, EngineConfig(model=""))
+    assert spec is not None and spec.decoder is not None
+    assert spec.decoder.experts is not None and spec.decoder.experts.shared == 0
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
+    folder = make("glm4_moe", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    extra = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in tensors.items() if "layers.2." in name}
+    extra = {name: tensor.clone() for name, tensor in extra.items()} | {"model.layers.3.eh_proj.weight": torch.ones(2)}
+    before = Bench(load(folder)).step({0: prompt(9)})[0]
+    save_file(tensors | extra, folder / "model.safetensors")
+    assert torch.equal(Bench(load(folder)).step({0: prompt(9)})[0], before)
+    source = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**source, "num_nextn_predict_layers": 0}))
+    with pytest.raises(
+        ModelError, match=r"holds the tensor model\.layers\.3\..* which Glm4MoeForCausalLM does not have"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"n_routed_experts": -8}, "n_routed_experts must be a positive whole number, not -8"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 8"),
+        ({"n_group": 3}, "8 experts cannot be divided into 3 groups of two or more"),
+        ({"n_group": 8}, "8 experts cannot be divided into 8 groups of two or more"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group must be at most 4"),
+        ({"n_group": 4, "topk_group": 1}, "1 of 4 groups have fewer than 3 experts"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor must be positive"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a positive whole number"),
+        ({"n_shared_experts": 10**9}, "n_shared_experts must be at most"),
+        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be at most 4096"),
+    ],
+)
+def test_experts_of_glm_that_no_model_has_are_refused(changes, says):
+    with pytest.raises(ModelError, match=says):
+        read_spec({**GLM, **changes}, EngineConfig(model=""))
+
+
+# -- gpt-oss ----------------------------------------------------------------------------------------------------------
+
+GPT_OSS = {**BASE, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def test_layers_of_gpt_oss_have_sinks_and_every_second_one_a_window():
+    spec = read_spec({**GPT_OSS, "num_hidden_layers": 4, "max_position_embeddings": 131072}, EngineConfig(model=""))
+    assert spec is not None and spec.decoder is not None
+    assert [layer.window for layer in spec.layers] == [128, None, 128, None]
+    assert [layer.sinks for layer in spec.layers] == [f"layers.{index}.self_attn.sinks" for index in range(4)]
+    rope = spec.decoder.ropes[0]
+    assert (rope.scaling, rope.theta, rope.factor, rope.truncate) == ("yarn", 150_000, 32, False)
+    assert rope.original_positions == 4096 and spec.max_len == 131072
+    assert on_gpu.objection(spec, CPU, None) == "the model has experts" and spec.decoder.difference is not None
+
+
+@pytest.mark.parametrize("kernels", [None, choose("auto", CPU, torch.float32).kernels], ids=["torch", "ours"])
+def test_gates_of_gpt_oss_are_clamped(kernels):
+    gated = Gated(1, 2, True, torch.float32, CPU, activation="silu", clamp=Clamp(7.0, 1.702))
+    gated.weight.copy_(torch.eye(2))
+    assert gated.bias is not None
+    gated.bias.copy_(torch.tensor([0.5, -0.25]))
+    gated.pack(kernels)
+    x = torch.cat([8 * torch.randn(999, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([[90.0, -90.0]])])
+    gate, up = (x.double() + torch.tensor([0.5, -0.25])).unbind(1)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    found, want = gated(x), gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    assert torch.allclose(found[:, 0].double(), want, rtol=1e-5, atol=1e-6)
+    if kernels is not None:
+        assert torch.equal(found, torch.cat([gated(row[None]) for row in x]))
+    assert gated(torch.tensor([[torch.nan, 1.0], [1.0, torch.nan]])).isnan().all()
+
+
+@pytest.mark.parametrize("key", ["swiglu_limit", "swiglu_alpha"])
+def test_settings_of_gates_must_be_positive(key):
+    with pytest.raises(ModelError, match=f"{key} must be positive, not -1"):
+        read_spec({**GPT_OSS, key: -1}, EngineConfig(model=""))

@@ -19,7 +19,7 @@ from gguf import GGUFValueType as ValueType
 from engine import ConfigError, EngineConfig, ModelError
 from engine.gguf import folder, reader
 from engine.gguf.folder import folder_of
-from engine.gguf.tokenizer import Vocabulary
+from engine.gguf.tokenizer import PATTERNS, Vocabulary
 from engine.hub import fetch
 from engine.kernels.blocks import FORMATS, Q4_Z
 from engine.models import examine, product
@@ -337,6 +337,34 @@ def test_a_byte_level_vocabulary_becomes_a_tokenizer(tmp_path):
     assert config == {"bos_token": "<s>", "eos_token": "</s>"}
     # The end according to the file, and the end of a message, which files often do not name.
     assert json.loads((found / "generation_config.json").read_text()) == {"eos_token_id": [7, 8]}
+
+
+def test_messages_of_gpt_oss_do_not_end_an_answer():
+    """Its analysis is a message of its own before the answer. Phi-3's answers end with the same token."""
+    tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-4o",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1, 3, 3, 3, 3],
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 1,
+    }
+    found = Vocabulary(metadata).files()["generation_config.json"]
+    assert [tokens[index] for index in found["eos_token_id"]] == ["<|return|>", "<|call|>", "<|endoftext|>"]
+    metadata["tokenizer.ggml.tokens"] = ["a", "<|end|>", "b", "c", "<|endoftext|>"]
+    assert Vocabulary(metadata).files()["generation_config.json"] == {"eos_token_id": [2, 1, 4]}
+
+
+def test_texts_are_split_as_by_gpt_4o():
+    text = "DON'T stop: HTTPServer's 12345 caf\N{LATIN SMALL LETTER E WITH ACUTE}s\n\n  x/\n"
+    (pattern,) = PATTERNS["gpt-4o"]
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    pieces = split.pre_tokenize_str(text)
+    assert [piece for piece, _ in pieces] == [
+        "DON'T", " stop", ":", " HTTPServer's", " ", "123", "45", " caf\N{LATIN SMALL LETTER E WITH ACUTE}s",
+        "\n\n", " ", " x", "/\n",
+    ]  # fmt: skip
 
 
 def test_a_sentencepiece_vocabulary_becomes_a_tokenizer(tmp_path):

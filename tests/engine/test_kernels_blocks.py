@@ -43,7 +43,11 @@ def in_blocks(
     form = FORMATS[number]
     bits = np.random.default_rng(seed)
     blocks = bits.integers(0, 256, (rows * columns // form.block, form.block_bytes), dtype=np.uint8)
-    for start in {"Q6_K": [208]}.get(form.name, [0, 2] if form.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]):
+    if form.is_coded:
+        blocks[:, 0] = bits.integers(108, 124, len(blocks))
+    for start in {"MXFP4": [], "Q6_K": [208]}.get(
+        form.name, [0, 2] if form.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]
+    ):
         scales = (bits.normal(size=len(blocks)) / (64 if form.block == 32 else 64 * 64)).astype(np.float16)
         blocks[:, start : start + 2] = scales.view(np.uint8).reshape(-1, 2)
     data = torch.from_numpy(blocks.reshape(rows, -1))

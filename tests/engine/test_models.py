@@ -17,7 +17,19 @@ from engine.models.families import MODEL_TYPES
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
 from tests.engine.test_attention import spoil
-from tests.models import FALLBACK, FLOAT32_ONLY, MAX_LEN, MODELS, NATIVE, VOCAB, load_model, make, oracle, prompt
+from tests.models import (
+    FALLBACK,
+    FLOAT32_ONLY,
+    MAX_LEN,
+    MODELS,
+    NATIVE,
+    VOCAB,
+    corrections,
+    load_model,
+    make,
+    oracle,
+    prompt,
+)
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -106,7 +118,8 @@ def test_logits_equal_transformers(home, name):
     model, reference = load(folder, dtype, serve_len(name)), oracle(folder, dtype)
     assert model.spec.implementation == ("native" if name in NATIVE else "transformers")
     assert model.spec.vocab_size == VOCAB
-    assert model.num_params == model.spec.num_params == sum(p.numel() for p in reference.parameters())
+    weights = [*reference.parameters(), *corrections(reference)]
+    assert model.num_params == model.spec.num_params == sum(weight.numel() for weight in weights)
     prompts = [prompt(length, seed=length) for length in (5, 33, 18, 1)]
     want = [whole(reference, ids) for ids in prompts]
 
@@ -177,7 +190,8 @@ def test_what_a_layer_computes_is_known_before_the_weights_are_read(home):
     names = [layer.sinks for layer in specs["gpt_oss"].layers]
     assert names == [f"model.layers.{index}.self_attn.sinks" for index in range(len(names))]
     assert {layer.window for layer in specs["gpt_oss"].layers} == {8, None}
-    loaded = load(home / "gpt_oss", torch.float32)
+    config = EngineConfig(model=str(home / "gpt_oss"), dtype="float32", implementation="transformers")
+    loaded = load_model(config, home / "gpt_oss")
     assert {name: sinks.shape for name, sinks in loaded.sinks.items()} == dict.fromkeys(
         names, (loaded.spec.layers[0].num_heads,)
     )
@@ -288,7 +302,7 @@ def test_what_is_no_constant_of_a_layer_rules_a_model_out(home, monkeypatch, cha
     folder = make("gpt_oss", home / "gpt_oss", dtype=torch.float32)
     monkeypatch.setattr(GptOssAttention, "forward", changed)
     with pytest.raises(ModelError, match=reason):
-        models.describe(folder, EngineConfig(model=str(folder)))
+        models.describe(folder, EngineConfig(model=str(folder), implementation="transformers"))
 
 
 def test_state_outside_of_attention_is_noticed(home, monkeypatch):

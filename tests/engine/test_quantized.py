@@ -353,10 +353,6 @@ def group(**changes: Any) -> dict[str, Any]:
             "bitsandbytes quantization, which is not supported; use the unquantized version of the model, with "
             "`quantization=int8` or `quantization=int4`",
         ),
-        (
-            {"quant_method": "mxfp4"},
-            "mxfp4 quantization, which is not supported; use a version of the model in bfloat16",
-        ),
         ({"quant_method": "quanto"}, "asks for quanto quantization, which is not supported"),
         ({"quant_method": "gguf", "numbers": {"Q8_0": 1}}, "asks for gguf quantization, which is not supported"),
         ({"quant_method": "gptq"}, "weights of None bits are not supported, 4 and 8 are"),
