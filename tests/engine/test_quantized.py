@@ -449,7 +449,7 @@ def spoilt(tensors: dict[str, Tensor], name: str, change: Any) -> None:
         ("gptq-4", "g_idx", lambda t: (torch.arange(len(t)) // 100).clamp(max=1).int(), "that 32 does not divide"),
         ("gptq-4", "scales", lambda t: t * float("nan"), "has a scale that is not a number"),
         ("gptq-4", "qzeros", lambda t: t * 0, "has zero points, but config.json calls it symmetric"),
-        ("w4a16", "weight_scale", lambda t: t.float() * 1e9, "too large for float16"),
+        ("w4a16", "weight_scale", lambda t: t.float() * 1e9, "but at most 6.55e+04 is supported"),
         ("w4a16-zeros", "weight_zero_point", lambda t: None, "weight_zero_point, which model"),
         ("w4a16-zeros", "weight_zero_point", lambda t: t[:-1], "weight_zero_point has the shape"),
         ("w8a8", "weight_scale", lambda t: t[1:], "weight_scale has the shape"),
