@@ -67,10 +67,6 @@ class CacheGroups(Struct, frozen=True, array_like=True):
         return cls(tuple(of_window), tuple(of_layer))
 
     @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
-
-    @property
     def places(self) -> list[int]:
         """The index of each layer in its group: the tensor of the cache that it uses."""
         counts: Counter[int] = Counter()
@@ -80,10 +76,9 @@ class CacheGroups(Struct, frozen=True, array_like=True):
             counts[group] += 1
         return found
 
-    @property
-    def num_places(self) -> int:
-        """The number of layers that a block has memory for."""
-        return max(self.places) + 1
+    def block_bytes(self, block_size: int, bytes_per_token: int) -> int:
+        """Return the size of a block; a token takes `bytes_per_token` in all layers together."""
+        return block_size * bytes_per_token * (max(self.places) + 1) // len(self.of_layer)
 
     def most_blocks(self, window: int, block_size: int, chunk: int) -> int:
         """Return the maximum number of blocks that a sequence holds in a group with a window.
@@ -99,6 +94,12 @@ class CacheGroups(Struct, frozen=True, array_like=True):
             blocks if window is None else min(blocks, self.most_blocks(window, block_size, chunk))
             for window in self.windows
         )
+
+    def num_tokens(self, num_blocks: int, block_size: int, chunk: int, max_len: int) -> int:
+        """Return the number of tokens of sequences of `max_len` tokens that `num_blocks` blocks are enough for."""
+        if self.windows == (None,):
+            return num_blocks * block_size
+        return num_blocks * max_len // self.blocks_for(max_len, block_size, chunk)
 
     def longest(self, num_blocks: int, block_size: int, chunk: int) -> int | None:
         """Return the maximum length of a sequence that `num_blocks` blocks are enough for; None: any."""

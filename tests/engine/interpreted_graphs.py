@@ -117,7 +117,7 @@ class Trace:
 
     def __init__(self, built: Built, *, is_ahead: bool, capture_at: int | None = None) -> None:
         self.runner, self.is_ahead, self.capture_at = built.runner, is_ahead, capture_at
-        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size)
+        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size, groups=built.info.groups)
         self.sizes: list[Bucket] = []  # of the steps
         self.caches = [layer.tensor for layer in self.runner.cache.layers]
         with torch.inference_mode():
