@@ -11,6 +11,7 @@ import torch
 from engine import memory, plan
 from engine.attention import AttentionLayer, AttentionMeta, KVCache
 from engine.attention.cpu import Paged
+from engine.attention.layer import LARGEST
 from engine.attention.metadata import Tables
 from engine.attention.reference import Reference
 from engine.blocks import BlockPool
@@ -207,42 +208,50 @@ def backends() -> list:
         return [Reference()]
 
 
+def check_unread(backend, held: torch.dtype, block_size: int, dim: int, steps: list[tuple[int, int]]) -> None:
+    """Compute a sequence in these steps, (start, end), of layers in two groups that share a tensor.
+
+    Where blocks before the window are replaced by one that is full of NaN, the results must have the same bits.
+    """
+    dtype = torch.float32 if held in LARGEST else held
+    layers = [AttentionLayer(4, 2, dim, dim, 0.3, window) for window in (None, 21, 21)]
+    groups, length = CacheGroups((None, 21), (0, 1, 1)), steps[-1][1]
+    num_blocks = -(-length // block_size)
+    cache = KVCache.allocate(
+        backend, layers, num_blocks=2 * num_blocks + 1, block_size=block_size, dtype=held, device=CPU, groups=groups
+    )
+    assert cache.layers[0].tensor is cache.layers[1].tensor is not cache.layers[2].tensor
+    draw = torch.Generator().manual_seed(1)
+    q = torch.randn(length, 4, dim, generator=draw).to(dtype)
+    k, v = (torch.randn(length, 2, dim, generator=draw).to(dtype) for _ in range(2))
+    full, narrow, bad = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks)), 2 * num_blocks
+    for layer in cache.layers:
+        spoil(layer.tensor)
+    untouched = cache.layers[1].tensor[: len(full)].clone()
+
+    def attend(layer: int, start: int, end: int, *, is_freed: bool) -> torch.Tensor:
+        first = max(0, start - 21 + 1) // block_size if is_freed else 0
+        one, other = (
+            AttentionMeta.of([(blocks[: -(-end // block_size)], start, end - start)], block_size)
+            for blocks in (full, [bad] * first + narrow[first:])
+        )
+        meta = replace(one, others=(Tables(other.slot_mapping, other.block_table),))
+        return cache.attend(layer, q[start:end], k[start:end], v[start:end], cache.plan(meta))
+
+    for layer in (1, 2):
+        for start, end in steps:
+            kept, found = (attend(layer, start, end, is_freed=is_freed) for is_freed in (False, True))
+            assert not found.isnan().any() and torch.equal(kept, found), (start, end)
+    now = cache.layers[1].tensor[: len(full)]
+    assert torch.equal(now.view(torch.uint8), untouched.view(torch.uint8)), "the blocks of the other group"
+
+
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: type(backend).__name__)
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("block_size", "dim"), [(16, 16), (4, 16), (32, 32), (5, 24)])
 def test_nothing_before_a_window_is_read(backend, held, block_size, dim):
-    """Blocks before the window are replaced by one that is full of NaN: the results have the same bits."""
-    dtype = torch.float32 if held == torch.int8 else held
-    layers = [AttentionLayer(4, 2, dim, dim, 0.3, window) for window in (None, 21, 21)]
-    groups = CacheGroups((None, 21), (0, 1, 1))
-    num_blocks = -(-200 // block_size)
-    cache = KVCache.allocate(
-        backend, layers, num_blocks=3 * num_blocks + 1, block_size=block_size, dtype=held, device=CPU, groups=groups
-    )
-    assert cache.layers[0].tensor is cache.layers[1].tensor is not cache.layers[2].tensor
-    draw = torch.Generator().manual_seed(1)
-    q = torch.randn(200, 4, dim, generator=draw).to(dtype)
-    k, v = (torch.randn(200, 2, dim, generator=draw).to(dtype) for _ in range(2))
-    bad = 3 * num_blocks
-    for layer in cache.layers:
-        spoil(layer.tensor)
-    full, narrow = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))
-
-    def attend(layer: int, start: int, end: int, *, freed: bool) -> torch.Tensor:
-        first = max(0, start - 21 + 1) // block_size if freed else 0
-        metas = [
-            AttentionMeta.of([(blocks[: -(-end // block_size)], start, end - start)], block_size)
-            for blocks in (full, [bad] * first + narrow[first:])
-        ]
-        meta = replace(metas[0], others=(Tables(metas[1].slot_mapping, metas[1].block_table),))
-        return cache.attend(layer, q[start:end], k[start:end], v[start:end], cache.plan(meta))
-
-    steps = [(0, 50), (50, 51), (51, 70), (70, 133), *((at, at + 1) for at in range(133, 199)), (199, 200)]
-    for layer in (1, 2):
-        for start, end in steps:
-            kept, found = (attend(layer, start, end, freed=freed) for freed in (False, True))
-            assert not found.isnan().any() and torch.equal(kept, found), (start, end)
-    assert cache.layers[1].tensor[:num_blocks].isnan().all() or held == torch.int8, "no block of the other group"
+    steps = [(0, 50), (50, 51), (51, 70), (70, 133), *((at, at + 1) for at in range(133, 200))]
+    check_unread(backend, held, block_size, dim, steps)
 
 
 @pytest.mark.parametrize(
