@@ -84,7 +84,8 @@ async def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, 
     if not exact:
         pytest.skip("torch computes here")
     assert all(len(tokens) == 12 and len(logprobs) >= 48 for tokens, logprobs in alone)
-    few = FEW * len(cache_groups(folder).windows)
+    num_groups = len(cache_groups(folder).windows)
+    few = FEW * num_groups
     for settings in (
         {"prefix_caching": False},
         {"prefix_caching": True, "max_batched_tokens": 9, "threads": 2},  # in chunks, after hits in the cache
@@ -95,6 +96,7 @@ async def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, 
         try:
             found, _, preempted = await serve(EngineConfig(**{**base, **settings}), together=True)
             assert found == alone
-            assert preempted or settings.get("num_blocks") != few
+            # Of several groups, those with a window free their blocks as fast as the others grow.
+            assert preempted or settings.get("num_blocks") != few or num_groups > 1
         finally:
             torch.set_num_threads(before)
