@@ -109,7 +109,7 @@ async def assemble(
         loading.result()  # raises if it has failed
     grammars = asyncio.to_thread(_load_grammars, config, described.spec.vocab_size)
     (runner, info, resolved), loaded_grammars = await asyncio.gather(loading, grammars)
-    scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size)
+    scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size, groups=info.groups)
     more = None if runner.graphs is None else runner.graphs.capture_next
     return EngineLoop(scheduler, runner, outbox, model_thread, loaded_grammars, when_idle=more), info
 
@@ -220,6 +220,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         hidden_size=spec.hidden_size,
         quantization=f"{spec.quantization}-{resolved.gguf_activations}" if rounds else spec.quantization,
         notes=(*plan.notes, *spec.notes, *filter(None, [backend.note, runner.sampling.note, runner.graphs_note])),
+        groups=spec.groups,
         roofline=limits and replace(limits, weights_bytes=limits.weights_bytes - model.saved_bytes),
     )
     return Built(runner, info, resolved)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
 from . import graph_sizes
+from .cache_groups import CacheGroups
 from .config import EngineConfig, resolve
 from .types import ConfigError, MemoryShort
 
@@ -58,9 +60,10 @@ class Plan:
     weights_bytes: int
     activation_bytes: int
     graph_bytes: int  # reserved for CUDA graphs
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # in all layers
     num_blocks: int
     notes: tuple[str, ...]
+    groups: CacheGroups
 
     @property
     def max_len(self) -> int:
@@ -69,11 +72,13 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.config.block_size
+        block_size, chunk = self.config.block_size, self.config.max_batched_tokens
+        assert chunk
+        return self.groups.num_tokens(self.num_blocks, block_size, chunk, self.max_len)
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.num_tokens * self.kv_bytes_per_token
+        return self.num_blocks * self.groups.block_bytes(self.config.block_size, self.kv_bytes_per_token)
 
     @property
     def full_length_users(self) -> float:
@@ -233,10 +238,11 @@ def _arrange(
     activations: int | None = None,
 ) -> Plan:
     config = resolve(requested, machine.kind, spec.max_len)
-    assert config.max_len and config.max_seqs
-    weights = spec.weights_bytes
+    assert config.max_len and config.max_seqs and config.max_batched_tokens
+    weights, groups = spec.weights_bytes, spec.groups
     activations = activation_bytes(spec, config, backend) if activations is None else activations
-    block_bytes = spec.kv_bytes_per_token * config.block_size
+    block_bytes = groups.block_bytes(config.block_size, spec.kv_bytes_per_token)
+    blocks_for = partial(groups.blocks_for, block_size=config.block_size, chunk=config.max_batched_tokens)
     graphs = graph_bytes(spec, config, backend)
     if graphs and spec.decoder is not None:  # they read angles of all positions, in float32
         graphs += len(spec.decoder.ropes) * config.max_len * spec.decoder.head_dim * 4
@@ -270,28 +276,29 @@ def _arrange(
         budget = fixed + num_blocks * block_bytes
     else:
         budget = _budget(machine, config)
-        useful = -(-USEFUL * config.max_seqs * config.max_len // config.block_size)
+        useful = USEFUL * config.max_seqs * blocks_for(config.max_len)
         num_blocks = min((budget - fixed) // block_bytes, useful)
         if num_blocks <= 0:
             raise _Short(
                 f"{parts} leave nothing for the KV cache of the {_gb(budget)} that may be used "
                 f"({_share(machine, config)})",
-                fixed + block_bytes * -(-min(config.max_len, MIN_TOKENS) // config.block_size),
+                fixed + block_bytes * blocks_for(min(config.max_len, MIN_TOKENS)),
             )
 
-    held = num_blocks * config.block_size
+    longest = groups.longest(num_blocks, config.block_size, config.max_batched_tokens)
+    held = config.max_len if longest is None else longest
     needed = config.max_len if requested.max_len else min(config.max_len, MIN_TOKENS)
-    if held < needed and config.num_blocks is None:
+    if held < needed and (config.num_blocks is None or held == 0):
         raise _Short(
             f"after {parts} the KV cache is {_gb(num_blocks * block_bytes)} and holds {held} tokens "
             f"({spec.kv_bytes_per_token} bytes each), but one request of {needed} tokens needs "
-            f"{_gb(needed * spec.kv_bytes_per_token)}",
-            fixed + block_bytes * -(-needed // config.block_size),
+            f"{_gb(blocks_for(needed) * block_bytes)}",
+            fixed + block_bytes * blocks_for(needed),
         )
     if held < config.max_len:
         notes.append(f"max_model_len lowered from {config.max_len} to {held} tokens, the capacity of the KV cache")
         config = structs.replace(config, max_len=held)
-    return Plan(config, budget, weights, activations, graphs, spec.kv_bytes_per_token, num_blocks, tuple(notes))
+    return Plan(config, budget, weights, activations, graphs, spec.kv_bytes_per_token, num_blocks, tuple(notes), groups)
 
 
 def _usable(machine: Machine) -> int:
@@ -388,9 +395,10 @@ def _tries(
 
 def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine, backend: type[AttentionBackend]) -> int:
     """Return the size of a cache for one request of full length, or else 90 % of what is free; in whole MiB."""
-    assert config.max_len
+    assert config.max_len and config.max_batched_tokens
     free = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config, backend))
-    full = spec.kv_bytes_per_token * (config.max_len + config.block_size)
+    block_bytes = spec.groups.block_bytes(config.block_size, spec.kv_bytes_per_token)
+    full = block_bytes * (1 + spec.groups.blocks_for(config.max_len, config.block_size, config.max_batched_tokens))
     return max(1, int(min(free, full + (1 << 20))) >> 20) << 20
 
 

@@ -2,6 +2,8 @@
 
 A full block is identified by the hash of its tokens, of everything else that determines its content, and of the hash of
 the block before it, so equal hashes mean equal prefixes. The method is that of vLLM's automatic prefix caching.
+
+Each of the CacheGroups has its own blocks, of which one with a window has those that later tokens attend to.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 
 from .blocks import BlockPool
+from .cache_groups import CacheGroups
 from .sequence import Sequence
 from .types import EngineRequest
 
@@ -31,11 +34,29 @@ def chain(parent: bytes, token_ids: Ids[int], extras: tuple[str, ...] = ()) -> b
 
 
 class PrefixCache:
-    """Owner of the blocks of all sequences: their `block_ids`, `hashes` and `num_published`."""
+    """Owner of the blocks of all sequences: their `block_ids`, `capacity`, `num_freed`, `hashes`, `num_published`."""
 
-    def __init__(self, pool: BlockPool, is_enabled: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        is_enabled: bool = True,
+        groups: CacheGroups | None = None,
+        chunk: int = 1,  # maximum tokens of a sequence in a step
+    ) -> None:
         self.pool = pool
         self.is_enabled = is_enabled  # whether prefixes are shared
+        self.groups = groups or CacheGroups()
+        self._has_groups = self.groups.windows != (None,)
+        self._chunk = chunk
+        self._num_groups = len(self.groups.windows)
+        self._unbounded = [group for group, window in enumerate(self.groups.windows) if window is None]
+        of_window: dict[int, list[int]] = {}
+        for group, window in enumerate(self.groups.windows):
+            if window is not None:
+                of_window.setdefault(window, []).append(group)
+        self._windows = list(of_window.items())  # each with its groups
+        # Added to a block's hash: what groups store for the same tokens differs.
+        self._suffixes = [bytes([group]) if group else b"" for group in range(self._num_groups)]
         self._filling: dict[bytes, int] = {}  # hash of a block that a running sequence will fill -> its id
         self._leaving: dict[int, list[list[int]]] = {}  # step in flight -> blocks to release when it is collected
 
@@ -49,10 +70,15 @@ class PrefixCache:
         return seq.hashes[index]
 
     def match(self, seq: Sequence) -> list[int] | None:
-        """Return the blocks of a sequence's longest cached prefix; None while another sequence fills the next one."""
+        """Return the blocks of a sequence's longest cached prefix; None while another sequence fills the next one.
+
+        A block that is before a group's window is -1.
+        """
         hits: list[int] = []
         if not self.is_enabled or seq.needs_all:
             return hits
+        if self._has_groups:
+            return self._match_groups(seq)
         # The last token is left to compute, and in a block of its own: shared blocks are never written.
         for index in range((len(seq.tokens) - 1) // seq.block_size):
             block_hash = self.block_hash(seq, index)
@@ -62,14 +88,57 @@ class PrefixCache:
             hits.append(block)
         return hits
 
+    def _match_groups(self, seq: Sequence) -> list[int] | None:
+        """Do as `match`, for several groups, or one with a window."""
+        most, count = (len(seq.tokens) - 1) // seq.block_size, 0
+        while count < most and all(self._find(seq, count, group) is not None for group in self._unbounded):
+            count += 1
+        # A block that a window lacks ends the prefix there, or before it.
+        while (missing := self._last_missing(seq, count)) is not None:
+            count = missing
+        if count < most and self.block_hash(seq, count) in self._filling:
+            return None
+        hits = [-1] * (count * self._num_groups)
+        for groups, first in ((self._unbounded, 0), *self._firsts(count * seq.block_size, seq.block_size)):
+            for index in range(first, count):
+                for group in groups:
+                    block = self._find(seq, index, group)
+                    assert block is not None
+                    hits[index * self._num_groups + group] = block
+        return hits
+
+    def _find(self, seq: Sequence, index: int, group: int) -> int | None:
+        return self.pool.find(self.block_hash(seq, index) + self._suffixes[group])
+
+    def _last_missing(self, seq: Sequence, count: int) -> int | None:
+        """Return the last of a sequence's first `count` blocks that a token after them needs and that is not cached."""
+        firsts = self._firsts(count * seq.block_size, seq.block_size)
+        for index in range(count - 1, min((first for _, first in firsts), default=count) - 1, -1):
+            for groups, first in firsts:
+                if index >= first and any(self._find(seq, index, group) is None for group in groups):
+                    return index
+        return None
+
+    def _firsts(self, position: int, block_size: int) -> list[tuple[list[int], int]]:
+        """Return the groups of each window, and the first block that a token at this position attends to in them."""
+        return [(groups, max(0, position - window + 1) // block_size) for window, groups in self._windows]
+
+    def num_tokens(self, seq: Sequence, hits: list[int]) -> int:
+        """Return the number of tokens in the blocks that `match` has returned."""
+        return len(hits) // self._num_groups * seq.block_size
+
     def start(self, seq: Sequence, hits: list[int]) -> None:
         """Give a sequence the blocks that `match` has returned, and record which ones it will fill."""
         for block in hits:
-            self.pool.share(block)
-        seq.block_ids = hits
-        seq.num_published = len(hits)
+            if block >= 0:
+                self.pool.share(block)
+        seq.capacity = self.num_tokens(seq, hits)
+        # The runner's tables have valid ids alone.
+        seq.block_ids = [max(0, block) for block in hits] if self._has_groups else hits
+        seq.num_freed = [first for _, first in self._firsts(seq.capacity, seq.block_size)]
+        seq.num_published = seq.capacity // seq.block_size
         if self.is_enabled:
-            for index in range(len(hits), len(seq.tokens) // seq.block_size):
+            for index in range(seq.num_published, len(seq.tokens) // seq.block_size):
                 self._filling.setdefault(self.block_hash(seq, index), seq.id)
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
@@ -77,32 +146,83 @@ class PrefixCache:
         missing = seq.blocks_for(num_tokens)
         if not missing:
             return True
-        blocks = self.pool.take(missing)
+        blocks = self.pool.take(missing * self._num_groups)
         if blocks is None:
             return False
         seq.block_ids += blocks
+        seq.capacity += missing * seq.block_size
         return True
+
+    def lacking(self, seq: Sequence, num_tokens: int) -> int:
+        """Return the number of blocks with which a running sequence could compute its first `num_tokens` tokens."""
+        missing = seq.blocks_for(num_tokens)
+        if not self._has_groups or not missing:
+            return missing
+        return self._lacking(seq.capacity // seq.block_size, missing, seq.num_freed, seq.block_size)
+
+    def _lacking(self, num_blocks: int, missing: int, num_freed: Iterable[int], block_size: int) -> int:
+        """Return the most blocks of all groups that a sequence with `num_blocks` takes beside those that it frees."""
+        needed = missing * len(self._unbounded)
+        for (window, groups), freed in zip(self._windows, num_freed, strict=True):
+            held = num_blocks - freed
+            bound = self.groups.most_blocks(window, block_size, self._chunk)
+            needed += max(0, min(held + missing, bound) - held) * len(groups)
+        return needed
 
     def fits(self, seq: Sequence, hits: list[int], reserved: int) -> bool:
         """Return whether all tokens of a waiting sequence could have blocks besides `reserved` other blocks.
 
         hits: its cached prefix, some of which may have to be taken from the blocks that are available.
         """
-        idle_hits = sum(not self.pool.is_held(block) for block in hits)
-        needed = seq.blocks_for(len(seq.tokens)) - len(hits)
+        idle_hits = sum(block >= 0 and not self.pool.is_held(block) for block in hits)
+        num_hits = len(hits) // self._num_groups
+        needed = seq.blocks_for(len(seq.tokens)) - num_hits
+        if self._has_groups:
+            num_freed = [first for _, first in self._firsts(num_hits * seq.block_size, seq.block_size)]
+            needed = self._lacking(num_hits, needed, num_freed, seq.block_size)
         return self.pool.num_available >= needed + idle_hits + reserved
 
     def publish(self, seq: Sequence) -> None:
-        """Let other sequences find the blocks that are full. Their step has been collected."""
+        """Let other sequences find the blocks that are full, and free those before the windows of later tokens.
+
+        The step that filled them has been collected.
+        """
         num_full = seq.num_computed // seq.block_size
-        if num_full == seq.num_published or not self.is_enabled:
-            return
+        if num_full != seq.num_published and self.is_enabled:
+            self._publish(seq, num_full)
+        if self._has_groups:
+            self._free_unseen(seq)
+
+    def _publish(self, seq: Sequence, num_full: int) -> None:
         for index in range(seq.num_published, num_full):
             block_hash = self.block_hash(seq, index)
-            self.pool.publish(seq.block_ids[index], block_hash)
+            blocks = seq.block_ids[index * self._num_groups : (index + 1) * self._num_groups]
+            for block, suffix in zip(blocks, self._suffixes, strict=True):
+                self.pool.publish(block, block_hash + suffix)
             if self._filling.get(block_hash) == seq.id:
                 del self._filling[block_hash]
             seq.num_published = index + 1
+
+    def _free_unseen(self, seq: Sequence) -> None:
+        # Tokens of steps in flight are not counted as computed, so these steps read none of the blocks.
+        for number, (groups, first) in enumerate(self._firsts(seq.num_computed, seq.block_size)):
+            freed = seq.num_freed[number]
+            if first > freed:
+                seq.num_freed[number] = first
+                indices = (index * self._num_groups for index in range(freed, first))
+                self.pool.release([seq.block_ids[index + group] for index in indices for group in groups])
+
+    def _held(self, seq: Sequence) -> list[int]:
+        """Return the blocks of a sequence that are not freed, in its order."""
+        if not self._has_groups:
+            return seq.block_ids
+        first_held = [0] * self._num_groups
+        for (_, groups), freed in zip(self._windows, seq.num_freed, strict=True):
+            for group in groups:
+                first_held[group] = freed
+        places = (divmod(place, self._num_groups) for place in range(len(seq.block_ids)))
+        pairs = zip(seq.block_ids, places, strict=True)
+        return [block for block, (index, group) in pairs if index >= first_held[group]]
 
     def release(self, seq: Sequence, step: int | None = None) -> None:
         """Take all blocks from a sequence. Those that are published can be found until they are needed.
@@ -111,10 +231,10 @@ class PrefixCache:
         until it is `collected`.
         """
         if step is None:
-            self.pool.release(seq.block_ids)
+            self.pool.release(self._held(seq))
         else:
-            self._leaving.setdefault(step, []).append(seq.block_ids)
-        seq.block_ids = []
+            self._leaving.setdefault(step, []).append(self._held(seq))
+        seq.block_ids, seq.num_freed, seq.capacity = [], [], 0
         for block_hash in seq.hashes[seq.num_published :]:
             if self._filling.get(block_hash) == seq.id:
                 del self._filling[block_hash]
@@ -128,7 +248,7 @@ class PrefixCache:
     def check(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError if the blocks of the running sequences do not add up."""
         self.pool.check()
-        held = {block for seq in running for block in seq.block_ids}
+        held = {block for seq in running for block in self._held(seq)}
         held.update(block for leavers in self._leaving.values() for blocks in leavers for block in blocks)
         assert len(held) == self.pool.num_held, "blocks are held by no sequence"
         assert set(self._filling.values()) <= {seq.id for seq in running}, "a block is being filled by no sequence"

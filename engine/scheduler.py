@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from .batch import Batch, Embedded, Entered, Row, RowError, Sampled, StepResult
 from .blocks import BlockPool
+from .cache_groups import CacheGroups
 from .config import EngineConfig
 from .counters import Counters, StepReporter
 from .policy import order
@@ -40,16 +41,19 @@ class Scheduler:
         num_blocks: int,
         vocab_size: int = 1 << 31,
         clock: Callable[[], float] = time.monotonic,
+        groups: CacheGroups | None = None,
     ) -> None:
-        """`config` is resolved: max_len, max_seqs and max_batched_tokens are set."""
+        """`config` is resolved: max_len, max_seqs and max_batched_tokens are set. groups: of the model's layers."""
         assert config.max_len and config.max_seqs and config.max_batched_tokens
         self.config = config
-        self.max_len = min(config.max_len, num_blocks * config.block_size)
+        groups = groups or CacheGroups()
+        longest = groups.longest(num_blocks, config.block_size, config.max_batched_tokens)
+        self.max_len = config.max_len if longest is None else min(config.max_len, longest)
         self.vocab_size = vocab_size
         self.clock = clock
         self.limits = StepLimits(config.max_seqs, config.max_batched_tokens)
         self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool, config.prefix_caching)
+        self.cache = PrefixCache(self.pool, config.prefix_caching, groups, config.max_batched_tokens)
         self.service = Service()
         self.waiting = WaitingQueue(self.service, by_priority=config.policy == "priority")
         self.running: list[Sequence] = []  # in order of arrival
@@ -178,7 +182,7 @@ class Scheduler:
 
     def _promised(self) -> int:
         """Return the number of blocks that running sequences still need for the tokens that they have."""
-        return sum(seq.blocks_for(seq.start + seq.remaining) for seq in self.running)
+        return sum(self.cache.lacking(seq, seq.start + seq.remaining) for seq in self.running)
 
     def _fits(self, seq: Sequence, hits: list[int], promised: int) -> bool:
         """Return whether all tokens of a waiting sequence, whose cached prefix is `hits`, can have blocks."""
@@ -262,11 +266,11 @@ class Scheduler:
                 continue
             if not self._fits(seq, hits, promised):
                 break
-            count = min(seq.most - len(hits) * seq.block_size, budget, share)
+            count = min(seq.most - self.cache.num_tokens(seq, hits), budget, share)
             self._start(seq, hits)
             grown = self._grow(seq, count, chosen)
             assert grown, "an admitted sequence found no blocks"
-            promised += seq.blocks_for(len(seq.tokens))
+            promised += self.cache.lacking(seq, len(seq.tokens))
             chosen[seq] = count
             budget -= count
         return budget
@@ -276,7 +280,7 @@ class Scheduler:
         self.waiting.remove(seq)
         insort(self.running, seq, key=lambda other: other.arrival)
         self.cache.start(seq, hits)
-        seq.num_computed = len(hits) * seq.block_size
+        seq.num_computed = seq.capacity
         seq.status = Status.RUNNING
         seq.gave_way = False
         if not seq.has_started:

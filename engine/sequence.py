@@ -37,7 +37,10 @@ class Sequence:
     num_computed: int = 0  # tokens whose keys and values are in the cache (collected steps only)
     num_inflight: int = 0  # tokens in steps that have not been collected
     sampled_length: int = 0  # its length when the last of these steps that samples a token has been collected
+    # Of each block of its tokens, an id for each of the CacheGroups; the ids of freed blocks stay.
     block_ids: list[int] = field(default_factory=list)
+    capacity: int = 0  # tokens that have blocks
+    num_freed: list[int] = field(default_factory=list)  # of each window, the number of blocks that are before it
     hashes: list[bytes] = field(default_factory=list)  # of the first full blocks, as far as they were needed
     num_published: int = 0  # blocks that other sequences can find
     status: Status = Status.WAITING
@@ -131,11 +134,11 @@ class Sequence:
 
     def has_blocks_for(self, count: int) -> bool:
         """Return whether it has blocks for its next `count` tokens."""
-        return self.num_computed + self.num_inflight + count <= len(self.block_ids) * self.block_size
+        return self.num_computed + self.num_inflight + count <= self.capacity
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that it lacks for its first `num_tokens` tokens."""
-        return max(0, -(-num_tokens // self.block_size) - len(self.block_ids))
+        """Return the number of blocks that it lacks for its first `num_tokens` tokens, in each group of layers."""
+        return max(0, -((self.capacity - num_tokens) // self.block_size))
 
     def entered(self) -> Entered:
         """Return what the runner must know before the sequence's first row."""

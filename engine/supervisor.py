@@ -178,7 +178,7 @@ class ProcessEngine(Client):
         info = self.info
         if info is None or info.roofline is None:
             return self.stall_s
-        tokens, context = info.max_batched_tokens, info.num_blocks * info.block_size
+        tokens, context = info.max_batched_tokens, info.num_tokens
         minimum = info.roofline.seconds(tokens, context, tokens * min(info.max_len, context), info.max_seqs)
         return max(self.stall_s, SLOW_STEP_FACTOR * minimum)
 

@@ -10,6 +10,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from .cache_groups import CacheGroups
+
 
 class Pooling(Struct, frozen=True, array_like=True, kw_only=True):
     """How a prompt becomes one vector: its last hidden states (after the final norm), scaled to length 1, or logits."""
@@ -173,7 +175,7 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     exact: bool  # results have the same bits in any batch
     num_params: int
     weights_bytes: int  # in memory
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # in all layers
     weights_hash: str
     load_seconds: float
     torch: str
@@ -188,6 +190,16 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
     weight_packing: str = "none"  # lossless: weights are compressed
     notes: tuple[str, ...] = ()  # differences from the settings, one sentence each
     roofline: Roofline | None = None  # None: the work of the model's steps is not known, as with experts
+    groups: CacheGroups = CacheGroups()
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of requests of full length that the KV cache holds."""
+        return self.groups.num_tokens(self.num_blocks, self.block_size, self.max_batched_tokens, self.max_len)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.num_blocks * self.groups.block_bytes(self.block_size, self.kv_bytes_per_token)
 
 
 class StepStats(Struct, frozen=True, array_like=True, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine import EngineConfig, models
+from engine.cache_groups import CacheGroups
 from engine.models.families import MODEL_TYPES
 
 VOCAB = 300
@@ -373,6 +374,11 @@ def load_model(config: EngineConfig, folder: Path, progress: models.Progress = l
     device = torch.device("cpu")
     spec = models.fit(spec, config, device, checkpoint)
     return models.load(spec, checkpoint, device, models.product(config, spec, device), progress)
+
+
+def cache_groups(folder: Path) -> CacheGroups:
+    """How the layers of a folder's model share blocks."""
+    return models.describe(folder, EngineConfig(model=str(folder))).groups
 
 
 @functools.lru_cache(maxsize=4)

@@ -28,6 +28,7 @@ LENGTHS = (1, 2, 5, 16, 17, 31, 48, 70)
 # transformers recomputes these frequencies from the longest position so far, Pequod fixes them once from the model
 # length: the two agree where that length is one for which nothing is stretched.
 MAX_LEN = {"llama-dynamic": 256, "llama-longrope": 64, "phi3-longrope": 64, "phi3-partial-longrope": 64}
+PREEMPTED_CHUNK = 16  # tokens of a step, so that windows hold less than prompts
 SITUATIONS = ("alone", "mixed", "chunked", "prefix", "preempted")
 
 
@@ -92,15 +93,20 @@ async def run(config: EngineConfig, cases: list[Case], situation: str) -> int:
 def settings(folder: pathlib.Path, dtype: str, situation: str, cases: list[Case], max_len: int | None) -> EngineConfig:
     longest = max(len(case.prompt) + case.max_tokens for case in cases)
     block_size = 4 if situation in ("prefix", "preempted") else 16
+    num_blocks = 512
+    if situation == "preempted":
+        from tests.models import cache_groups
+
+        num_blocks = cache_groups(folder).blocks_for(longest, block_size, PREEMPTED_CHUNK) + 4
     return EngineConfig(
         model=str(folder),
         device=os.environ.get("PEQUOD_ORACLE_DEVICE", "cpu"),
         dtype=dtype,
         max_len=max_len,
         block_size=block_size,
-        num_blocks=-(-longest // block_size) + 6 if situation == "preempted" else 512,
+        num_blocks=num_blocks,
         max_seqs=4 if situation == "chunked" else 8,
-        max_batched_tokens=6 if situation == "chunked" else 512,
+        max_batched_tokens={"chunked": 6, "preempted": PREEMPTED_CHUNK}.get(situation, 512),
         prefix_caching=situation in ("prefix", "preempted"),
         debug=True,
     )

@@ -34,7 +34,7 @@ def early_publish(patch):
     publish = PrefixCache.publish
 
     def all_blocks(self, seq):
-        computed, seq.num_computed = seq.num_computed, min(len(seq.tokens), len(seq.block_ids) * seq.block_size)
+        computed, seq.num_computed = seq.num_computed, min(len(seq.tokens), seq.capacity)
         publish(self, seq)
         seq.num_computed = computed
 
@@ -169,6 +169,51 @@ def resumed_blocks_not_sent(patch):
     patch.setattr(scheduler.Scheduler, "_batch", skip)
 
 
+def freed_too_early(patch):
+    free = PrefixCache._free_unseen
+
+    def early(self, seq):
+        seq.num_computed += 1
+        free(self, seq)
+        seq.num_computed -= 1
+
+    patch.setattr(PrefixCache, "_free_unseen", early)
+
+
+def freed_while_it_is_read(patch):
+    free = PrefixCache._free_unseen
+
+    def early(self, seq):
+        seq.num_computed += seq.num_inflight
+        free(self, seq)
+        seq.num_computed -= seq.num_inflight
+
+    patch.setattr(PrefixCache, "_free_unseen", early)
+
+
+def freed_twice(patch):
+    held = PrefixCache._held
+    patch.setattr(PrefixCache, "_held", lambda self, seq: seq.block_ids if seq.num_freed else held(self, seq))
+
+
+def group_forgotten(patch):
+    init = PrefixCache.__init__
+
+    def forget(self, *args):
+        init(self, *args)
+        self._suffixes = [b"" for _ in self._suffixes]
+
+    patch.setattr(PrefixCache, "__init__", forget)
+
+
+def window_of_a_hit_forgotten(patch):
+    patch.setattr(PrefixCache, "_last_missing", lambda *_: None)
+
+
+def window_counted_as_free(patch):
+    patch.setattr(PrefixCache, "_lacking", lambda self, *_: 0)
+
+
 MUTANTS = [
     lost_block,
     early_publish,
@@ -195,13 +240,26 @@ def test_no_check_fails_when_steps_are_launched_ahead(capsys):
     assert "every check held" in said and " 0 preemptions" not in said and " 0 void rows" not in said
 
 
+@pytest.mark.parametrize("depth", ["0", "1"])
+def test_no_check_fails_when_windows_free_their_blocks(depth, capsys):
+    simulation.main(["--steps", "10000", "--seed", "1", "--depth", depth, "--windows"])
+    said = capsys.readouterr().out
+    assert "every check held" in said and " 0 preemptions" not in said
+
+
+WINDOWS = [freed_too_early, freed_twice, group_forgotten, window_of_a_hit_forgotten, window_counted_as_free]
+
+
 @pytest.mark.parametrize(
-    ("mutant", "depth"),
-    [(mutant, "0") for mutant in MUTANTS] + [(mutant, "1") for mutant in AHEAD],
-    ids=lambda value: getattr(value, "__name__", value),
+    ("mutant", "options"),
+    [(mutant, ["--depth", "0"]) for mutant in MUTANTS]
+    + [(mutant, ["--depth", "1"]) for mutant in AHEAD]
+    + [(mutant, ["--depth", "0", "--windows"]) for mutant in WINDOWS]
+    + [(freed_while_it_is_read, ["--depth", "1", "--windows"])],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
 )
-def test_a_broken_scheduler_is_caught(mutant, depth, monkeypatch, capsys):
+def test_a_broken_scheduler_is_caught(mutant, options, monkeypatch, capsys):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, ValueError, IndexError, RuntimeError)):
-        simulation.main(["--steps", "20000", "--seed", "1", "--depth", depth])
+        simulation.main(["--steps", "20000", "--seed", "1", *options])
     assert "replay with:\npython -m tests.simulation.scheduler --seed 1 --episode" in capsys.readouterr().out

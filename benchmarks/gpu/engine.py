@@ -38,7 +38,7 @@ class Loop:
 
     def __init__(self, built: Built) -> None:
         self.built = built
-        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size)
+        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size, groups=built.info.groups)
         self.is_ahead = bool(built.config.async_scheduling)
         self.flight: tuple[Batch, Step] | None = None  # launched and not collected
         self.random = random.Random(0)

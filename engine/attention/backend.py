@@ -23,6 +23,7 @@ class LayerCache:
     block_size: int
     tensor: Tensor  # dimension 0 is the block, and a block is one contiguous run of bytes
     sinks: Tensor | None = None  # [heads], in the dtype that the backend needs
+    group: int = 0  # of CacheGroups: whose blocks it uses; layers of several groups may share a tensor
 
 
 class Plan(Protocol):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..cache_groups import CacheGroups
 from .backend import AttentionBackend, LayerCache, Plan
 from .layer import AttentionLayer
 from .metadata import AttentionMeta
@@ -19,6 +20,7 @@ class KVCache:
 
     backend: AttentionBackend
     layers: list[LayerCache]
+    num_groups: int = 1  # see CacheGroups
 
     @classmethod
     def allocate(
@@ -31,14 +33,19 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         sinks: Mapping[str, Tensor] | None = None,  # the parameters that the layers name
+        groups: CacheGroups | None = None,  # None: all layers are one group
     ) -> KVCache:
         """Return a new cache of `num_blocks` blocks for these layers."""
-
-        def layer_cache(layer: AttentionLayer) -> LayerCache:
+        groups = groups or CacheGroups.of([None] * len(layers), 1)
+        tensors: dict[int, Tensor] = {}  # by the layers' places in their groups
+        caches = []
+        for layer, group, place in zip(layers, groups.of_layer, groups.places, strict=True):
             own = None if layer.sinks is None else (sinks or {})[layer.sinks]
-            return backend.allocate(layer, num_blocks, block_size, dtype, device, sinks=own)
-
-        return cls(backend, [layer_cache(layer) for layer in layers])
+            count = 0 if place in tensors else num_blocks
+            cache = backend.allocate(layer, count, block_size, dtype, device, sinks=own)
+            tensor = tensors.setdefault(place, cache.tensor)
+            caches.append(replace(cache, tensor=tensor, group=group))
+        return cls(backend, caches, len(groups.windows))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -49,7 +49,9 @@ def variant(isa: str) -> tuple[ctypes.CDLL, str]:
 
 
 class Plan:
-    """A step in the kernel's form: a Call for each kind of layer. Checked, so that the kernel stays within the tensors.
+    """A step in the kernel's form: a Call for each kind and group of layers.
+
+    It is checked, so that the kernel stays within the tensors.
 
     The Calls point into the step's tensors, and are valid as long as the plan.
     """
@@ -57,16 +59,16 @@ class Plan:
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
         self.tokens, rows = meta.query_start_list[-1], len(meta.seq_lens_list)
-        wrong = len(meta.query_start_list) != rows + 1 or meta.slot_mapping.shape != (self.tokens,)
-        if wrong or meta.block_table.shape[0] != rows:
-            raise ValueError(f"the parts of a step of {rows} rows and {self.tokens} tokens do not fit each other")
-        for part in (meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping):
-            assert part.is_contiguous()
-        self._calls: dict[tuple[AttentionLayer, Strides], tuple[Call, int]] = {}
+        for slots, table in (meta.tables(0), *meta.others):
+            if len(meta.query_start_list) != rows + 1 or slots.shape != (self.tokens,) or table.shape[0] != rows:
+                raise ValueError(f"the parts of a step of {rows} rows and {self.tokens} tokens do not fit each other")
+            assert slots.is_contiguous() and table.is_contiguous()
+        assert meta.query_start.is_contiguous() and meta.seq_lens.is_contiguous()
+        self._calls: dict[tuple[AttentionLayer, int, Strides], tuple[Call, int]] = {}
 
     def call(self, cache: LayerCache, strides: Strides) -> int:
         """Return the address of the Call for a layer whose queries, keys and values have these strides."""
-        key = cache.layer, strides
+        key = cache.layer, cache.group, strides
         known = self._calls.get(key)
         if known is None:
             call = self._create(cache, strides)
@@ -75,13 +77,14 @@ class Plan:
 
     def _create(self, cache: LayerCache, strides: Strides) -> Call:
         meta, layer = self.meta, cache.layer
+        slots, table = meta.tables(cache.group)
         return Call(
             query_start=meta.query_start.data_ptr(),
             seq_lens=meta.seq_lens.data_ptr(),
-            block_table=meta.block_table.data_ptr(),
-            slots=meta.slot_mapping.data_ptr(),
+            block_table=table.data_ptr(),
+            slots=slots.data_ptr(),
             rows=len(meta.seq_lens_list),
-            width=meta.block_table.shape[1],
+            width=table.shape[1],
             heads=layer.num_heads,
             kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,

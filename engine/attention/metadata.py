@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Tables(NamedTuple):
+    """The blocks of a step's rows in a group of layers."""
+
+    slot_mapping: Tensor  # [tokens] int64
+    block_table: Tensor  # [rows, max_blocks] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +28,17 @@ class AttentionMeta:
     query_start: Tensor  # [rows + 1] int32, prefix sum of tokens per row
     seq_lens: Tensor  # [rows] int32, cached and new tokens
     slot_mapping: Tensor  # [tokens] int64, block_id * block_size + offset
-    block_table: Tensor  # [rows, max_blocks] int32; entries after a row's blocks are any valid block ids
+    # [rows, max_blocks] int32; entries after a row's blocks, and of blocks that are before a window, are any valid ids
+    block_table: Tensor
     max_query: int
     max_seq: int
     query_start_list: list[int]
     seq_lens_list: list[int]
+    others: tuple[Tables, ...] = ()  # slot_mapping and block_table of the groups of layers after the first
+
+    def tables(self, group: int) -> Tables:
+        """Return the blocks of a group of layers."""
+        return self.others[group - 1] if group else Tables(self.slot_mapping, self.block_table)
 
     @classmethod
     def of(

@@ -221,7 +221,7 @@ class PagedGPU:
 
         layer, view = cache.layer, _View(cache)
         kernels.store[k.shape[0], layer.num_kv_heads](
-            k, v, plan.meta.slot_mapping, view.tensor, view.scales,
+            k, v, plan.meta.tables(cache.group).slot_mapping, view.tensor, view.scales,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), *view.strides,
             DIM=layer.head_dim, V_DIM=layer.v_head_dim, DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim),
             BLOCK=cache.block_size, SCALED=view.is_scaled,
@@ -256,7 +256,7 @@ class PagedGPU:
         group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
         kernels.rotate_store[qkv.shape[0], layer.num_kv_heads](
             qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, *rotation,
-            plan.meta.slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
+            plan.meta.tables(cache.group).slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
             qkv.stride(0), *view.strides,
             HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
             BLOCK=cache.block_size, NORM=norms is not None, SCALED=view.is_scaled,
@@ -269,13 +269,13 @@ class PagedGPU:
 
         layer, meta, view = cache.layer, plan.meta, _View(cache)
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
-        queries = queries_of(layer, q.dtype)
+        queries, table = queries_of(layer, q.dtype), meta.tables(cache.group).block_table
         launches = plan.launches((layer.window, queries))
         for works, most, split in ((launches.decodes, 1, SPLIT), (launches.chunks, queries, 0)):
             for work in works:
                 self._reserve(work.num_parts, layer, q.device)
                 kernels.attend[programs(work.max_items, layer.num_kv_heads, q.device), layer.num_kv_heads](
-                    q, view.tensor, view.scales, meta.block_table, work.table, meta.query_start, meta.seq_lens, out,
+                    q, view.tensor, view.scales, table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
                     layer.scale, layer.softcap or 0.0,
                     q.stride(0), q.stride(1), *view.strides, out.stride(0),

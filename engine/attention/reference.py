@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -48,23 +48,24 @@ class Plan:
 
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
-        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
-        self._decodes: dict[tuple[int | None, int, int, int], list[_Decode]] = {}
+        self._slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._decodes: dict[tuple[int, int | None, int, int, int], list[_Decode]] = {}
 
-    def slots(self, block_size: int) -> tuple[Tensor, Tensor]:
-        """Return each new token's block and its offset in the block."""
-        known = self._slots.get(block_size)
+    def slots(self, group: int, block_size: int) -> tuple[Tensor, Tensor]:
+        """Return each new token's block in a group of layers, and its offset in the block."""
+        known = self._slots.get((group, block_size))
         if known is None:
-            slots = self.meta.slot_mapping
-            known = self._slots[block_size] = slots // block_size, slots % block_size
+            slots = self.meta.tables(group).slot_mapping
+            known = self._slots[group, block_size] = slots // block_size, slots % block_size
         return known
 
-    def decodes(self, window: int | None, kv_heads: int, block_size: int, max_keys: int) -> list[_Decode]:
-        """Return the step's rows of one token in groups; see `_decode_rows`."""
-        key = window, kv_heads, block_size, max_keys
+    def decodes(self, group: int, window: int | None, kv_heads: int, block_size: int, max_keys: int) -> list[_Decode]:
+        """Return the step's rows of one token, gathered together; see `_decode_rows`."""
+        key = group, window, kv_heads, block_size, max_keys
         known = self._decodes.get(key)
         if known is None:
-            known = self._decodes[key] = _decode_rows(self.meta, *key)
+            meta = replace(self.meta, block_table=self.meta.tables(group).block_table)
+            known = self._decodes[key] = _decode_rows(meta, window, kv_heads, block_size, max_keys)
         return known
 
 
@@ -129,7 +130,8 @@ class Reference:
     def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         layer, block_size, tensor, sinks, meta = cache.layer, cache.block_size, cache.tensor, cache.sinks, plan.meta
         head_dim, v_head_dim, window = layer.head_dim, layer.v_head_dim, layer.window
-        self._store(k, v, tensor, *plan.slots(block_size))
+        self._store(k, v, tensor, *plan.slots(cache.group, block_size))
+        table = meta.tables(cache.group).block_table
 
         compute = partial(_attention, scale=layer.scale, softcap=layer.softcap)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -137,7 +139,7 @@ class Reference:
         sink = None if sinks is None else sinks.view(kv_heads, group)
 
         max_keys = max(1, GATHER_NUMBERS // max(head_dim, v_head_dim))
-        for decode in plan.decodes(window, kv_heads, block_size, max_keys):
+        for decode in plan.decodes(cache.group, window, kv_heads, block_size, max_keys):
             keys, values = self._gather(tensor, decode.pages, k, v)
             if decode.hidden is not None:
                 # What follows a sequence's end may be NaN, and 0 * NaN is NaN: clear it, masking is not enough.
@@ -159,7 +161,7 @@ class Reference:
                 first, last = length - new + a, length - new + b  # positions of the part's queries
                 low = 0 if window is None else max(0, first - window + 1) // block_size
                 high = -(-last // block_size)
-                pages = _pages(meta.block_table[row : row + 1, low:high].long(), kv_heads)
+                pages = _pages(table[row : row + 1, low:high].long(), kv_heads)
                 keys, values = self._gather(tensor, pages, k, v)
                 have = last - low * block_size
                 position = torch.arange(first, last, device=q.device)[:, None]

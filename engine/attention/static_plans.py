@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .layer import AttentionLayer
-from .metadata import AttentionMeta
+from .metadata import AttentionMeta, Tables
 from .paged_gpu import ITEM, MAX_PARTS, SPLIT, HostWork, Kind, Launches, Plan, Work, queries_of
 
 
@@ -53,7 +53,9 @@ class StaticPlans:
             )
             for kind, table in self._decodes.items()
         }
-        return StaticPlan(replace(self._meta, slot_mapping=self._meta.slot_mapping[:tokens]), launches)
+        others = tuple(Tables(slots[:tokens], table) for slots, table in self._meta.others)
+        meta = replace(self._meta, slot_mapping=self._meta.slot_mapping[:tokens], others=others)
+        return StaticPlan(meta, launches)
 
     def takes(self, plan: Plan) -> bool:
         """Return whether a step has at most one launch for its decodes, as nearly all steps do."""

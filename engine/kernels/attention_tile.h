@@ -31,19 +31,23 @@ struct Tiles : Tasks {
 
   // -- pages ----------------------------------------------------------------------------------------------------------
 
-  // The addresses of a tile's keys and values. The last page may contain stale data after the task's last key.
+  // The addresses of a tile's keys and values. The last page may contain stale data after the task's last key. A page
+  // that no query of the task sees may be in a block of another sequence: its address is that of the first one seen.
   Tile locate(const Task& task, int64_t head, int64_t at) const {
     Tile tile;
     tile.pages = (int)min(PAGES, ceil_div(end(task) - at, PAGE));
+    const int first = first_page(task, at);
     const int32_t* blocks = call.block_table + task.row * call.width;
     for (int j = 0; j < PAGES; ++j) {
-      const int64_t from = at + (j < tile.pages ? j : tile.pages - 1) * PAGE;
+      const int64_t from = at + max(first, min(j, tile.pages - 1)) * PAGE;
       const int64_t block = cache.block_of(from);
       tile.k[j] = cache.address(blocks[block], head, from - block * call.block_size);
       tile.v[j] = tile.k[j] + cache.value_at();
     }
     return tile;
   }
+
+  int first_page(const Task& task, int64_t at) const { return (int)max(0, (first_seen(position(task)) - at) / PAGE); }
 
   // A tile that is ready for use: stale data cannot affect the result.
   Tile fetch(const Task& task, int64_t head, int64_t at, char* cells) const {
@@ -59,7 +63,7 @@ struct Tiles : Tasks {
       memset(cells + whole * row_bytes, 0, (size_t)(cache.value_cell() - whole * row_bytes));
       if (keys % PER_UNIT)
         for (int64_t d = 0, rest = whole * row_bytes; d < padded; ++d) memcpy(cells + rest + 4 * d, from + rest + 4 * d, 2);
-      tile.v[tile.pages - 1] = cells;
+      for (int j = first_page(task, at) == tile.pages - 1 ? 0 : tile.pages - 1; j < tile.pages; ++j) tile.v[j] = cells;
     }
     return tile;
   }
@@ -75,7 +79,7 @@ struct Tiles : Tasks {
       tile.v[j] = tile.k[j] + cache.value_at();
     }
     const int32_t* blocks = call.block_table + task.row * call.width;
-    for (int64_t t = 0; t < keys; ++t) {
+    for (int64_t t = max(0, first_seen(position(task)) - at); t < keys; ++t) {
       const int64_t from = at + t, block = cache.block_of(from), offset = from - block * call.block_size;
       const char* share = cache.address(blocks[block], head, offset);
       char* cell = cells + t / PAGE * cache.page();

@@ -41,9 +41,10 @@ class Fused:
         self._dtype, spec = model.dtype, model.decoder
         self._embedding, self._rotaries = embedding, rotaries
         self._kept = layers  # keeps the weights alive, to which pointers refer
-        # The first layer of each kind of attention: a step has one Call per kind.
-        kinds = list(dict.fromkeys(model.layers))
-        self._kinds = [model.layers.index(kind) for kind in kinds]
+        # The first layer of each kind of attention and group of layers: a step has one Call for each.
+        kind_of = list(zip(model.layers, model.groups.of_layer, strict=True))
+        kinds = list(dict.fromkeys(kind_of))
+        self._kinds = [kind_of.index(kind) for kind in kinds]
         self._layers = (structures.Layer * len(layers))(
             *(
                 structures.Layer(
@@ -52,7 +53,7 @@ class Fused:
                         None if norm is None else norm.weight.data_ptr()
                         for norm in (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
                     ),
-                    kinds.index(model.layers[index]),
+                    kinds.index(kind_of[index]),
                     layer.turn,
                 )
                 for index, layer in enumerate(layers)

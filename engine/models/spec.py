@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..attention import AttentionLayer
+from ..cache_groups import CacheGroups
 from ..config import EngineConfig
 from ..files import read_json
 from ..gguf import folder as gguf
@@ -149,6 +150,13 @@ class ModelSpec:
     @property
     def kv_bytes_per_token(self) -> int:
         return sum(layer.bytes(self.cache_dtype) for layer in self.layers)
+
+    @property
+    def groups(self) -> CacheGroups:
+        """The layers that share blocks. They do not depend on the memory."""
+        shapes = {(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.layers}
+        windows = [layer.window for layer in self.layers]
+        return CacheGroups.of(windows, self.serve_len, uniform=len(shapes) == 1)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..models.executor import Executor
 from ..models.on_gpu import OnGPU
 from .buffers import Buffers
 from .cuda_graphs import GraphDevice
+from .group_tables import GroupTables
 
 log = logging.getLogger("pequod.engine")
 
@@ -49,9 +50,11 @@ class Graphs:
         device: GraphDevice,
         max_len: int,
         max_bytes: int,  # of all graphs together
+        others: GroupTables | None = None,  # if the layers are in several groups
     ) -> None:
         assert spec.decoder is not None
         self._executor, self._cache, self._buffers, self._device = executor, cache, buffers, device
+        self._others = others
         self._due = sizes.all
         self._num_at_start = len(sizes.at_start)
         self._captured: dict[Bucket, Callable[[], None]] = {}
@@ -68,6 +71,7 @@ class Graphs:
             max_seq=max_len,  # for which the table of angles is made, so that it never grows
             query_start_list=[],
             seq_lens_list=[],
+            others=() if others is None else others.padding(),
         )
         chunk_tokens = max(bucket.tokens for bucket in self._due if bucket.has_chunks)
         self._plans = StaticPlans(spec.layers, spec.dtype, meta, chunk_tokens)
@@ -153,6 +157,8 @@ class Graphs:
     def _work(self, bucket: Bucket) -> Callable[[], None]:
         """Return what computes a step of padding, and makes the inputs one."""
         inputs = self._buffers.padding(bucket.tokens)
+        if self._others is not None:
+            self._others.padding()
         self._plans.clear()
         plan = self._plans.plan(bucket.tokens, has_chunks=bucket.has_chunks)
         forward = Forward(inputs.ids, inputs.positions, plan, self._cache, logits_at=inputs.logits_at)

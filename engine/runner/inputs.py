@@ -19,6 +19,7 @@ from ..attention import AttentionMeta, KVCache
 from ..batch import Row
 from ..models import Forward
 from .buffers import Buffers, Shape
+from .group_tables import GroupTables
 
 Ints = NDArray[np.int64]
 
@@ -56,6 +57,12 @@ class Inputs:
         self.buffers = Buffers(
             max_tokens=max_tokens, max_seqs=max_seqs, max_blocks=max_blocks, device=device, padded=padded
         )
+        self.others: GroupTables | None = None
+        if cache.num_groups > 1:
+            largest = Shape(max_tokens, max_seqs, max_blocks, 0, 0)
+            self.others = GroupTables(
+                cache.num_groups - 1, largest, block_size=block_size, device=device, padded=padded
+            )
         self._free = list(range(max_seqs - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
         self._table = np.zeros((max_seqs, max_blocks), np.int32)
@@ -78,11 +85,14 @@ class Inputs:
 
     def append_blocks(self, rows: list[Row]) -> None:
         for row in rows:
-            if row.new_block_ids:
+            new = row.new_block_ids
+            if new:
                 slot = self._slot_of[row.seq_id]
                 count = self._num_blocks[slot]
-                self._num_blocks[slot] = count + len(row.new_block_ids)
-                self._table[slot, count : self._num_blocks[slot]] = row.new_block_ids
+                if self.others is not None:
+                    new = self.others.append(slot, count, new)
+                self._num_blocks[slot] = count + len(new)
+                self._table[slot, count : self._num_blocks[slot]] = new
 
     def prepare(self, rows: list[Row], last: Tensor | None = None) -> Prepared:
         """Return the input for these rows, at least one, whose sequences have entered and have their blocks.
@@ -118,6 +128,7 @@ class Inputs:
         host.logits_at[:] = logits_at
         host.hidden_at[:] = hidden_at
         host.block_table[:] = self._table[slots, :width]
+        others = () if self.others is None else self.others.upload(blocks, offsets, of_token, slots, width)
         self.buffers.upload()
         if pending:
             assert last is not None
@@ -133,6 +144,7 @@ class Inputs:
             max_seq=int(lengths.max()),
             query_start_list=query_start,
             seq_lens_list=lengths.tolist(),
+            others=others,
         )
         forward = Forward(
             ids=device.ids,

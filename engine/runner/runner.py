@@ -143,7 +143,7 @@ class Runner:
     def __init__(
         self, model: models.Model, config: EngineConfig, num_blocks: int, graph_device: GraphDevice | None = None
     ) -> None:
-        """`config` is resolved. Allocates the cache: `num_blocks` blocks in every layer.
+        """`config` is resolved. Allocates the cache: `num_blocks` blocks, which all groups of layers share.
 
         `graph_device` captures the steps of models for which that is possible; None: all steps are launched.
         """
@@ -163,6 +163,7 @@ class Runner:
                 dtype=spec.cache_dtype,
                 device=self.device,
                 sinks=model.sinks,
+                groups=spec.groups,
             )
         )
         max_blocks = -(-config.max_len // config.block_size)
@@ -190,6 +191,7 @@ class Runner:
                 device=graph_device,
                 max_len=config.max_len,
                 max_bytes=memory.graph_bytes(spec, config, type(backend)),
+                others=self.inputs.others,
             )
             model.executors.insert(0, self.graphs)
         self.sampling = logits_choice.choose(config.cpu_isa, self.device, spec.dtype, spec.vocab_size)
@@ -250,13 +252,16 @@ class Runner:
         batch, since it overwrites the first blocks; nothing else of it remains.
         """
         block_size, budget = self.config.block_size, self.config.max_batched_tokens or 1
+        groups = self.cache.num_groups
         seqs = min(self.config.max_seqs or 1, self.num_blocks)
         chunk = min(budget, self.config.max_len or 1, self.num_blocks * block_size)
         if self.device.type == "cpu":
             seqs, chunk = min(seqs, WARM_ROWS), min(chunk, WARM_TOKENS)
         params = SamplingParams(max_tokens=1, top_p=0.9, logprobs=0)
-        decode = [Row(-1 - index, 0, [0], [index], 1) for index in range(seqs)]
-        prompt = [Row(-1, 0, [0] * chunk, list(range(-(-chunk // block_size))), 1)]
+        # Groups of layers may overwrite each other's blocks: the results are not used.
+        decode = [Row(-1 - index, 0, [0], [index] * groups, 1) for index in range(seqs)]
+        blocks = [index for index in range(-(-chunk // block_size)) for _ in range(groups)]
+        prompt = [Row(-1, 0, [0] * chunk, blocks, 1)]
         for rows in (decode, prompt):
             length = len(rows[0].token_ids)
             entered = [Entered(row.seq_id, params, length, []) for row in rows]

@@ -87,7 +87,7 @@ def parameters(number: int) -> str:
 
 def full_length_users(info: EngineInfo) -> str:
     """Return the number of requests of full length that the cache holds at once."""
-    users = info.num_blocks * info.block_size / info.max_len
+    users = info.num_tokens / info.max_len
     number = f"{users:.1f}".removesuffix(".0") if users < 10 else f"{users:,.0f}"
     return f"{number} user" + ("" if number == "1" else "s")
 
@@ -95,7 +95,6 @@ def full_length_users(info: EngineInfo) -> str:
 def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, seconds: float) -> list[tuple[str, str]]:
     """Return the banner's lines: label and text."""
     base = url(settings, where)
-    tokens = info.num_blocks * info.block_size
     kept = info.dtype if info.quantization == "none" else f"{info.quantization}, computed in {info.dtype}"
     if info.weight_packing != "none":
         kept += " compressed without loss"
@@ -105,8 +104,8 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
         ("weights", weights),
         (
             "KV cache",
-            f"{count(info.num_blocks, 'block')} of {info.block_size} = {count(tokens, 'token')} in {info.kv_dtype}"
-            f" = {full_length_users(info)} at the full {info.max_len:,} tokens",
+            f"{count(info.num_blocks, 'block')} of {info.block_size} = {count(info.num_tokens, 'token')}"
+            f" in {info.kv_dtype} = {full_length_users(info)} at the full {info.max_len:,} tokens",
         ),
         (
             "steps",

@@ -276,7 +276,7 @@ class Metrics:
                 max(0.0, self.clock() - status.last_step),
             )
         if info is not None:
-            memory = {"weights": info.weights_bytes, "kv": info.kv_bytes_per_token * info.block_size * info.num_blocks}
+            memory = {"weights": info.weights_bytes, "kv": info.kv_cache_bytes}
             text = "Bytes of device memory by use."
             yield _with_values(GaugeMetricFamily("pequod:memory_bytes", text, labels=["kind"]), memory)
         if (resident := resident_bytes(getattr(self.engine, "pid", None))) is not None:

@@ -19,6 +19,7 @@ from engine.attention.layer import LARGEST
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import quantize
 from tests.engine.test_attention import CPU, Pool, layer_of
+from tests.engine.test_windows import check_unread
 from tests.models import make
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -162,6 +163,12 @@ def test_kernels_that_fail_or_err_are_declined(small, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(paged_gpu.Reference, "attend", lambda self, cache, q, k, v, plan: q.new_ones(q.shape))
     assert "wrong results on this device" in PagedGPU.objection([layer], torch.float32, torch.float32, CPU, "auto")
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.int8])
+def test_nothing_before_a_window_is_read(small, held):
+    """In chunks and alone, in one part and in several."""
+    check_unread(PagedGPU(), held, 4, 16, [(0, 30), (30, 31), (31, 58), (58, 59), (59, 60)])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_neox"])

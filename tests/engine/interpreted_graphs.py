@@ -70,6 +70,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "num_hidden_layers": 2,
     },
+    "qwen2": {  # two groups of layers
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+        "num_hidden_layers": 2,
+    },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
 }
 
@@ -97,8 +105,8 @@ def requests(seed: int) -> list[EngineRequest]:
     return found
 
 
-def stored(batch: Batch, tables: dict[int, list[int]], block_size: int) -> set[int]:
-    """Return the slots of a batch's tokens; `tables` has the blocks of each sequence."""
+def stored(batch: Batch, tables: dict[int, list[int]], block_size: int, num_groups: int) -> set[int]:
+    """Return the slots of a batch's tokens; `tables` has the blocks of each sequence, one for each group of layers."""
     slots = set()
     for seq_id in batch.left:
         del tables[seq_id]
@@ -108,7 +116,8 @@ def stored(batch: Batch, tables: dict[int, list[int]], block_size: int) -> set[i
         blocks = tables[row.seq_id]
         blocks += row.new_block_ids
         for position in range(row.start, row.start + len(row.token_ids)):
-            slots.add(blocks[position // block_size] * block_size + position % block_size)
+            first = position // block_size * num_groups
+            slots |= {block * block_size + position % block_size for block in blocks[first : first + num_groups]}
     return slots
 
 
@@ -117,7 +126,7 @@ class Trace:
 
     def __init__(self, built: Built, *, is_ahead: bool, capture_at: int | None = None) -> None:
         self.runner, self.is_ahead, self.capture_at = built.runner, is_ahead, capture_at
-        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size)
+        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size, groups=built.info.groups)
         self.sizes: list[Bucket] = []  # of the steps
         self.caches = [layer.tensor for layer in self.runner.cache.layers]
         with torch.inference_mode():
@@ -137,12 +146,15 @@ class Trace:
                 return found
             launched = None
             if batch is not None:
-                launched = batch, self.launched(batch, stored(batch, tables, self.runner.config.block_size))
+                launched = batch, self.launched(batch, self.stored(batch, tables))
             due, flight = (flight, launched) if self.is_ahead else (launched, None)
             if due is not None:
                 for delta in self.scheduler.update(due[0], due[1].result()):
                     found.setdefault(delta.id, []).append(delta)
         raise AssertionError("the requests did not end")
+
+    def stored(self, batch: Batch, tables: dict[int, list[int]]) -> set[int]:
+        return stored(batch, tables, self.runner.config.block_size, self.runner.cache.num_groups)
 
     def launched(self, batch: Batch, slots: set[int]) -> Step:
         counts = [len(row.token_ids) for row in batch.rows]
@@ -167,7 +179,7 @@ def tokens_and_logprobs(deltas: list[Any]) -> tuple[list[int], list[float]]:
     return tokens, [number for entry in entries for number in (entry.logprob, *entry.top_logprobs)]
 
 
-@pytest.mark.parametrize("name, is_ahead", [("llama", False), ("mistral", True), ("qwen3", True)])
+@pytest.mark.parametrize("name, is_ahead", [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", True)])
 def test_replayed_steps_give_the_tokens_of_launched_ones(name, is_ahead, tmp_path, recorder):
     """With chunks of prompts beside decodes, and with graphs that are captured between steps."""
     config = config_of(name, tmp_path, async_scheduling=is_ahead)

@@ -211,7 +211,8 @@ def test_dummy_weights_need_config_json_alone(tmp_path, name):
         built = build(config)
         assert built.info.weights_hash == "dummy"
         assert built.config.load_format == "dummy", "a restarted engine loads the same"
-        step = built.runner.launch(Batch(1, [Row(1, 0, [1, 2, 3], [0], 1)], [Entered(1, GREEDY, 3, [])]))
+        blocks = [0] * built.runner.cache.num_groups
+        step = built.runner.launch(Batch(1, [Row(1, 0, [1, 2, 3], blocks, 1)], [Entered(1, GREEDY, 3, [])]))
         logits = step.outputs.logits.clone()
         assert logits.isfinite().all() and logits.std() > 0
         outputs.append(logits)

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.batch import PENDING, Batch, RowError, Sampled, StepResult
+from engine.cache_groups import CacheGroups
 from engine.config import EngineConfig
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams, TokenDelta
@@ -12,12 +13,11 @@ from tests.simulation.scheduler import ManualClock
 class Driver:
     """Adds requests by name and runs steps; every sampled token is 9, or the stop id if requested."""
 
-    def __init__(self, num_blocks: int = 64, **config) -> None:
+    def __init__(self, num_blocks: int = 64, groups: CacheGroups | None = None, **config) -> None:
         defaults = {"block_size": 4, "max_len": num_blocks * 4, "max_seqs": 8, "max_batched_tokens": 64}
         self.clock = ManualClock()
-        self.scheduler = Scheduler(
-            EngineConfig(model="test", **{**defaults, **config}), num_blocks, vocab_size=1000, clock=self.clock
-        )
+        resolved = EngineConfig(model="test", **{**defaults, **config})
+        self.scheduler = Scheduler(resolved, num_blocks, vocab_size=1000, clock=self.clock, groups=groups)
         self.names: dict[int, str] = {}
         self.deltas: list[TokenDelta] = []
         self.batch: Batch | None = None

@@ -6,7 +6,7 @@ The fake runner keeps a fake KV cache, in which each slot remembers which token 
 prefix was written there; a row that would read anything but its own past, or write into a block that another
 sequence can see, fails. What a request draws is a function of its tokens alone, so each output is compared with
 what it must be. Every step also checks the scheduler's books and the rules of the batch. At depth 1 a step is launched
-before the one before it is collected.
+before the one before it is collected. With `--windows` layers are in groups, some of which attend to a window.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from engine.batch import PENDING, Batch, Embedded, Outcome, Row, Sampled, StepResult
+from engine.cache_groups import CacheGroups
 from engine.config import POLICIES, EngineConfig
 from engine.refusal import POOLINGS
 from engine.scheduler import Scheduler
@@ -98,24 +99,44 @@ def alone(request: EngineRequest, max_len: int) -> tuple[list[int], str]:
 class FakeRunner:
     """Keeps what a real runner keeps, block tables and tokens by slot, and checks every read and write."""
 
-    def __init__(self, block_size: int, rng: random.Random) -> None:
+    def __init__(self, block_size: int, rng: random.Random, groups: CacheGroups) -> None:
         self.block_size = block_size
         self.rng = rng
-        self.tables: dict[int, list[int]] = {}
+        self.windows = groups.windows
+        self.tables: dict[int, list[int]] = {}  # of each block of tokens, a block for each group
+        self.unseen: dict[int, list[int]] = {}  # for each group, the number of blocks that no later row reads
+        self.collected: dict[int, int] = {}  # position of a sequence's first token whose step is not collected
         self.tokens: dict[int, list[int]] = {}  # all tokens of a sequence that its slots must hold
         self.salts: dict[int, str] = {}
         self.holders: dict[int, set[int]] = {}  # block -> sequences whose table has it
-        self.memory: dict[int, tuple[str, int, int]] = {}  # slot -> (salt, position, token)
+        self.memory: dict[int, tuple[str, int, int, int]] = {}  # slot -> (salt, position, token, group)
         self.pooled: dict[int, dict[int, int]] = {}  # position -> token of whose hidden state it is
         self.sampled: dict[
             int, tuple[int, list[int], bool]
         ] = {}  # sequence -> position, tokens and end of its last row
-        self.writes: dict[int, dict[int, int]] = {}  # step in flight -> block that it writes -> sequence
+        # Step in flight -> block that it writes, or reads in a window -> sequences
+        self.uses: dict[int, dict[int, set[int]]] = {}
 
     def forget(self, seq_id: int) -> None:
+        del self.unseen[seq_id], self.collected[seq_id]
         for block in self.tables.pop(seq_id):
             self.holders[block].discard(seq_id)
         self.pooled.pop(seq_id, None)
+
+    def first_seen(self, group: int, position: int) -> int:
+        """The first position that a token attends to in a group."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1)
+
+    def pass_by(self, seq_id: int, position: int) -> None:
+        """From now on a sequence reads only what tokens from this position on attend to."""
+        table, unseen = self.tables[seq_id], self.unseen[seq_id]
+        for group in range(len(self.windows)):
+            first = self.first_seen(group, position) // self.block_size
+            for index in range(unseen[group], first):
+                self.holders[table[index * len(self.windows) + group]].discard(seq_id)
+            unseen[group] = max(unseen[group], first)
+        self.collected[seq_id] = position
 
     def own(self, row: Row, known: list[int]) -> list[int]:
         """All tokens of a row's sequence: those that are known, and the one that the step before has sampled."""
@@ -135,9 +156,12 @@ class FakeRunner:
         is_stop = run[0] in request.params.stop_ids and num_output >= request.params.min_tokens
         return is_stop or is_last or len(run) > 1
 
-    def collect(self, batch: Batch) -> None:
+    def collect(self, batch: Batch, *, is_computed: bool = True) -> None:
         """The step is not in flight any more."""
-        self.writes.pop(batch.step, None)
+        self.uses.pop(batch.step, None)
+        for row in batch.rows if is_computed else ():
+            if row.seq_id in self.tables:
+                self.pass_by(row.seq_id, row.end)
 
     def compute(self, batch: Batch, requests: dict[int, EngineRequest], tokens: dict[int, list[int]]) -> StepResult:
         """`tokens`: what each sequence holds, by the driver's own books. The step is in flight until `collect`."""
@@ -146,6 +170,7 @@ class FakeRunner:
         for entered in batch.entered:
             assert entered.seq_id not in self.tables, "a sequence entered twice"
             self.tables[entered.seq_id] = []
+            self.unseen[entered.seq_id] = [0] * len(self.windows)
             request = requests[entered.seq_id]
             history = tokens[entered.seq_id] if request.params.uses_history else []
             assert entered.params == request.params, "a sequence entered with parameters that are not its own"
@@ -153,31 +178,52 @@ class FakeRunner:
             assert entered.token_ids == history, "the sampler's history is not the sequence's tokens"
         outcomes: list[Outcome] = []
         for row in batch.rows:
-            table = self.tables[row.seq_id]
-            for block in row.new_block_ids:
-                writers = {written.get(block, row.seq_id) for written in self.writes.values()}
-                assert writers <= {row.seq_id}, f"block {block} was freed while a step in flight writes it"
+            table, is_new = self.tables[row.seq_id], not self.tables[row.seq_id]
+            for place, block in enumerate(row.new_block_ids):
+                index, group = divmod(place, len(self.windows))
                 table.append(block)
+                if is_new and index < self.first_seen(group, row.start) // self.block_size:
+                    continue  # any block's id: the cached prefix is longer than the window
+                users = set().union(*(used.get(block, ()) for used in self.uses.values()))
+                assert users <= {row.seq_id} or index * self.block_size < row.start, f"block {block} is in use"
                 self.holders.setdefault(block, set()).add(row.seq_id)
+            if is_new:
+                self.collected[row.seq_id] = row.start
+                self.unseen[row.seq_id] = [
+                    self.first_seen(group, row.start) // self.block_size for group in range(len(self.windows))
+                ]
+            assert len(table) % len(self.windows) == 0, "a group has fewer blocks than others"
+            for group, window in enumerate(self.windows):
+                if window is not None:
+                    held = len(table) // len(self.windows) - self.unseen[row.seq_id][group]
+                    bound = -(-(window + row.end - self.collected[row.seq_id]) // self.block_size) + 2
+                    assert held <= bound, f"a window holds {held} blocks"
         scores: dict[int, list[TokenLogprob]] = {}
-        written = self.writes[batch.step] = {}
+        used = self.uses[batch.step] = {}
         for index, row in enumerate(batch.rows):
             table, salt, own = self.tables[row.seq_id], requests[row.seq_id].cache_salt, tokens[row.seq_id]
             own = self.own(row, own)
             end = row.end
-            assert len(table) * self.block_size >= end, "a token has no slot"
+            num_groups = len(self.windows)
+            assert len(table) // num_groups * self.block_size >= end, "a token has no slot"
             is_pending = row.token_ids == [PENDING]
             assert is_pending or row.token_ids == own[row.start : end], "a row computes other tokens than its own"
             entering = len(row.new_block_ids) == len(table)
-            reads = range(row.start) if entering or not row.start else (self.rng.randrange(row.start),)
-            for position in reads:
-                slot = table[position // self.block_size] * self.block_size + position % self.block_size
-                assert self.memory.get(slot) == (salt, position, own[position]), f"position {position} is not ours"
-            for position in range(row.start, end):
-                block = table[position // self.block_size]
-                assert self.holders[block] == {row.seq_id}, f"block {block} is shared and written"
-                written[block] = row.seq_id
-                self.memory[block * self.block_size + position % self.block_size] = (salt, position, own[position])
+            for group, window in enumerate(self.windows):
+                low = self.first_seen(group, row.start)
+                everything = entering or not row.start or window is not None
+                for position in range(low, row.start) if everything else (self.rng.randrange(row.start),):
+                    block = table[position // self.block_size * num_groups + group]
+                    slot = block * self.block_size + position % self.block_size
+                    found = self.memory.get(slot)
+                    assert found == (salt, position, own[position], group), f"position {position} is not ours"
+                    used.setdefault(block, set()).add(row.seq_id)
+                for position in range(row.start, end):
+                    block = table[position // self.block_size * num_groups + group]
+                    slot = block * self.block_size + position % self.block_size
+                    assert self.holders[block] == {row.seq_id}, f"block {block} is shared and written"
+                    used.setdefault(block, set()).add(row.seq_id)
+                    self.memory[slot] = (salt, position, own[position], group)
             outcome: Outcome = None
             params = requests[row.seq_id].params
             pooling = params.pooling
@@ -259,6 +305,7 @@ class Episode:
     num_blocks: int
     rng: random.Random
     depth: int = 0
+    groups: CacheGroups = field(default_factory=CacheGroups)
     clock: ManualClock = field(default_factory=ManualClock)
     requests: dict[int, EngineRequest] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -272,7 +319,7 @@ class Episode:
     void: int = 0  # rows that were computed in vain
 
     @classmethod
-    def make(cls, seed: str, depth: int = 0) -> Episode:
+    def make(cls, seed: str, depth: int = 0, *, has_windows: bool = False) -> Episode:
         rng = random.Random(seed)
         block_size = rng.choice((1, 2, 4, 16))
         num_blocks = rng.randint(2, 48)
@@ -287,12 +334,18 @@ class Episode:
             policy=rng.choice((*POLICIES, "fcfs", "fcfs", "priority")),
             prefix_caching=rng.random() < 0.8,
         )
-        return cls(seed, config, num_blocks, rng, depth)
+        groups = CacheGroups()
+        if has_windows:
+            some = [None, *(rng.randint(1, 4 * block_size) for _ in range(2))]
+            windows = tuple(rng.choice(some) for _ in range(rng.randint(1, 4)))
+            groups = CacheGroups(windows, tuple(range(len(windows))))
+            num_blocks *= len(windows)
+        return cls(seed, config, num_blocks, rng, depth, groups)
 
     def run(self, max_steps: int, trace: hashlib._Hash) -> None:
         """Requests arrive for about `max_steps` steps; then the rest is drained."""
-        self.scheduler = Scheduler(self.config, self.num_blocks, VOCAB, self.clock)
-        self.runner = FakeRunner(self.config.block_size, self.rng)
+        self.scheduler = Scheduler(self.config, self.num_blocks, VOCAB, self.clock, self.groups)
+        self.runner = FakeRunner(self.config.block_size, self.rng, self.groups)
         self.prefixes = [[self.rng.randrange(VOCAB) for _ in range(self.scheduler.max_len)] for _ in range(3)]
         rate = self.rng.choice((0.02, 0.1, 0.3, 0.8))
         patience = 0
@@ -386,7 +439,7 @@ class Episode:
         if before_it:
             self.collect(*before_it, trace)
         if out_of_memory:
-            self.runner.collect(batch)
+            self.runner.collect(batch, is_computed=False)
             may_fit = before_it is not None and self.rng.random() < 0.5  # or it was the sampling that failed, later
             self.take(scheduler.abandon(batch, may_fit=may_fit), failed=not may_fit)
             self.check(batch, trace)
@@ -452,6 +505,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--episode", type=int, help="run only this one, as a failure tells")
     parser.add_argument("--episode-steps", type=int, default=500)
     parser.add_argument("--depth", type=int, choices=(0, 1), default=0, help="steps that are launched ahead")
+    parser.add_argument("--windows", action="store_true", help="with groups of layers, some of which have windows")
     args = parser.parse_args(argv)
     trace = hashlib.sha256()
     began = time.perf_counter()
@@ -459,12 +513,13 @@ def main(argv: list[str] | None = None) -> int:
     reasons: dict[str, int] = {}
     index = args.episode or 0
     while steps < args.steps:
-        episode = Episode.make(f"{args.seed}/{index}", args.depth)
+        episode = Episode.make(f"{args.seed}/{index}", args.depth, has_windows=args.windows)
         try:
             episode.run(args.episode_steps, trace)
         except Exception:
             print(f"failed after {episode.steps} steps of an episode; replay with:")
             seed = f"--seed {args.seed} --episode {index} --episode-steps {args.episode_steps} --depth {args.depth}"
+            seed += " --windows" if args.windows else ""
             print(f"python -m tests.simulation.scheduler {seed}", flush=True)
             raise
         steps += episode.steps

@@ -234,7 +234,7 @@ def attend(
         values = tl.zeros([ROWS, V_DIM_P], tl.float32)
         for at in range(begin // TILE * TILE, end, TILE):
             key = at + t
-            live = key < end
+            live = (key >= begin) & (key < end)  # blocks before the window may be another sequence's
             block = tl.load(table_ptr + row.to(tl.int64) * table_row + key // BLOCK, mask=live, other=0).to(tl.int64)
             offset = key % BLOCK
             share = cache_ptr + block * cache_block + kv_head * cache_head

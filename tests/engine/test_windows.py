@@ -1,0 +1,285 @@
+"""Layers with sliding windows: they are in groups of their own, whose blocks are freed when a window has passed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine import memory, plan
+from engine.attention import AttentionLayer, AttentionMeta, KVCache
+from engine.attention.cpu import Paged
+from engine.attention.layer import LARGEST
+from engine.attention.metadata import Tables
+from engine.attention.reference import Reference
+from engine.blocks import BlockPool
+from engine.cache_groups import CacheGroups
+from engine.config import EngineConfig
+from engine.memory import Machine
+from engine.models import spec as model_spec
+from engine.prefix_cache import PrefixCache
+from engine.types import ConfigError
+from tests.engine.test_attention import spoil
+from tests.engine.test_exact import serve
+from tests.engine.test_prefix_cache import compute, sequence
+from tests.engine.test_scheduler import Driver
+from tests.models import make
+
+CPU = torch.device("cpu")
+LONG = 131072
+
+
+# -- groups -------------------------------------------------------------------------------------------------------
+
+
+def pattern(num_layers: int, every: int, window: int) -> list[int | None]:
+    """Of every `every` layers, the last one attends to all tokens."""
+    return [None if (index + 1) % every == 0 else window for index in range(num_layers)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "groups", "places"),
+    [
+        (pattern(62, 6, 1024), 7, 10),  # Gemma 3 27B: 10 and 52 layers
+        (pattern(34, 6, 1024), 7, 5),
+        (pattern(26, 6, 512), 7, 4),
+        (pattern(42, 2, 4096), 2, 21),  # Gemma 2, gpt-oss
+        (pattern(32, 4, 4096), 4, 8),  # Cohere 2, OLMo 3
+        ([None] * 28, 1, 28),
+        ([4096] * 32, 1, 32),
+        ([LONG] * 12, 1, 12),
+        ([None] * 27 + [64], 1, 28),  # nothing to gain
+    ],
+)
+def test_layers_are_divided_by_their_windows(windows, groups, places):
+    found = CacheGroups.of(windows, LONG)
+    assert (len(found.windows), max(found.places) + 1) == (groups, places)
+    own = {(group, place) for group, place in zip(found.of_layer, found.places, strict=True)}
+    assert len(own) == len(windows), "no two layers of a group share a tensor"
+    if groups > 1:
+        assert [found.windows[group] for group in found.of_layer] == windows
+    assert found.block_bytes(16, 1000 * len(windows)) == 16 * 1000 * places
+
+
+def test_layers_of_different_sizes_are_one_group_with_the_widest_window():
+    assert CacheGroups.of([8, None, 8], 100, uniform=False).windows == (None,)
+    assert CacheGroups.of([8, 16, 8], 100, uniform=False).windows == (16,)
+    assert CacheGroups.of([100, 100], 100).windows == (None,), "no sequence leaves the window"
+
+
+@pytest.mark.parametrize("windows", [(None,), (7,), (None, 9), (9, None, 3, None), (1, 2)])
+@pytest.mark.parametrize(("block_size", "chunk"), [(1, 1), (4, 6), (16, 3)])
+def test_the_longest_sequence_is_what_the_blocks_are_enough_for(windows, block_size, chunk):
+    groups = CacheGroups(windows, tuple(range(len(windows))))
+    for num_blocks in range(1, 60):
+        longest = groups.longest(num_blocks, block_size, chunk)
+        if longest is None:
+            assert groups.blocks_for(10_000, block_size, chunk) <= num_blocks
+        else:
+            assert not longest or groups.blocks_for(longest, block_size, chunk) <= num_blocks
+            assert groups.blocks_for(longest + 1, block_size, chunk) > num_blocks
+
+
+# -- blocks of sequences ------------------------------------------------------------------------------------------
+
+TWO = CacheGroups((None, 6), (0, 1))
+
+
+def windowed(num_blocks: int) -> PrefixCache:
+    return PrefixCache(BlockPool(num_blocks), groups=TWO, chunk=8)
+
+
+def test_a_prefix_needs_all_blocks_of_one_group_and_the_window_of_the_other():
+    cache = windowed(40)
+    first = sequence(1, range(30))
+    cache.start(first, [])
+    compute(cache, first, 30)
+    full, narrow = first.block_ids[0::2], first.block_ids[1::2]
+    assert cache.pool.num_held == 8 + 2, (
+        "token 30 attends to 25 and later ones in the window, which blocks 6 and 7 have"
+    )
+    hits = cache.match(sequence(2, range(30)))
+    assert hits is not None and hits[0::2] == full[:7] and hits[1::2] == [-1] * 5 + narrow[5:7]
+
+    second = sequence(2, range(30))
+    cache.start(second, hits)
+    assert cache.pool.num_held == 11 and second.capacity == 28, "block 5 of the window is held again"
+    cache.check([first, second])
+    for seq in (first, second):
+        cache.release(seq)
+    assert cache.pool.num_held == 0
+    cache.check([])
+
+
+def test_a_prefix_ends_where_the_blocks_of_a_window_are_evicted():
+    cache = windowed(16)
+    first = sequence(1, range(22))
+    cache.start(first, [])
+    compute(cache, first, 22)  # six blocks of each group, of which four of the window are released
+    assert (cache.pool.num_held, cache.pool.num_cached, cache.pool.num_free) == (8, 4, 4)
+    short = sequence(2, [*range(12), 99, 99])
+    assert len(cache.match(short) or ()) == 6, "three blocks"
+    assert cache.pool.take(4 + 2)  # evicts the two that were released first: the last ones, back to front
+    assert len(cache.match(short) or ()) == 4, (
+        "the window of a token at 12 needs block 2, that of a token at 8 does not"
+    )
+    assert len(cache.match(sequence(3, range(22))) or ()) == 4, "that of a token at 20 needs block 3"
+
+
+def test_a_long_output_holds_few_blocks_in_groups_with_a_window():
+    driver = Driver(num_blocks=100, block_size=4, max_len=300, groups=CacheGroups((None, 10), (0, 1)))
+    driver.add("a", prompt=5, max_tokens=250)
+    most = 0
+    while driver.launch():
+        driver.collect()
+        length = len(driver.scheduler.running[0].tokens) if driver.scheduler.running else 0
+        if length:
+            most = max(most, driver.scheduler.pool.num_held - -(-(length - 1) // 4))
+    assert driver.deltas[-1].finish_reason == "length"
+    assert 2 <= most <= -(-10 // 4) + 2
+    assert driver.scheduler.pool.num_held == 0
+
+
+def test_a_request_runs_that_would_not_fit_with_all_blocks_of_its_windows():
+    groups = CacheGroups((None, 10, 10), (0, 1, 2))
+    driver = Driver(num_blocks=58, block_size=4, max_len=200, max_batched_tokens=8, groups=groups)
+    assert driver.scheduler.max_len == 192, "48 blocks, and five for each window"
+    driver.add("a", prompt=150, max_tokens=42)
+    while driver.launch():
+        driver.collect()
+    assert driver.deltas[-1].finish_reason == "length" and driver.deltas[-1].stats.preemptions == 0
+
+
+# -- the memory plan ----------------------------------------------------------------------------------------------
+
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_context_fits_that_did_not_fit_with_all_blocks_of_all_layers(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
+    machine = Machine("cpu", 64 * 10**9, 64 * 10**9)
+    monkeypatch.setattr(memory, "measure", lambda device: machine)
+    settings = {"model": str(tmp_path), "device": "cpu", "max_len": 32768, "kv_cache_memory": 300 << 20}
+    found, code = plan._result(json.dumps(settings))
+    assert code == 0 and found["max_len"] == 32768
+    # Four layers have all tokens, and 24 places in six groups up to 512 + 256.
+    block = 16 * 4 * 2 * 256 * 2
+    assert found["num_blocks"] == (300 << 20) // block and found["kv_cache_bytes"] == found["num_blocks"] * block
+    needed = 32768 // 16 + 6 * ((512 + 256 - 3) // 16 + 2)
+    assert found["num_tokens"] == found["num_blocks"] * 32768 // needed
+    assert found["full_length_users"] == pytest.approx(found["num_blocks"] / needed, abs=0.01)
+
+    monkeypatch.setattr(CacheGroups, "of", lambda windows, *_, **__: CacheGroups((None,), (0,) * len(windows)))
+    found, code = plan._result(json.dumps(settings))
+    assert code == 2 and "one request of 32768 tokens needs" in found["error"]
+
+
+def test_fewer_blocks_than_groups_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
+    monkeypatch.setattr(memory, "measure", lambda device: Machine("cpu", 64 * 10**9, 64 * 10**9))
+    found, code = plan._result(json.dumps({"model": str(tmp_path), "device": "cpu", "num_blocks": 6}))
+    assert code == 2 and "holds 0 tokens" in found["error"]
+
+
+# -- attention ----------------------------------------------------------------------------------------------------
+
+
+def backends() -> list:
+    try:
+        return [Reference(), Paged.create("auto")]
+    except ConfigError:
+        return [Reference()]
+
+
+def check_unread(backend, held: torch.dtype, block_size: int, dim: int, steps: list[tuple[int, int]]) -> None:
+    """Compute a sequence in these steps, (start, end), of layers in two groups that share a tensor.
+
+    Where blocks before the window are replaced by one that is full of NaN, the results must have the same bits.
+    """
+    dtype = torch.float32 if held in LARGEST else held
+    layers = [AttentionLayer(4, 2, dim, dim, 0.3, window) for window in (None, 21, 21)]
+    groups, length = CacheGroups((None, 21), (0, 1, 1)), steps[-1][1]
+    num_blocks = -(-length // block_size)
+    cache = KVCache.allocate(
+        backend, layers, num_blocks=2 * num_blocks + 1, block_size=block_size, dtype=held, device=CPU, groups=groups
+    )
+    assert cache.layers[0].tensor is cache.layers[1].tensor is not cache.layers[2].tensor
+    draw = torch.Generator().manual_seed(1)
+    q = torch.randn(length, 4, dim, generator=draw).to(dtype)
+    k, v = (torch.randn(length, 2, dim, generator=draw).to(dtype) for _ in range(2))
+    full, narrow, bad = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks)), 2 * num_blocks
+    for layer in cache.layers:
+        spoil(layer.tensor)
+    untouched = cache.layers[1].tensor[: len(full)].clone()
+
+    def attend(layer: int, start: int, end: int, *, is_freed: bool) -> torch.Tensor:
+        first = max(0, start - 21 + 1) // block_size if is_freed else 0
+        one, other = (
+            AttentionMeta.of([(blocks[: -(-end // block_size)], start, end - start)], block_size)
+            for blocks in (full, [bad] * first + narrow[first:])
+        )
+        meta = replace(one, others=(Tables(other.slot_mapping, other.block_table),))
+        return cache.attend(layer, q[start:end], k[start:end], v[start:end], cache.plan(meta))
+
+    for layer in (1, 2):
+        for start, end in steps:
+            kept, found = (attend(layer, start, end, is_freed=is_freed) for is_freed in (False, True))
+            assert not found.isnan().any() and torch.equal(kept, found), (start, end)
+    now = cache.layers[1].tensor[: len(full)]
+    assert torch.equal(now.view(torch.uint8), untouched.view(torch.uint8)), "the blocks of the other group"
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: type(backend).__name__)
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("block_size", "dim"), [(16, 16), (4, 16), (32, 32), (5, 24)])
+def test_nothing_before_a_window_is_read(backend, held, block_size, dim):
+    steps = [(0, 50), (50, 51), (51, 70), (70, 133), *((at, at + 1) for at in range(133, 200))]
+    check_unread(backend, held, block_size, dim, steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_dtype"),
+    [
+        ("gemma2", "bfloat16", "auto"),
+        ("gemma3_text", "bfloat16", "int8"),
+        ("mistral", "float32", "auto"),
+        ("smollm3-window", "bfloat16", "auto"),
+        ("gpt_oss", "float32", "auto"),
+    ],
+)
+async def test_freed_blocks_change_no_bit(tmp_path, name, dtype, kv_dtype, monkeypatch):
+    """Alone, in a batch, in chunks, after hits in the cache, and when requests are preempted."""
+    folder = make(name, tmp_path, dtype=getattr(torch, dtype))
+    base = {"model": str(folder), "device": "cpu", "dtype": dtype, "max_seqs": 8, "threads": 1, "kv_dtype": kv_dtype}
+    base |= {"debug": True}
+    with monkeypatch.context() as patch:
+        whole = property(lambda self: CacheGroups((None,), (0,) * len(self.layers)))
+        patch.setattr(model_spec.ModelSpec, "groups", whole)
+        kept, exact, _ = await serve(EngineConfig(**base, num_blocks=64, prefix_caching=False), together=False)
+    found, _, _ = await serve(EngineConfig(**base, num_blocks=64, prefix_caching=False), together=False)
+    assert found == kept
+    for settings in (
+        {"num_blocks": 300, "block_size": 4, "max_batched_tokens": 9},
+        {"num_blocks": 300, "block_size": 4, "async_scheduling": True},
+        {"num_blocks": 42, "max_batched_tokens": 32},
+    ):
+        found, _, _ = await serve(EngineConfig(**base, **settings), together=True)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in kept]
+        assert found == kept or not exact
