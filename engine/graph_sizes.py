@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 # Larger steps compute for longer than it takes to launch their kernels.
 MAX_ROWS, MAX_TOKENS = 512, 1024
+# Rows whose logits stay in memory of their own. With more, the head computes for longer than its launches take.
+MAX_DRAWS = 128
 # Padding of a step with chunks of prompts, which costs computing time; decodes mostly wait for the weights.
 PADDING, PADDING_SHARE = 64, 4
 
@@ -55,6 +57,13 @@ def sizes(max_seqs: int, max_batched_tokens: int) -> Sizes:
         if _is_power_of_two(bucket.tokens) or bucket in (Bucket(rows, False), Bucket(tokens, True))
     ]
     return Sizes(at_start, [bucket for bucket in largest_first if bucket not in at_start])
+
+
+def draws(max_seqs: int, max_batched_tokens: int) -> list[int]:
+    """Return the numbers of drawing rows for which head and draw are captured, ascending: at most twice as many as a
+    step has, and the largest step that is captured has as many tokens."""
+    most = min(max_seqs, max_batched_tokens, MAX_DRAWS)
+    return [*(size for size in (1, 2, 4, *range(8, MAX_DRAWS, 8)) if size < most), most]
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -39,6 +39,8 @@ SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 # What the driver keeps of a launch in a CUDA graph, at most; the launches of a layer; and the workspace that cuBLAS
 # allocates for the stream of the captures.
 LAUNCH_BYTES, LAYER_LAUNCHES, WORKSPACE_BYTES = 16 << 10, 10, 32 << 20
+# The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
+DRAW_LAUNCHES, DRAW_TABLES = 40, 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,10 @@ def graph_bytes(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBa
     launches = len(sizes.all) * LAYER_LAUNCHES * len(spec.layers)
     # The graphs share their intermediate results, and the copy of the hidden states that they return.
     shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
+    # The logits stay in memory of their own; the head's result and the weights are intermediate results.
+    draws = graph_sizes.draws(config.max_seqs, config.max_batched_tokens)
+    shared += draws[-1] * (3 * 4 * spec.vocab_size + DRAW_TABLES)
+    launches += len(draws) * DRAW_LAUNCHES
     return shared + spec.workspace_bytes + WORKSPACE_BYTES + launches * LAUNCH_BYTES
 
 

@@ -16,7 +16,7 @@ from ..types import ModelError
 from . import multimodal, on_gpu
 from .decoder_layer import Layer
 from .decoder_spec import sinks_name
-from .executor import Eager, Executor
+from .executor import CapturedHead, Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
 from .gpu_weights import CodedRows
@@ -55,6 +55,7 @@ class Decoder:
         self.rotaries = [Rotary(rope, spec.serve_len, angles, device) for rope in decoder.ropes]
         # In order of preference; the last one can compute every step.
         self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotaries)]
+        self.captured_head: CapturedHead | None = None  # set by a runner with graphs
         sinks = {layer.index: layer.sinks for layer in self.layers}
         self.sinks: Mapping[str, Tensor] = {
             sinks_name(index): found for index, found in sinks.items() if found is not None
@@ -217,11 +218,16 @@ class Decoder:
         x = next(executor for executor in self.executors if executor.takes(forward)).run(forward)
         hidden = None if forward.hidden_at is None else self.norm(x[forward.hidden_at])
         logits_at = forward.logits_at
-        x = self.norm(x if len(logits_at) == len(x) else x[logits_at])
-        logits = self.head(x)
+        if self.captured_head is not None and self.captured_head.has_logits(x, logits_at):
+            return Outputs(self.captured_head.logits(len(logits_at)), hidden)
+        return Outputs(self.project(x if len(logits_at) == len(x) else x[logits_at]), hidden)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the logits, see Outputs, of hidden states before the final norm: [n, hidden_size]."""
+        logits = self.head(self.norm(x))
         if self._cap is not None:
             logits = softcap(logits, self._cap, self.product.kernels)
-        return Outputs(logits if logits.dtype == torch.float64 else logits.float(), hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:

@@ -24,6 +24,16 @@ class Executor(Protocol):
         """Return the hidden states of all tokens before the final norm: [tokens, hidden_size]."""
 
 
+class CapturedHead(Protocol):
+    """Computes the final norm and the head of steps whose hidden states lie where it reads them."""
+
+    def has_logits(self, hidden: Tensor, logits_at: Tensor) -> bool:
+        """Return whether it can compute the logits of these tokens; hidden: the result of Executor.run."""
+
+    def logits(self, rows: int) -> Tensor:
+        """Return the logits of the first `rows` tokens of the step's logits_at: [rows, vocab_size] float32."""
+
+
 class Eager:
     """Calls layer by layer, see decoder_layer.py; can compute every step."""
 

@@ -51,7 +51,7 @@ class Buffers:
     its forward pass must be queued.
 
     The step's tokens are followed by padding up to token number `padded`: id 0 at position 0, with slot -1, for which
-    nothing is stored.
+    nothing is stored. Its logits are followed by those of token 0, up to the same number.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Buffers:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._shape = Shape(0, 0, 0, 0, 0)
         self._arrays, self._tensors = self._views(self._shape)
-        self._pad(0)
+        self._pad(self._shape)
 
     def views(self, shape: Shape) -> tuple[Views[NDArray], Views[Tensor]]:
         """Return where to write the inputs of a step, and where the device reads them after `upload`."""
@@ -81,7 +81,7 @@ class Buffers:
         if shape != self._shape:  # consecutive decode steps have the same shape, and slicing takes longer than filling
             self._shape = shape
             self._arrays, self._tensors = self._views(shape)
-            self._pad(shape.tokens)
+            self._pad(shape)
         return self._arrays, self._tensors
 
     def padding(self, tokens: int) -> Views[Tensor]:
@@ -93,7 +93,7 @@ class Buffers:
         self.views(Shape(0, 0, 0, 0, 0))
         self.upload()
         rows, width = self._largest.rows, self._largest.width
-        return self._views(Shape(tokens, rows, width, 0, 0))[1]
+        return self._views(Shape(tokens, rows, width, tokens, 0))[1]
 
     def upload(self) -> None:
         """Copy the inputs to the device, in one piece that ends with the block table."""
@@ -103,13 +103,13 @@ class Buffers:
             self._device[:used].copy_(self._host[:used], non_blocking=True)
             self._copied.record()
 
-    def _pad(self, tokens: int) -> None:
-        """Write the padding after this number of tokens. Steps of the same shape leave it as it is."""
-        if tokens < self._padded:
-            arrays, _ = self._views(Shape(self._padded, 0, 0, 0, 0))
-            arrays.ids[tokens:] = 0
-            arrays.positions[tokens:] = 0
-            arrays.slot_mapping[tokens:] = -1
+    def _pad(self, shape: Shape) -> None:
+        """Write the padding after a step of this shape. Other steps of the same shape leave it as it is."""
+        arrays, _ = self._views(Shape(self._padded, 0, 0, self._padded, 0))
+        arrays.ids[shape.tokens :] = 0
+        arrays.positions[shape.tokens :] = 0
+        arrays.slot_mapping[shape.tokens :] = -1
+        arrays.logits_at[shape.logits :] = 0
 
     def _views(self, shape: Shape) -> tuple[Views[NDArray], Views[Tensor]]:
         longs, host = self._longs, self._host.numpy()

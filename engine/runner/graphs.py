@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,11 +15,14 @@ from ..attention.paged_gpu import Plan
 from ..attention.static_plans import StaticPlans
 from ..graph_sizes import Bucket, Sizes
 from ..models import Forward, Model, ModelSpec
+from ..models.decoder import Decoder
 from ..models.executor import Executor
 from ..models.on_gpu import OnGPU
 from .buffers import Buffers
 from .cuda_graphs import GraphDevice
+from .draw_graphs import DrawGraphs
 from .group_tables import GroupTables
+from .logits import LogitsBackend
 
 log = logging.getLogger("pequod.engine")
 
@@ -78,7 +82,17 @@ class Graphs:
         self._hidden = torch.zeros(
             len(inputs.ids), spec.decoder.hidden_size, dtype=spec.dtype, device=inputs.ids.device
         )
+        self.draws: DrawGraphs | None = None  # what follows a replayed step
+        self._draw_rows: list[int] = []
         self.problem = ""  # why no more steps are captured
+
+    def add_draws(self, model: Decoder, rows: list[int], sampling: LogitsBackend | None, last: Tensor | None) -> None:
+        """Have the norm, head and draw after replayed steps captured, too, for these numbers of rows."""
+        logits_at = self._buffers.padding(rows[-1]).logits_at
+        self._draw_rows = rows
+        self.draws = model.captured_head = DrawGraphs(
+            model, self._hidden, logits_at, rows=rows, sampling=sampling, last=last
+        )
 
     @property
     def num_captured(self) -> int:
@@ -116,43 +130,58 @@ class Graphs:
         # What steps need without graphs, too, is allocated now, so that it is not counted as theirs: the attention's
         # workspace and the table of angles.
         largest = self._due[0]
-        self._try(largest, lambda: self._run_once(largest))
+        self._try(_name(largest), lambda: self._run_once(largest))
         for _ in range(self._num_at_start):
             self.capture_next()
+        for rows in reversed(self._draw_rows):
+            if not self.problem:
+                self._try(f"the draw of {rows} rows", partial(self._capture_draw, rows))
 
     def capture_next(self) -> bool:
         """Capture the next bucket; returns whether there are more. After a failure there are none."""
         if self._due:
             bucket = self._due.pop(0)
-            self._try(bucket, lambda: self._capture(bucket))
+            self._try(_name(bucket), lambda: self._capture(bucket))
         return bool(self._due)
 
     @torch.inference_mode()
     def _run_once(self, bucket: Bucket) -> None:
         self._work(bucket)()
 
-    def _try(self, bucket: Bucket, work: Callable[[], None]) -> None:
+    def _try(self, what: str, work: Callable[[], None]) -> None:
         """Call `work`; after an error no more steps are captured."""
         try:
             work()
         except Exception as error:  # whatever CUDA, Triton or torch raises: such steps are launched, as without graphs
             line = (str(error).strip().splitlines() or [""])[0][:200]
-            self._stop(f"a step of {bucket.tokens} tokens could not be captured: {type(error).__name__}: {line}")
+            self._stop(f"{what} could not be captured: {type(error).__name__}: {line}")
 
     @torch.inference_mode()
     def _capture(self, bucket: Bucket) -> None:
-        work = self._work(bucket)
-        free = self._device.free_bytes()
-        replay = self._device.capture(work)
-        replay()  # the driver uploads a graph, which takes memory, when it is first launched
-        taken = max(0, free - self._device.free_bytes())
+        before = self._bytes
+        replay = self._measured(self._work(bucket))
+        taken = self._bytes - before
         # The first one has most of the memory for intermediate results; each of the others takes about the same.
         expected = taken if self._captured else 0
         self._captured[bucket] = replay
         self._suitable.clear()
-        self._bytes += taken
         if self._bytes + expected > self._max_bytes and self._due:
             self._stop(f"{len(self._captured)} graphs take the {self._max_bytes >> 20} MiB that are reserved for them")
+
+    @torch.inference_mode()
+    def _capture_draw(self, rows: int) -> None:
+        assert self.draws is not None
+        self.draws.capture(rows, self._measured)
+        if self._bytes > self._max_bytes:
+            self._stop(f"all graphs take more than the {self._max_bytes >> 20} MiB that are reserved for them")
+
+    def _measured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture work, and count the memory that it takes."""
+        free = self._device.free_bytes()
+        replay = self._device.capture(work)
+        replay()  # the driver uploads a graph, which takes memory, when it is first launched
+        self._bytes += max(0, free - self._device.free_bytes())
+        return replay
 
     def _work(self, bucket: Bucket) -> Callable[[], None]:
         """Return what computes a step of padding, and makes the inputs one."""
@@ -174,3 +203,7 @@ class Graphs:
         self._due = []
         self.problem = f"other sizes of steps run without CUDA graphs: {reason}"
         log.warning("%s", self.problem)
+
+
+def _name(bucket: Bucket) -> str:
+    return f"a step of {bucket.tokens} tokens"

@@ -27,7 +27,8 @@ class HostCopy:
     """A copy of a tensor, queued after what computes it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.to("cpu", non_blocking=True)
+        # A copy on a CPU, too: the next step may overwrite the tensor.
+        self._tensor = tensor.to("cpu", non_blocking=True, copy=True)
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._copied = torch.cuda.Event()

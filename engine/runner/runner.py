@@ -17,6 +17,7 @@ from ..batch import PENDING, Batch, Entered, Masks, Outcome, Row, RowError, Samp
 from ..config import EngineConfig
 from ..kernels.library import Clock
 from ..loop import StepOutOfMemory
+from ..models.decoder import Decoder
 from ..out_of_memory import is_out_of_memory
 from ..types import SamplingParams
 from . import graphs, logits_choice
@@ -111,7 +112,10 @@ class Step:
         slots, lengths = prepared.slots[prepared.sampled_rows], prepared.lengths[prepared.sampled_rows]
         allowed = None if masks is None else (np.searchsorted(prepared.sampled_rows, masks.rows), masks.bits)
         tokens = runner.sampler.sample(logits, slots, lengths, allowed)
-        if runner.last is not None:  # a row that failed has a negative id: the next step computes nothing of use for it
+        draws = runner.sampler.draw_graphs
+        if runner.last is not None and not (
+            draws is not None and draws.draws(logits)
+        ):  # a row that failed has a negative id: the next step computes nothing of use for it
             runner.last.index_copy_(0, on_device(slots, runner.device), tokens.ids.clamp(min=0))
         return tokens
 
@@ -199,11 +203,15 @@ class Runner:
             config.max_seqs, spec.vocab_size, self.device, self.sampling.backend, config.logprobs_mode
         )
         self.pooler = Pooler()
-        # By slot, the last sampled token, which the row after it reads on the device. None: each step is collected
-        # before the next one is launched, so the row has the token.
+        # By slot, the last sampled token, which the row after it reads on the device, and one number more, for padding.
+        # None: each step is collected before the next one is launched, so the row has the token.
         self.last: Tensor | None = None
         if config.async_scheduling:
-            self.last = torch.zeros(config.max_seqs, dtype=torch.int64, device=self.device)
+            self.last = torch.zeros(config.max_seqs + 1, dtype=torch.int64, device=self.device)
+        if self.graphs is not None and isinstance(model, Decoder):
+            rows = graph_sizes.draws(config.max_seqs, config.max_batched_tokens)
+            self.graphs.add_draws(model, rows, self.sampling.backend, self.last)
+            self.sampler.draw_graphs = self.graphs.draws
         self.known = np.zeros(config.max_seqs, np.int64)  # the same of collected steps, for penalties
         self._launched: Step | None = None
         parts = (model.product.kernels, self.sampling, backend)

@@ -30,6 +30,7 @@ from torch import Tensor
 from ..batch import Entered, RowError
 from ..types import SamplingParams
 from .changes import Changes, Penalties, Tokens, on_device
+from .draw_graphs import DrawGraphs
 from .logits import ONE, ROW_PARAMS, Distribution, Ints, LogitsBackend, TorchLogits, rows_of
 from .queued import NOT_FINITE, NOTHING, HostCopy, QueuedScores, QueuedTokens
 
@@ -141,6 +142,7 @@ class Sampler:
         self._reports_processed = logprobs_mode == "processed_logprobs"
         self._torch = TorchLogits(vocab_size, device)
         self._kernels = kernels
+        self.draw_graphs: DrawGraphs | None = None  # draws from the logits of replayed steps
         self._prompt_len = np.zeros(max_seqs, np.int64)
         self._seed = np.zeros(max_seqs, np.uint64)
         self._params = np.zeros(max_seqs, ROW_PARAMS)  # without random numbers
@@ -244,8 +246,12 @@ class Sampler:
         if len(reported) and self._reports_processed:
             processed = backend.processed(rows_of(logits, reported), params[reported])
             distribution = backend.distribution(processed, count)
-        if params["temperature"].any():
+        is_random = params["temperature"].any()
+        if is_random:
             params["u"] = uniform(self._seed[slots], positions)
+        if self.draw_graphs is not None and self.draw_graphs.draws(logits):
+            top, ids = self.draw_graphs.draw(params, slots)
+        elif is_random:
             top, ids = backend.sample(logits, params)
         else:
             top, ids = backend.best(logits)

@@ -84,15 +84,19 @@ class TritonLogits:
         return tops, ids
 
     def sample(self, x: Tensor, params: NDArray) -> tuple[Tensor, Tensor]:
-        from ..kernels.gpu import logits as kernels
-
         if not params["temperature"].any():
             return self.best(x)
+        fields = fields_of(params, self.vocab_size)
+        has_k, has_p = bool(fields["top_k"].any()), bool((fields["top_p"] < 1.0).any())
+        return self.draw(x, on_device(fields.view(np.int64), self.device), has_k=has_k, has_p=has_p)
+
+    def draw(self, x: Tensor, rows: Tensor, *, has_k: bool, has_p: bool) -> tuple[Tensor, Tensor]:
+        """Sample as `sample` does. rows: [rows * 5] int64, FIELDS on the device; has_k, has_p: whether any row may have
+        top_k or top_p. Nothing is copied between host and device."""
+        from ..kernels.gpu import logits as kernels
+
         x = self._checked(x)
         grid = len(x), self._parts
-        fields = _fields(params, self.vocab_size)
-        has_k, has_p = bool(fields["top_k"].any()), bool((fields["top_p"] < 1.0).any())
-        rows = on_device(fields.view(np.int64), self.device)
         state, counts, sums = self._memory(x, counts=has_k, sums=has_p)
         weights = torch.empty_like(x)
         parts = torch.empty(grid, dtype=torch.int64, device=self.device)
@@ -204,7 +208,7 @@ class TritonLogits:
         return x.contiguous()
 
 
-def _fields(params: NDArray, vocab_size: int) -> NDArray:
+def fields_of(params: NDArray, vocab_size: int) -> NDArray:
     """Return [rows] of ROW_PARAMS as FIELDS."""
     fields = np.zeros(len(params), FIELDS)
     random = params["temperature"] > 0

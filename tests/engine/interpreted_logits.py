@@ -119,7 +119,7 @@ def weights_of(x: Tensor, params: Any) -> Tensor:
     backend, weights = TritonLogits(x.shape[1], CPU), torch.empty_like(x)
     state, counts, sums = backend._memory(x)
     parts = torch.empty(len(x), backend._parts, dtype=torch.int64)
-    rows = torch.from_numpy(triton_logits._fields(params, x.shape[1]).view(np.int64))
+    rows = torch.from_numpy(triton_logits.fields_of(params, x.shape[1]).view(np.int64))
     grid = len(x), backend._parts
     kernels.find_top[grid](x, state, counts, COUNT=False, **backend._tiles)
     kernels.weigh[grid](x, rows, state, counts, sums, weights, parts, SAMPLE=True, **backend._in_parts)

@@ -142,7 +142,7 @@ class Recorder:
         self.fails_at, self.bytes_per_graph = fails_at, bytes_per_graph
         self.tapes: list[Tape] = []
         self.sizes: list[int] = []  # of the captures
-        self.replays = 0
+        self.replayed: list[Tape] = []
         self._tape: Tape | None = None
         self._reads = NoHostReads()
 
@@ -160,7 +160,7 @@ class Recorder:
         self.tapes.append(tape)
 
         def replay() -> None:
-            self.replays += 1
+            self.replayed.append(tape)
             tape.replay()
 
         return replay

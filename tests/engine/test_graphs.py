@@ -31,9 +31,10 @@ from tests.engine.test_plan import GB, qwen3  # noqa: F401
 ROOT = Path(__file__).parents[2]
 
 
-def test_replayed_steps_in_the_interpreter_equal_launched_ones():
+@pytest.mark.parametrize("name", ["interpreted_graphs", "interpreted_draws"])
+def test_replayed_steps_in_the_interpreter_equal_launched_ones(name):
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/engine/interpreted_graphs.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/engine/{name}.py"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
@@ -64,6 +65,13 @@ def test_a_chunk_is_not_padded_to_twice_its_size():
     assert Bucket(512, False).suits(260)
 
 
+@pytest.mark.parametrize("max_seqs, tokens", [(1, 8192), (5, 24), (100, 64), (256, 8192)])
+def test_draws_have_at_most_as_much_padding_as_rows(max_seqs, tokens):
+    found, most = graph_sizes.draws(max_seqs, tokens), min(max_seqs, tokens, 128)
+    assert found == sorted(set(found)) and found[-1] == most <= graph_sizes.sizes(max_seqs, tokens).largest
+    assert all(min(size for size in found if size >= rows) <= 2 * rows for rows in range(1, most + 1))
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -72,6 +80,8 @@ def test_the_plan_reserves_memory_for_graphs_unless_they_are_off(qwen3):  # noqa
     spec = models.describe(Path(qwen3), config)
     machine = Machine("cuda", 80 * GB, 80 * GB)
     plan = memory.arrange(spec, config, machine, PagedGPU)
+    logits = 3 * 4 * 128 * spec.vocab_size  # of the draws: the result, a copy and the weights
+    assert plan.graph_bytes > logits
     eager = memory.arrange(spec, EngineConfig(model=qwen3, enforce_eager=True), machine, PagedGPU)
     assert eager.graph_bytes == 0 and GB / 10 < plan.graph_bytes < GB
     block = 16 * plan.kv_bytes_per_token
@@ -113,7 +123,10 @@ def test_the_tokens_after_a_steps_own_are_padding():
         own = min(tokens, 8)
         assert whole.ids.tolist() == whole.positions.tolist() == [5] * own + [0] * (8 - own)
         assert whole.slot_mapping.tolist() == [5] * own + [-1] * (8 - own)
+    buffers.views(Shape(3, 3, 1, 2, 0))[0].logits_at[:] = 2
+    assert buffers._views(Shape(0, 0, 0, 8, 0))[1].logits_at.tolist() == [2, 2, 0, 0, 0, 0, 0, 0]
     padding = buffers.padding(6)
+    assert padding.logits_at.tolist() == [0] * 6
     assert padding.slot_mapping.tolist() == [-1] * 6 and padding.block_table.shape == (4, 3)
     assert padding.ids.data_ptr() == buffers.views(Shape(1, 1, 1, 0, 0))[1].ids.data_ptr()
 
