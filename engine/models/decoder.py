@@ -202,7 +202,11 @@ class Decoder:
         device = self.norm.weight.device
         objection = on_gpu.objection(self.spec, device, self.product.kernels) or on_gpu.trial(*parts)
         if objection is None:
-            self.executors.insert(0, OnGPU(*parts))
+            choices = on_gpu.choose(*parts)
+            if isinstance(choices, str):
+                self.product = replace(self.product, note=f"torch computes all products: {choices}")
+                choices = {}
+            self.executors.insert(0, OnGPU(*parts, choices))
             self.norm.use(lambda x: on_gpu.add_norm(x, None, self.norm))
         elif device.type == "cuda":
             self.product = replace(self.product, note=f"torch computes norms and gates of layers: {objection}")
