@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.library import Choice
 from ..kernels.matmul import Packing, Sources
 from ..types import ModelError
-from . import multimodal, on_gpu
+from . import multimodal, on_gpu, scaled
 from .decoder_layer import Layer
 from .executor import Eager, Executor
 from .forward import Forward, Outputs
@@ -195,6 +195,12 @@ class Decoder:
         """Choose the executors, after everything is packed."""
         linears = {self.head, *(linear for layer in self.layers for _, linear, *_ in layer.parts())}
         self.saved_bytes = sum(linear.saved_bytes for linear in linears)
+        if in_fp8 := [linear.in_fp8 for linear in linears if linear.in_fp8 is not None]:
+            if reason := scaled.objection(self.norm.weight.device):
+                self.product = replace(self.product, note=f"fp8 weights are dequantized for prompts: {reason}")
+            else:
+                for product in in_fp8:
+                    product.scale()
         parts = self.spec, self.embedding, self.layers, self.rotaries
         fused = Fused.of(self.product.kernels, *parts)
         if fused is not None:

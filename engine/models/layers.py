@@ -240,6 +240,11 @@ class Linear:
         return out if residual is None else residual + out
 
     @property
+    def in_fp8(self) -> GPUProduct | None:
+        """The product on a GPU, if torch could multiply many rows in fp8."""
+        return self._packed if isinstance(self._packed, GPUProduct) and self._packed.can_scale else None
+
+    @property
     def is_plain(self) -> bool:
         """Whether the weight is neither packed nor quantized, and nothing but a bias follows the product."""
         return self._packed is None and self._reordered is None and self.scale == 1
