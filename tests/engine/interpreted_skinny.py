@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from engine.kernels.gpu import skinny as skinny_kernels
 from engine.models import on_gpu
 from engine.models.executor import Eager
 from engine.models.layers import ACTIVATIONS
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import CANDIDATES, Tile, Tiles, fastest, multiply, tiles_of
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, cache_of, inside, model_of, step
+from tests.engine.recorder import Recorder
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = Tile(16, 16, 2, 2)
@@ -97,6 +99,16 @@ def test_rows_that_do_not_exist_are_neither_read_nor_written():
     out = torch.full((4, 20), math.inf)
     multiply(x, weight, SMALL, residual=out[1:3].zero_())
     assert out[0].isinf().all() and out[3].isinf().all() and not out[1:3].isnan().any()
+
+
+def test_a_product_can_be_captured_and_replayed():
+    recorder, x, weight, out = Recorder(), numbers(3, 64), numbers(2 * 24, 64), torch.zeros(3, 24)
+    with recorder.kernels(skinny_kernels), torch.inference_mode():
+        replay = recorder.capture(lambda: out.copy_(multiply(x, weight, SMALL, activation="silu")))
+        x.mul_(-2)
+        replay()
+    gate, up = (x @ weight.T).chunk(2, dim=-1)
+    torch.testing.assert_close(out, ACTIVATIONS["silu"](gate) * up, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama-bias", "qwen3"])

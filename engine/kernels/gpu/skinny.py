@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .layers import activated
+from . import activations
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -84,7 +84,7 @@ def multiply(
         if ACTIVATION != "":
             up_total += tl.load(bias_ptr + rows + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION != "":
-        total = activated(total, ACTIVATION) * up_total
+        total = activations.activated(total, ACTIVATION) * up_total
     is_in = is_token[:, None] & is_row[None, :]
     at = m.to(tl.int64)[:, None] * out_token + n[None, :]
     if ADD:
