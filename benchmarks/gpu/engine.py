@@ -13,13 +13,16 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from engine.batch import Batch
 from engine.build import Built, build
 from engine.config import EngineConfig
+from engine.models.decoder import Decoder
+from engine.models.on_gpu import measured
+from engine.models.skinny import CANDIDATES, is_measurable
 from engine.runner import Step
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams, TokenDelta
@@ -158,6 +161,21 @@ def graphs(built: Built) -> dict[str, Any]:
     }
 
 
+def products(built: Built) -> Iterator[dict[str, Any]]:
+    """Yield the microseconds of a layer's products of few rows by torch and with each tile, as at start."""
+    model = built.runner.model
+    if not isinstance(model, Decoder) or model.spec.decoder is None or not is_measurable(built.runner.device):
+        return
+    if not all(linear.is_plain for layer in model.layers for linear in layer.linears):
+        return
+    for rows in CANDIDATES:
+        for part, times in measured(model.layers, rows, model.spec.decoder.activation).items():
+            labels = {tile: "torch" if tile is None else f"tiles of {tile.rows}" for tile in times}
+            found = {labels[tile]: 1e6 * seconds for tile, seconds in times.items()}
+            gb = getattr(model.layers[0], part).weight.nbytes / 1e9
+            yield {"measurement": f"{part}, {rows} rows, us", **found, "best_gb_per_s": gb / min(times.values())}
+
+
 def plan(is_tiny: bool) -> list[tuple[str, float, Callable[[Loop], dict[str, Any]]]]:
     """Return (name, seconds that it takes at most, measurement), the most wanted first."""
     if is_tiny:
@@ -216,6 +234,8 @@ def main() -> None:
     }
     print(json.dumps({"measurement": "load", **facts}), flush=True)
     print(json.dumps({"measurement": "graphs", **graphs(built)}), flush=True)
+    for result in products(built):
+        print(json.dumps(result), flush=True)
     loop = Loop(built)
     for name, seconds, measure in plan(is_tiny):
         if time.perf_counter() + seconds > end:

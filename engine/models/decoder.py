@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.library import Choice
 from ..kernels.matmul import Packing, Sources
 from ..types import ModelError
-from . import multimodal, on_gpu
+from . import multimodal, on_gpu, scaled
 from .decoder_layer import Layer
 from .decoder_spec import sinks_name
 from .executor import CapturedHead, Eager, Executor
@@ -200,6 +200,12 @@ class Decoder:
         """Choose the executors, after everything is packed."""
         linears = {self.head, *(linear for layer in self.layers for _, linear, *_ in layer.parts())}
         self.saved_bytes = sum(linear.saved_bytes for linear in linears)
+        if in_fp8 := [linear.in_fp8 for linear in linears if linear.in_fp8 is not None]:
+            if reason := scaled.objection(self.norm.weight.device):
+                self.product = replace(self.product, note=f"fp8 weights are dequantized for prompts: {reason}")
+            else:
+                for product in in_fp8:
+                    product.scale()
         parts = self.spec, self.embedding, self.layers, self.rotaries
         fused = Fused.of(self.product.kernels, *parts)
         if fused is not None:
@@ -207,7 +213,11 @@ class Decoder:
         device = self.norm.weight.device
         objection = on_gpu.objection(self.spec, device, self.product.kernels) or on_gpu.trial(*parts)
         if objection is None:
-            self.executors.insert(0, OnGPU(*parts))
+            choices = on_gpu.choose(*parts)
+            if isinstance(choices, str):
+                self.product = replace(self.product, note=f"torch computes all products: {choices}")
+                choices = {}
+            self.executors.insert(0, OnGPU(*parts, choices))
             self.norm.use(lambda x: on_gpu.add_norm(x, None, self.norm))
         elif device.type == "cuda":
             self.product = replace(self.product, note=f"torch computes norms and gates of layers: {objection}")

@@ -13,11 +13,14 @@ from torch.nn import functional as F
 
 from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
 from ..kernels.matmul import GROUP
+from . import scaled
 
 UNIT = 32  # columns: groups are multiples of it
 # The largest number of rows of x that the kernel multiplies. With more, reading the weight is a small part of the work:
 # it is dequantized, and torch multiplies. Not measured yet.
 MOST_ROWS = 256
+# The same where torch multiplies in fp8. Not measured yet.
+SCALED_ROWS = 64
 # Numbers of a weight that are dequantized at once.
 PIECE_NUMBERS = 1 << 26
 # Programs of a product with one tile of rows of x: about two per multiprocessor of large GPUs. The number of parts
@@ -107,6 +110,18 @@ class GPUWeight:
         parts = min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES)
         self._parts = max(1, parts)
         self._arrived = torch.zeros(-(-rows // PART_ROWS), dtype=torch.int32, device=device)
+        self._is_scaled = False
+
+    @property
+    def can_scale(self) -> bool:
+        """Whether scaled.product takes the weight."""
+        has_scale_per_row = self.form.is_float and not self.form.group and self._scales.dtype == torch.float32
+        return has_scale_per_row and not (self.rows % scaled.MULTIPLE or self.columns % scaled.MULTIPLE)
+
+    def scale(self) -> None:
+        """Let torch multiply more than SCALED_ROWS rows in fp8, with a scale per row of x."""
+        assert self.can_scale
+        self._is_scaled = True
 
     @property
     def device(self) -> torch.device:
@@ -142,7 +157,15 @@ class GPUWeight:
         """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous."""
         if self.order is not None:
             x = x.index_select(1, self.order)
-        if len(x) > MOST_ROWS and out.dtype == x.dtype:
+        if self._is_scaled and len(x) > SCALED_ROWS and out.dtype == x.dtype == torch.bfloat16:
+            step = max(scaled.MULTIPLE, PIECE_NUMBERS // self.columns // scaled.MULTIPLE * scaled.MULTIPLE)
+            numbers = scaled.quantize(x)
+            for first in range(0, self.rows, step):
+                last = min(first + step, self.rows)
+                piece = self._numbers[:, first:last].transpose(0, 1).reshape(last - first, -1)[:, : self.columns]
+                plain = piece.contiguous().view(torch.float8_e4m3fn)
+                out[:, first:last] = scaled.product(numbers, plain, self._scales[0, first:last], bias[first:last])
+        elif len(x) > MOST_ROWS and out.dtype == x.dtype:
             step = max(1, PIECE_NUMBERS // self.columns)
             for first in range(0, self.rows, step):
                 last = min(first + step, self.rows)
@@ -263,6 +286,17 @@ class GPUProduct:
             weight.multiply(x, self._bias[first:last], out[:, first:last])
             first = last
         return out if residual is None else residual + out
+
+    @property
+    def can_scale(self) -> bool:
+        """Whether `scale` changes anything."""
+        return self._result == torch.bfloat16 and any(weight.can_scale for weight in self._weights)
+
+    def scale(self) -> None:
+        """Let torch multiply many rows in fp8, see scaled.py."""
+        for weight in self._weights:
+            if weight.can_scale:
+                weight.scale()
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return rows of the weight, [n, columns], for ids: [n] int64."""

@@ -29,6 +29,7 @@ from ..kernels.structures import Gate, Multiplied
 from .families import PLAIN, NormKind
 from .gpu_weights import CodedRows, GPUProduct, GPUWeight, load
 from .rounding import rounded
+from .skinny import Tile, multiply
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16
@@ -250,6 +251,29 @@ class Linear:
         if self.scale != 1:
             out = out * self.scale
         return out if residual is None else residual + out
+
+    @property
+    def in_fp8(self) -> GPUProduct | None:
+        """The product on a GPU, if torch could multiply many rows in fp8."""
+        return self._packed if isinstance(self._packed, GPUProduct) and self._packed.can_scale else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weight is neither packed nor quantized, and nothing but a bias follows the product."""
+        return self._packed is None and self._reordered is None and self.scale == 1
+
+    def few(
+        self,
+        x: Tensor,
+        tile: Tile,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual: Tensor | None = None,
+        activation: str = "",
+    ) -> Tensor:
+        """Return the layer by our kernel for few rows on a GPU, see skinny.multiply; the layer must be plain."""
+        assert self.is_plain
+        return multiply(x, self.weight, tile, bias=self.bias, norm=norm, residual=residual, activation=activation)
 
     @property
     def saved_bytes(self) -> int:

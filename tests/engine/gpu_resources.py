@@ -6,6 +6,7 @@ python -m tests.engine.gpu_resources --arch 90
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -21,8 +22,9 @@ from triton.compiler import ASTSource
 
 from engine.attention.layer import LARGEST, AttentionLayer
 from engine.attention.paged_gpu import SPLIT, attend_warps, padded, power_of_two, queries_of, tile, tile_rows, warps
-from engine.kernels.gpu import attention, changes, layers, logits, matmul
+from engine.kernels.gpu import attention, changes, layers, logits, matmul, skinny
 from engine.models import gpu_weights
+from engine.models import skinny as few_rows
 from engine.models.gpu_weights import LOOKED_UP, ROUNDED, Form, Tile
 from engine.models.on_gpu import GATE_TILE, MAX_HIDDEN
 from engine.runner.triton_logits import ENTRIES, TILE, TILES, WARPS
@@ -56,7 +58,13 @@ LAYERS = {
 SIZES = {"Qwen3 0.6B": (1024, 3072), "Llama 8B": (4096, 14336), "Phi-3": (3072, 8192), "largest": (MAX_HIDDEN, 1)}
 VOCABULARIES = {"Qwen3": 151936, "GPT-2": 50257}
 Arguments = tuple[dict[str, Any], dict[str, Any]]  # types and constants
-FUSED = (attention.attend, layers.add_norm, layers.gate, matmul.multiply)  # multiplications and additions
+FUSED = (
+    attention.attend,
+    layers.add_norm,
+    layers.gate,
+    matmul.multiply,
+    skinny.multiply,
+)  # multiplications and additions
 
 
 def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, decodes: bool) -> Arguments:
@@ -110,6 +118,16 @@ def add_norm(size: int, dtype: torch.dtype) -> Arguments:
 def gate(inner: int, activation: str, dtype: torch.dtype) -> Arguments:
     signature = dict.fromkeys(("gate_up_ptr", "out_ptr"), "*" + NAMES[dtype])
     return signature, {"INNER": inner, "TILE": GATE_TILE, "ACTIVATION": activation}
+
+
+def few(tile: few_rows.Tile, dtype: torch.dtype, *, norm: bool, activation: str, dependent: bool) -> Arguments:
+    """Return the types of the arguments and the constants of a launch of a product of few rows."""
+    pointers = ("x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr")
+    constants = {
+        "NORM": norm, "BIAS": False, "ADD": not norm, "ACTIVATION": activation, "EVEN": True, "TOKENS": tile.tokens,
+        "ROWS": tile.rows, "COLUMNS": few_rows.COLUMNS, "STAGES": tile.stages, "WIDEN": False, "DEPENDENT": dependent,
+    }  # fmt: skip
+    return dict.fromkeys(pointers, "*" + NAMES[dtype]) | {"eps": "fp32"}, constants
 
 
 FORMS = (
@@ -209,6 +227,10 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             for look_up in (False, True):
                 arguments = dequantized(form, dtype, look_up=look_up)
                 yield f"{'lookup' if look_up else 'dequantize'} {label}", matmul.dequantize, arguments, 1
+    for size in itertools.chain(*few_rows.CANDIDATES.values()):
+        for kind, norm, activation in (("norm", True, ""), ("gate", True, "silu"), ("residual", False, "")):
+            found = few(size, torch.bfloat16, norm=norm, activation=activation, dependent=arch >= 90)
+            yield f"few {size.tokens} rows, tiles of {size.rows}, {kind} bf16", skinny.multiply, found, size.warps
     for name, vocab_size in VOCABULARIES.items():
         for kernel, arguments in sampling(vocab_size):
             yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS
@@ -242,6 +264,7 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "HMMA": len(re.findall(r"\bHMMA", code)),
         "HGMMA": len(re.findall(r"\bHGMMA", code)),
+        "waits": len(re.findall(r"\bgriddepcontrol\.wait", compiled.asm["ptx"])),  # for the kernel before
     }
 
 

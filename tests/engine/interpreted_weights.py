@@ -23,7 +23,7 @@ from torch import Tensor
 from engine import ConfigError, EngineConfig, ModelError, plan
 from engine.gguf import folder
 from engine.hub import fetch
-from engine.models import gpu_weights, on_gpu
+from engine.models import gpu_weights, on_gpu, scaled
 from engine.models.decoder import Decoder
 from engine.models.decoder_layer import Layer
 from engine.models.gpu_weights import MOST_ROWS, ROUNDED, Form, GPUProduct, GPUWeight, random_weight, relative
@@ -331,6 +331,17 @@ def test_checkpoints_have_the_planned_size(tmp_path, name):
     planned = plan.plan(EngineConfig(model=str(tmp_path), cpu_isa="torch", dtype="float32"))
     assert planned["weights_bytes"] == model.weights_bytes
     assert not any("dequantized" in note for note in planned["notes"])
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("reason", [None, "torch's product fails"])
+def test_fp8_weights_are_multiplied_in_fp8_where_the_trial_of_torch_succeeds(tmp_path, monkeypatch, reason):
+    write(tmp_path, KINDS["ct-fp8-channel"])
+    monkeypatch.setattr(scaled, "objection", lambda device: reason)
+    model = load(tmp_path, "bfloat16")
+    weights = [weight for linear in model.layers[0].linears for weight in linear._packed._weights]
+    assert all(weight._is_scaled == (reason is None) for weight in weights)
+    assert (f"fp8 weights are dequantized for prompts: {reason}" == model.product.note) == (reason is not None)
 
 
 @pytest.mark.usefixtures("untried")

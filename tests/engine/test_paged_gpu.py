@@ -24,7 +24,14 @@ CHANGES = {"penalize", "add", "exclude", "forbid"}
 
 
 @pytest.mark.parametrize(
-    "file", ["interpreted.py", "interpreted_layers.py", "interpreted_logits.py", "interpreted_weights.py"]
+    "file",
+    [
+        "interpreted.py",
+        "interpreted_layers.py",
+        "interpreted_logits.py",
+        "interpreted_skinny.py",
+        "interpreted_weights.py",
+    ],
 )
 def test_kernels_in_the_interpreter_equal_torch(file):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/engine/{file}"]
@@ -60,6 +67,8 @@ def test_without_a_gpu_or_a_compiler_there_is_a_reason(monkeypatch):
         (90, "fp16 int4 in groups of 32", WEIGHTS),
         (80, "bf16 int8", WEIGHTS),
         (80, "bf16 float8 in rows", WEIGHTS),
+        (90, "few ", {"few"}),
+        (80, "few ", {"few"}),
     ],
 )
 def test_compiled_kernels_spill_no_registers(arch, only, kernels, tmp_path):
@@ -75,4 +84,6 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels, tmp_path):
         assert each["shared"] <= (227 if arch == 90 else 163) * 1024, each
     chunks = [each for each in found if each["kernel"].startswith("chunk") and "bf16" in each["kernel"]]
     assert all(each["HGMMA" if arch == 90 else "HMMA"] for each in chunks), "prompts do not use the matrix units"
-    assert all(each["HMMA"] or each["HGMMA"] for each in found if each["kernel"].startswith("product"))
+    products = [each for each in found if each["kernel"].split()[0] in ("product", "few")]
+    assert all(each["HMMA"] or each["HGMMA"] for each in products)
+    assert all(each["waits"] == (arch == 90 and each["kernel"].startswith("few")) for each in found)

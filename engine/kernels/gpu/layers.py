@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import activations
+
 
 @triton.jit
 def add_norm(
@@ -46,14 +48,5 @@ def gate(gate_up_ptr, out_ptr, INNER: tl.constexpr, TILE: tl.constexpr, ACTIVATI
     gate_at = gate_up_ptr + row * (2 * INNER) + i
     x = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_at + INNER, mask=live, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu" or ACTIVATION == "swish":
-        x = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_pytorch_tanh":
-        # 0.5 * (1 + tanh(y)) is 1 / (1 + exp(-2 * y)).
-        x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    else:
-        tl.static_assert(ACTIVATION == "relu")
-        x = tl.where(x < 0.0, 0.0, x)  # NaN stays
+    x = activations.activated(x, ACTIVATION)
     tl.store(out_ptr + row * INNER + i, (x * up).to(out_ptr.dtype.element_ty), mask=live)

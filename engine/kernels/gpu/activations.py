@@ -1,0 +1,22 @@
+"""The activations of gated MLPs, for kernels that compute a gate."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """Return the activation of float32 numbers, by its name in config.json."""
+    if ACTIVATION == "silu" or ACTIVATION == "swish":
+        x = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_pytorch_tanh":
+        # 0.5 * (1 + tanh(y)) is 1 / (1 + exp(-2 * y)).
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        x = tl.where(x < 0.0, 0.0, x)  # NaN stays
+    return x

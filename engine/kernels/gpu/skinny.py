@@ -1,0 +1,92 @@
+"""A Triton kernel for products with plain weights and few rows: x @ weight.T, with what comes before and after it.
+
+With few rows a product takes the time in which its weight is read. The RMSNorm before it, which every program computes
+again, the gate and the residual cost nothing beside that, and save launches.
+
+A program computes a tile of the result over all columns, in steps of COLUMNS. So a row's sum has one order, whatever
+the number of rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from . import activations
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def multiply(
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps,
+    tokens, rows, columns, x_token, out_token,
+    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Write x @ weight.T to out [tokens, rows], rounded once. The grid is (tiles of rows, tiles of tokens).
+
+    x: [tokens, columns]. weight: [rows, columns], contiguous. With NORM x is the RMSNorm of x, with weight norm
+    [columns]. BIAS adds bias [rows]; ADD adds residual, which has the shape and strides of out and may be out. With an
+    ACTIVATION the weight has 2 * rows rows, the gate's first, and the result is activation(gate) * up. EVEN: COLUMNS
+    divides the columns. DEPENDENT: the kernel was launched before the one before it has ended.
+    """
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WIDE: tl.constexpr = tl.float32 if WIDEN else DTYPE  # the interpreter does not compute in bfloat16
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    k = tl.arange(0, COLUMNS)
+    is_row, is_token = n < rows, m < tokens
+    x_at = x_ptr + m.to(tl.int64)[:, None] * x_token + k[None, :]
+    weight_at = weight_ptr + n.to(tl.int64)[None, :] * columns + k[:, None]
+    up_at = weight_at + rows.to(tl.int64) * columns
+    if DEPENDENT:
+        # The next kernel may be launched now; it waits until this one has ended, before it reads any result. The
+        # weight is no result: its first columns come to the cache while this kernel waits.
+        gdc_launch_dependents()
+        line = weight_ptr + tl.minimum(n, rows - 1).to(tl.int64) * columns
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+        )
+        gdc_wait()
+    total = tl.zeros([TOKENS, ROWS], tl.float32)
+    up_total = tl.zeros([TOKENS, ROWS], tl.float32)
+    squares = tl.zeros([TOKENS], tl.float32)
+    for column in tl.range(0, columns, COLUMNS, num_stages=STAGES):
+        if EVEN:
+            x = tl.load(x_at + column, mask=is_token[:, None], other=0.0).to(WIDE)
+            weight = tl.load(weight_at + column, mask=is_row[None, :], other=0.0).to(WIDE)
+        else:
+            left = k < columns - column
+            x = tl.load(x_at + column, mask=is_token[:, None] & left[None, :], other=0.0).to(WIDE)
+            weight = tl.load(weight_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
+        if NORM:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            if EVEN:
+                gain = tl.load(norm_ptr + column + k).to(tl.float32)
+            else:
+                gain = tl.load(norm_ptr + column + k, mask=left, other=0.0).to(tl.float32)
+            x = (wide * gain[None, :]).to(DTYPE).to(WIDE)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+        if ACTIVATION != "":
+            if EVEN:
+                up = tl.load(up_at + column, mask=is_row[None, :], other=0.0).to(WIDE)
+            else:
+                up = tl.load(up_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
+            up_total = tl.dot(x, up, up_total, input_precision="ieee")
+    if NORM:
+        factor = (1.0 / tl.sqrt(squares / columns + eps))[:, None]
+        total *= factor
+        up_total *= factor
+    if BIAS:
+        total += tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            up_total += tl.load(bias_ptr + rows + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION != "":
+        total = activations.activated(total, ACTIVATION) * up_total
+    is_in = is_token[:, None] & is_row[None, :]
+    at = m.to(tl.int64)[:, None] * out_token + n[None, :]
+    if ADD:
+        total += tl.load(residual_ptr + at, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_in)

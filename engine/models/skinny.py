@@ -1,0 +1,138 @@
+"""Products of few rows with plain weights on a GPU: launches of kernels/gpu/skinny.py, and where they are faster.
+
+Which is faster, the kernel or torch's product with our kernels around it, depends on the GPU and on a weight's shape.
+So it is measured when a model is loaded, on its own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.paged_gpu import is_interpreted
+
+COLUMNS = 128  # in a step of a sum
+DEPENDENT_CAPABILITY = (9, 0)  # of GPUs that launch a kernel before the one before it has ended
+
+
+class Tile(NamedTuple):
+    """What a program of the kernel computes: rows of x and rows of the weight."""
+
+    tokens: int
+    rows: int
+    warps: int
+    stages: int
+
+
+# By the largest number of rows of x. With fewer rows of the weight per program more programs read it at once.
+CANDIDATES = {
+    16: (Tile(16, 32, 4, 4), Tile(16, 16, 2, 5)),
+    32: (Tile(32, 32, 8, 4), Tile(32, 64, 8, 3)),
+    64: (Tile(64, 32, 4, 3), Tile(64, 64, 8, 3)),
+}
+MOST_ROWS = max(CANDIDATES)
+REPLAYS = 3  # of a measurement; the shortest was disturbed least
+MEASURED_BYTES = 256 << 20  # of weights, so that none stays in the cache
+GAIN = 1.02  # in speed, below which torch's product stays
+
+
+class Tiles(NamedTuple):
+    """How a layer's products are computed. None: by torch."""
+
+    qkv: Tile | None = None
+    output: Tile | None = None
+    gate_up: Tile | None = None
+    down: Tile | None = None
+
+
+Choices = Mapping[int, Tiles]  # by the largest number of rows, ascending; more rows than the last are for torch
+TORCH = Tiles()
+
+
+def tiles_of(choices: Choices, rows: int) -> Tiles:
+    """Return how the products of this many rows are computed."""
+    return next((tiles for most, tiles in choices.items() if rows <= most), TORCH)
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    tile: Tile,
+    *,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    activation: str = "",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return x @ weight.T + bias, [tokens, rows], for x: [tokens, columns], of which only rows must be contiguous.
+
+    `norm`: the weight and epsilon of an RMSNorm of x before the product. `residual`: contiguous; the result is added to
+    it in place. `activation`: the weight's first half is the gate, see Gated. `dtype`: of the result; None: that of x.
+    """
+    from ..kernels.gpu import skinny as kernels
+
+    tokens, columns = x.shape
+    rows = len(weight) // 2 if activation else len(weight)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
+    out = x.new_empty(tokens, rows, dtype=dtype) if residual is None else residual
+    gain, eps = (x, 0.0) if norm is None else norm
+    dependent = is_dependent(x.device)
+    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
+    kernels.multiply[-(-rows // tile.rows), -(-tokens // tile.tokens)](
+        x, weight, gain, x if bias is None else bias, out, out, eps,
+        tokens, rows, columns, x.stride(0), out.stride(0),
+        NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None, ACTIVATION=activation,
+        EVEN=columns % COLUMNS == 0, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=COLUMNS, STAGES=tile.stages,
+        WIDEN=is_interpreted(), DEPENDENT=dependent,
+        num_warps=tile.warps, **options,
+    )  # fmt: skip
+    return out
+
+
+def is_dependent(device: torch.device) -> bool:
+    """Return whether a kernel is launched before the one before it has ended, and waits for that itself."""
+    if device.type != "cuda" or is_interpreted():
+        return False
+    return torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
+
+
+def is_measurable(device: torch.device) -> bool:
+    """Return whether products can be timed on a device, which is a GPU."""
+    return device.type == "cuda" and not is_interpreted()
+
+
+def fastest(times: Mapping[Tile | None, float]) -> Tile | None:
+    """Return the tile that is faster than torch's product, whose time is that of None, or None."""
+    best = min(times, key=lambda tile: times[tile])
+    return best if times[best] * GAIN <= times[None] else None
+
+
+def seconds(works: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """Return the time of some work on a GPU, replayed from a CUDA graph: launching it would take longer.
+
+    The kernels are compiled before. Nothing is captured if any of them fails.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for work in works:
+            work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for work in works:
+                work()
+        found = []
+        for _ in range(REPLAYS + 1):  # the first one uploads the graph
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record(stream)
+            graph.replay()
+            ended.record(stream)
+            ended.synchronize()
+            found.append(began.elapsed_time(ended) / 1000)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return min(found[1:])
