@@ -19,7 +19,7 @@ from engine.quantized.forms import form_of
 from tests.engine.test_exact import serve
 from tests.engine.test_kernels import needs_library
 from tests.engine.test_models import Bench, whole
-from tests.models import BASE, load_model, make, oracle, prompt
+from tests.models import BASE, cache_groups, load_model, make, oracle, prompt
 
 EXPERTS = "model.layers.{}.mlp.experts."
 CONFIG = {
@@ -121,7 +121,10 @@ async def test_requests_have_the_same_bits_alone_and_together(tmp_path):
     base: dict[str, Any] = {"model": str(folder), "device": "cpu", "num_blocks": 64, "max_seqs": 8}
     alone, exact, _ = await serve(EngineConfig(**base, prefix_caching=False, threads=1), together=False)
     assert exact and len(alone) == 8
-    for settings in ({"max_batched_tokens": 9, "threads": 2}, {"num_blocks": 14, "threads": 1}):
+    for settings in (
+        {"max_batched_tokens": 9, "threads": 2},
+        {"num_blocks": 14 * len(cache_groups(folder).windows), "threads": 1},
+    ):
         found, _, _ = await serve(EngineConfig(**base | settings), together=True)
         assert found == alone
 

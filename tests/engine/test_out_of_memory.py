@@ -161,5 +161,5 @@ async def test_memory_that_runs_out_at_any_allocation_costs_one_request_at_most(
                 assert told == whole[: len(told)], number
             else:
                 assert (told, outbox.ends[request.id]) == (whole, undisturbed.ends[request.id]), number
-    assert LATER.id in failed, "memory also ran out after all others had ended"
-    assert len(set(failed)) > 3 or ahead, "a step that was launched ahead of another one is tried again alone"
+    # A step that was launched ahead of another one is tried again alone.
+    assert failed and (len(set(failed)) > 3 or ahead)

@@ -254,12 +254,13 @@ def listed():
 def test_published_shapes_have_their_parameters(folder, count, on):
     on(1000 * GB)
     source = json.loads((folder / "config.json").read_text())
-    if source.get("quantization_config"):
-        assert "quantization" in impossible(model=str(folder))["error"]
-        return
     found = ok(model=str(folder))
     assert found["num_params"] == count
-    assert found["weights_bytes"] == count * (4 if found["dtype"] == "float32" else 2)
+    plain = count * (4 if found["dtype"] == "float32" else 2)
+    if source.get("quantization_config"):
+        assert count // 2 < found["weights_bytes"] < plain
+    else:
+        assert found["weights_bytes"] == plain
     assert 0 < found["activation_bytes"] < 10 * GB
 
 

@@ -10,6 +10,7 @@ import torch
 
 from engine.attention import AttentionLayer
 from engine.batch import PENDING, Batch, Entered, Masks, Row, RowError, Sampled
+from engine.cache_groups import CacheGroups
 from engine.config import EngineConfig, resolve
 from engine.kernels.library import Choice
 from engine.loop import StepOutOfMemory
@@ -27,7 +28,7 @@ class MeanModel:
         layers = [AttentionLayer(1, 1, VOCAB, VOCAB, scale=1.0)]
         self.sinks = {}
         kinds = {"dtype": torch.float64, "cache_dtype": torch.float64}
-        self.spec = types.SimpleNamespace(vocab_size=VOCAB, max_len=64, layers=layers, **kinds)
+        self.spec = types.SimpleNamespace(vocab_size=VOCAB, max_len=64, layers=layers, groups=CacheGroups(), **kinds)
         self.product = Choice(None)
         self.matrix = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 5
         self.fails_with = None
