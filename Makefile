@@ -119,7 +119,7 @@ mutants: dev
 ## make path         the files to read first, in order: the engine's, then the server's
 path:
 	@echo engine
-	@wc -l engine/types.py engine/sequence.py engine/blocks.py engine/prefix_cache.py engine/waiting.py engine/batch.py \
+	@wc -l engine/types.py engine/sequence.py engine/blocks.py engine/prefix_cache.py engine/batch.py \
 	  engine/scheduler.py engine/loop.py engine/client.py engine/runner/runner.py engine/runner/inputs.py engine/models/decoder.py \
 	  engine/models/decoder_layer.py
 	@echo server
