@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from engine import EngineInfo, EngineRequest, SamplingParams, TokenDelta, channel, worker
 from engine.batch import Batch, Row, RowError, Sampled, StepResult
+from engine.cache_groups import CacheGroups
 from engine.fair import FairLock
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.scheduler import Scheduler
@@ -238,13 +239,13 @@ class Worker(worker._Worker):
                 self.pipe.send(channel.Failed("ModelError", "the weights are gone"))
                 self.process.die(2)
                 return
-        runner = Runner(world, self.process, load.config.block_size)
-        scheduler = WatchedScheduler(world, load.config)
-        outbox = Outbox(self.pipe, runner, self.process)
-        self.loop = Loop(scheduler, runner, outbox, self.thread, Grammars(world, self.process))
-        self.pipe.send(channel.Ready(world.info, load.config))
-        world.was_ready, world.unready = True, 0
         try:
+            runner = Runner(world, self.process, load.config.block_size)
+            scheduler = WatchedScheduler(world, load.config)
+            outbox = Outbox(self.pipe, runner, self.process)
+            self.loop = Loop(scheduler, runner, outbox, self.thread, Grammars(world, self.process))
+            self.pipe.send(channel.Ready(world.info, load.config))
+            world.was_ready, world.unready = True, 0
             await self.loop.run()
         except Exception as error:  # the checks of the loop itself among them
             world.loop.fail(error)
@@ -297,7 +298,7 @@ class Runner(FakeRunner):
     """The fake runner as an engine loop calls it, with the faults of the plan."""
 
     def __init__(self, world: World, process: Process, block_size: int) -> None:
-        super().__init__(block_size, world.rng)
+        super().__init__(block_size, world.rng, CacheGroups())
         self.world = world
         self.process = process
         self.requests: dict[int, EngineRequest] = {}
@@ -336,7 +337,7 @@ class Runner(FakeRunner):
         times = 20 if any(row.seq_id not in self.scheduler.by_id for row in batch.rows) else 1
         if not world.is_over and world.chance(times * world.plan.out_of_memory):
             world.faults["memory"] += 1
-            self.collect(batch)
+            self.collect(batch, is_computed=False)
             raise StepOutOfMemory
         for index, row in enumerate(batch.rows):
             if row.is_sampled and self.length(row) == world.bad_rows.get(row.seq_id):
