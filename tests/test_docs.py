@@ -129,6 +129,46 @@ def test_a_reference_to_a_missing_file_or_name_is_found():
     assert unresolved(" ".join([good, *(f"`{reference}`" for reference in bad)])) == bad
 
 
+REFERENCE = re.compile(r"((?:`\w+`(?:, | and |, and )?)+)(?: \([^()`]*\))? (?:in|of) `([\w./-]+\.(?:py|cpp|h))`")
+
+
+def unknown_names(text: str) -> list[str]:
+    """The references "`name` in `path`" of a document whose file lacks the name; of Python files as a definition."""
+    missing = []
+    for names, path in REFERENCE.findall(text):
+        file = ROOT / path
+        if not file.is_file():  # a path relative to the directory of its row
+            continue
+        source = file.read_text(encoding="utf-8")
+        known = set(re.findall(r"\w+", source)) if file.suffix != ".py" else definitions(ast.parse(source))
+        missing += [f"{path}: {name}" for name in re.findall(r"`(\w+)`", names) if name not in known]
+    return missing
+
+
+def definitions(tree: ast.Module) -> set[str]:
+    """The names of all functions, classes and variables of a module and of its classes."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def test_every_name_in_a_file_that_a_document_gives_exists():
+    references = {document.name: unknown_names(document.read_text(encoding="utf-8")) for document in DOCUMENTS}
+    assert not any(references.values()), references
+    page = (ROOT / "docs/contributing.md").read_text(encoding="utf-8")
+    assert len(REFERENCE.findall(page)) > 40
+
+
+def test_a_name_that_a_file_lacks_is_found():
+    text = "`schedule` and `shape` in `engine/scheduler.py`, `BLOCK` of `engine/kernels/matmul.h`"
+    assert unknown_names(text) == ["engine/scheduler.py: shape"]
+
+
 def test_every_path_that_a_document_names_exists():
     roots = "server|engine|tests|configs|docker|benchmarks|docs"
     for document in DOCUMENTS:

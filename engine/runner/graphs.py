@@ -104,10 +104,13 @@ class Graphs:
         return self._bytes
 
     def takes(self, forward: Forward) -> bool:
-        """Return whether there is a graph for a step of this size, and its inputs lie where the graph reads them."""
+        """Return whether a graph computes this step: by its size, the addresses of its inputs, and the launches that
+        were captured."""
         if forward.cache is not self._cache or forward.ids.data_ptr() != self._address:
             return False
-        return self._bucket(forward) is not None and self._plans.takes(cast(Plan, forward.plan))
+        if self._bucket(forward) is None or not self._plans.takes(cast(Plan, forward.plan)):
+            return False
+        return self._executor.takes(forward)
 
     def run(self, forward: Forward) -> Tensor:
         """See Executor. The result is valid until the next step."""

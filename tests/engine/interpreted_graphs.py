@@ -323,7 +323,6 @@ def test_a_step_whose_inputs_lie_elsewhere_is_launched(tmp_path, recorder):
     runner = build(config_of("qwen3", tmp_path)).runner
     graphs = runner.graphs
     assert graphs is not None
-    prepared = None
     runner.inputs.enter(1)
     runner.inputs.append_blocks([Row(1, 0, [5], [2], 1)])
     prepared = runner.inputs.prepare([Row(1, 0, [5], [], 1)])
@@ -331,6 +330,17 @@ def test_a_step_whose_inputs_lie_elsewhere_is_launched(tmp_path, recorder):
     assert not graphs.takes(dataclasses.replace(prepared.forward, ids=prepared.forward.ids.clone()))
     other = dataclasses.replace(runner.cache)
     assert not graphs.takes(dataclasses.replace(prepared.forward, cache=other))
+
+
+def test_a_step_that_the_captured_executor_declines_is_not_replayed(tmp_path, recorder, monkeypatch):
+    runner = build(config_of("qwen3", tmp_path)).runner
+    assert runner.graphs is not None
+    runner.inputs.enter(1)
+    runner.inputs.append_blocks([Row(1, 0, [5], [2], 1)])
+    forward = runner.inputs.prepare([Row(1, 0, [5], [], 1)]).forward
+    assert runner.graphs.takes(forward)
+    monkeypatch.setattr(on_gpu.OnGPU, "takes", lambda self, forward: False)
+    assert not runner.graphs.takes(forward)
 
 
 def test_a_restarted_engine_captures_the_same_graphs(tmp_path, recorder):

@@ -76,7 +76,7 @@ def write(formats: Formats, reasoning: str, content: str, made: list[tuple[str, 
         return write_harmony(reasoning, content, made)
     opens, closes = BLOCKS[formats.reasoning]
     thought = f"{opens}\n{reasoning}\n{closes}\n\n" if reasoning else ""
-    return thought + content + WRITERS[formats.tools](content, made)
+    return thought + content + WRITTEN_CALLS[formats.tools](content, made)
 
 
 def pair(name, arguments, key="arguments"):
@@ -125,7 +125,7 @@ def write_harmony(reasoning, content, made):
     return "<|start|>assistant".join(messages)
 
 
-WRITERS = {
+WRITTEN_CALLS = {
     "hermes": write_hermes,
     "llama3_json": lambda content, made: "".join(
         ("; " if i else "<|python_tag|>") + pair(*call, "parameters") for i, call in enumerate(made)

@@ -5,10 +5,10 @@ import json
 
 from openai.types.chat import completion_create_params as params
 
-from tests.server.api.effects.drawing import OBJECT, SHARED
 from tests.server.api.effects.endpoint import END, QUESTION
 from tests.server.api.effects.extensions import EXTENSIONS
 from tests.server.api.effects.places import CALL, FUNCTION, at, changed, example, held, needed, written
+from tests.server.api.effects.sampling import OBJECT, SHARED
 from tests.server.wire import CHAT
 
 

@@ -2,8 +2,8 @@
 
 from openai.types import completion_create_params as params
 
-from tests.server.api.effects.drawing import SHARED
 from tests.server.api.effects.extensions import EXTENSIONS
+from tests.server.api.effects.sampling import SHARED
 from tests.server.wire import COMPLETIONS
 
 

@@ -7,7 +7,7 @@ from anthropic.types import message_create_params as params
 from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_params
 
-from tests.server.api.effects import drawing
+from tests.server.api.effects import sampling
 from tests.server.api.effects.endpoint import COUNT_TOKENS, END, MESSAGES, QUESTION, TOKENIZE, Endpoint
 from tests.server.api.effects.places import held, needed, written
 
@@ -65,7 +65,7 @@ TOOL = {
         "additionalProperties": False,
     },
 }
-FORMAT = {"type": "json_schema", "schema": drawing.OBJECT}
+FORMAT = {"type": "json_schema", "schema": sampling.OBJECT}
 
 
 def size(e, **more):
@@ -127,7 +127,7 @@ def formatted(place):
         more = {"output_config": {"format": FORMAT}} if place == "output_config" else {place: FORMAT}
         if e.path == MESSAGES:
             brief = {"type": "enabled", "budget_tokens": 4}  # so that the answer behind it has room
-            assert json.loads(e.text(**drawing.ROOM, **more, thinking=brief)) == {"a": 1}
+            assert json.loads(e.text(**sampling.ROOM, **more, thinking=brief)) == {"a": 1}
         else:
             assert e.count(**more) == e.count()
         for wrong in ({"type": "text"}, {"type": "json_schema"}):
@@ -206,7 +206,7 @@ def cache_salt(e):
 
 
 def structured_outputs(e):
-    assert e.text(**drawing.ROOM, structured_outputs={"choice": ["whale"]}) == "whale"
+    assert e.text(**sampling.ROOM, structured_outputs={"choice": ["whale"]}) == "whale"
     both = {"output_format": FORMAT, "structured_outputs": {"choice": ["whale"]}}
     assert e.post(**both).json()["error"]["param"] == "structured_outputs"
 
@@ -344,7 +344,7 @@ PLACES = {
 }
 PROMPT = {
     **PLACES,
-    "model": drawing.model,
+    "model": sampling.model,
     "messages": messages,
     "system": system,
     "tools": tools,
@@ -365,12 +365,12 @@ def served(e):
 
 EFFECTS = {
     MESSAGES: {
-        **{name: drawing.SHARED[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "bad_words")},
+        **{name: sampling.SHARED[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "bad_words")},
         **{
-            name: drawing.SHARED[name]
+            name: sampling.SHARED[name]
             for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "repeat_penalty")
         },
-        **{name: check for name, check in drawing.STRUCTURED.items() if name.startswith("structured_outputs.")},
+        **{name: check for name, check in sampling.STRUCTURED.items() if name.startswith("structured_outputs.")},
         **PROMPT,
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
@@ -382,7 +382,7 @@ EFFECTS = {
         "allowed_token_ids": allowed_token_ids,
         "skip_special_tokens": skip_special_tokens,
         "stream": stream,
-        "priority": drawing.priority,
+        "priority": sampling.priority,
         "cache_salt": cache_salt,
         "output_format": output_format,
         "output_format.type": output_format,

@@ -5,7 +5,7 @@ import json
 from openai.types.responses import response_create_params as params
 
 from tests.live import eventually
-from tests.server.api.effects import drawing
+from tests.server.api.effects import sampling
 from tests.server.api.effects.endpoint import END, QUESTION, TOKENIZE, Endpoint
 from tests.server.api.effects.places import changed, held, needed, written
 from tests.server.wire import RESPONSES, typed
@@ -128,8 +128,8 @@ def top_logprobs(e):
 
 
 def text_format(e):
-    named = {"type": "json_schema", "name": "a", "schema": drawing.OBJECT}
-    at_once = {**drawing.ROOM, "thinking_token_budget": 0}
+    named = {"type": "json_schema", "name": "a", "schema": sampling.OBJECT}
+    at_once = {**sampling.ROOM, "thinking_token_budget": 0}
     assert json.loads(e.text(**at_once, text={"format": named})) == {"a": 1}
     assert e.text(**at_once, text={"format": {"type": "json_object"}}).lstrip().startswith("{")
     assert e.text(text={"format": {"type": "text"}}) == e.text()
@@ -186,7 +186,7 @@ def chat_template_kwargs(e):
 
 
 def structured_outputs(e):
-    assert e.text(**drawing.ROOM, structured_outputs={"choice": ["whale"]}) == "whale"
+    assert e.text(**sampling.ROOM, structured_outputs={"choice": ["whale"]}) == "whale"
     both = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"choice": ["whale"]}}
     assert e.post(**both).json()["error"]["param"] == "structured_outputs"
 
@@ -355,7 +355,7 @@ NOT_HERE = {
 }  # fmt: skip
 EFFECTS = {
     RESPONSES: {
-        **{field: check for field, check in drawing.SHARED.items() if field not in NOT_HERE},
+        **{field: check for field, check in sampling.SHARED.items() if field not in NOT_HERE},
         "input": input,
         "instructions": instructions,
         "previous_response_id": previous_response_id,
