@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine import EngineConfig, ModelError, models, plan
+from engine.models import layers
 from engine.models.decoder import Decoder
 from engine.models.gpu_weights import Form
 from engine.quantized.config import parse
@@ -63,6 +64,12 @@ def load(folder: Path, **settings: Any) -> Decoder:
     return model
 
 
+@pytest.fixture
+def readable(monkeypatch):
+    """Keep plain weights in place: where oneDNN has reordered copies, torch would only keep those."""
+    monkeypatch.setattr(layers, "can_reorder", lambda weight: False)
+
+
 def change(folder: Path, end: str, change: Any) -> None:
     """Replace the tensors whose names end so by what `change` makes of them; None: remove them."""
     tensors = load_file(folder / "model.safetensors")
@@ -73,6 +80,7 @@ def change(folder: Path, end: str, change: Any) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+@pytest.mark.usefixtures("readable")
 def test_dequantized_weights_equal_those_of_transformers(tmp_path):
     folder = write(tmp_path)
     model, plain = load(folder, cpu_isa="torch"), load(tmp_path / "plain", cpu_isa="torch")
@@ -84,12 +92,13 @@ def test_dequantized_weights_equal_those_of_transformers(tmp_path):
         pairs = zip(
             ours.experts.gate_ups + ours.experts.downs, theirs.experts.gate_ups + theirs.experts.downs, strict=True
         )
-        assert all(torch.equal(one.weight, other.weight) for one, other in pairs)
+        assert all(one.weight.numel() and torch.equal(one.weight, other.weight) for one, other in pairs)
     ids = prompt(30)
     assert torch.equal(Bench(model).step({0: ids})[0], Bench(plain).step({0: ids})[0])
 
 
 @needs_library
+@pytest.mark.usefixtures("readable")
 def test_blocks_hold_the_numbers_exactly(tmp_path):
     folder = write(tmp_path)
     model, plain = load(folder), load(tmp_path / "plain", cpu_isa="torch")
@@ -162,6 +171,7 @@ def test_a_scale_that_the_kernels_do_not_hold_is_refused(tmp_path):
         load(folder)
 
 
+@pytest.mark.usefixtures("readable")
 def test_a_gpu_gets_integers_that_are_exact(tmp_path):
     folder = write(tmp_path)
     plain = load(tmp_path / "plain", cpu_isa="torch").layers[1].experts
