@@ -344,10 +344,10 @@ def test_avx512_requires_vnni(processor):
 
 
 @needs_library
-def test_amx_does_not_choose_torch(processor):
-    processor("avx2", "avx512", "avx512bf16", "fast dot", "amx", "vnni")
+def test_tiles_multiply_quantized_weights(processor):
+    processor("avx2", "avx512", "avx512bf16", "fast dot", "tiles", "vnni", "amx", "fast tiles")
     choice = choose("auto", CPU, torch.bfloat16, quantized=True)
-    assert (choice.name, choice.invariant, choice.note) == ("avx512bf16", True, "")
+    assert (choice.name, choice.invariant, choice.note) == ("amx", True, "")
 
 
 @needs_library
