@@ -126,7 +126,7 @@ class Settings(BaseSettings):
         "NAME",
         max_length=64,
     )
-    cpu_isa: Literal["auto", "avx512bf16", "avx512", "avx2", "torch"] = _engine(
+    cpu_isa: Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "torch"] = _engine(
         "auto", "instruction set of our CPU kernels; torch disables them (default: the best available)"
     )
     max_model_len: Count | None = _engine(
