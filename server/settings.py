@@ -133,7 +133,7 @@ class Settings(BaseSettings):
         None, "maximum tokens of a prompt and its output (default: what the model and the KV cache allow)", "TOKENS"
     )
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = _engine(
-        None, "maximum sequences per step (default: 16 on CPU, 256 on CUDA)", "N"
+        None, "maximum sequences per step (default: at least 32 on CPU, 256 on CUDA)", "N"
     )
     max_num_batched_tokens: Count | None = _engine(
         None, "maximum tokens per step (default: 256 on CPU, 8192 on CUDA)", "TOKENS"
