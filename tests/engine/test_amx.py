@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,15 +104,44 @@ def test_sums_are_those_of_the_manual(amx, kind):
         assert bits(got) == bits(torch.from_numpy(tile_products(x, weight))), columns
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (37, 31), (32, 64), (100, 130)])
+@pytest.mark.parametrize("shape", [(2, 1), (36, 31), (32, 64), (100, 130), (64, 400)])
 def test_int8_products_have_the_bits_of_avx512(amx, dtype, shape):
-    weight = drawn(*shape, dtype=dtype)
-    weight[:, 0] *= 100  # one column with a scale of its own
-    own, other = (Quantized(each, weight, bits=8, wide=True) for each in (amx, Kernels(amx.library, "avx512")))
+    weight, bias = drawn(*shape, dtype=dtype), drawn(shape[0], dtype=dtype)
+    weight[:, 0] *= 100  # a column far larger than the others
+    pairs = []
+    for options in ({"wide": True}, {"bias": bias}, {"bias": bias, "gated": True}):
+        pairs.append([Quantized(each, weight, bits=8, **options) for each in (amx, Kernels(amx.library, "avx512"))])
     for rows in ROWS:
         x = drawn(rows, shape[1], dtype=dtype) * 10 ** torch.randn(rows, 1).to(dtype)
         x[rows // 2, :] = float("nan") if rows % 3 == 0 else 0.0
-        assert bits(own(x)) == bits(other(x)), rows
+        for own, other in pairs:
+            residual = None if own.result != dtype else drawn(rows, own.outputs, dtype=dtype)
+            assert bits(own(x, residual).float()) == bits(other(x, residual).float()), rows
+
+
+@pytest.mark.parametrize("bits_of", [None, 8])
+def test_bits_do_not_depend_on_the_helpers_that_join(amx, bits_of):
+    weight, x = drawn(600, 300, dtype=torch.bfloat16), drawn(700, 300, dtype=torch.bfloat16)
+    packed = Packed(amx, weight) if bits_of is None else Quantized(amx, weight, bits=bits_of)
+    torch.set_num_threads(1)
+    want = [packed(x[:rows]) for rows in (1, 40, 700)]
+    joining = ctypes.c_int32.in_dll(amx.library, "pequod_joining")
+    try:
+        for joining.value in (0, 1, 2):  # those that can, none, all
+            torch.set_num_threads(3)
+            got = [packed(x[:rows]) for rows in (1, 40, 700)]
+            assert all(map(torch.equal, got, want))
+    finally:
+        joining.value = 0
+
+
+def test_a_forked_process_multiplies_too(amx):
+    weight, x = drawn(64, 96, dtype=torch.bfloat16), drawn(20, 96, dtype=torch.bfloat16)
+    packed = Packed(amx, weight)
+    want, child = packed(x), os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(packed(x), want) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_numbers_beyond_the_last_column_do_not_count(amx):
