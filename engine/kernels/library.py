@@ -262,7 +262,7 @@ def for_sampling(setting: str, device: torch.device, dtype: torch.dtype) -> Kern
     isa = settle(setting, device)
     if device.type != "cpu" or isa == "torch" or dtype == torch.float64:
         return None
-    return Kernels(load(build.library())[0], isa)
+    return Kernels(load(build.library())[0], BASES.get(isa, isa))
 
 
 def settle(setting: str, device: torch.device) -> str:

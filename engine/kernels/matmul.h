@@ -25,13 +25,16 @@ namespace {
 const int WIDTH = 2 * LANES;      // rows of W in a panel
 const int64_t BLOCK = 44 * HEIGHT;  // rows of x that are packed at once; bounds the scratch memory
 const int64_t PARTS = 24;         // approximate number of parts that a thread's panels are divided into
+const int64_t ROWS_AT_ONCE = 8;   // that a thread packs for the processor's tiles
+// Bytes that a single turn of the processor's tiles prefetches ahead. Without, it read memory a third slower on an
+// Emerald Rapids, which follows loads of tiles less far than others.
+const int64_t AHEAD_OF_TILES = 16 << 10;
+// Bytes of packed x that should stay in the second-level cache beside a panel; processors with tiles have 2 MB of it.
 #if defined(HAS_TILES)
-const int64_t NEAR = 1 << 20;     // bytes of packed x that should stay in the second-level cache beside a panel
+const int64_t NEAR = 1 << 20;
 #else
-const int64_t NEAR = 512 << 10;   // the same: processors with tiles have twice the cache
+const int64_t NEAR = 512 << 10;
 #endif
-const int64_t AHEAD_OF_TILES = 16 << 10;  // bytes that few rows prefetch: without, tiles read memory a third slower
-const int64_t ROWS_AT_ONCE = 8;  // that a thread packs for tiles
 const int64_t SMALL = 1 << 18;    // multiply-adds below which waking other threads costs more than they save
 const int64_t SHORT = 1 << 14;    // numbers of x up to which one thread packs faster than several
 
@@ -67,13 +70,14 @@ struct alignas(64) Started {
 //       M rows by P panels from `panel` on, whose bytes are at `w`. Prefetches `lines` cache lines from `ahead` on for
 //       each unit. Writes the panel to `expanded`, unless that is null.
 //   TALL                            maximum height of a tile
-//   IN_TILES                        whether the processor multiplies tiles. If so, there are these instead of `pack_x` and
-//                                   the `sums` above:
+//   IN_TILES                        whether the processor multiplies tiles; it then has instead of `pack_x` and `sums`:
+//
 //   pack_row(x, count, units, tall, m, tile)
-//                                   row m of a tile of height `tall`: `count` numbers, then zeros
-//   begin(tall), end()              called by each thread before its first sums and after its last ones
+//       Writes row `m` of a tile of `tall` rows: `count` numbers, then zeros.
+//   begin(tall), end()
+//       Called by each thread before its first sums and after its last ones.
 //   sums(matrix, units, panel, w, expanded, xs, tall, fetch, out)
-//       a tile by a panel, whose bytes are at `w`
+//       A tile by one panel. Prefetches what `fetch` says, and moves it on.
 
 // The lines to prefetch: `lines` for each step of a tile's sums.
 struct Fetch {
@@ -106,10 +110,10 @@ struct Matmul {
   int threads = 1;
   Started* started = nullptr;    // scratch: one for each thread
   char* packed = nullptr;        // scratch: the rows of one block, in tiles
-  Number* sorted = nullptr;      // scratch: HEIGHT rows for each thread, if columns have another order
+  Number* sorted = nullptr;      // scratch: TALL rows for each thread, if columns have another order
   char* expanded = nullptr;      // scratch: a panel for each thread, if they are compressed
   int64_t start = 0, count = 0;  // the block's first row and number of rows
-  Parts packs_left = {};         // parts of the block's rows, to be packed
+  Parts to_pack = {};            // parts of the block's rows
 
   const char* panel_at(int64_t panel) const { return (const char*)matrix->panels + panel * Kind::panel_bytes(units); }
   int64_t expanded_bytes() const { return (units + 1) / 2 * 2 * WIDTH * 4; }
@@ -172,7 +176,7 @@ struct Matmul {
   // The number of tiles of the block. Tiles have nearly equal heights: 16 rows become 8 and 8, not 12 and 4.
   int64_t num_tiles() const { return Kind::IN_TILES ? ceil_div(count, tall()) : ceil_div(count, Kind::TALL); }
 
-  // The height of the processor's tiles, or that of two, one below the other.
+  // The height that all of the processor's tiles have here. One of more than 16 rows is two, one below the other.
   int64_t tall() const {
     return count <= Kind::TALL / 2 ? count : ceil_div(ceil_div(count, ceil_div(count, Kind::TALL)), 2) * 2;
   }
@@ -185,7 +189,7 @@ struct Matmul {
   // The processor's tiles [first, last) of the block by panels [from, to).
   void in_tiles(int thread, int64_t first, int64_t last, int64_t from, int64_t to) const {
     const int64_t height = tall(), row_bytes = Kind::row_bytes(units), turns = last - first;
-    // Lines of a panel, for each step of 16 units and each turn.
+    // Of a panel's lines, those for one step (16 units) of one turn.
     const int64_t lines = ceil_div(Kind::panel_bytes(units), 64 * ceil_div(units, 16) * turns);
     const bool prefetches_itself = Kind::EXPANDS && turns == 1;
     char* own = Kind::EXPANDS && turns > 1 ? expanded + thread * expanded_bytes() : nullptr;
@@ -241,7 +245,7 @@ struct Matmul {
 
   void pack(int thread) {
     const int64_t columns = matrix->columns, row_bytes = Kind::row_bytes(units);
-    for (int64_t part; packs_left.claim(part);) {
+    for (int64_t part; to_pack.claim(part);) {
       const int64_t row = first_packed(part), height = first_packed(part + 1) - row;
       const Number* from = x + (start + row) * columns;
       const int64_t given = min(height, count - row);  // the others are padding
@@ -317,7 +321,7 @@ struct Matmul {
     const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
     for (int64_t block = 0; block < blocks; ++block) {
       start = rows * block / blocks, count = rows * (block + 1) / blocks - start;
-      packs_left = {Kind::IN_TILES ? ceil_div(num_tiles() * tall(), ROWS_AT_ONCE) : num_tiles()};
+      to_pack = {Kind::IN_TILES ? ceil_div(num_tiles() * tall(), ROWS_AT_ONCE) : num_tiles()};
       run(packs, this, count * matrix->columns <= SHORT ? 1 : threads);
       memset(started, 0, threads * sizeof(Started));
       run(multiplies, this, threads);

@@ -39,7 +39,6 @@ struct InTiles : InPanels<Kind> {
   static const bool IN_TILES = true;
   static const int TALL = 2 * TILE_ROWS;
 
-  // Called by each thread before its first sums and after its last ones. `tall`: see Matmul.
   static void begin(int64_t tall) {
     TileShapes shapes;
     for (int t = 0; t < 6; ++t) shapes.set(t, tall > TILE_ROWS ? tall / 2 : tall);

@@ -264,6 +264,8 @@ def test_tiles_are_chosen_where_they_are_fastest(processor):
         choice = choose("auto", CPU, dtype)
         assert (choice.name, choice.invariant, choice.note, choice.fix) == ("amx", True, "", "")
     assert choose("avx512", CPU, torch.bfloat16).name == "avx512"
+    sampling = library.for_sampling("auto", CPU, torch.bfloat16)
+    assert sampling is not None and sampling.isa == "avx512", "its kernels have no products"
     processor("avx2", "avx512", "avx512bf16", "vnni", "tiles", "amx")
     assert choose("auto", CPU, torch.bfloat16).name == "avx512"
     assert choose("amx", CPU, torch.bfloat16).name == "amx", "who asks for it gets it"

@@ -394,7 +394,7 @@ def test_the_bench_prints_one_json_object(small, capsys, isa, dtype):
 
 
 def test_bench_refuses_invalid_arguments(small, capsys, monkeypatch):
-    monkeypatch.setattr(library, "ISAS", {"avx2": 1 << 20})
+    monkeypatch.setitem(library.ISAS, "avx2", 1 << 20)
     for flag in ([], ["--json"]):
         assert bench.main([*flag, "--isa", "avx2"]) == 2
         out, err = capsys.readouterr()
