@@ -26,7 +26,7 @@ from .models.weights import Checkpoint
 from .runner import cuda_graphs
 from .runner.runner import Runner, _guarded
 from .scheduler import Scheduler
-from .types import ConfigError, EngineInfo, MemoryShort
+from .types import ConfigError, EngineInfo, MemoryShort, Roofline
 
 if TYPE_CHECKING:
     from .grammar.grammars import Grammars
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 TINY_BYTES = 64 << 20
 # For the memory of an engine that has ended: a driver may free it after the process is gone.
 FREED_S = 10.0
+# Sequences per step on a CPU, unless they are set: those that take this many times as long as one, but at most so many.
+# With more, the time per token would grow as fast as the throughput.
+SLOWDOWN, MAX_SEQS = 2.0, 256
 
 
 def pick_device(name: str) -> torch.device:
@@ -163,6 +166,8 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
             product.kernels.lossless = compressed
         # Measured now, while this process does nothing else.
         limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
+        if device.type == "cpu" and config.max_seqs is None and limits is not None:
+            plan = _with_more_seqs(described, machine, plan, limits)
         model = _guarded(lambda: models.load(spec, checkpoint, device, product, progress))
         if device.type == "cuda":
             taken = _profile(model, replace(plan.config, device=str(device), attention=backend.name))
@@ -246,6 +251,22 @@ def _plan(described: Described, *, again: bool) -> tuple[memory.Machine, memory.
             if not again or time.monotonic() > deadline:
                 raise
         time.sleep(FREED_S / 50)
+
+
+def _with_more_seqs(described: Described, machine: memory.Machine, plan: memory.Plan, limits: Roofline) -> memory.Plan:
+    """Return the plan for as many sequences per step as a CPU computes in twice the time of one, a power of two.
+
+    The plan remains as it is if that number is lower, or if there is not the memory for it.
+    """
+    config, rows = described.config, limits.rows(SLOWDOWN)
+    seqs = min(1 << rows.bit_length() - 1, MAX_SEQS, config.max_batched_tokens or MAX_SEQS)
+    if seqs <= (plan.config.max_seqs or 0):
+        return plan
+    try:
+        more = dataclasses.replace(described, config=replace(config, max_seqs=seqs)).arrange(machine)
+    except memory.Impossible:
+        return plan
+    return more if more.max_len == plan.max_len else plan
 
 
 def set_threads(described: Described) -> None:

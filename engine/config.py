@@ -15,6 +15,7 @@ GGUF_ACTIVATIONS = ("auto", "int8", "int16")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+CPU_SEQS, CUDA_SEQS = 32, 256  # sequences per step; an engine may raise the first, see `_with_more_seqs` in build.py
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -94,7 +95,7 @@ def check(config: EngineConfig) -> EngineConfig:
 def resolve(config: EngineConfig, device: str, model_max_len: int) -> EngineConfig:
     """Return the config with defaults for a device type ("cpu" or "cuda") and a model's maximum length."""
     on_cpu = device == "cpu"
-    seqs = config.max_seqs or min(16 if on_cpu else 256, config.max_batched_tokens or 1 << 30)
+    seqs = config.max_seqs or min(CPU_SEQS if on_cpu else CUDA_SEQS, config.max_batched_tokens or 1 << 30)
     budget = config.max_batched_tokens or max(256 if on_cpu else 8192, seqs)
     return check(
         replace(

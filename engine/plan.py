@@ -24,6 +24,7 @@ from .types import EngineError
 ASSUMPTIONS = (
     "activations are estimated from the model's shape",
     "memory in use is measured now, including that of a running server",
+    "an engine on a CPU may run more sequences at once, if it measures that it is fast enough",
 )
 
 

@@ -151,6 +151,11 @@ class Roofline(Struct, frozen=True, array_like=True, kw_only=True):
         """Return the minimum time for a step's operations."""
         return self.flops(tokens, 0, logits) / self.flops_per_s + pairs * self.flops_per_pair / self.pair_flops_per_s
 
+    def rows(self, factor: float) -> int:
+        """Return the number of rows with which a decode step takes `factor` times as long as with one, if the keys and
+        values that the rows attend to take no time."""
+        return int(factor * self.seconds(1, 0, 0, 1) / self.multiply_seconds(1, 0, 1))
+
     def seconds(self, tokens: int, context: int, pairs: int, logits: int) -> float:
         """Return the minimum time of a step: reading and computing overlap, and the slower one determines it."""
         return max(self.bytes(context) / self.bytes_per_s, self.multiply_seconds(tokens, pairs, logits))

@@ -126,14 +126,14 @@ class Settings(BaseSettings):
         "NAME",
         max_length=64,
     )
-    cpu_isa: Literal["auto", "avx512bf16", "avx512", "avx2", "torch"] = _engine(
+    cpu_isa: Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "torch"] = _engine(
         "auto", "instruction set of our CPU kernels; torch disables them (default: the best available)"
     )
     max_model_len: Count | None = _engine(
         None, "maximum tokens of a prompt and its output (default: what the model and the KV cache allow)", "TOKENS"
     )
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = _engine(
-        None, "maximum sequences per step (default: 16 on CPU, 256 on CUDA)", "N"
+        None, "maximum sequences per step (default: at least 32 on CPU, 256 on CUDA)", "N"
     )
     max_num_batched_tokens: Count | None = _engine(
         None, "maximum tokens per step (default: 256 on CPU, 8192 on CUDA)", "TOKENS"

@@ -116,7 +116,7 @@ class Paged:
         self.library = kernels
         # By the dtypes of the model and of the cache.
         self._attend = {
-            (dtype, cache): getattr(kernels, f"attend_{name}_{isa}") for dtype, cache, name in cache_dtypes()
+            (dtype, cache): library.find(kernels, isa, f"attend_{name}") for dtype, cache, name in cache_dtypes()
         }
         for function in self._attend.values():
             function.argtypes = [pointer] * 7 + [ctypes.c_int32]

@@ -24,17 +24,22 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-# Instruction set -> its compiler options.
+# Instruction set -> its compiler options. AMX is encoded in assembly, so it needs no option.
 VARIANTS = {
+    "amx": ["-DISA_AMX", "-mfma", "-mf16c", *AVX512],
     "avx512bf16": ["-DISA_AVX512BF16", "-mfma", "-mf16c", *AVX512, "-mavx512bf16"],
     "avx512": ["-DISA_AVX512", "-mfma", "-mf16c", *AVX512],
     "avx2": ["-DISA_AVX2", "-mfma", "-mf16c", "-mavx2"],
 }
+# Sources of every variant, and those of AMX, which has only matmuls: in everything else it is the avx512 variant.
+KERNELS = ("attention", "blocks", "layers", "logits", "lossless", "matmul", "quantized")
+AMX_KERNELS = ("lossless", "matmul", "quantized", "trial")
+EMULATED = ("amx", "avx512bf16")  # variants whose instructions can be emulated
 # Object -> its source and options. A source has one object for each variant.
 OBJECTS = {
     f"{kernel}_{isa}": (f"{kernel}.cpp", options)
     for isa, options in VARIANTS.items()
-    for kernel in ("attention", "blocks", "layers", "logits", "lossless", "matmul", "quantized")
+    for kernel in (AMX_KERNELS if isa == "amx" else KERNELS)
 } | {name: (f"{name}.cpp", []) for name in ("machine", "threads")}
 # Results must not depend on the compiler: no reordering of sums, and multiply-adds are fused only where the source says
 # so. gcc 12 warns about uninitialized variables in its own headers.
@@ -78,7 +83,7 @@ def file_name(*, emulate: bool = False) -> str:
 def compile_into(folder: Path, *, emulate: bool = False) -> Path:
     """Compile the library into a directory and return its path; the file appears atomically. Raises BuildError.
 
-    `emulate` builds the avx512bf16 variant without the bfloat16 dot product, for processors that lack it.
+    `emulate` builds the variants of EMULATED without their instructions, for processors that lack them.
     """
     if reason := supported():
         raise BuildError(reason)
@@ -91,8 +96,8 @@ def compile_into(folder: Path, *, emulate: bool = False) -> Path:
 
         def one(name: str) -> None:
             source, options = OBJECTS[name]
-            if emulate and name.endswith("avx512bf16"):
-                options = [*(option for option in options if option != "-mavx512bf16"), "-DEMULATE_BF16"]
+            if emulate and name.endswith(EMULATED):
+                options = [*(option for option in options if option != "-mavx512bf16"), "-DEMULATE"]
             _call([*command, *OPTIONS, *options, *more, "-c", str(HERE / source), "-o", objects[name]])
 
         with ThreadPoolExecutor(min(len(OBJECTS), os.cpu_count() or 1)) as pool:

@@ -1,8 +1,8 @@
 // The vector operations that the kernels use, for the instruction set that the file is compiled for.
 //
-// -DISA_AVX2, -DISA_AVX512 or -DISA_AVX512BF16 selects the variant, together with the compiler's -m flags. With
-// -DEMULATE_BF16 the last variant emulates the processor's bfloat16 dot product as Intel's manual defines it, so that
-// its code can be tested on machines without the instruction.
+// -DISA_AVX2, -DISA_AVX512, -DISA_AVX512BF16 or -DISA_AMX selects the variant, together with the compiler's -m flags.
+// With -DEMULATE the last two emulate the processor's bfloat16 dot product and its tiles (tiles.h) as Intel's manual
+// defines them, so that their code can be tested on machines without the instructions.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -129,12 +129,15 @@ static inline float max_lane(V v) {
   return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
 
-#elif defined(ISA_AVX512) || defined(ISA_AVX512BF16)
+#elif defined(ISA_AVX512) || defined(ISA_AVX512BF16) || defined(ISA_AMX)
 
 #if defined(ISA_AVX512)
 #define NAMED(name) JOIN(name, avx512)
-#else
+#elif defined(ISA_AVX512BF16)
 #define NAMED(name) JOIN(name, avx512bf16)
+#else
+#define NAMED(name) JOIN(name, amx)
+#define HAS_TILES 1
 #endif
 typedef __m512 V;
 typedef __m512i U;
@@ -235,7 +238,7 @@ static inline float max_lane(V v) { return _mm512_reduce_max_ps(v); }
 
 #if defined(ISA_AVX512BF16)
 #define HAS_DOT 1
-#if defined(EMULATE_BF16)
+#if defined(EMULATE)
 // Subnormal inputs and results count as zero, and the second number of a pair is added first.
 static inline V flushed(V v) {
   return _mm512_castsi512_ps(_mm512_mask_and_epi32(_mm512_castps_si512(v), _mm512_fpclass_ps_mask(v, 0x20),
@@ -251,7 +254,7 @@ static inline V dot(V sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a,
 #endif
 
 #else
-#error "define ISA_AVX2, ISA_AVX512 or ISA_AVX512BF16"
+#error "define ISA_AVX2, ISA_AVX512, ISA_AVX512BF16 or ISA_AMX"
 #endif
 
 // Transpose LANES vectors of LANES units, by repeatedly interleaving the first half of the rows with the second.

@@ -2,8 +2,8 @@
 
 The choice depends on the processor's features, on whether there is a library, and on the user's setting. With our
 kernels a row has the same bits in any batch. With torch it does not, so torch is used only where it must be (no
-library, no kernel for the processor) or where it is faster (AMX). Sampling is chosen separately: its kernels sample the
-same tokens as torch, and are faster on every processor.
+library, no kernel for the processor). Sampling is chosen separately: its kernels sample the same tokens as torch, and
+are faster on every processor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,18 @@ import torch
 from ..types import ConfigError
 from . import build, structures
 
-# Instruction sets, the most capable first, each with its bit in pequod_features(). `best_first` orders them by speed.
-ISAS = {"avx512bf16": 4, "avx512": 2, "avx2": 1}
+# Instruction sets, the most capable first, each with its bit in pequod_features() or, of amx, in `load`. `best_first`
+# orders them by speed.
+ISAS = {"amx": 64, "avx512bf16": 4, "avx512": 2, "avx2": 1}
+BASES = {"amx": "avx512"}  # variants that have matmuls alone, and those whose other functions they use
 AMX, VNNI = 8, 16
-DOT_PAYS = 32  # the processor's bfloat16 dot product is faster than multiply-adds; measured when the library is loaded
+# Measured or tried when the library is loaded: the processor's bfloat16 dot product is faster than multiply-adds; its
+# tiles (AMX) are faster than both; the system refuses them to this process.
+DOT_PAYS, TILES_PAY, TILES_REFUSED = 32, 128, 256
 CHOICES = ("auto", *ISAS, "torch")
+REPAIRS = "start it outside of sandboxes and emulators, or set `cpu_isa` to what computes now"
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+REFUSED = 1  # returned by the trial of tiles if the system does not let the process use them
 KERNEL_KINDS = 3  # whose times are counted separately: matmul, attention, other
 
 
@@ -40,6 +46,12 @@ def address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+def find(library: ctypes.CDLL, isa: str, name: str) -> Any:
+    """Return a function of a variant, or of the one that it is based on if it has none of its own."""
+    has_it = isa not in BASES or hasattr(library, f"{name}_{isa}")
+    return getattr(library, f"{name}_{isa if has_it else BASES[isa]}")
+
+
 class Kernels:
     """One variant of the library: the functions for one instruction set."""
 
@@ -49,79 +61,74 @@ class Kernels:
         self.lossless = False  # whether weights in bfloat16 are compressed while they are packed
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self.library, self.isa = library, isa
-        self.multiply = {dtype: getattr(library, f"matmul_{name}_{isa}") for dtype, name in DTYPES.items()}
+        own = partial(find, library, isa)
+        self.multiply = {dtype: own(f"matmul_{name}") for dtype, name in DTYPES.items()}
         # By the weights' bits and the activations' dtype.
         self.multiply_bits = {
-            (bits, dtype): getattr(library, f"matmul_int{bits}_{name}_{isa}")
-            for bits in (8, 4)
-            for dtype, name in DTYPES.items()
+            (bits, dtype): own(f"matmul_int{bits}_{name}") for bits in (8, 4) for dtype, name in DTYPES.items()
         }
         self.multiply_blocks = {
-            (bits, dtype): getattr(library, f"matmul_blocks{bits}_{name}_{isa}")
-            for bits in (4, 5, 6, 8)
-            for dtype, name in DTYPES.items()
+            (bits, dtype): own(f"matmul_blocks{bits}_{name}") for bits in (4, 5, 6, 8) for dtype, name in DTYPES.items()
         }
-        self.multiply_codes = {dtype: getattr(library, f"matmul_codes_{name}_{isa}") for dtype, name in DTYPES.items()}
-        self.multiply_lossless = getattr(library, f"matmul_lossless_{isa}")
-        self.multiply_joined = getattr(library, f"matmul_joined_{isa}")
+        self.multiply_codes = {dtype: own(f"matmul_codes_{name}") for dtype, name in DTYPES.items()}
+        self.multiply_lossless = own("matmul_lossless")
+        self.multiply_joined = own("matmul_joined")
         multiply = *self.multiply.values(), *self.multiply_bits.values(), *self.multiply_blocks.values()
         multiply += (*self.multiply_codes.values(),)
         for function in (*multiply, self.multiply_lossless, self.multiply_joined):
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
-        self.packers = {name: getattr(library, f"{name}_{isa}") for name in ("pack", "quantize", "repack", "compress")}
+        self.packers = {name: own(name) for name in ("pack", "quantize", "repack", "compress")}
         for function in self.packers.values():
             function.argtypes = [pointer, long, pointer, integer]
-        self.lookup = getattr(library, f"lookup_{isa}")
+        self.lookup = own("lookup")
         self.lookup.argtypes, self.lookup.restype = [pointer, long, pointer, long, pointer], long
-        self.dequantized = getattr(library, f"dequantized_{isa}")
+        self.dequantized = own("dequantized")
         self.dequantized.argtypes, self.dequantized.restype = [pointer, integer, long, pointer, long, pointer], long
-        self.scales_bytes = getattr(library, f"scales_bytes_{isa}")
+        self.scales_bytes = own("scales_bytes")
         self.scales_bytes.argtypes, self.scales_bytes.restype = [integer], long
-        self.dequantized_blocks = getattr(library, f"dequantized_blocks_{isa}")
+        self.dequantized_blocks = own("dequantized_blocks")
         self.dequantized_blocks.argtypes = [pointer, long, pointer, long, pointer]
         self.dequantized_blocks.restype = long
-        self.lossless_panel_bytes = getattr(library, f"lossless_panel_bytes_{isa}")
-        self.lossless_codes_bytes = getattr(library, f"lossless_codes_bytes_{isa}")
+        self.lossless_panel_bytes = own("lossless_panel_bytes")
+        self.lossless_codes_bytes = own("lossless_codes_bytes")
         for function in (self.lossless_panel_bytes, self.lossless_codes_bytes):
             function.argtypes, function.restype = [long], long
-        self.lossless_failures = getattr(library, f"lossless_failures_{isa}")
+        self.lossless_failures = own("lossless_failures")
         self.lossless_failures.argtypes, self.lossless_failures.restype = [pointer], long
-        self.lossless_lookup = getattr(library, f"lossless_lookup_{isa}")
+        self.lossless_lookup = own("lossless_lookup")
         self.lossless_lookup.argtypes, self.lossless_lookup.restype = [pointer, pointer, long, pointer], long
-        self.norm = {dtype: getattr(library, f"norm_{name}_{isa}") for dtype, name in DTYPES.items()}
+        self.norm = {dtype: own(f"norm_{name}") for dtype, name in DTYPES.items()}
         # With weights in float32, and one rounding.
         self.norm_wide = {
             torch.float32: self.norm[torch.float32],
-            torch.bfloat16: getattr(library, f"norm_wide_bfloat16_{isa}"),
+            torch.bfloat16: own("norm_wide_bfloat16"),
         }
-        self.norm_centered = {dtype: getattr(library, f"norm_centered_{name}_{isa}") for dtype, name in DTYPES.items()}
+        self.norm_centered = {dtype: own(f"norm_centered_{name}") for dtype, name in DTYPES.items()}
         for function in (*self.norm.values(), *self.norm_wide.values(), *self.norm_centered.values()):
             function.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_float, integer]
             function.restype = None
-        self.softcap = getattr(library, f"softcap_{isa}")
+        self.softcap = own("softcap")
         self.softcap.argtypes, self.softcap.restype = [pointer, long, ctypes.c_float, integer], None
-        self.sigmoid = getattr(library, f"sigmoid_{isa}")
+        self.sigmoid = own("sigmoid")
         self.sigmoid.argtypes, self.sigmoid.restype = [pointer, long], None
-        self.gates = {dtype: getattr(library, f"gates_{name}_{isa}") for dtype, name in DTYPES.items()}
+        self.gates = {dtype: own(f"gates_{name}") for dtype, name in DTYPES.items()}
         for function in self.gates.values():
             function.argtypes, function.restype = [pointer, pointer, pointer, long, long, integer], None
         # By the model's dtype and the cache's.
-        self.layers = {
-            (dtype, cache): getattr(library, f"layers_{name}_{isa}") for dtype, cache, name in cache_dtypes()
-        }
+        self.layers = {(dtype, cache): own(f"layers_{name}") for dtype, cache, name in cache_dtypes()}
         for function in self.layers.values():
             function.argtypes = [pointer]
-        self.best = getattr(library, f"best_{isa}")
+        self.best = own("best")
         self.best.argtypes, self.best.restype = [pointer, long, long, pointer, pointer, integer], None
-        self.sample = getattr(library, f"sample_{isa}")
+        self.sample = own("sample")
         self.sample.argtypes = [pointer, long, long, pointer, pointer, pointer, integer]
-        self.process = getattr(library, f"process_{isa}")
+        self.process = own("process")
         self.process.argtypes = [pointer, long, long, pointer, pointer, integer]
-        self.top_logits = getattr(library, f"top_logits_{isa}")
+        self.top_logits = own("top_logits")
         self.top_logits.argtypes = [pointer, long, long, long, pointer, pointer, pointer, integer]
-        self.forbid = getattr(library, f"forbid_{isa}")
+        self.forbid = own("forbid")
         self.forbid.argtypes, self.forbid.restype = [pointer, long, pointer, pointer, long, long], None
-        self.width: int = getattr(library, f"panel_width_{isa}")()  # rows of a weight in a panel
+        self.width: int = own("panel_width")()  # rows of a weight in a panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +173,17 @@ def load(path: Path) -> tuple[ctypes.CDLL, int]:
     features = library.pequod_features()
     if features & ISAS["avx512bf16"] and library.dot_pays_avx512bf16():
         features |= DOT_PAYS
+    if features & AMX and features & VNNI:
+        features |= _tried(library, best_first(features)[0])
     return library, features
+
+
+def _tried(library: ctypes.CDLL, other: str) -> int:
+    """Return the features of a processor with tiles. `other`: the fastest variant without them."""
+    failed = library.trial_amx()
+    if failed:
+        return TILES_REFUSED if failed == REFUSED else 0
+    return ISAS["amx"] | (TILES_PAY if library.tiles_pay_amx(getattr(library, f"matmul_bfloat16_{other}")) else 0)
 
 
 def available() -> list[str]:
@@ -176,9 +193,8 @@ def available() -> list[str]:
 
 def best_first(features: int) -> list[str]:
     """Return the variants that a processor with these features can run, fastest first."""
-    order = list(ISAS)
-    if not features & DOT_PAYS:  # then multiply-adds of widened numbers are faster
-        order[:2] = order[1::-1]
+    order = ["avx512bf16", "avx512"] if features & DOT_PAYS else ["avx512", "avx512bf16"]
+    order = ["amx", *order, "avx2"] if features & TILES_PAY else [*order, "amx", "avx2"]
     return [isa for isa in order if features & ISAS[isa]]
 
 
@@ -210,16 +226,31 @@ def choose(setting: str, device: torch.device, dtype: torch.dtype, *, quantized:
             fix = "install g++ and start again: they are then compiled, in seconds"
         return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
     have = best_first(features)
-    if setting == "auto" and features & AMX and dtype == torch.bfloat16:
-        fix = f"`cpu_isa={have[0]}` if equal bits matter more than speed" if have else ""
-        return Choice(None, "torch computes the products with AMX, and results depend on the batch", fix)
     if setting == "auto" and not have:
         lost = "this processor has no AVX2: torch computes the products, and results depend on the batch"
         return Choice(None, lost, "use a processor of the last ten years")
     if setting not in ("auto", *have):
-        raise ConfigError(f"this processor cannot run {setting}; it can run {', '.join([*have, 'torch'])}")
+        reason = _lost(features) if setting == "amx" else ""
+        able = f"it can run {', '.join([*have, 'torch'])}"
+        raise ConfigError(f"this processor cannot run {setting}{reason and f' ({reason})'}; {able}")
+    return _chosen(library, have, features, setting, dtype)
+
+
+def _chosen(library: ctypes.CDLL, have: list[str], features: int, setting: str, dtype: torch.dtype) -> Choice:
+    """Return our kernels: the variant that `setting` names, or the first of `have`."""
     isa = have[0] if setting == "auto" else setting
-    return Choice(Kernels(library, isa, quantizes=_quantizes(isa, features)))
+    kernels = Kernels(library, isa, quantizes=_quantizes(isa, features))
+    lost = _lost(features) if setting == "auto" and dtype == torch.bfloat16 else ""
+    return Choice(kernels, lost and f"{isa} computes the products, slower than AMX: {lost}", lost and REPAIRS)
+
+
+def _lost(features: int) -> str:
+    """Return why the processor's tiles are not used, or an empty string."""
+    if not features & AMX or features & ISAS["amx"]:
+        return ""
+    if features & TILES_REFUSED:
+        return "the system refuses its registers to this process"
+    return "it failed a trial when the kernels were loaded"
 
 
 def for_sampling(setting: str, device: torch.device, dtype: torch.dtype) -> Kernels | None:
@@ -231,7 +262,7 @@ def for_sampling(setting: str, device: torch.device, dtype: torch.dtype) -> Kern
     isa = settle(setting, device)
     if device.type != "cpu" or isa == "torch" or dtype == torch.float64:
         return None
-    return Kernels(load(build.library())[0], isa)
+    return Kernels(load(build.library())[0], BASES.get(isa, isa))
 
 
 def settle(setting: str, device: torch.device) -> str:
@@ -254,7 +285,7 @@ def _quantizes(isa: str, features: int) -> bool:
 
 
 def _for_quantized(setting: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    """Return the choice for quantized weights. AMX does not matter for them, and AVX-512 needs VNNI."""
+    """Return the choice for quantized weights: AVX-512 needs VNNI for them."""
     need = "quantized weights need our CPU kernels"
     if device.type != "cpu":
         raise ConfigError(f"{need}, and this engine runs on {device}")
@@ -274,4 +305,4 @@ def _for_quantized(setting: str, device: torch.device, dtype: torch.dtype) -> Ch
         raise ConfigError(
             f"{setting} computes no products of quantized weights on this processor; {', '.join(have)} can"
         )
-    return Choice(Kernels(library, have[0] if setting == "auto" else setting))
+    return _chosen(library, have, features, setting, dtype)

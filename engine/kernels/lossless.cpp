@@ -11,8 +11,8 @@
 // second, so that interleaving bytes restores both.
 //
 // Results. Numbers are restored before they are multiplied, so the bits of y are those of plain weights.
-#include "chains.h"
 #include "packing.h"
+#include "tiled.h"
 
 namespace {
 
@@ -110,12 +110,47 @@ struct Lossless : Chain<Unit> {
   }
 };
 
+#if defined(HAS_TILES)
+// Returns the units of a panel's steps in their order, each expanded into the first-level cache or into `expanded`.
+struct ExpandedSteps {
+  const char* w;
+  char* expanded;  // or null
+  Expander expander;
+  Steps step;
+
+  ExpandedSteps(const Matrix& matrix, int64_t units, int64_t panel, const char* w, char* expanded)
+      : w(w), expanded(expanded), step(w, units) {
+    expander.begin(matrix, panel, units);
+  }
+  const char* operator()(int64_t s) {
+    const int64_t start = s * STEP_UNITS, end = min(start + STEP_UNITS, step.units);
+    char* to = expanded ? expanded + s * STEP_BYTES : step.padded;
+    expander.expand(w, start, end, to);
+    return end - start == STEP_UNITS ? to : step.pad(to, end - start);
+  }
+};
+
+struct TiledLossless : Tiled<> {
+  typedef Tiled<> Expanded;
+  static const bool EXPANDS = true;
+  static int64_t panel_bytes(int64_t units) { return compressed_bytes(units); }
+  static void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* w, char* expanded, const char* xs,
+                   int64_t tall, Fetch& fetch, float (&out)[2 * TILE_ROWS][WIDTH]) {
+    ExpandedSteps weights(matrix, units, panel, w, expanded);
+    multiply_rows<Tiles, false>(weights, 0, steps(units), xs, tall, fetch, out);
+  }
+};
+typedef TiledLossless LosslessHalves;
+#else
+typedef Lossless<Halves> LosslessHalves;
+#endif
+
 }  // namespace
 
 EXPORT int32_t NAMED(matmul_lossless)(const Matrix* matrix, const uint16_t* x, const uint16_t* residual, void* y,
                                       int64_t rows, int32_t threads) {
   const Timed timed(MATMUL);
-  Matmul<Lossless<Halves>> matmul = {matrix, x, residual, y, rows};
+  Matmul<LosslessHalves> matmul = {matrix, x, residual, y, rows};
   return matmul.compute(threads);
 }
 

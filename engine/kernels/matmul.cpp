@@ -1,6 +1,6 @@
 // y = x W^T for packed weights in float32 or bfloat16, see matmul.h.
-#include "chains.h"
 #include "packing.h"
+#include "tiled.h"
 
 EXPORT int32_t NAMED(matmul_float32)(const Matrix* matrix, const float* x, const float* residual, float* y,
                                           int64_t rows, int32_t threads) {
@@ -12,7 +12,7 @@ EXPORT int32_t NAMED(matmul_float32)(const Matrix* matrix, const float* x, const
 EXPORT int32_t NAMED(matmul_bfloat16)(const Matrix* matrix, const uint16_t* x, const uint16_t* residual, void* y,
                                            int64_t rows, int32_t threads) {
   const Timed timed(MATMUL);
-  Matmul<Chain<Halves>> matmul = {matrix, x, residual, y, rows};
+  Matmul<PlainHalves> matmul = {matrix, x, residual, y, rows};
   return matmul.compute(threads);
 }
 

@@ -13,7 +13,8 @@
 //
 // Tiles. A tile is up to HEIGHT rows of x by one panel, or few rows by several panels, so that enough independent sums
 // hide the latency of the additions. A tile's rows are packed as X[unit][row]: rows of x are often a power of two
-// apart, and read in place they would evict one another from the first-level cache.
+// apart, and read in place they would evict one another from the first-level cache. Where the processor multiplies
+// tiles (tiled.h), all tiles have the same height, and the last one is padded with rows of zeros.
 #pragma once
 #include "numbers.h"
 #include "work.h"
@@ -24,7 +25,16 @@ namespace {
 const int WIDTH = 2 * LANES;      // rows of W in a panel
 const int64_t BLOCK = 44 * HEIGHT;  // rows of x that are packed at once; bounds the scratch memory
 const int64_t PARTS = 24;         // approximate number of parts that a thread's panels are divided into
-const int64_t NEAR = 512 << 10;   // bytes of packed x that should stay in the second-level cache beside a panel
+const int64_t ROWS_AT_ONCE = 8;   // that a thread packs for the processor's tiles
+// Bytes that a single turn of the processor's tiles prefetches ahead. Without, it read memory a third slower on an
+// Emerald Rapids, which follows loads of tiles less far than others.
+const int64_t AHEAD_OF_TILES = 16 << 10;
+// Bytes of packed x that should stay in the second-level cache beside a panel; processors with tiles have 2 MB of it.
+#if defined(HAS_TILES)
+const int64_t NEAR = 1 << 20;
+#else
+const int64_t NEAR = 512 << 10;
+#endif
 const int64_t SMALL = 1 << 18;    // multiply-adds below which waking other threads costs more than they save
 const int64_t SHORT = 1 << 14;    // numbers of x up to which one thread packs faster than several
 
@@ -59,12 +69,31 @@ struct alignas(64) Started {
 //   sums<M, P>(matrix, units, panel, w, expanded, xs, ahead, lines, out)
 //       M rows by P panels from `panel` on, whose bytes are at `w`. Prefetches `lines` cache lines from `ahead` on for
 //       each unit. Writes the panel to `expanded`, unless that is null.
+//   TALL                            maximum height of a tile
+//   IN_TILES                        whether the processor multiplies tiles; it then has instead of `pack_x` and `sums`:
+//
+//   pack_row(x, count, units, tall, m, tile)
+//       Writes row `m` of a tile of `tall` rows: `count` numbers, then zeros.
+//   begin(tall), end()
+//       Called by each thread before its first sums and after its last ones.
+//   sums(matrix, units, panel, w, expanded, xs, tall, fetch, out)
+//       A tile by one panel. Prefetches what `fetch` says, and moves it on.
+
+// The lines to prefetch: `lines` for each step of a tile's sums.
+struct Fetch {
+  const char* at;
+  int64_t lines;
+  void next(int64_t count) {
+    for (; count > 0; --count, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
 
 // A Kind whose panels are computed with as they are.
 template <class Kind>
 struct InPanels {
   typedef Kind Expanded;
-  static const bool EXPANDS = false;
+  static const bool EXPANDS = false, IN_TILES = false;
+  static const int TALL = HEIGHT;
   static int64_t panel_bytes(int64_t units) { return units * WIDTH * 4; }
 };
 
@@ -81,10 +110,10 @@ struct Matmul {
   int threads = 1;
   Started* started = nullptr;    // scratch: one for each thread
   char* packed = nullptr;        // scratch: the rows of one block, in tiles
-  Number* sorted = nullptr;      // scratch: HEIGHT rows for each thread, if columns have another order
+  Number* sorted = nullptr;      // scratch: TALL rows for each thread, if columns have another order
   char* expanded = nullptr;      // scratch: a panel for each thread, if they are compressed
   int64_t start = 0, count = 0;  // the block's first row and number of rows
-  Parts tiles = {};              // the block's tiles, to be packed
+  Parts to_pack = {};            // parts of the block's rows
 
   const char* panel_at(int64_t panel) const { return (const char*)matrix->panels + panel * Kind::panel_bytes(units); }
   int64_t expanded_bytes() const { return (units + 1) / 2 * 2 * WIDTH * 4; }
@@ -121,9 +150,7 @@ struct Matmul {
   __attribute__((noinline)) void tile(const char* xs, int64_t panel, const char* w, char* own, int64_t row,
                                       const char* ahead, int lines) const {
     float out[M][P][WIDTH];
-    // Rows of y are far apart: prefetch the first cache line of each before computing the sums.
-    const int64_t column = panel * (matrix->gated ? LANES : WIDTH), size = matrix->wide ? 4 : sizeof(Number);
-    for (int m = 0; m < M; ++m) __builtin_prefetch((char*)y + ((row + m) * matrix->stride + column) * size, 1, 2);
+    prefetch_results(M, panel, row);
     Of::template sums<M, P>(*matrix, units, panel, w, own, xs, ahead, lines, out);
     for (int p = 0; p < P; ++p) finish(out[0][p], P * WIDTH, M, panel + p, row);
   }
@@ -147,19 +174,67 @@ struct Matmul {
   }
 
   // The number of tiles of the block. Tiles have nearly equal heights: 16 rows become 8 and 8, not 12 and 4.
-  int64_t num_tiles() const { return (count + HEIGHT - 1) / HEIGHT; }
+  int64_t num_tiles() const { return Kind::IN_TILES ? ceil_div(count, tall()) : ceil_div(count, Kind::TALL); }
+
+  // The height that all of the processor's tiles have here. One of more than 16 rows is two, one below the other.
+  int64_t tall() const {
+    return count <= Kind::TALL / 2 ? count : ceil_div(ceil_div(count, ceil_div(count, Kind::TALL)), 2) * 2;
+  }
+
+  // The first row of a tile; of the number of tiles, the number of rows.
+  int64_t row_of(int64_t tile) const {
+    return Kind::IN_TILES ? min(tile * tall(), count) : count * tile / num_tiles();
+  }
+
+  // The processor's tiles [first, last) of the block by panels [from, to).
+  void in_tiles(int thread, int64_t first, int64_t last, int64_t from, int64_t to) const {
+    const int64_t height = tall(), row_bytes = Kind::row_bytes(units), turns = last - first;
+    // Of a panel's lines, those for one step (16 units) of one turn.
+    const int64_t lines = ceil_div(Kind::panel_bytes(units), 64 * ceil_div(units, 16) * turns);
+    const bool prefetches_itself = Kind::EXPANDS && turns == 1;
+    char* own = Kind::EXPANDS && turns > 1 ? expanded + thread * expanded_bytes() : nullptr;
+    for (int64_t panel = from; panel < to; ++panel) {
+      const char *w = panel_at(panel), *next = panel_at(panel + 1), *end = panel_at(panel + 2);
+      // One turn prefetches just ahead of itself, several prefetch the next panel.
+      Fetch fetch = {turns == 1 ? w + AHEAD_OF_TILES : next, prefetches_itself ? 0 : lines};
+      for (int64_t t = first; t < last; ++t) {
+        const int64_t row = row_of(t), rows_of_tile = row_of(t + 1) - row;
+        if (turns > 1 && fetch.at >= end) fetch.lines = 0;
+        if (t > first && own)
+          one<typename Kind::Expanded>(rows_of_tile, packed + row * row_bytes, panel, own, nullptr, row, height, fetch);
+        else one<Kind>(rows_of_tile, packed + row * row_bytes, panel, w, own, row, height, fetch);
+      }
+    }
+  }
+
+  // A tile by one panel, whose bytes are at `w`.
+  template <class Of>
+  __attribute__((noinline)) void one(int64_t height, const char* xs, int64_t panel, const char* w, char* own, int64_t row,
+                                     int64_t padded, Fetch& fetch) const {
+    alignas(64) float out[Kind::TALL][WIDTH];
+    prefetch_results(height, panel, start + row);
+    Of::sums(*matrix, units, panel, w, own, xs, padded, fetch, out);
+    finish(out[0], WIDTH, height, panel, start + row);
+  }
+
+  // Rows of y are far apart: prefetch the first cache line of each before computing the sums.
+  INLINE void prefetch_results(int64_t height, int64_t panel, int64_t row) const {
+    const int64_t column = panel * (matrix->gated ? LANES : WIDTH), size = matrix->wide ? 4 : sizeof(Number);
+    for (int64_t m = 0; m < height; ++m)
+      __builtin_prefetch((char*)y + ((row + m) * matrix->stride + column) * size, 1, 2);
+  }
 
   // Tiles [first, last) of the block by panels [from, to).
   void many(int thread, int64_t first, int64_t last, int64_t from, int64_t to) const {
-    const int64_t tiles = num_tiles(), row_bytes = Kind::row_bytes(units);
+    const int64_t row_bytes = Kind::row_bytes(units);
     char* own = Kind::EXPANDS && last - first > 1 ? expanded + thread * expanded_bytes() : nullptr;
     for (int64_t panel = from; panel < to; ++panel) {
       const char *w = panel_at(panel), *next = panel_at(panel + 1);
       for (int64_t t = first; t < last; ++t) {
         // Prefetch the next panel while this one is multiplied, a part of it during each of the first two tiles: if the
         // first tile fetched all of it, memory would idle during the second.
-        const int64_t row = count * t / tiles, n = t - first;
-        const int lines = last - first == 1 ? 2 : n < 2 ? 1 : 0, height = (int)(count * (t + 1) / tiles - row);
+        const int64_t row = row_of(t), n = t - first;
+        const int lines = last - first == 1 ? 2 : n < 2 ? 1 : 0, height = (int)(row_of(t + 1) - row);
         const char *xs = packed + row * row_bytes, *ahead = next + n * units * 64;
         // The first tile expands a compressed panel for the others.
         if (n && own) any<typename Kind::Expanded>(height, xs, panel, own, nullptr, start + row, ahead, lines);
@@ -169,13 +244,22 @@ struct Matmul {
   }
 
   void pack(int thread) {
-    const int64_t num = num_tiles(), columns = matrix->columns;
-    for (int64_t t; tiles.claim(t);) {
-      const int64_t row = count * t / num, end = count * (t + 1) / num;
+    const int64_t columns = matrix->columns, row_bytes = Kind::row_bytes(units);
+    for (int64_t part; to_pack.claim(part);) {
+      const int64_t row = first_packed(part), height = first_packed(part + 1) - row;
       const Number* from = x + (start + row) * columns;
-      if (matrix->order) from = sort(from, end - row, sorted + thread * HEIGHT * columns);
-      Kind::pack_x(from, columns, units, end - row, packed + row * Kind::row_bytes(units));
+      const int64_t given = min(height, count - row);  // the others are padding
+      if (matrix->order && given > 0) from = sort(from, given, sorted + thread * Kind::TALL * columns);
+      if constexpr (Kind::IN_TILES)
+        for (int64_t m = 0, at = row; m < height; ++m, ++at)
+          Kind::pack_row(from + m * columns, m < given ? columns : 0, units, tall(), at % tall(),
+                         packed + at / tall() * tall() * row_bytes);
+      else Kind::pack_x(from, columns, units, height, packed + row * row_bytes);
     }
+  }
+  // The first row of a part that a thread packs: a tile, or some rows of the processor's tiles.
+  int64_t first_packed(int64_t part) const {
+    return Kind::IN_TILES ? min(part * ROWS_AT_ONCE, num_tiles() * tall()) : row_of(part);
   }
 
   // Write rows of x to `to`, in the order of the weight's columns; returns `to`.
@@ -189,27 +273,31 @@ struct Matmul {
   // Each thread owns a range of the panels, divided into parts. It computes its own parts first, whose memory it may be
   // nearest to, and then those that other threads have not started, so that a thread without a processor delays none.
   void multiply(int thread) const {
+    if constexpr (Kind::IN_TILES) Kind::begin(tall());
     for (int i = 0; i < threads; ++i) compute_range(thread, (thread + i) % threads);
+    if constexpr (Kind::IN_TILES) Kind::end();
   }
 
   void compute_range(int thread, int64_t owner) const {
     int64_t* parts_started = &started[owner].parts;
     const int64_t panels = matrix->num_panels, from = panels * owner / threads, to = panels * (owner + 1) / threads;
-    const int64_t step = panels_of_tile(rows), size = max((to - from) / PARTS / step, 1) * step;
+    const int64_t step = Kind::IN_TILES ? 1 : panels_of_tile(rows), size = max((to - from) / PARTS / step, 1) * step;
     const int64_t parts = (to - from + size - 1) / size;
     // A group is the tiles whose rows stay in the second-level cache, or fewer if there are more threads than panels.
     const int64_t tiles = num_tiles();
-    int64_t group_tiles = NEAR / (Kind::row_bytes(units) * HEIGHT);
+    int64_t group_tiles = NEAR / (Kind::row_bytes(units) * Kind::TALL);
     if (panels < threads && group_tiles > tiles * panels / threads) group_tiles = tiles * panels / threads;
     const int64_t groups = group_tiles < 1 ? tiles : (tiles + group_tiles - 1) / group_tiles;
     while (__atomic_load_n(parts_started, __ATOMIC_RELAXED) < groups * parts) {
       const int64_t part = __atomic_fetch_add(parts_started, 1, __ATOMIC_RELAXED), group = part / parts;
       if (group >= groups) return;
       const int64_t begin = from + part % parts * size, end = min(begin + size, to);
-      if (rows == 1) few<1>(begin, end);
+      const int64_t first = tiles * group / groups, last = tiles * (group + 1) / groups;
+      if constexpr (Kind::IN_TILES) in_tiles(thread, first, last, begin, end);
+      else if (rows == 1) few<1>(begin, end);
       else if (rows == 2) few<2>(begin, end);
       else if (rows == 3) few<3>(begin, end);
-      else many(thread, tiles * group / groups, tiles * (group + 1) / groups, begin, end);
+      else many(thread, first, last, begin, end);
     }
   }
 
@@ -221,9 +309,10 @@ struct Matmul {
     if (rows <= 0) return 0;
     units = Kind::units(matrix->columns);
     threads = max_threads < 1 || rows * matrix->columns * matrix->num_panels * WIDTH < SMALL ? 1 : max_threads;
-    const int64_t packed_bytes = (min(rows, BLOCK) * Kind::row_bytes(units) + 63) / 64 * 64;
-    const int64_t sorted_bytes = matrix->order ? threads * HEIGHT * matrix->columns * (int64_t)sizeof(Number) : 0;
-    const int64_t all_expanded = Kind::EXPANDS && rows > HEIGHT ? threads * expanded_bytes() : 0;
+    const int64_t most = min(rows, BLOCK), padded = Kind::IN_TILES ? ceil_div(most, Kind::TALL) * Kind::TALL : most;
+    const int64_t packed_bytes = (padded * Kind::row_bytes(units) + 63) / 64 * 64;
+    const int64_t sorted_bytes = matrix->order ? threads * Kind::TALL * matrix->columns * (int64_t)sizeof(Number) : 0;
+    const int64_t all_expanded = Kind::EXPANDS && rows > Kind::TALL ? threads * expanded_bytes() : 0;
     started = (Started*)scratch(threads * sizeof(Started) + packed_bytes + all_expanded + sorted_bytes);
     if (!started) return 1;
     packed = (char*)(started + threads);
@@ -232,7 +321,7 @@ struct Matmul {
     const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
     for (int64_t block = 0; block < blocks; ++block) {
       start = rows * block / blocks, count = rows * (block + 1) / blocks - start;
-      tiles = {num_tiles()};
+      to_pack = {Kind::IN_TILES ? ceil_div(num_tiles() * tall(), ROWS_AT_ONCE) : num_tiles()};
       run(packs, this, count * matrix->columns <= SHORT ? 1 : threads);
       memset(started, 0, threads * sizeof(Started));
       run(multiplies, this, threads);
@@ -272,7 +361,7 @@ void interleave(int64_t units, int64_t rows, Read read, Spread spread, void* to)
 // -- panels -----------------------------------------------------------------------------------------------------------
 
 // The row of the plain weight, gate before up, that is row `j` of a panel; -1 if there is none.
-int64_t source_row(int64_t rows, bool gated, int64_t panel, int j) {
+inline int64_t source_row(int64_t rows, bool gated, int64_t panel, int j) {
   if (!gated) return panel * WIDTH + j < rows ? panel * WIDTH + j : -1;
   const int64_t row = panel * LANES + j % LANES, half = rows / 2;
   return row >= half ? -1 : j < LANES ? row : half + row;

@@ -9,7 +9,7 @@
 // last.
 #include "bytes.h"
 #include "packing.h"
-#include "matmul.h"
+#include "tiled.h"
 
 namespace {
 
@@ -130,25 +130,86 @@ struct Quantized : InPanels<Quantized<Number_, Width>> {
   }
 };
 
-template <class Number, class Width>
+#if defined(HAS_TILES)
+// Weights of 8 bits, with the same results: a tile has one group's sum of products. Rows of x are packed as
+// X[step][row][64 bytes]; the groups' initial sums and scales follow, [group][row] each.
+template <class Number_>
+struct TiledEight : InTiles<Tiles, TiledEight<Number_>> {
+  typedef Number_ Number;
+  static const int64_t STEPS = Eight::SIZE / TILE_BYTES;  // of a group
+
+  static int64_t units(int64_t columns) { return ceil_div(columns, Eight::PER_UNIT); }
+  static int64_t groups(int64_t units) { return ceil_div(units, STEPS * STEP_UNITS); }
+  static int64_t row_bytes(int64_t units) { return groups(units) * Eight::SIZE + ceil_div(groups(units), 8) * 64; }
+
+  static void pack_row(const Number* x, int64_t count, int64_t units, int64_t tall, int64_t m, char* tile) {
+    const int64_t num_groups = groups(units);
+    int32_t* initial = (int32_t*)(tile + num_groups * Eight::SIZE * tall);
+    float* scales = (float*)(initial + num_groups * tall);
+    for (int64_t g = 0; g < num_groups; ++g) {
+      Bytes<Eight::SIZE> bytes;
+      bytes.quantize(x + g * Eight::SIZE, max(0, count - g * Eight::SIZE));
+      initial[g * tall + m] = bytes.scale > 0 ? -Eight::ZERO * bytes.sum : 0;
+      scales[g * tall + m] = bytes.scale * Eight::DOWN;
+      for (int64_t s = 0; s < STEPS; ++s)
+        memcpy(tile + ((g * STEPS + s) * tall + m) * TILE_BYTES, bytes.numbers + s * TILE_BYTES, TILE_BYTES);
+    }
+  }
+  static void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* w, char*, const char* xs, int64_t tall,
+                   Fetch& fetch, float (&out)[2 * TILE_ROWS][WIDTH]) {
+    const int64_t num_groups = groups(units);
+    const int32_t* initial = (const int32_t*)(xs + num_groups * Eight::SIZE * tall);
+    const float* scales = (const float*)(initial + num_groups * tall);
+    Steps weights(w, units);
+    for (int64_t i = 0; i < tall; ++i) store(out[i], zero()), store(out[i] + LANES, zero());
+    for (int64_t g = 0; g < num_groups; ++g, initial += tall, scales += tall) {
+      alignas(64) int32_t group[2 * TILE_ROWS][WIDTH];
+      const int64_t from = g * STEPS, to = min(from + STEPS, ceil_div(units, STEP_UNITS));
+      multiply_rows<Tiles, true>(weights, from, to, xs + from * tall * TILE_BYTES, tall, fetch, group);
+      for (int64_t m = 0; m < tall; ++m)
+        for (int j = 0; j < WIDTH; j += LANES) {
+          const U sum = add_ints(load_units(group[m] + j), set1_units((uint32_t)initial[m]));
+          store(out[m] + j, fma(ints_to_floats(sum), set1(scales[m]), load(out[m] + j)));
+        }
+    }
+    for (int j = 0; j < 2; ++j) {
+      const V of_w = Eight::scales(matrix, panel, num_groups, 0, j);
+      for (int64_t m = 0; m < tall; ++m) {
+        float* to = out[m] + j * LANES;
+        store(to, mul(mul(load(to), of_w), set1(1 / Eight::DOWN)));
+      }
+    }
+  }
+};
+template <class Number>
+using Eights = TiledEight<Number>;
+#else
+template <class Number>
+using Eights = Quantized<Number, Eight>;
+#endif
+template <class Number>
+using Fours = Quantized<Number, Four>;
+
+template <class Kind>
 int32_t multiply(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows, int32_t threads) {
+  typedef typename Kind::Number Number;
   const Timed timed(MATMUL);
-  Matmul<Quantized<Number, Width>> matmul = {matrix, (const Number*)x, (const Number*)residual, y, rows};
+  Matmul<Kind> matmul = {matrix, (const Number*)x, (const Number*)residual, y, rows};
   return matmul.compute(threads);
 }
 
 }  // namespace
 
-#define MATMUL_OF(name, Number, Width)                                                                                 \
+#define MATMUL_OF(name, Kind)                                                                                          \
   EXPORT int32_t NAMED(name)(const Matrix* matrix, const void* x, const void* residual, void* y, int64_t rows,         \
                              int32_t threads) {                                                                        \
-    return multiply<Number, Width>(matrix, x, residual, y, rows, threads);                                        \
+    return multiply<Kind>(matrix, x, residual, y, rows, threads);                                                      \
   }
 
-MATMUL_OF(matmul_int8_float32, float, Eight)
-MATMUL_OF(matmul_int8_bfloat16, uint16_t, Eight)
-MATMUL_OF(matmul_int4_float32, float, Four)
-MATMUL_OF(matmul_int4_bfloat16, uint16_t, Four)
+MATMUL_OF(matmul_int8_float32, Eights<float>)
+MATMUL_OF(matmul_int8_bfloat16, Eights<uint16_t>)
+MATMUL_OF(matmul_int4_float32, Fours<float>)
+MATMUL_OF(matmul_int4_bfloat16, Fours<uint16_t>)
 
 // -- packing ----------------------------------------------------------------------------------------------------------
 

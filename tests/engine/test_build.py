@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import memory, models
+from engine import Roofline, memory, models, roofline
 from engine.attention import AttentionLayer, choose
 from engine.batch import Batch, Entered, Row
 from engine.build import build, describe, load, pick_device
@@ -96,13 +96,57 @@ def test_build_gives_a_runner_that_knows_what_it_is(tmp_path):
     assert info.num_params == 40 * 16 + 16 + 2 * (2 * 16 + 2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 32)
     assert info.weights_bytes == 4 * info.num_params
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 4 * 4
-    assert info.num_blocks == 2 * 16 * 64 // 16, "twice what all sequences at full length can hold"
+    assert info.num_blocks == 2 * config.max_seqs * 64 // 16, "twice what all sequences at full length can hold"
     assert info.exact == (info.attention == "cpu") and info.notes == () and info.torch == torch.__version__
     assert shares and shares[-1] == 1.0 and shares == sorted(shares)
-    assert (config.max_seqs, config.max_batched_tokens, config.num_blocks) == (16, 256, info.num_blocks)
+    assert (config.max_batched_tokens, config.num_blocks) == (256, info.num_blocks)
+    assert info.max_seqs == config.max_seqs and 32 <= config.max_seqs <= 256
     assert runner.config == config and runner.cache.layers[0].tensor.shape[0] == info.num_blocks
     got = step(runner, [Row(1, 0, [3, 1, 4], [0], 1)], [Entered(1, GREEDY, 3, [])])
     assert 0 <= got.outcomes[0].token_ids[0] < 40
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "seqs"),
+    [
+        (15, {}, 32),
+        (64, {}, 64),
+        (127, {}, 64),
+        (5000, {}, 256),
+        (5000, {"max_batched_tokens": 48}, 48),
+        (5000, {"max_batched_tokens": 24}, 24),
+        (5000, {"max_seqs": 5}, 5),
+        (5000, {"num_blocks": 6}, 256),
+    ],
+)
+def test_a_fast_processor_runs_more_sequences_at_once(tmp_path, monkeypatch, rows, settings, seqs):
+    """`rows` take twice as long as one."""
+    limits = Roofline(
+        bytes_per_s=1.0, flops_per_s=rows / 2, pair_flops_per_s=1.0, weights_bytes=1, kv_bytes_per_token=0,
+        flops_per_token=1, flops_per_pair=1, flops_per_logit=0,
+    )  # fmt: skip
+    monkeypatch.setattr(roofline, "measure", lambda *_, **__: limits)
+    _, info, config = build(EngineConfig(model=tiny_llama(tmp_path), device="cpu", **settings))
+    assert info.max_seqs == config.max_seqs == seqs and config.max_batched_tokens >= seqs
+    monkeypatch.undo()
+    assert build(config).config.max_seqs == seqs, "what was measured first is kept"
+
+
+def test_sequences_that_do_not_fit_into_memory_do_not_fail_the_start(tmp_path, monkeypatch):
+    limits = Roofline(
+        bytes_per_s=1.0, flops_per_s=5000.0, pair_flops_per_s=1.0, weights_bytes=1, kv_bytes_per_token=0,
+        flops_per_token=1, flops_per_pair=1, flops_per_logit=0,
+    )  # fmt: skip
+    arrange = memory.arrange
+
+    def short(spec, config, *more):
+        if (config.max_seqs or 0) > 32:
+            raise memory.Impossible("no memory", [])
+        return arrange(spec, config, *more)
+
+    monkeypatch.setattr(roofline, "measure", lambda *_, **__: limits)
+    monkeypatch.setattr(memory, "arrange", short)
+    assert build(EngineConfig(model=tiny_llama(tmp_path), device="cpu")).info.max_seqs == 32
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])

@@ -16,8 +16,9 @@ from engine.attention import AttentionMeta, LayerCache, choose, cpu, create
 from engine.attention.cpu import Paged
 from engine.attention.reference import Reference, dequantize, quantize
 from engine.kernels import build, library
-from engine.kernels.library import ISAS
+from engine.kernels.library import BASES, ISAS
 from tests.engine.test_attention import Pool, dense, layer_of, spoil
+from tests.engine.test_kernels import kernels
 from tests.engine.test_models import Bench, load
 from tests.models import make, prompt
 
@@ -47,16 +48,8 @@ pytestmark = [
 
 
 def backend(isa: str) -> Paged:
-    """Return a variant, emulating avx512bf16 if the processor lacks the instruction; skips the test if it cannot
-    run."""
-    loaded, features = library.load(build.library())
-    needed = isa
-    if isa == "avx512bf16" and not features & ISAS[isa]:
-        loaded, features = library.load(build.library(emulate=True))
-        needed = "avx512"
-    if not features & ISAS[needed]:
-        pytest.skip(f"this processor has no {needed}")
-    return Paged(loaded, isa)
+    """Return a variant, emulated as `kernels` says; skips the test if it cannot run."""
+    return Paged(kernels(isa).library, isa)
 
 
 Kind = tuple[Paged, torch.dtype, torch.dtype]  # a variant, the model's dtype and the cache's
@@ -66,7 +59,7 @@ KINDS = [
     (isa, dtype, held, name)
     for isa in ISAS
     for dtype, held, name in library.cache_dtypes()
-    if isa != "avx512bf16" or held == torch.bfloat16
+    if isa not in BASES and (isa != "avx512bf16" or held == torch.bfloat16)
 ]
 
 

@@ -80,7 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
 pytestmark = [needs_library, pytest.mark.usefixtures("same_threads_after")]
 
 
-@pytest.fixture(params=list(library.ISAS))
+@pytest.fixture(params=[isa for isa in library.ISAS if isa not in library.BASES])
 def variant(request) -> Kernels:
     return kernels(request.param)
 

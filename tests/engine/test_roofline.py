@@ -65,6 +65,7 @@ def test_step_time_is_the_slower_of_reading_and_computing():
     assert limit.seconds(1, 10, 10, 1) == 10.0  # 100 bytes; 50 operations are done in 0.5 s, the pairs' 20 in 1 s
     assert limit.multiply_seconds(1, 10, 1) == 1.5
     assert limit.seconds(100, 10, 10, 1) == pytest.approx(41.1)
+    assert limit.rows(2.0) == 20  # one takes 5 s, reading, and 20 take 20 * 50 operations
 
 
 def test_both_rates_are_measured():
