@@ -14,7 +14,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 
-from .batch import Batch, Embedded, Entered, Row, RowError, Sampled, StepResult
+from .batch import Batch, Embedded, Row, RowError, Sampled, StepResult
 from .blocks import BlockPool
 from .cache_groups import CacheGroups
 from .config import EngineConfig
@@ -124,7 +124,7 @@ class Scheduler:
         if (self.limits.is_alone and self._in_flight) or not self._make_way():
             return None
         preempted = self.counters.preempted
-        num_prompts = sum(seq.is_prompt for seq in self.running)
+        num_prompts = sum([seq.is_prompt for seq in self.running])
         share = self._share(len(self.waiting) + num_prompts)
         # Without prompts and with one flow, only priorities change the order of arrival.
         is_in_order = not num_prompts and self.service.num_flows == 1 and self.config.policy != "priority"
@@ -199,12 +199,12 @@ class Scheduler:
         others = keeps * len(queue)
         for seq in tuple(queue):
             others -= keeps
-            count = min(seq.most, share, budget - others)
-            if count > 1:
-                count = max(1, min(count, budget - reserve - others))
-            if seq.status is not Status.RUNNING or count <= 0:
+            count, room = seq.remaining, budget - others
+            if count <= 0 or room <= 0 or seq.status is not Status.RUNNING:
                 continue
-            if seq.has_blocks_for(count):
+            if count > 1:
+                count = max(1, min(seq.most, share, room - reserve))
+            if seq.start + count <= seq.capacity:
                 chosen[seq] = count
                 budget -= count
                 continue
@@ -239,7 +239,7 @@ class Scheduler:
         assert not seq.num_inflight, "a step writes to the blocks of this sequence"
         self._leave(seq)
         seq.status = Status.WAITING
-        seq.num_computed = seq.num_sent_blocks = 0
+        seq.num_computed = seq.start = seq.num_sent_blocks = 0
         seq.new_to_runner = True
         seq.preemptions += 1
         self.counters.preempted += 1
@@ -280,7 +280,7 @@ class Scheduler:
         self.waiting.remove(seq)
         insort(self.running, seq, key=lambda other: other.arrival)
         self.cache.start(seq, hits)
-        seq.num_computed = seq.capacity
+        seq.num_computed = seq.start = seq.capacity
         seq.status = Status.RUNNING
         seq.gave_way = False
         if not seq.has_started:
@@ -302,23 +302,10 @@ class Scheduler:
                 budget -= more
 
     def _batch(self, chosen: dict[Sequence, int]) -> Batch:
-        seqs: list[Sequence] = []
-        rows: list[Row] = []
-        entered: list[Entered] = []
-        prompt_tokens = 0
-        for seq in self.running:
-            count = chosen.get(seq)
-            if count is None:
-                continue
-            if seq.new_to_runner:
-                entered.append(seq.entered())
-                seq.new_to_runner = False
-            row = seq.launch(count)
-            seqs.append(seq)
-            rows.append(row)
-            start = row.start
-            if start == 0 or len(seq.tokens) - start > 1 or start + count == seq.prompt_len:
-                prompt_tokens += count
+        seqs = [seq for seq in self.running if seq in chosen]
+        entered = [seq.enter() for seq in seqs if seq.new_to_runner]
+        prompt_tokens = sum([chosen[seq] for seq in seqs if seq.start < seq.prompt_len or seq.is_prompt])
+        rows = [seq.launch(chosen[seq]) for seq in seqs]
         left, self._left = self._left, []
         self._steps += 1
         self._in_flight[self._steps] = seqs
@@ -334,7 +321,7 @@ class Scheduler:
         deltas = []
         now = self.clock()
         self.limits.recover()
-        rows = zip(self._landed(batch), batch.rows, result.outcomes, strict=True)
+        rows = zip(self._landed(batch.step), batch.rows, result.outcomes, strict=True)
         for index, (seq, row, outcome) in enumerate(rows):
             if seq.status is Status.ENDED:  # after this step was launched
                 continue
@@ -354,13 +341,10 @@ class Scheduler:
                     deltas.append(self._end(seq, "error", error=outcome))
         return deltas
 
-    def _landed(self, batch: Batch) -> list[Sequence]:
+    def _landed(self, step: int) -> list[Sequence]:
         """Record that a step is not in flight any more; returns the sequences of its rows, some of which have ended."""
-        seqs = self._in_flight.pop(batch.step)
-        for seq, row in zip(seqs, batch.rows, strict=True):
-            seq.num_inflight -= len(row.token_ids)
-        self.cache.collected(batch.step)
-        return seqs
+        self.cache.collected(step)
+        return self._in_flight.pop(step)
 
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> TokenDelta:
         """Append a row's tokens to its sequence; returns the delta that delivers them."""
@@ -378,9 +362,10 @@ class Scheduler:
         No other step may be in flight. may_fit: another one was when memory ran out. Then no request fails, and for a
         while each step is launched alone.
         """
-        seqs = self._landed(batch)
+        seqs = self._landed(batch.step)
         assert not self._in_flight, "a step that follows the abandoned one is in flight"
         for seq in seqs:
+            seq.start = seq.num_computed
             seq.sampled_length = 0
         if may_fit:
             self.limits.separate()
