@@ -75,7 +75,7 @@ class Masks:
     bits: NDArray[np.int32]  # [rows, ceil(vocab / 32)], token 0 is the lowest bit of the first word
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """The outcome of a row that samples."""
 
     token_ids: list[int]  # the sampled token, then those that its grammar forces; may be empty only when `is_last`

@@ -31,6 +31,8 @@ from .waiting import WaitingQueue
 # Part of the blocks that stays free when a request is admitted, so that running sequences can grow without preemption.
 WATERMARK = 0.03
 
+WAITING, RUNNING, ENDED = Status  # read for each row: an Enum's members take longer to read than a module's names
+
 
 class Scheduler:
     """Owner of all sequences and of the block pool. Every method runs on the loop's thread."""
@@ -199,8 +201,9 @@ class Scheduler:
         others = keeps * len(queue)
         for seq in tuple(queue):
             others -= keeps
-            count, room = seq.remaining, budget - others
-            if count <= 0 or room <= 0 or seq.status is not Status.RUNNING:
+            # Nearly always the last token alone; without any, one that a step in flight samples may be left.
+            count, room = len(seq.tokens) - seq.start or seq.remaining, budget - others
+            if count <= 0 or room <= 0 or seq.status is not RUNNING:
                 continue
             if count > 1:
                 count = max(1, min(seq.most, share, room - reserve))
@@ -238,7 +241,7 @@ class Scheduler:
         """Take all blocks from a running sequence; it waits, and will compute its tokens again."""
         assert not seq.num_inflight, "a step writes to the blocks of this sequence"
         self._leave(seq)
-        seq.status = Status.WAITING
+        seq.status = WAITING
         seq.num_computed = seq.start = seq.num_sent_blocks = 0
         seq.new_to_runner = True
         seq.preemptions += 1
@@ -281,7 +284,7 @@ class Scheduler:
         insort(self.running, seq, key=lambda other: other.arrival)
         self.cache.start(seq, hits)
         seq.num_computed = seq.start = seq.capacity
-        seq.status = Status.RUNNING
+        seq.status = RUNNING
         seq.gave_way = False
         if not seq.has_started:
             seq.has_started = True
@@ -323,7 +326,7 @@ class Scheduler:
         self.limits.recover()
         rows = zip(self._landed(batch.step), batch.rows, result.outcomes, strict=True)
         for index, (seq, row, outcome) in enumerate(rows):
-            if seq.status is Status.ENDED:  # after this step was launched
+            if seq.status is ENDED:  # after this step was launched
                 continue
             seq.num_computed += len(row.token_ids)
             self.cache.publish(seq)
@@ -373,7 +376,7 @@ class Scheduler:
         self.limits.shrink(len(batch.rows))
         rows = zip(seqs, batch.rows, strict=True)
         largest, _ = max(rows, key=lambda pair: (len(pair[1].token_ids), pair[0].arrival))
-        if largest.status is Status.ENDED:
+        if largest.status is ENDED:
             return []
         return [self._end(largest, "error", error=RowError("the step that this request was in ran out of memory"))]
 
@@ -386,11 +389,11 @@ class Scheduler:
         delta: TokenDelta | None = None,
     ) -> TokenDelta:
         """End a sequence; returns its terminal delta: `delta` with the reason, or one without tokens."""
-        if seq.status is Status.RUNNING:
+        if seq.status is RUNNING:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
-        seq.status = Status.ENDED
+        seq.status = ENDED
         del self.by_id[seq.id]
         self.service.leave(seq.flow)
         self._cohort.discard(seq.id)

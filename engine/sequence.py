@@ -146,9 +146,13 @@ class Sequence:
         start, tokens = self.start, self.tokens
         end = self.start = start + count
         is_last = end >= len(tokens) and end >= self.sampled_length
-        token_ids = tokens[start:end] or [PENDING]
-        new_block_ids = self.block_ids[self.num_sent_blocks :]
-        self.num_sent_blocks = len(self.block_ids)
+        if start >= len(tokens):
+            token_ids = [PENDING]
+        else:
+            token_ids = tokens[start:end] if count > 1 else [tokens[start]]
+        block_ids, num_sent = self.block_ids, self.num_sent_blocks
+        num_blocks = self.num_sent_blocks = len(block_ids)
+        new_block_ids = block_ids[num_sent:] if num_sent < num_blocks else []
         if self.is_plain:
             if is_last:
                 self.sampled_length = end + 1
