@@ -35,6 +35,9 @@ class StepReporter:
         now, before = self._counters, self._reported
         self._reported = replace(now)
         lengths, starts = [len(row.token_ids) for row in batch.rows], [row.start for row in batch.rows]
+        context = pairs = sum(starts) + sum(lengths)
+        if max(lengths, default=1) > 1:  # otherwise each row's one token attends to all of its context
+            pairs = sum([n * start + n * (n + 1) // 2 for start, n in zip(starts, lengths, strict=True)])
         return StepStats(
             step=batch.step,
             time=wall_time,
@@ -53,8 +56,8 @@ class StepReporter:
             prefix_hits=now.prefix_hits - before.prefix_hits,
             output_tokens=now.output_tokens - before.output_tokens,
             forced_tokens=now.forced_tokens - before.forced_tokens,
-            context=sum(starts) + sum(lengths),
-            pairs=sum([n * start + n * (n + 1) // 2 for start, n in zip(starts, lengths, strict=True)]),
+            context=context,
+            pairs=pairs,
             logits=sum([row.num_logits for row in batch.rows]),
             seconds=seconds,
         )

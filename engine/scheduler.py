@@ -342,6 +342,7 @@ class Scheduler:
                     deltas.append(self._end(seq, "stop", delta=TokenDelta(id=seq.id, embedding=embedding)))
                 case RowError():
                     deltas.append(self._end(seq, "error", error=outcome))
+        self.counters.output_tokens += sum([len(delta.token_ids) for delta in deltas])
         return deltas
 
     def _landed(self, step: int) -> list[Sequence]:
@@ -351,12 +352,12 @@ class Scheduler:
 
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> TokenDelta:
         """Append a row's tokens to its sequence; returns the delta that delivers them."""
-        if len(sampled.token_ids) > 1:
-            self.counters.forced_tokens += len(sampled.token_ids) - 1
-        self.service.charge(seq.flow, OUTPUT_COST * len(sampled.token_ids), seq.request.weight)
+        count = len(sampled.token_ids)
+        if count > 1:
+            self.counters.forced_tokens += count - 1
+        self.service.charge(seq.flow, OUTPUT_COST * count, seq.request.weight)
         reason = seq.append(sampled)
         delta = seq.take_delta(sampled, now)
-        self.counters.output_tokens += len(delta.token_ids)
         return self._end(seq, reason, delta=delta) if reason else delta
 
     def abandon(self, batch: Batch, *, may_fit: bool = False) -> list[TokenDelta]:

@@ -176,14 +176,14 @@ class Sequence:
 
     def append(self, sampled: Sampled) -> str | None:
         """Append sampled and forced tokens up to its end; returns the finish reason, or None if it has not ended."""
-        tokens, params = self.tokens, self.request.params
+        tokens, stop_ids, max_length = self.tokens, self.request.params.stop_ids, self.max_length
         end = len(tokens) + len(sampled.token_ids)
         for token in sampled.token_ids:
             tokens.append(token)
             self.num_unsent += 1
-            if token in params.stop_ids and self.num_output >= params.min_tokens:
+            if token in stop_ids and self.num_output >= self.request.params.min_tokens:
                 return "stop"
-            if len(tokens) >= self.max_length:
+            if len(tokens) >= max_length:
                 return "stop" if sampled.is_last and len(tokens) == end else "length"
         return "stop" if sampled.is_last else None
 
@@ -194,13 +194,12 @@ class Sequence:
 
     def take_delta(self, sampled: Sampled, now: float) -> TokenDelta:
         """Return the delta of the tokens that none has had yet, which from now on one has."""
-        is_first = not self.first_token
-        self.first_token = self.first_token or now
+        tokens, count, self.num_unsent = self.tokens, self.num_unsent, 0
+        token_ids = (tokens[-1],) if count == 1 else tuple(tokens[len(tokens) - count :])
         self.last_token = now
-        first, self.num_unsent = len(self.tokens) - self.num_unsent, 0
-        token_ids = tuple(self.tokens[first:])
-        if not is_first and sampled.logprobs is None:
+        if self.first_token and sampled.logprobs is None:
             return TokenDelta(id=self.id, token_ids=token_ids)
+        is_first, self.first_token = not self.first_token, self.first_token or now
         has_scores = is_first and self.request.params.prompt_logprobs is not None
         return TokenDelta(
             id=self.id,
