@@ -156,8 +156,8 @@ class Sequence:
         if self.is_plain:
             if is_last:
                 self.sampled_length = end + 1
-            return Row(self.id, start, token_ids, new_block_ids, int(is_last))
-        scored = tokens[start + 1 : end + 1] if self.is_scored else []
+            return Row(self.id, start, token_ids, new_block_ids, 1 if is_last else 0)
+        scored = tokens[start + 1 : end + 1] if self.is_scored else ()
         pooling = self.pooling
         embeds = is_last and pooling is not None
         if is_last and not embeds:

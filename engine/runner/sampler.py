@@ -300,7 +300,7 @@ class Sampler:
         words = [word for word in self._bad_words[slot] if len(word) <= len(tail) + 1]
         return np.array([w[-1] for w in words if tail[len(tail) + 1 - len(w) :] == w[:-1]], np.int64)
 
-    def score(self, logits: Tensor, slot: int, targets: list[int]) -> QueuedScores | None:
+    def score(self, logits: Tensor, slot: int, targets: Sequence[int]) -> QueuedScores | None:
         """Return the log-probabilities of a prompt's tokens, or None if the slot's parameters are invalid.
 
         logits: [targets, vocab], each row predicts its target.
