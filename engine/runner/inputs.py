@@ -44,7 +44,8 @@ class Layout(NamedTuple):
 
     slots: Ints  # [rows]
     counts: Ints  # [rows], tokens
-    query_start: list[int]  # see AttentionMeta
+    query_start: Ints  # see AttentionMeta
+    query_start_list: list[int]
     logits_at: Ints  # indices of tokens
     hidden_at: Ints
     # See Prepared.
@@ -117,7 +118,7 @@ class Inputs:
         whose token is PENDING.
         """
         layout = self._lay_out(rows)
-        slots, counts, size = layout.slots, layout.counts, layout.query_start[-1]
+        slots, counts, size = layout.slots, layout.counts, layout.query_start_list[-1]
         starts = np.array([row.start for row in rows], np.int64)
         lengths = starts + counts
         longest = int(lengths.max())
@@ -155,7 +156,7 @@ class Inputs:
             block_table=device.block_table,
             max_query=int(counts.max()),
             max_seq=longest,
-            query_start_list=layout.query_start,
+            query_start_list=layout.query_start_list,
             seq_lens_list=lengths.tolist(),
             others=others,
         )
@@ -195,8 +196,9 @@ def _layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples: bo
     query_start = [0, *accumulate(counts)]
     if only_samples:  # nearly always: all logits are of last tokens
         sampled_rows = np.flatnonzero([row.num_logits for row in rows])
-        logits_at = np.array(query_start[1:], np.int64)[sampled_rows] - 1
-        return Layout(slots, np.array(counts), query_start, logits_at, _ints([]), sampled_rows, None, {}, {}, {})
+        ends = _ints(query_start)
+        logits_at = ends[1:][sampled_rows] - 1
+        return Layout(slots, _ints(counts), ends, query_start, logits_at, _ints([]), sampled_rows, None, {}, {}, {})
     at: list[int] = []
     hidden_at: list[int] = []
     sampled: list[int] = []
@@ -216,7 +218,8 @@ def _layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples: bo
             hidden_at += range(end - row.num_hidden, end)
     return Layout(
         slots,
-        np.array(counts),
+        _ints(counts),
+        _ints(query_start),
         query_start,
         logits_at=_ints(at),
         hidden_at=_ints(hidden_at),

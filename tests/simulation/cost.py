@@ -114,7 +114,6 @@ class Cost:
         self.current = dict.fromkeys(PARTS, 0.0)
         if self.scheduler.is_idle:
             self.is_done.set()
-        await asyncio.sleep(0)
 
     async def run(self) -> None:
         """Run all requests to their ends."""
