@@ -35,8 +35,9 @@ class StepReporter:
         now, before = self._counters, self._reported
         self._reported = replace(now)
         lengths, starts = [len(row.token_ids) for row in batch.rows], [row.start for row in batch.rows]
-        context = pairs = sum(starts) + sum(lengths)
-        if max(lengths, default=1) > 1:  # otherwise each row's one token attends to all of its context
+        tokens = sum(lengths)
+        context = pairs = sum(starts) + tokens
+        if tokens > len(lengths):  # otherwise each row's one token attends to all of its context
             pairs = sum([n * start + n * (n + 1) // 2 for start, n in zip(starts, lengths, strict=True)])
         return StepStats(
             step=batch.step,
@@ -44,7 +45,7 @@ class StepReporter:
             rows=tuple(zip([row.seq_id for row in batch.rows], lengths, strict=True)),
             budget=budget,
             prompt_tokens=batch.prompt_tokens,
-            decode_tokens=sum(lengths) - batch.prompt_tokens,
+            decode_tokens=tokens - batch.prompt_tokens,
             running=running,
             waiting=waiting,
             blocks_free=self._pool.num_free,

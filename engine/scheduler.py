@@ -307,7 +307,8 @@ class Scheduler:
     def _batch(self, chosen: dict[Sequence, int]) -> Batch:
         seqs = [seq for seq in self.running if seq in chosen]
         entered = [seq.enter() for seq in seqs if seq.new_to_runner]
-        prompt_tokens = sum([chosen[seq] for seq in seqs if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1])
+        prompts = [seq for seq in seqs if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
+        prompt_tokens = sum([chosen[seq] for seq in prompts])
         rows = [seq.launch(chosen[seq]) for seq in seqs]
         left, self._left = self._left, []
         self._steps += 1

@@ -146,10 +146,7 @@ class Sequence:
         start, tokens = self.start, self.tokens
         end = self.start = start + count
         is_last = end >= len(tokens) and end >= self.sampled_length
-        if start >= len(tokens):
-            token_ids = [PENDING]
-        else:
-            token_ids = tokens[start:end] if count > 1 else [tokens[start]]
+        token_ids = [tokens[start]] if count == 1 and start < len(tokens) else tokens[start:end] or [PENDING]
         block_ids, num_sent = self.block_ids, self.num_sent_blocks
         num_blocks = self.num_sent_blocks = len(block_ids)
         new_block_ids = block_ids[num_sent:] if num_sent < num_blocks else []

@@ -40,7 +40,7 @@ class Prepared:
 
 
 class Layout(NamedTuple):
-    """The places of a step's rows among slots, tokens and logits. Consecutive decode steps of the same rows share it."""
+    """The places of a step's rows among slots, tokens and logits. Decode steps of the same rows share it."""
 
     slots: Ints  # [rows]
     counts: Ints  # [rows], tokens
