@@ -136,18 +136,19 @@ class Inputs:
             host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
         blocks, offsets = np.divmod(host.positions, self.block_size)
         host.slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
-        pending = last is not None and bool((host.ids < 0).any())
-        if pending:  # the device reads such a token at its sequence's slot
+        num_pending = 0 if last is None else np.count_nonzero(host.ids < 0)
+        if num_pending:  # the device reads such a token at its sequence's slot
             np.copyto(host.ids, -1 - of_token, where=host.ids < 0)
         host.logits_at[:] = layout.logits_at
         host.hidden_at[:] = layout.hidden_at
         host.block_table[:] = self._table[slots, :width]
         others = () if self.others is None else self.others.upload(blocks, offsets, of_token, slots, width)
         self.buffers.upload()
-        if pending:
+        if num_pending:
             assert last is not None
             ids = device.ids
-            ids.copy_(torch.where(ids < 0, last[(-1 - ids).clamp_(min=0)], ids))
+            tokens = last[(-1 - ids).clamp_(min=0)]
+            ids.copy_(tokens if num_pending == size else torch.where(ids < 0, tokens, ids))
 
         meta = AttentionMeta(
             query_start=device.query_start,
