@@ -132,7 +132,8 @@ class Step:
                 sampled[index] = error
             for row, outcome in zip(self.prepared.sampled_rows.tolist(), sampled, strict=True):
                 outcomes[row] = outcome
-            self.runner.known[self.prepared.slots[self.prepared.sampled_rows]] = tokens.token_ids
+            if self.runner.sampler.has_histories:
+                self.runner.known[self.prepared.slots[self.prepared.sampled_rows]] = tokens.token_ids
         for row, problem in self.problems.items():
             outcomes[row] = problem
         for queued in self.pooled:
