@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     token_ids: list[int]
     new_block_ids: list[int]  # all of the sequence's blocks in the step in which it enters
     num_logits: int  # of the last positions: 0 while a prompt is incomplete, 1 to sample or pool, all to score a prompt
-    scored: list[int] = []  # prompt tokens that the first of these positions predict
+    scored: Ids[int] = ()  # prompt tokens that the first of these positions predict
     num_hidden: int = 0  # of the last positions: hidden states to pool instead, 1 for the last or all for their mean
     embeds: bool = False  # the prompt is complete: the step returns its vector
 
@@ -75,7 +76,7 @@ class Masks:
     bits: NDArray[np.int32]  # [rows, ceil(vocab / 32)], token 0 is the lowest bit of the first word
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """The outcome of a row that samples."""
 
     token_ids: list[int]  # the sampled token, then those that its grammar forces; may be empty only when `is_last`

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from itertools import chain
 
 import msgspec
 from msgspec import Struct
@@ -88,16 +89,18 @@ Upward = Ready | Alive | Started | Failed | Tokens
 
 
 def pack(deltas: list[TokenDelta], stats: StepStats | None = None) -> Tokens:
+    # Nearly always none has more than tokens. Scores of a prompt come with stats, and an embedding with the end.
+    more = [(i, d) for i, d in enumerate(deltas) if d.stats or d.finish_reason or d.logprobs is not None]
     return Tokens(
         ids=[delta.id for delta in deltas],
         counts=[len(delta.token_ids) for delta in deltas],
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs={i: delta.logprobs for i, delta in enumerate(deltas) if delta.logprobs is not None},
-        prompt_logprobs={i: d.prompt_logprobs for i, d in enumerate(deltas) if d.prompt_logprobs is not None},
-        embeddings={i: delta.embedding for i, delta in enumerate(deltas) if delta.embedding is not None},
+        token_ids=list(chain.from_iterable([delta.token_ids for delta in deltas])),
+        logprobs={i: delta.logprobs for i, delta in more if delta.logprobs is not None},
+        prompt_logprobs={i: delta.prompt_logprobs for i, delta in more if delta.prompt_logprobs is not None},
+        embeddings={i: delta.embedding for i, delta in more if delta.embedding is not None},
         ends={
             i: End(delta.finish_reason, delta.error, delta.code, delta.field, delta.stats)
-            for i, delta in enumerate(deltas)
+            for i, delta in more
             if delta.finish_reason or delta.stats
         },
         stats=stats,

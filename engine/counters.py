@@ -35,13 +35,17 @@ class StepReporter:
         now, before = self._counters, self._reported
         self._reported = replace(now)
         lengths, starts = [len(row.token_ids) for row in batch.rows], [row.start for row in batch.rows]
+        tokens = sum(lengths)
+        context = pairs = sum(starts) + tokens
+        if tokens > len(lengths):  # otherwise each row's one token attends to all of its context
+            pairs = sum([n * start + n * (n + 1) // 2 for start, n in zip(starts, lengths, strict=True)])
         return StepStats(
             step=batch.step,
             time=wall_time,
             rows=tuple(zip([row.seq_id for row in batch.rows], lengths, strict=True)),
             budget=budget,
             prompt_tokens=batch.prompt_tokens,
-            decode_tokens=sum(lengths) - batch.prompt_tokens,
+            decode_tokens=tokens - batch.prompt_tokens,
             running=running,
             waiting=waiting,
             blocks_free=self._pool.num_free,
@@ -53,8 +57,8 @@ class StepReporter:
             prefix_hits=now.prefix_hits - before.prefix_hits,
             output_tokens=now.output_tokens - before.output_tokens,
             forced_tokens=now.forced_tokens - before.forced_tokens,
-            context=sum(starts) + sum(lengths),
-            pairs=sum([n * start + n * (n + 1) // 2 for start, n in zip(starts, lengths, strict=True)]),
+            context=context,
+            pairs=pairs,
             logits=sum([row.num_logits for row in batch.rows]),
             seconds=seconds,
         )

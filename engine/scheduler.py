@@ -14,7 +14,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 
-from .batch import Batch, Embedded, Entered, Row, RowError, Sampled, StepResult
+from .batch import Batch, Embedded, Row, RowError, Sampled, StepResult
 from .blocks import BlockPool
 from .cache_groups import CacheGroups
 from .config import EngineConfig
@@ -30,6 +30,8 @@ from .waiting import WaitingQueue
 
 # Part of the blocks that stays free when a request is admitted, so that running sequences can grow without preemption.
 WATERMARK = 0.03
+
+WAITING, RUNNING, ENDED = Status  # read for each row: an Enum's members take longer to read than a module's names
 
 
 class Scheduler:
@@ -124,7 +126,7 @@ class Scheduler:
         if (self.limits.is_alone and self._in_flight) or not self._make_way():
             return None
         preempted = self.counters.preempted
-        num_prompts = sum(seq.is_prompt for seq in self.running)
+        num_prompts = sum([seq.is_prompt for seq in self.running])
         share = self._share(len(self.waiting) + num_prompts)
         # Without prompts and with one flow, only priorities change the order of arrival.
         is_in_order = not num_prompts and self.service.num_flows == 1 and self.config.policy != "priority"
@@ -199,12 +201,13 @@ class Scheduler:
         others = keeps * len(queue)
         for seq in tuple(queue):
             others -= keeps
-            count = min(seq.most, share, budget - others)
-            if count > 1:
-                count = max(1, min(count, budget - reserve - others))
-            if seq.status is not Status.RUNNING or count <= 0:
+            # Nearly always the last token alone; without any, one that a step in flight samples may be left.
+            count, room = len(seq.tokens) - seq.start or seq.remaining, budget - others
+            if count <= 0 or room <= 0 or seq.status is not RUNNING:
                 continue
-            if seq.has_blocks_for(count):
+            if count > 1:
+                count = max(1, min(seq.most, share, room - reserve))
+            if seq.start + count <= seq.capacity:
                 chosen[seq] = count
                 budget -= count
                 continue
@@ -238,8 +241,8 @@ class Scheduler:
         """Take all blocks from a running sequence; it waits, and will compute its tokens again."""
         assert not seq.num_inflight, "a step writes to the blocks of this sequence"
         self._leave(seq)
-        seq.status = Status.WAITING
-        seq.num_computed = seq.num_sent_blocks = 0
+        seq.status = WAITING
+        seq.num_computed = seq.start = seq.num_sent_blocks = 0
         seq.new_to_runner = True
         seq.preemptions += 1
         self.counters.preempted += 1
@@ -280,8 +283,8 @@ class Scheduler:
         self.waiting.remove(seq)
         insort(self.running, seq, key=lambda other: other.arrival)
         self.cache.start(seq, hits)
-        seq.num_computed = seq.capacity
-        seq.status = Status.RUNNING
+        seq.num_computed = seq.start = seq.capacity
+        seq.status = RUNNING
         seq.gave_way = False
         if not seq.has_started:
             seq.has_started = True
@@ -302,23 +305,11 @@ class Scheduler:
                 budget -= more
 
     def _batch(self, chosen: dict[Sequence, int]) -> Batch:
-        seqs: list[Sequence] = []
-        rows: list[Row] = []
-        entered: list[Entered] = []
-        prompt_tokens = 0
-        for seq in self.running:
-            count = chosen.get(seq)
-            if count is None:
-                continue
-            if seq.new_to_runner:
-                entered.append(seq.entered())
-                seq.new_to_runner = False
-            row = seq.launch(count)
-            seqs.append(seq)
-            rows.append(row)
-            start = row.start
-            if start == 0 or len(seq.tokens) - start > 1 or start + count == seq.prompt_len:
-                prompt_tokens += count
+        seqs = [seq for seq in self.running if seq in chosen]
+        entered = [seq.enter() for seq in seqs if seq.new_to_runner]
+        prompts = [seq for seq in seqs if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
+        prompt_tokens = sum([chosen[seq] for seq in prompts])
+        rows = [seq.launch(chosen[seq]) for seq in seqs]
         left, self._left = self._left, []
         self._steps += 1
         self._in_flight[self._steps] = seqs
@@ -334,9 +325,9 @@ class Scheduler:
         deltas = []
         now = self.clock()
         self.limits.recover()
-        rows = zip(self._landed(batch), batch.rows, result.outcomes, strict=True)
+        rows = zip(self._landed(batch.step), batch.rows, result.outcomes, strict=True)
         for index, (seq, row, outcome) in enumerate(rows):
-            if seq.status is Status.ENDED:  # after this step was launched
+            if seq.status is ENDED:  # after this step was launched
                 continue
             seq.num_computed += len(row.token_ids)
             self.cache.publish(seq)
@@ -344,32 +335,30 @@ class Scheduler:
                 seq.add_scores(row, result.prompt_logprobs.get(index, []))
             if seq.num_computed < len(seq.tokens) and row.is_sampled:  # a grammar has forced this token meanwhile
                 continue
-            match outcome:
-                case Sampled():
-                    deltas.append(self._append(seq, outcome, now))
-                case Embedded(embedding):
-                    seq.last_token = now
-                    deltas.append(self._end(seq, "stop", delta=TokenDelta(id=seq.id, embedding=embedding)))
-                case RowError():
-                    deltas.append(self._end(seq, "error", error=outcome))
+            if isinstance(outcome, Sampled):  # `match` takes longer than all else here
+                deltas.append(self._append(seq, outcome, now))
+            elif isinstance(outcome, Embedded):
+                seq.last_token = now
+                delta = TokenDelta(id=seq.id, embedding=outcome.embedding)
+                deltas.append(self._end(seq, "stop", delta=delta))
+            elif outcome is not None:
+                deltas.append(self._end(seq, "error", error=outcome))
+        self.counters.output_tokens += sum([len(delta.token_ids) for delta in deltas])
         return deltas
 
-    def _landed(self, batch: Batch) -> list[Sequence]:
+    def _landed(self, step: int) -> list[Sequence]:
         """Record that a step is not in flight any more; returns the sequences of its rows, some of which have ended."""
-        seqs = self._in_flight.pop(batch.step)
-        for seq, row in zip(seqs, batch.rows, strict=True):
-            seq.num_inflight -= len(row.token_ids)
-        self.cache.collected(batch.step)
-        return seqs
+        self.cache.collected(step)
+        return self._in_flight.pop(step)
 
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> TokenDelta:
         """Append a row's tokens to its sequence; returns the delta that delivers them."""
-        if len(sampled.token_ids) > 1:
-            self.counters.forced_tokens += len(sampled.token_ids) - 1
-        self.service.charge(seq.flow, OUTPUT_COST * len(sampled.token_ids), seq.request.weight)
+        count = len(sampled.token_ids)
+        if count > 1:
+            self.counters.forced_tokens += count - 1
+        self.service.charge(seq.flow, OUTPUT_COST * count, seq.request.weight)
         reason = seq.append(sampled)
         delta = seq.take_delta(sampled, now)
-        self.counters.output_tokens += len(delta.token_ids)
         return self._end(seq, reason, delta=delta) if reason else delta
 
     def abandon(self, batch: Batch, *, may_fit: bool = False) -> list[TokenDelta]:
@@ -378,9 +367,10 @@ class Scheduler:
         No other step may be in flight. may_fit: another one was when memory ran out. Then no request fails, and for a
         while each step is launched alone.
         """
-        seqs = self._landed(batch)
+        seqs = self._landed(batch.step)
         assert not self._in_flight, "a step that follows the abandoned one is in flight"
         for seq in seqs:
+            seq.start = seq.num_computed
             seq.sampled_length = 0
         if may_fit:
             self.limits.separate()
@@ -388,7 +378,7 @@ class Scheduler:
         self.limits.shrink(len(batch.rows))
         rows = zip(seqs, batch.rows, strict=True)
         largest, _ = max(rows, key=lambda pair: (len(pair[1].token_ids), pair[0].arrival))
-        if largest.status is Status.ENDED:
+        if largest.status is ENDED:
             return []
         return [self._end(largest, "error", error=RowError("the step that this request was in ran out of memory"))]
 
@@ -401,11 +391,11 @@ class Scheduler:
         delta: TokenDelta | None = None,
     ) -> TokenDelta:
         """End a sequence; returns its terminal delta: `delta` with the reason, or one without tokens."""
-        if seq.status is Status.RUNNING:
+        if seq.status is RUNNING:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
-        seq.status = Status.ENDED
+        seq.status = ENDED
         del self.by_id[seq.id]
         self.service.leave(seq.flow)
         self._cohort.discard(seq.id)

@@ -35,7 +35,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)  # prompt, then output
     num_unsent: int = 0  # of the last tokens: forced by a grammar before the first sampled one, not yet in a delta
     num_computed: int = 0  # tokens whose keys and values are in the cache (collected steps only)
-    num_inflight: int = 0  # tokens in steps that have not been collected
+    start: int = 0  # position of the first token that is neither computed nor in flight: where its next row starts
     sampled_length: int = 0  # its length when the last of these steps that samples a token has been collected
     # Of each block of its tokens, an id for each of the CacheGroups; the ids of freed blocks stay.
     block_ids: list[int] = field(default_factory=list)
@@ -94,9 +94,9 @@ class Sequence:
         return max(len(self.tokens), self.sampled_length)
 
     @property
-    def start(self) -> int:
-        """Position of the first token that is neither computed nor in flight: where its next row starts."""
-        return self.num_computed + self.num_inflight
+    def num_inflight(self) -> int:
+        """Number of its tokens in steps that have not been collected."""
+        return self.start - self.num_computed
 
     @property
     def remaining(self) -> int:
@@ -110,7 +110,7 @@ class Sequence:
             length = self.sampled_length
             if length >= self.max_length:
                 return 0
-        return length - self.num_computed - self.num_inflight
+        return length - self.start
 
     @property
     def is_guess(self) -> bool:
@@ -129,36 +129,32 @@ class Sequence:
     @property
     def is_prompt(self) -> bool:
         """Whether it has more than its last token to compute (also after a preemption), or has not begun."""
-        start = self.num_computed + self.num_inflight
-        return start == 0 or len(self.tokens) - start > 1
-
-    def has_blocks_for(self, count: int) -> bool:
-        """Return whether it has blocks for its next `count` tokens."""
-        return self.num_computed + self.num_inflight + count <= self.capacity
+        return self.start == 0 or len(self.tokens) - self.start > 1
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that it lacks for its first `num_tokens` tokens, in each group of layers."""
         return max(0, -((self.capacity - num_tokens) // self.block_size))
 
-    def entered(self) -> Entered:
-        """Return what the runner must know before the sequence's first row."""
+    def enter(self) -> Entered:
+        """Return what the runner must know before the sequence's first row, and now does."""
         params = self.request.params
+        self.new_to_runner = False
         return Entered(self.id, params, self.prompt_len, list(self.tokens) if params.uses_history else [])
 
     def launch(self, count: int) -> Row:
         """Return the row that computes its next `count` tokens, which are in flight from now on."""
-        start, tokens = self.num_computed + self.num_inflight, self.tokens
-        end = start + count
-        is_last = end == self.length
-        token_ids = tokens[start:end] or [PENDING]
-        new_block_ids = self.block_ids[self.num_sent_blocks :]
-        self.num_inflight += count
-        self.num_sent_blocks = len(self.block_ids)
+        start, tokens = self.start, self.tokens
+        end = self.start = start + count
+        is_last = end >= len(tokens) and end >= self.sampled_length
+        token_ids = [tokens[start]] if count == 1 and start < len(tokens) else tokens[start:end] or [PENDING]
+        block_ids, num_sent = self.block_ids, self.num_sent_blocks
+        num_blocks = self.num_sent_blocks = len(block_ids)
+        new_block_ids = block_ids[num_sent:] if num_sent < num_blocks else []
         if self.is_plain:
             if is_last:
                 self.sampled_length = end + 1
-            return Row(self.id, start, token_ids, new_block_ids, int(is_last))
-        scored = tokens[start + 1 : end + 1] if self.is_scored else []
+            return Row(self.id, start, token_ids, new_block_ids, 1 if is_last else 0)
+        scored = tokens[start + 1 : end + 1] if self.is_scored else ()
         pooling = self.pooling
         embeds = is_last and pooling is not None
         if is_last and not embeds:
@@ -177,14 +173,15 @@ class Sequence:
 
     def append(self, sampled: Sampled) -> str | None:
         """Append sampled and forced tokens up to its end; returns the finish reason, or None if it has not ended."""
-        tokens, params = self.tokens, self.request.params
-        for number, token in enumerate(sampled.token_ids, 1):
+        tokens, stop_ids, max_length = self.tokens, self.request.params.stop_ids, self.max_length
+        end = len(tokens) + len(sampled.token_ids)
+        for token in sampled.token_ids:
             tokens.append(token)
             self.num_unsent += 1
-            if token in params.stop_ids and self.num_output >= params.min_tokens:
+            if token in stop_ids and self.num_output >= self.request.params.min_tokens:
                 return "stop"
-            if len(tokens) >= self.max_length:
-                return "stop" if sampled.is_last and number == len(sampled.token_ids) else "length"
+            if len(tokens) >= max_length:
+                return "stop" if sampled.is_last and len(tokens) == end else "length"
         return "stop" if sampled.is_last else None
 
     def add_scores(self, row: Row, scores: list[TokenLogprob]) -> None:
@@ -194,16 +191,16 @@ class Sequence:
 
     def take_delta(self, sampled: Sampled, now: float) -> TokenDelta:
         """Return the delta of the tokens that none has had yet, which from now on one has."""
-        is_first = not self.first_token
-        self.first_token = self.first_token or now
+        tokens, count, self.num_unsent = self.tokens, self.num_unsent, 0
+        token_ids = (tokens[-1],) if count == 1 else tuple(tokens[len(tokens) - count :])
         self.last_token = now
-        first, self.num_unsent = len(self.tokens) - self.num_unsent, 0
-        if not is_first and sampled.logprobs is None:
-            return TokenDelta(id=self.id, token_ids=tuple(self.tokens[first:]))
+        if self.first_token and sampled.logprobs is None:
+            return TokenDelta(id=self.id, token_ids=token_ids)
+        is_first, self.first_token = not self.first_token, self.first_token or now
         has_scores = is_first and self.request.params.prompt_logprobs is not None
         return TokenDelta(
             id=self.id,
-            token_ids=tuple(self.tokens[first:]),
+            token_ids=token_ids,
             logprobs=None if sampled.logprobs is None else tuple(sampled.logprobs),
             prompt_logprobs=tuple(self.prompt_logprobs) if has_scores else None,
             # A reader that ends a request at a stop string never sees its last delta.

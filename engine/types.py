@@ -109,7 +109,7 @@ class RequestStats(Struct, frozen=True, array_like=True, kw_only=True):
     preemptions: int = 0
 
 
-class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True):
+class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """New tokens of one request; the one with a finish_reason is the last."""
 
     id: int

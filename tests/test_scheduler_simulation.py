@@ -118,11 +118,11 @@ def preempted_in_flight(patch):
     def impatient(self, *args):
         counts = {seq: seq.num_inflight for seq in self.running}
         for seq in counts:
-            seq.num_computed, seq.num_inflight = seq.start, 0
+            seq.num_computed = seq.start
         budget = serve(self, *args)
         for seq, count in counts.items():
             if seq.status is Status.RUNNING:
-                seq.num_computed, seq.num_inflight = seq.num_computed - count, count
+                seq.num_computed -= count
         return budget
 
     patch.setattr(scheduler.Scheduler, "_serve_running", impatient)
@@ -184,9 +184,9 @@ def freed_while_it_is_read(patch):
     free = PrefixCache._free_unseen
 
     def early(self, seq):
-        seq.num_computed += seq.num_inflight
+        computed, seq.num_computed = seq.num_computed, seq.start
         free(self, seq)
-        seq.num_computed -= seq.num_inflight
+        seq.num_computed = computed
 
     patch.setattr(PrefixCache, "_free_unseen", early)
 

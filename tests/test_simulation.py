@@ -44,7 +44,8 @@ def test_every_check_holds_when_steps_are_launched_ahead():
 def test_the_cost_of_a_step_is_printed_for_each_number_of_rows(depth, capsys):
     simulation.main(["--loop", "--rows", "1,3", "--depth", depth])
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split()[:6] == ["rows", "schedule", "prepare", "update", "pack", "total"]
+    names = ["rows", "schedule", "launch", "sample", "collect", "update", "publish", "rest", "total"]
+    assert head.split()[: len(names)] == names
     assert [int(line.split()[0]) for line in lines] == [1, 3]
 
 

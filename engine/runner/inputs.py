@@ -1,7 +1,8 @@
 """Inputs: converts a batch's rows to the tensors that one forward pass reads.
 
 Each running sequence has a slot: its index in tables that are kept from step to step (the block table here, the
-parameters in the sampler). The inputs of all steps share the same buffers, and are copied to the device at once.
+parameters in the sampler). The inputs of all steps share the same buffers, and are copied to the device at once. What
+does not change while the same sequences decode is kept, too: the Layout of the last step.
 """
 
 from __future__ import annotations
@@ -38,6 +39,23 @@ class Prepared:
     pooled_logits: dict[int, int]  # row -> the index of its logits, if these are pooled
 
 
+class Layout(NamedTuple):
+    """The places of a step's rows among slots, tokens and logits. Decode steps of the same rows share it."""
+
+    slots: Ints  # [rows]
+    counts: Ints  # [rows], tokens
+    query_start: Ints  # see AttentionMeta
+    query_start_list: list[int]
+    logits_at: Ints  # indices of tokens
+    hidden_at: Ints
+    # See Prepared.
+    sampled_rows: Ints
+    sampled_logits: Ints | None
+    scored: dict[int, slice]
+    pooled: dict[int, slice]
+    pooled_logits: dict[int, int]
+
+
 class Inputs:
     """The slots and block tables of running sequences. Owned by the model thread."""
 
@@ -67,6 +85,8 @@ class Inputs:
         self._slot_of: dict[int, int] = {}
         self._table = np.zeros((max_seqs, max_blocks), np.int32)
         self._num_blocks = [0] * max_seqs
+        self._layout: Layout | None = None  # of the last step, if its rows do nothing but sample
+        self._laid_out: tuple[list[int], ...] = ()  # sequences, tokens and logits of its rows
 
     def enter(self, seq_id: int) -> int:
         """Assign a slot without blocks to a sequence, and return it."""
@@ -78,21 +98,18 @@ class Inputs:
     def leave(self, seq_id: int) -> int:
         slot = self._slot_of.pop(seq_id)
         self._free.append(slot)
+        self._layout = None  # the sequence may enter again, with another slot
         return slot
 
-    def slots(self, rows: list[Row]) -> Ints:
-        return np.array([self._slot_of[row.seq_id] for row in rows], np.int64)
-
     def append_blocks(self, rows: list[Row]) -> None:
-        for row in rows:
+        for row in [row for row in rows if row.new_block_ids]:
             new = row.new_block_ids
-            if new:
-                slot = self._slot_of[row.seq_id]
-                count = self._num_blocks[slot]
-                if self.others is not None:
-                    new = self.others.append(slot, count, new)
-                self._num_blocks[slot] = count + len(new)
-                self._table[slot, count : self._num_blocks[slot]] = new
+            slot = self._slot_of[row.seq_id]
+            count = self._num_blocks[slot]
+            if self.others is not None:
+                new = self.others.append(slot, count, new)
+            self._num_blocks[slot] = count + len(new)
+            self._table[slot, count : self._num_blocks[slot]] = new
 
     def prepare(self, rows: list[Row], last: Tensor | None = None) -> Prepared:
         """Return the input for these rows, at least one, whose sequences have entered and have their blocks.
@@ -100,20 +117,17 @@ class Inputs:
         It is valid until the next call, see Buffers. last: the last sampled token of each slot, on the device, for rows
         whose token is PENDING.
         """
-        slots = self.slots(rows)
-        counts = [len(row.token_ids) for row in rows]
-        query_start = [0, *accumulate(counts)]
+        layout = self._lay_out(rows)
+        slots, counts, size = layout.slots, layout.counts, layout.query_start_list[-1]
         starts = np.array([row.start for row in rows], np.int64)
         lengths = starts + counts
-        needed = _logits(rows, query_start)
-        logits_at = needed.at
-        pooled, hidden_at = _hidden(rows, query_start)
-        width = -(-int(lengths.max()) // self.block_size)
+        longest = int(lengths.max())
+        width = -(-longest // self.block_size)
 
-        size = query_start[-1]
-        host, device = self.buffers.views(Shape(size, len(rows), width, len(logits_at), len(hidden_at)))
-        host.ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, size)
-        host.query_start[:] = query_start
+        shape = Shape(size, len(rows), width, len(layout.logits_at), len(layout.hidden_at))
+        host, device = self.buffers.views(shape)
+        host.ids[:] = list(chain.from_iterable([row.token_ids for row in rows]))
+        host.query_start[:] = layout.query_start
         host.seq_lens[:] = lengths
         if size == len(rows):  # only decode rows: one token per row
             of_token, host.positions[:] = slots, starts
@@ -122,27 +136,28 @@ class Inputs:
             host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
         blocks, offsets = np.divmod(host.positions, self.block_size)
         host.slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
-        pending = last is not None and bool((host.ids < 0).any())
-        if pending:  # the device reads such a token at its sequence's slot
+        num_pending = 0 if last is None else np.count_nonzero(host.ids < 0)
+        if num_pending:  # the device reads such a token at its sequence's slot
             np.copyto(host.ids, -1 - of_token, where=host.ids < 0)
-        host.logits_at[:] = logits_at
-        host.hidden_at[:] = hidden_at
+        host.logits_at[:] = layout.logits_at
+        host.hidden_at[:] = layout.hidden_at
         host.block_table[:] = self._table[slots, :width]
         others = () if self.others is None else self.others.upload(blocks, offsets, of_token, slots, width)
         self.buffers.upload()
-        if pending:
+        if num_pending:
             assert last is not None
             ids = device.ids
-            ids.copy_(torch.where(ids < 0, last[(-1 - ids).clamp_(min=0)], ids))
+            tokens = last[(-1 - ids).clamp_(min=0)]
+            ids.copy_(tokens if num_pending == size else torch.where(ids < 0, tokens, ids))
 
         meta = AttentionMeta(
             query_start=device.query_start,
             seq_lens=device.seq_lens,
             slot_mapping=device.slot_mapping,
             block_table=device.block_table,
-            max_query=max(counts),
-            max_seq=int(lengths.max()),
-            query_start_list=query_start,
+            max_query=int(counts.max()),
+            max_seq=longest,
+            query_start_list=layout.query_start_list,
             seq_lens_list=lengths.tolist(),
             others=others,
         )
@@ -152,58 +167,70 @@ class Inputs:
             plan=self.cache.plan(meta),
             cache=self.cache,
             logits_at=device.logits_at,
-            hidden_at=device.hidden_at if pooled else None,
+            hidden_at=device.hidden_at if layout.pooled else None,
         )
         return Prepared(
             forward,
             slots=slots,
-            sampled_rows=needed.sampled_rows,
+            sampled_rows=layout.sampled_rows,
             lengths=lengths,
-            sampled_logits=needed.sampled,
-            scored=needed.scored,
-            pooled=pooled,
-            pooled_logits=needed.pooled,
+            sampled_logits=layout.sampled_logits,
+            scored=layout.scored,
+            pooled=layout.pooled,
+            pooled_logits=layout.pooled_logits,
         )
 
+    def _lay_out(self, rows: list[Row]) -> Layout:
+        """Return the places of a step's rows: those of the step before, if the same rows sample again."""
+        seq_ids, counts = [row.seq_id for row in rows], [len(row.token_ids) for row in rows]
+        laid_out = seq_ids, counts, [row.num_logits for row in rows]
+        only_samples = not any([row.scored or row.embeds or row.num_hidden for row in rows])
+        if only_samples and self._layout is not None and laid_out == self._laid_out:
+            return self._layout
+        slots = _ints([self._slot_of[seq_id] for seq_id in seq_ids])
+        layout = _layout(rows, slots, counts, only_samples=only_samples)
+        self._layout, self._laid_out = layout if only_samples else None, laid_out
+        return layout
 
-class _Logits(NamedTuple):
-    """The tokens that need logits, and what these are for; see Prepared."""
 
-    at: Ints | list[int]
-    sampled_rows: Ints
-    sampled: Ints | None
-    scored: dict[int, slice]
-    pooled: dict[int, int]
-
-
-def _logits(rows: list[Row], query_start: list[int]) -> _Logits:
-    counts = np.array([row.num_logits for row in rows], np.int64)
-    is_plain = not any(row.scored or (row.embeds and row.num_logits) for row in rows)
-    if is_plain:  # nearly always: all logits are of last tokens, to sample
-        sampled_rows = np.flatnonzero(counts)
-        return _Logits(np.array(query_start[1:], np.int64)[sampled_rows] - 1, sampled_rows, None, {}, {})
-    sampled_rows = np.array([index for index, row in enumerate(rows) if row.is_sampled], np.int64)
-    logits_at: list[int] = []
+def _layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples: bool) -> Layout:
+    query_start = [0, *accumulate(counts)]
+    if only_samples:  # nearly always: all logits are of last tokens
+        sampled_rows = np.flatnonzero([row.num_logits for row in rows])
+        ends = _ints(query_start)
+        logits_at = ends[1:][sampled_rows] - 1
+        return Layout(slots, _ints(counts), ends, query_start, logits_at, _ints([]), sampled_rows, None, {}, {}, {})
+    at: list[int] = []
+    hidden_at: list[int] = []
     sampled: list[int] = []
     scored: dict[int, slice] = {}
-    pooled: dict[int, int] = {}
-    for index, row in enumerate(rows):
-        if row.scored:
-            scored[index] = slice(len(logits_at), len(logits_at) + len(row.scored))
-        logits_at += range(query_start[index + 1] - row.num_logits, query_start[index + 1])
-        if row.is_sampled:
-            sampled.append(len(logits_at) - 1)
-        elif row.embeds and row.num_logits:
-            pooled[index] = len(logits_at) - 1
-    return _Logits(logits_at, sampled_rows, np.array(sampled, np.int64), scored, pooled)
-
-
-def _hidden(rows: list[Row], query_start: list[int]) -> tuple[dict[int, slice], list[int]]:
-    """Return `pooled` of Prepared, and the indices of the tokens whose hidden states are pooled, each row's last."""
-    hidden_at: list[int] = []
     pooled: dict[int, slice] = {}
-    for index, row in enumerate(rows):
+    pooled_logits: dict[int, int] = {}
+    for index, (row, end) in enumerate(zip(rows, query_start[1:], strict=True)):
+        if row.scored:
+            scored[index] = slice(len(at), len(at) + len(row.scored))
+        at += range(end - row.num_logits, end)
+        if row.is_sampled:
+            sampled.append(len(at) - 1)
+        elif row.embeds and row.num_logits:
+            pooled_logits[index] = len(at) - 1
         if row.num_hidden:
             pooled[index] = slice(len(hidden_at), len(hidden_at) + row.num_hidden)
-            hidden_at += range(query_start[index + 1] - row.num_hidden, query_start[index + 1])
-    return pooled, hidden_at
+            hidden_at += range(end - row.num_hidden, end)
+    return Layout(
+        slots,
+        _ints(counts),
+        _ints(query_start),
+        query_start,
+        logits_at=_ints(at),
+        hidden_at=_ints(hidden_at),
+        sampled_rows=_ints([index for index, row in enumerate(rows) if row.is_sampled]),
+        sampled_logits=_ints(sampled) if len(sampled) < len(at) else None,
+        scored=scored,
+        pooled=pooled,
+        pooled_logits=pooled_logits,
+    )
+
+
+def _ints(numbers: list[int]) -> Ints:
+    return np.array(numbers, np.int64)

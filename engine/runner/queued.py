@@ -61,13 +61,10 @@ class QueuedTokens:
     def tokens(self) -> SampledTokens:
         """Wait for the tokens and return them."""
         host = self._columns.array()
-        logprobs: dict[int, TokenLogprob] = {}
-        if host.ndim == 1:
-            token_ids = host.tolist()
-        else:
-            token_ids = host[:, 0].astype(np.int64).tolist()
-            logprobs = {row: _entry(host[row, 1:], count) for row, count in self._counts.items() if token_ids[row] >= 0}
-        errors = {row: ERRORS[token_id] for row, token_id in enumerate(token_ids) if token_id < 0}
+        ids = host if host.ndim == 1 else host[:, 0].astype(np.int64)
+        token_ids = ids.tolist()
+        logprobs = {row: _entry(host[row, 1:], count) for row, count in self._counts.items() if token_ids[row] >= 0}
+        errors = {row: ERRORS[token_ids[row]] for row in np.flatnonzero(ids < 0).tolist()}
         return SampledTokens(token_ids, logprobs, errors)
 
 

@@ -125,16 +125,20 @@ class Step:
         if self.tokens is not None:
             assert self.prepared is not None
             tokens = self.tokens.tokens()
-            for index, row in enumerate(self.prepared.sampled_rows.tolist()):
-                logprob = tokens.logprobs.get(index)
-                sampled = Sampled([tokens.token_ids[index]], None if logprob is None else [logprob])
-                outcomes[row] = tokens.errors.get(index, sampled)
-            self.runner.known[self.prepared.slots[self.prepared.sampled_rows]] = tokens.token_ids
+            sampled: list[Outcome] = [Sampled([token_id]) for token_id in tokens.token_ids]
+            for index, logprob in tokens.logprobs.items():
+                sampled[index] = Sampled([tokens.token_ids[index]], [logprob])
+            for index, error in tokens.errors.items():
+                sampled[index] = error
+            for row, outcome in zip(self.prepared.sampled_rows.tolist(), sampled, strict=True):
+                outcomes[row] = outcome
+            if self.runner.sampler.has_histories:
+                self.runner.known[self.prepared.slots[self.prepared.sampled_rows]] = tokens.token_ids
         for row, problem in self.problems.items():
             outcomes[row] = problem
         for queued in self.pooled:
-            for row, outcome in queued.outcomes().items():
-                outcomes[row] = outcomes[row] or outcome
+            for row, embedded in queued.outcomes().items():
+                outcomes[row] = outcomes[row] or embedded
         prompt_logprobs = {row: scores.scores() for row, scores in self.scores.items()}
         if self.prepared is not None:
             self.seconds["sample"] += time.perf_counter() - began
@@ -243,8 +247,9 @@ class Runner:
             return Step(self, batch, None, None, None, spent=spent_before)
         self.inputs.append_blocks(batch.rows)
         prepared = self.inputs.prepare(batch.rows, self.last)
-        for slot, row in zip(prepared.slots.tolist(), batch.rows, strict=True):
-            self.sampler.observe(slot, row.start, row.token_ids)
+        if self.sampler.has_histories:
+            for slot, row in zip(prepared.slots.tolist(), batch.rows, strict=True):
+                self.sampler.observe(slot, row.start, row.token_ids)
         ready = time.perf_counter()
         outputs = self.model.forward(prepared.forward)
         # On CUDA the forward pass is only queued here: its time counts as the sampler's, whose result waits for it.

@@ -41,17 +41,23 @@ HOTTEST = 1e30
 NEVER, ONLY = -100.0, 100.0
 
 
-def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each (seed, position): the hashed seed starts a stream of splitmix64 (Steele, Lea,
-    Flood 2014, "Fast splittable pseudorandom number generators"), and the position is an index into the stream."""
-    state = _mix(seeds) + np.uint64(0x9E3779B97F4A7C15) * (positions.astype(np.uint64) + np.uint64(1))
-    return (_mix(state) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+# Constants of splitmix64: creating them for each step would take longer than most of its arithmetic.
+SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
+FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def uniform(streams: NDArray[np.uint64], positions: Ints) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each stream of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+    number generators") and position, which is an index into the stream. A seed's stream starts with `mixed(seed)`."""
+    state = streams + FACTORS[2] * (positions + 1).astype(np.uint64)
+    return (mixed(state) >> SHIFTS[3]).astype(np.float64) * 2.0**-53
+
+
+def mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return splitmix64's hash of numbers."""
+    z = (z ^ (z >> SHIFTS[0])) * FACTORS[0]
+    z = (z ^ (z >> SHIFTS[1])) * FACTORS[1]
+    return z ^ (z >> SHIFTS[2])
 
 
 def problem(params: SamplingParams, vocab_size: int) -> str | None:
@@ -144,7 +150,7 @@ class Sampler:
         self._kernels = kernels
         self.draw_graphs: DrawGraphs | None = None  # draws from the logits of replayed steps
         self._prompt_len = np.zeros(max_seqs, np.int64)
-        self._seed = np.zeros(max_seqs, np.uint64)
+        self._stream = np.zeros(max_seqs, np.uint64)  # of the seed, see `uniform`
         self._params = np.zeros(max_seqs, ROW_PARAMS)  # without random numbers
         self._repetition = np.ones(max_seqs)
         self._presence = np.zeros(max_seqs)
@@ -170,7 +176,7 @@ class Sampler:
             self.problems[slot] = RowError(reason)
             params = SamplingParams(max_tokens=params.max_tokens)
         self._prompt_len[slot] = entered.prompt_len
-        self._seed[slot] = params.seed & (1 << 64) - 1
+        self._stream[slot] = mixed(np.array([params.seed & (1 << 64) - 1], np.uint64))[0]
         temperature = min(params.temperature, HOTTEST) if params.temperature >= GREEDY else 0.0
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         self._params[slot] = temperature, params.top_p, params.min_p, 0.0, top_k
@@ -232,7 +238,7 @@ class Sampler:
         changes = masks is not None or self._has_changes(slots, positions)
         reported = np.flatnonzero(self._logprobs[slots] >= 0)  # rows with logprobs
         distribution: Distribution | None = None
-        count = int(self._logprobs[slots[reported]].max(initial=0))
+        count = int(self._logprobs[slots[reported]].max()) if len(reported) else 0
         if len(reported) and not self._reports_processed:  # before the logits are changed
             raw = rows_of(logits, reported)
             raw = raw.clone() if changes and raw is logits else raw
@@ -248,7 +254,7 @@ class Sampler:
             distribution = backend.distribution(processed, count)
         is_random = params["temperature"].any()
         if is_random:
-            params["u"] = uniform(self._seed[slots], positions)
+            params["u"] = uniform(self._stream[slots], positions)
         if self.draw_graphs is not None and self.draw_graphs.draws(logits):
             top, ids = self.draw_graphs.draw(params, slots)
         elif is_random:
@@ -300,7 +306,7 @@ class Sampler:
         words = [word for word in self._bad_words[slot] if len(word) <= len(tail) + 1]
         return np.array([w[-1] for w in words if tail[len(tail) + 1 - len(w) :] == w[:-1]], np.int64)
 
-    def score(self, logits: Tensor, slot: int, targets: list[int]) -> QueuedScores | None:
+    def score(self, logits: Tensor, slot: int, targets: Sequence[int]) -> QueuedScores | None:
         """Return the log-probabilities of a prompt's tokens, or None if the slot's parameters are invalid.
 
         logits: [targets, vocab], each row predicts its target.

@@ -9,7 +9,7 @@ import torch
 
 from engine.attention import AttentionMeta, KVCache
 from engine.attention.reference import Reference
-from engine.batch import Row
+from engine.batch import PENDING, Row
 from engine.runner.inputs import Inputs
 
 CPU = torch.device("cpu")
@@ -114,6 +114,52 @@ def test_a_slot_is_given_again_with_an_empty_table():
         inputs.append_blocks(rows)
         assert inputs.prepare(rows).forward.plan.meta.block_table.tolist() == [blocks]
         inputs.leave(seq_id)
+
+
+def test_rows_that_enter_again_have_the_blocks_of_their_new_slots():
+    inputs = inputs_of(2, 4, 4)
+    for slots, blocks in (([0, 1], [5, 6]), ([1, 0], [7, 8])):
+        assert [inputs.enter(seq_id) for seq_id in (1, 2)] == slots
+        rows = [Row(seq_id, 0, [9], [block], 1) for seq_id, block in zip((1, 2), blocks, strict=True)]
+        inputs.append_blocks(rows)
+        got = inputs.prepare(rows)
+        assert got.slots.tolist() == slots
+        assert got.forward.plan.meta.block_table.tolist() == [[block] for block in blocks]
+        inputs.leave(1)
+        inputs.leave(2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"embeds": True},
+        {"scored": [4], "num_logits": 1},
+        {"embeds": True, "num_logits": 0, "num_hidden": 1},
+    ],
+)
+def test_rows_that_do_more_than_sample_do_not_share_the_layout_of_rows_that_sample(other):
+    inputs = inputs_of(2, 4, 4)
+    inputs.enter(1)
+    inputs.append_blocks([Row(1, 0, [], [5], 0)])
+    for start, is_plain in enumerate((True, True, False, True, False, False)):
+        more = {"num_logits": 1} | ({} if is_plain else other)
+        got = inputs.prepare([Row(1, start, [9], [], **more)])
+        assert got.sampled_rows.tolist() == ([0] if is_plain else [])
+        assert bool(got.scored or got.pooled or got.pooled_logits) is not is_plain
+        assert (got.lengths.tolist(), got.forward.positions.tolist()) == ([start + 1], [start])
+
+
+def test_a_pending_token_is_read_at_its_slot_beside_known_tokens_and_without_any():
+    inputs = inputs_of(3, 4, 4)
+    last = torch.tensor([30, 31, 32, 0])
+    for number, seq_id in enumerate((4, 5, 6)):
+        inputs.enter(seq_id)
+        inputs.append_blocks([Row(seq_id, 0, [], [number], 0)])
+    for number, (tokens, want) in enumerate(
+        (([7, PENDING, 8], [7, 31, 8]), ([PENDING] * 3, [30, 31, 32]), ([7, 8, 9], [7, 8, 9]))
+    ):
+        rows = [Row(seq_id, number, [token], [], 1) for seq_id, token in zip((4, 5, 6), tokens, strict=True)]
+        assert inputs.prepare(rows, last).forward.ids.tolist() == want
 
 
 def addresses(prepared):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine.batch import Entered
 from engine.runner import logits as operations
-from engine.runner.sampler import Sampler, uniform
+from engine.runner.sampler import Sampler, mixed, uniform
 from engine.types import ErrorCode, SamplingParams
 
 VOCAB = 300
@@ -135,14 +135,15 @@ def random_history(rng, vocab=VOCAB, prompt_len=3):
 def test_the_uniform_number_is_splitmix64():
     rng = random.Random(1)
     pairs = [(rng.getrandbits(64), rng.randrange(100_000)) for _ in range(200)] + [(0, 0), (2**64 - 1, 0)]
-    got = uniform(np.array([s for s, _ in pairs], np.uint64), np.array([p for _, p in pairs]))
+    got = uniform(mixed(np.array([s for s, _ in pairs], np.uint64)), np.array([p for _, p in pairs]))
     assert got.tolist() == [splitmix(seed, position) for seed, position in pairs]
     assert got.min() >= 0 and got.max() < 1
 
 
 def test_uniform_numbers_fill_the_interval_along_seeds_and_along_positions():
     many = np.arange(20_000)
-    for got in (uniform(many.astype(np.uint64), many * 0), uniform(np.full(len(many), 7, np.uint64), many)):
+    seeds = many.astype(np.uint64)
+    for got in (uniform(mixed(seeds), many * 0), uniform(mixed(seeds * 0 + 7), many)):
         counts = np.histogram(got, 50, (0, 1))[0]
         assert p_value(counts, np.full(50, len(many) / 50)) > 0.001
 
@@ -557,7 +558,7 @@ def test_a_bad_word_is_never_completed(output, banned):
     sampler.add(0, Entered(1, params(bad_words=words), 2, [7, 8, *output]))  # the prompt's own 7, 8 do not count
     drawn = set()
     for i in range(400):
-        sampler._seed[0] = i
+        sampler._stream[0] = i
         logits = torch.zeros(1, 12)
         drawn |= set(sampler.sample(logits, np.array([0]), np.array([2 + len(output)])).tokens().token_ids)
     assert drawn == set(range(12)) - banned
