@@ -149,15 +149,17 @@ def _listed(listed: Any, plain: LayerShape, num_layers: int) -> list[LayerShape]
     """Return the sizes of layers of which per_layer_config says how they differ."""
     found = [plain] * num_layers
     places = {str(layer): layer for layer in range(num_layers)}
-    names = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
     for layer, sizes in (listed if isinstance(listed, dict) else {"": None}).items():
         place = places.get(layer.lstrip("0") or layer[-1:])
-        if place is None or not isinstance(sizes, dict) or sizes.keys() - names.keys():
+        if place is None or not isinstance(sizes, dict) or sizes.keys() - {"head_dim", "num_key_value_heads"}:
             raise ModelError(
                 f"config.json: per_layer_config must hold head_dim and num_key_value_heads of some of the {num_layers}"
                 " layers, and nothing else"
             )
-        found[place] = plain._replace(**{names[key]: whole(sizes, key, maximum=MAX_HEADS) for key in sizes})
+        found[place] = plain._replace(
+            head_dim=whole(sizes, "head_dim", plain.head_dim, maximum=MAX_HEADS),
+            kv_heads=whole(sizes, "num_key_value_heads", plain.kv_heads, maximum=MAX_HEADS),
+        )
     return found
 
 
