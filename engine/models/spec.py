@@ -160,9 +160,8 @@ class ModelSpec:
     @property
     def groups(self) -> CacheGroups:
         """The layers that share blocks. They do not depend on the memory."""
-        shapes = {(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.layers}
         windows = [layer.window for layer in self.layers]
-        return CacheGroups.of(windows, self.serve_len, uniform=len(shapes) == 1)
+        return CacheGroups.of(windows, self.serve_len, [layer.bytes(self.cache_dtype) for layer in self.layers])
 
 
 def read_config(folder: Path) -> dict[str, Any]:

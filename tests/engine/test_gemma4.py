@@ -123,7 +123,10 @@ def test_a_table_of_inputs_is_counted_but_not_read_by_every_token():
 def test_a_plan_counts_keys_and_values_once(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "max_position_embeddings": 4096}))
     told = plan.plan(EngineConfig(model=str(tmp_path), device="cpu", num_blocks=16, block_size=16))
-    assert told["kv_cache_bytes"] == 16 * 16 * 2 * 2 * (12 * 256 + 3 * 512)
+    # Two groups of six layers with a window, two of which share the place of one of the three without.
+    assert told["kv_cache_bytes"] == 16 * 16 * 2 * 2 * 3 * 512
+    told = plan.plan(EngineConfig(model=str(tmp_path), device="cpu", num_blocks=16, block_size=16, kv_dtype="int8"))
+    assert told["kv_cache_bytes"] == 16 * 16 * 2 * (12 * (256 + 4) + 3 * (512 + 4)), "whose sizes do not divide"
 
 
 def test_a_part_of_the_frequencies_is_zero():
