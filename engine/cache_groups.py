@@ -2,13 +2,15 @@
 
 Layers with the same window are divided into groups of at most as many layers as the cache has tensors. A layer uses the
 tensor at its place in its group, and a block belongs to one group of one sequence: the pool stays one, and all blocks
-have the same size. The method is that of vLLM's hybrid KV cache manager.
+have the same size. The method is that of vLLM's hybrid KV cache manager. Where a token takes less memory in some
+layers, several of these share a place: each has an equal part of every block.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -25,60 +27,81 @@ class CacheGroups(Struct, frozen=True, array_like=True):
 
     windows: tuple[int | None, ...] = (None,)  # tokens that a group's layers attend to; None: all
     of_layer: tuple[int, ...] = (0,)  # layer -> its group
+    parts: tuple[int, ...] = ()  # layer -> number of layers that share its place; empty: one each
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], max_len: int, *, uniform: bool = True) -> CacheGroups:
+    def of(cls, windows: Sequence[int | None], max_len: int, sizes: Sequence[int] = ()) -> CacheGroups:
         """Return the groups of layers with these windows, for sequences of up to `max_len` tokens.
 
-        uniform: whether a token takes as much memory in each layer. If not, or if groups would save little, all layers
-        are one group, with the widest of the windows.
+        sizes: the memory that a token takes in each layer; empty: the same. If that of one window differs, or does not
+        divide the largest, or if groups would save little, all layers are one group, with the widest of the windows.
         """
         # A window that no sequence leaves is none.
         windows = [None if window is None or window >= max_len else window for window in windows]
         counts = Counter(windows)
         widest = None if None in counts else max(filter(None, windows), default=None)
         whole = cls((widest,), (0,) * len(windows))
-        if len(counts) < 2 or not uniform:
+        sizes = sizes or [1] * len(windows)
+        of_window = dict(zip(windows, sizes, strict=True))
+        parts = {window: max(sizes) // size for window, size in of_window.items()}
+        is_even = all(of_window[window] == size for window, size in zip(windows, sizes, strict=True))
+        if len(counts) < 2 or not is_even or any(max(sizes) % size for size in sizes):
             return whole
         length = {window: window or max_len for window in counts}
-        best, least = 0, (1 - MIN_GAIN) * len(windows) * length[widest]
-        for size in range(max(counts.values()), 0, -1):
-            places = {window: -(-count // size) * size for window, count in counts.items()}
+        needed = {window: -(-count // parts[window]) for window, count in counts.items()}  # places
+        best, least = 0, (1 - MIN_GAIN) * sum(sizes) / max(sizes) * length[widest]
+        for size in range(max(needed.values()), 0, -1):
+            places = {window: -(-count // size) * size for window, count in needed.items()}
             total = sum(places.values())
             tokens = sum(number * length[window] for window, number in places.items())
-            fits = total <= MAX_GROUPS * size and total <= (1 + MAX_PADDING) * len(windows)
+            fits = total <= MAX_GROUPS * size and total <= (1 + MAX_PADDING) * sum(needed.values())
             if fits and tokens < least:
                 best, least = size, tokens
-        return cls._in_groups(windows, best) if best else whole
+        return cls._in_groups(windows, best, parts) if best else whole
 
     @classmethod
-    def _in_groups(cls, windows: Sequence[int | None], size: int) -> CacheGroups:
-        """Return groups of up to `size` layers, in the order of their first layers."""
+    def _in_groups(cls, windows: Sequence[int | None], size: int, parts: Mapping[int | None, int]) -> CacheGroups:
+        """Return groups of up to `size` places, in the order of their first layers."""
         of_window: list[int | None] = []
         of_layer: list[int] = []
         last: dict[int | None, tuple[int, int]] = {}  # window -> its last group, and the layers that this has
         for window in windows:
-            group, count = last.get(window, (0, size))
-            if count == size:
+            most = size * parts[window]
+            group, count = last.get(window, (0, most))
+            if count == most:
                 group, count = len(of_window), 0
                 of_window.append(window)
             last[window] = group, count + 1
             of_layer.append(group)
-        return cls(tuple(of_window), tuple(of_layer))
+        shared = tuple(parts[window] for window in windows)
+        return cls(tuple(of_window), tuple(of_layer), shared if max(shared) > 1 else ())
 
     @property
     def places(self) -> list[int]:
-        """The index of each layer in its group: the tensor of the cache that it uses."""
+        """The place of each layer in its group: the tensor of the cache that it uses."""
+        return [place for place, _ in self._shares]
+
+    @property
+    def shares(self) -> list[tuple[int, int]]:
+        """Of each layer, which part of its place it has: the number of parts, and the part's number."""
+        parts = self.parts or (1,) * len(self.of_layer)
+        return [(count, part) for count, (_, part) in zip(parts, self._shares, strict=True)]
+
+    @property
+    def _shares(self) -> list[tuple[int, int]]:
         counts: Counter[int] = Counter()
         found = []
-        for group in self.of_layer:
-            found.append(counts[group])
+        for group, parts in zip(self.of_layer, self.parts or (1,) * len(self.of_layer), strict=True):
+            found.append(divmod(counts[group], parts))
             counts[group] += 1
         return found
 
     def block_bytes(self, block_size: int, bytes_per_token: int) -> int:
         """Return the size of a block; a token takes `bytes_per_token` in all layers together."""
-        return block_size * bytes_per_token * (max(self.places) + 1) // len(self.of_layer)
+        parts = self.parts or (1,) * len(self.of_layer)
+        unit = math.lcm(*parts)
+        whole = sum(unit // count for count in parts)  # all layers, in units of a place's unit-th part
+        return block_size * bytes_per_token * unit * (max(self.places) + 1) // whole
 
     def most_blocks(self, window: int, block_size: int, chunk: int) -> int:
         """Return the maximum number of blocks that a sequence holds in a group with a window.

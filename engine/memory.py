@@ -181,10 +181,15 @@ def _token_bytes(spec: ModelSpec) -> int:
     hidden, inner = widths(spec.source)
     size = spec.dtype.itemsize
     widest = max(spec.layers, key=lambda layer: layer.numbers)
-    queries = widest.num_heads * widest.head_dim
+    queries = max(layer.num_heads * layer.head_dim for layer in spec.layers)
+    own = 0  # keys and values that layers share, and the layers' own inputs
+    if (decoder := spec.decoder) is not None:
+        shared = [shape for shape in decoder.shapes if shape.shares is not None]
+        inner, own = max([inner, *(shape.inner for shape in shared)]), 2 * widest.numbers if shared else 0
+        own += 3 * len(decoder.shapes) * decoder.inputs.size if decoder.inputs is not None else 0
     # Residual, norm, output, and the norm's float32 copy; queries and attention's output; gate, up and their product.
-    token = size * (4 * hidden + 2 * queries + widest.numbers + 3 * inner) + 4 * hidden
-    if spec.decoder is not None and (experts := spec.decoder.experts) is not None:
+    token = size * (4 * hidden + 2 * queries + widest.numbers + 3 * inner + own) + 4 * hidden
+    if decoder is not None and (experts := decoder.experts) is not None:
         token += (experts.active + 1) * size * hidden + 8 * hidden  # results of the experts, and their sum in float32
     return token
 
@@ -194,7 +199,7 @@ def widths(source: dict[str, Any]) -> tuple[int, int]:
     architecture."""
     hidden = first(source, "hidden_size", "n_embd", "d_model") or 4096
     inner = first(source, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
-    experts = first(source, "num_experts_per_tok", "num_experts_per_token")
+    experts = first(source, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
     if experts:
         inner = experts * (first(source, "moe_intermediate_size") or inner)
     return hidden, inner
@@ -251,7 +256,7 @@ def _arrange(
     blocks_for = partial(groups.blocks_for, block_size=config.block_size, chunk=config.max_batched_tokens)
     graphs = graph_bytes(spec, config, backend)
     if graphs and spec.decoder is not None:  # they read angles of all positions, in float32
-        graphs += len(spec.decoder.ropes) * config.max_len * spec.decoder.head_dim * 4
+        graphs += len(spec.decoder.ropes) * config.max_len * spec.decoder.shapes[0].head_dim * 4
     fixed = weights + activations + graphs
     parts = f"weights of {_gb(weights)} and {_gb(activations)} of activations"
     if graphs:

@@ -75,6 +75,24 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 3.0,
 }
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 6, "sliding_window": 8}
+DENSE_GEMMA4 = {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+SMALL_GEMMA4 = {
+    **GEMMA4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 24,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_MOE = {
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 48,
+}
 COHERE2 = {"num_hidden_layers": 5, "sliding_window": 8, "bos_token_id": None, "eos_token_id": None}
 EYE = {
     "hidden_size": 32,
@@ -193,6 +211,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 10.0,
         },
     ),
+    "gemma4_text": ("gemma4_text", {**BASE, **DENSE_GEMMA4, "hidden_size_per_layer_input": 0}),
+    "gemma4_unified_text": ("gemma4_unified_text", {**BASE, **DENSE_GEMMA4, "final_logit_softcapping": 30.0}),
+    "gemma4_text-small": ("gemma4_text", {**BASE, **SMALL_GEMMA4}),
+    "gemma4_text-experts": (
+        "gemma4_text",
+        {**BASE, **GEMMA4, **GEMMA4_MOE, "attention_k_eq_v": True, "attention_bias": True},
+    ),
     "cohere2": ("cohere2", {**BASE, **COHERE2}),
     "cohere2-bias": (
         "cohere2",
@@ -230,6 +255,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": {**BASE, **HEAD, "sliding_window": 8, "num_hidden_layers": 6},
             "vision_config": {**EYE, "model_type": "siglip_vision_model", "image_size": 28},
             "mm_tokens_per_image": 4,
+        },
+    ),
+    "gemma4": (
+        "gemma4",
+        {"text_config": {**BASE, **SMALL_GEMMA4}, "vision_config": {**EYE, **HEAD, "num_key_value_heads": 2}},
+    ),
+    "gemma4_unified": (
+        "gemma4_unified",
+        {
+            "text_config": {**BASE, **DENSE_GEMMA4},
+            "vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 8, "output_proj_dims": 64},
         },
     ),
     "mistral3": (
@@ -307,6 +343,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 NATIVE = [name for name, (kind, _) in MODELS.items() if kind in MODEL_TYPES]
 PARTS = (
     "gemma3",
+    "gemma4",
+    "gemma4_unified",
     "mistral3",
     "mistral3-ministral",
     "qwen3_vl",
@@ -322,6 +360,7 @@ FLOAT32_ONLY = (
     "qwen3_moe-sparse",
     "gpt_oss",
     "gpt_oss-clamped",
+    "gemma4_text-experts",
     "glm4_moe",
     "glm4_moe-groups",
     "qwen3_vl_moe",
@@ -352,14 +391,15 @@ def make(
         for value in model.parameters():
             value.copy_(torch.randn_like(value) * 0.15 if value.dim() > 1 else value + torch.randn_like(value) * 0.1)
         for bias in corrections(model):
-            bias.copy_(torch.randn_like(bias) * 0.1)
+            bias.copy_(bias + torch.randn_like(bias) * 0.1)
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
     return folder
 
 
 def corrections(model: Any) -> list[torch.Tensor]:
-    """The buffers of a model of transformers that are weights: the biases by which routers choose experts."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    """The buffers of a model of transformers that are weights: the biases by which routers choose, scales of layers."""
+    kinds = "e_score_correction_bias", "layer_scalar"
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(kinds)]
 
 
 def _class(kind: str) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from .layer import AttentionLayer
-from .metadata import AttentionMeta
+from .metadata import FIRST, AttentionMeta, Place
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class LayerCache:
     block_size: int
     tensor: Tensor  # dimension 0 is the block, and a block is one contiguous run of bytes
     sinks: Tensor | None = None  # [heads], in the dtype that the backend needs
-    group: int = 0  # of CacheGroups: whose blocks it uses; layers of several groups may share a tensor
+    place: Place = FIRST  # whose blocks it uses; layers of several groups may share a tensor
 
 
 class Plan(Protocol):

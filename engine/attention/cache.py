@@ -11,7 +11,7 @@ from torch import Tensor
 from ..cache_groups import CacheGroups
 from .backend import AttentionBackend, LayerCache, Plan
 from .layer import AttentionLayer
-from .metadata import AttentionMeta
+from .metadata import AttentionMeta, Place
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +39,15 @@ class KVCache:
         groups = groups or CacheGroups.of([None] * len(layers), 1)
         tensors: dict[int, Tensor] = {}  # by the layers' places in their groups
         caches = []
-        for layer, group, place in zip(layers, groups.of_layer, groups.places, strict=True):
+        everything = zip(layers, groups.of_layer, groups.places, groups.shares, strict=True)
+        for layer, group, place, (parts, part) in everything:
             own = None if layer.sinks is None else (sinks or {})[layer.sinks]
-            count = 0 if place in tensors else num_blocks
+            count = 0 if place in tensors else num_blocks * parts
             cache = backend.allocate(layer, count, block_size, dtype, device, sinks=own)
             tensor = tensors.setdefault(place, cache.tensor)
-            caches.append(replace(cache, tensor=tensor, group=group))
+            if tensor.shape[1:] != cache.tensor.shape[1:]:
+                tensor = tensor.view(num_blocks * parts, *cache.tensor.shape[1:])
+            caches.append(replace(cache, tensor=tensor, place=Place(group, parts, part)))
         return cls(backend, caches, len(groups.windows))
 
     @property

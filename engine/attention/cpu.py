@@ -20,7 +20,7 @@ from ..kernels.structures import Call
 from ..types import ConfigError
 from .backend import LayerCache
 from .layer import AttentionLayer
-from .metadata import AttentionMeta
+from .metadata import FIRST, AttentionMeta, Place, Tables
 
 # Huge pages need one page-table walk for 2 MB of keys and values instead of for 4 KB. MADV_HUGEPAGE, and their size.
 HUGE_PAGES, HUGE_BYTES = 14, 2 << 20
@@ -59,16 +59,17 @@ class Plan:
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
         self.tokens, rows = meta.query_start_list[-1], len(meta.seq_lens_list)
-        for slots, table in (meta.tables(0), *meta.others):
+        for slots, table in (meta.tables(FIRST, 1), *meta.others):
             if len(meta.query_start_list) != rows + 1 or slots.shape != (self.tokens,) or table.shape[0] != rows:
                 raise ValueError(f"the parts of a step of {rows} rows and {self.tokens} tokens do not fit each other")
             assert slots.is_contiguous() and table.is_contiguous()
         assert meta.query_start.is_contiguous() and meta.seq_lens.is_contiguous()
-        self._calls: dict[tuple[AttentionLayer, int, Strides], tuple[Call, int]] = {}
+        self._calls: dict[tuple[AttentionLayer, Place, Strides], tuple[Call, int]] = {}
+        self._kept: list[Tables] = []  # to whose numbers the calls point
 
     def call(self, cache: LayerCache, strides: Strides) -> int:
         """Return the address of the Call for a layer whose queries, keys and values have these strides."""
-        key = cache.layer, cache.group, strides
+        key = cache.layer, cache.place, strides
         known = self._calls.get(key)
         if known is None:
             call = self._create(cache, strides)
@@ -77,7 +78,8 @@ class Plan:
 
     def _create(self, cache: LayerCache, strides: Strides) -> Call:
         meta, layer = self.meta, cache.layer
-        slots, table = meta.tables(cache.group)
+        slots, table = tables = meta.tables(cache.place, cache.block_size)
+        self._kept.append(tables)
         return Call(
             query_start=meta.query_start.data_ptr(),
             seq_lens=meta.seq_lens.data_ptr(),

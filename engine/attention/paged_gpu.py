@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import EngineConfig
 from .backend import AttentionBackend, LayerCache
 from .layer import LARGEST, AttentionLayer, stored_size
-from .metadata import AttentionMeta
+from .metadata import AttentionMeta, Place, Tables
 from .reference import Reference
 
 MAX_DIM = 256
@@ -76,8 +76,16 @@ class Plan:
 
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
+        self._tables: dict[tuple[Place, int], Tables] = {}
         self._on_host: dict[Kind, tuple[list[HostWork], list[HostWork]]] = {}
         self._launches: dict[Kind, Launches] = {}
+
+    def tables(self, cache: LayerCache) -> Tables:
+        """Return the blocks of a layer."""
+        key = cache.place, cache.block_size
+        if key not in self._tables:
+            self._tables[key] = self.meta.tables(*key)
+        return self._tables[key]
 
     def launches(self, kind: Kind) -> Launches:
         """Return the launches for layers of a kind."""
@@ -221,7 +229,7 @@ class PagedGPU:
 
         layer, view = cache.layer, _View(cache)
         kernels.store[k.shape[0], layer.num_kv_heads](
-            k, v, plan.meta.tables(cache.group).slot_mapping, view.tensor, view.scales,
+            k, v, plan.tables(cache).slot_mapping, view.tensor, view.scales,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), *view.strides,
             DIM=layer.head_dim, V_DIM=layer.v_head_dim, DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim),
             BLOCK=cache.block_size, SCALED=view.is_scaled,
@@ -256,7 +264,7 @@ class PagedGPU:
         group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
         kernels.rotate_store[qkv.shape[0], layer.num_kv_heads](
             qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, *rotation,
-            plan.meta.tables(cache.group).slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
+            plan.tables(cache).slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
             qkv.stride(0), *view.strides,
             HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
             BLOCK=cache.block_size, NORM=norms is not None, SCALED=view.is_scaled,
@@ -269,7 +277,7 @@ class PagedGPU:
 
         layer, meta, view = cache.layer, plan.meta, _View(cache)
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
-        queries, table = queries_of(layer, q.dtype), meta.tables(cache.group).block_table
+        queries, table = queries_of(layer, q.dtype), plan.tables(cache).block_table
         launches = plan.launches((layer.window, queries))
         for works, most, split in ((launches.decodes, 1, SPLIT), (launches.chunks, queries, 0)):
             for work in works:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ..config import EngineConfig
 from .backend import LayerCache
 from .layer import LARGEST, AttentionLayer, stored_size
-from .metadata import AttentionMeta
+from .metadata import AttentionMeta, Place
 
 # Keys or values that are gathered at once, in numbers: 2**23 is 16 MiB of bfloat16, which is small compared with a
 # model, and large enough for a gather to run at memory speed.
@@ -48,23 +48,23 @@ class Plan:
 
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
-        self._slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._decodes: dict[tuple[int, int | None, int, int, int], list[_Decode]] = {}
+        self._tables: dict[tuple[Place, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._decodes: dict[tuple[Place, int | None, int, int, int], list[_Decode]] = {}
 
-    def slots(self, group: int, block_size: int) -> tuple[Tensor, Tensor]:
-        """Return each new token's block in a group of layers, and its offset in the block."""
-        known = self._slots.get((group, block_size))
+    def tables(self, place: Place, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the blocks of the layers with this place: each new token's, its offset in it, and the rows'."""
+        known = self._tables.get((place, block_size))
         if known is None:
-            slots = self.meta.tables(group).slot_mapping
-            known = self._slots[group, block_size] = slots // block_size, slots % block_size
+            slots, table = self.meta.tables(place, block_size)
+            known = self._tables[place, block_size] = slots // block_size, slots % block_size, table
         return known
 
-    def decodes(self, group: int, window: int | None, kv_heads: int, block_size: int, max_keys: int) -> list[_Decode]:
+    def decodes(self, place: Place, window: int | None, kv_heads: int, block_size: int, max_keys: int) -> list[_Decode]:
         """Return the step's rows of one token, gathered together; see `_decode_rows`."""
-        key = group, window, kv_heads, block_size, max_keys
+        key = place, window, kv_heads, block_size, max_keys
         known = self._decodes.get(key)
         if known is None:
-            meta = replace(self.meta, block_table=self.meta.tables(group).block_table)
+            meta = replace(self.meta, block_table=self.tables(place, block_size)[2])
             known = self._decodes[key] = _decode_rows(meta, window, kv_heads, block_size, max_keys)
         return known
 
@@ -130,8 +130,8 @@ class Reference:
     def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         layer, block_size, tensor, sinks, meta = cache.layer, cache.block_size, cache.tensor, cache.sinks, plan.meta
         head_dim, v_head_dim, window = layer.head_dim, layer.v_head_dim, layer.window
-        self._store(k, v, tensor, *plan.slots(cache.group, block_size))
-        table = meta.tables(cache.group).block_table
+        block, offset, table = plan.tables(cache.place, block_size)
+        self._store(k, v, tensor, block, offset)
 
         compute = partial(_attention, scale=layer.scale, softcap=layer.softcap)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -139,7 +139,7 @@ class Reference:
         sink = None if sinks is None else sinks.view(kv_heads, group)
 
         max_keys = max(1, GATHER_NUMBERS // max(head_dim, v_head_dim))
-        for decode in plan.decodes(cache.group, window, kv_heads, block_size, max_keys):
+        for decode in plan.decodes(cache.place, window, kv_heads, block_size, max_keys):
             keys, values = self._gather(tensor, decode.pages, k, v)
             if decode.hidden is not None:
                 # What follows a sequence's end may be NaN, and 0 * NaN is NaN: clear it, masking is not enough.

@@ -75,9 +75,9 @@ def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint
         spec = read_spec(source, config, native_only=config.implementation == "native")
         if spec is not None:
             if checkpoint is not None:
-                from . import decoder
+                from .check import check
 
-                decoder.check(spec, checkpoint)
+                check(spec, checkpoint)
             return spec
     if config.quantization != "none":
         raise ConfigError(

@@ -20,6 +20,7 @@ from .executor import CapturedHead, Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
 from .gpu_weights import CodedRows
+from .layer_inputs import LayerInputs
 from .layers import InFile, Linear, Quantization, make_norm, softcap
 from .on_gpu import OnGPU
 from .precision import head_bits, layer_bits
@@ -40,7 +41,7 @@ class Decoder:
         self.spec, self.product = spec, product
         self.embedding = Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.layers: list[Layer] = []
-        for index in range(len(spec.layers)):
+        for index in range(len(decoder.shapes)):
             self.layers.append(Layer(index, spec, decoder, device))
             if spec.on_gpu:  # the plain weights may not fit: they are allocated, and quantized, layer by layer
                 for _, linear, *_ in self.layers[-1].parts():
@@ -53,8 +54,9 @@ class Decoder:
         self._cap = decoder.scales.cap
         angles = torch.float32 if decoder.wide_angles else dtype
         self.rotaries = [Rotary(rope, spec.serve_len, angles, device) for rope in decoder.ropes]
+        self.inputs = None if decoder.inputs is None else LayerInputs(decoder, decoder.inputs, dtype, device)
         # In order of preference; the last one can compute every step.
-        self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotaries)]
+        self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotaries, self.inputs)]
         self.captured_head: CapturedHead | None = None  # set by a runner with graphs
         sinks = {layer.index: layer.sinks for layer in self.layers}
         self.sinks: Mapping[str, Tensor] = {
@@ -170,7 +172,8 @@ class Decoder:
 
     def _ends(self) -> dict[str, Tensor]:
         """Return the targets of the weights before and after the layers."""
-        return {"embed_tokens.weight": self.embedding.weight, "norm.weight": self.norm.weight}
+        ends = {"embed_tokens.weight": self.embedding.weight, "norm.weight": self.norm.weight}
+        return ends if self.inputs is None else ends | self.inputs.targets()
 
     def targets(self) -> dict[str, Tensor]:
         """Return checkpoint name -> the tensor to read it into."""
@@ -195,6 +198,8 @@ class Decoder:
         quantization = None if bits is None else Quantization(bits)
         self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, quantization=quantization, in_file=in_file)
         self.norm.pack(self.product.kernels)
+        if self.inputs is not None:
+            self.inputs.pack(self.product.kernels)
 
     def _finish(self) -> None:
         """Choose the executors, after everything is packed."""
@@ -238,28 +243,6 @@ class Decoder:
         if self._cap is not None:
             logits = softcap(logits, self._cap, self.product.kernels)
         return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raise ModelError unless a checkpoint has exactly the tensors of a model, in their shapes.
-
-    Nothing is allocated, because the sizes in config.json may be arbitrarily large.
-    """
-    assert spec.decoder is not None
-    tied, entries = spec.decoder.tied, checkpoint.entries
-    prefix, head = multimodal.place(entries)
-    model = Decoder(spec, torch.device("meta"), Choice(None, ""), tied=tied)
-    targets = {prefix + name: target for name, target in model.targets().items()}
-    if not tied or head in entries:
-        targets[head] = model.head.weight
-    checkpoint.check(targets)
-    first, unused = len(spec.layers), spec.decoder.unused_layers
-    starts = tuple(f"{prefix}layers.{index}." for index in range(first, first + unused))
-    for name in sorted(entries.keys() - targets.keys()):
-        # An additional tensor means that config.json describes another model. These are harmless.
-        of_another_part = spec.is_part and not name.startswith(prefix) and not name.endswith("lm_head.weight")
-        if not (name.endswith("rotary_emb.inv_freq") or name.startswith(starts) or of_another_part):
-            raise ModelError(f"the checkpoint holds the tensor {name}, which {spec.architecture} does not have")
 
 
 @contextmanager

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
 from .decoder_spec import DecoderSpec, sinks_name
-from .experts import Experts
+from .experts import Beside, Experts
 from .forward import Forward
+from .layer_inputs import LayerInput
 from .layers import Gated, InFile, Linear, Quantization, RMSNorm, make_norm
 from .precision import LayerBits
 from .rope import Turn, rotate
 from .spec import ModelSpec
 
+Kept = dict[int, tuple[Tensor, Tensor]]  # of a step: layer -> its keys and values, if later layers share them
+
 
 class Layer:
     """Attention and a gated MLP or experts, each with a residual connection, and with a norm before it or after it."""
 
-    gate_up: Gated  # gate_up and down: of a layer without experts
+    gate_up: Gated  # gate_up and down: of a layer with an MLP
     down: Linear
 
     def __init__(self, index: int, model: ModelSpec, spec: DecoderSpec, device: torch.device) -> None:
@@ -31,80 +35,102 @@ class Layer:
         def norm(name: str | None, size: int = spec.hidden_size) -> RMSNorm | None:
             return None if name is None else make_norm(size, spec.norm_eps, dtype, device, spec.norm)
 
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        self.q_size, self.kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        hidden, self.shape, self.rows = spec.hidden_size, spec.shapes[index], spec.rows(index)
+        self.cache = spec.caches[index]
+        self.is_shared = any(shape.shares == index for shape in spec.shapes)
+        (q_size, kv_size, _), dim = self.rows, self.shape.head_dim
         self.attention_norm, self.attention_after = norm(spec.norms.attention), norm(spec.norms.attention_after)
-        self.qkv = Linear(self.q_size + 2 * self.kv_size, hidden, spec.qkv_bias, dtype, device)
-        self.q_norm = self.k_norm = None
+        self.qkv = Linear(sum(self.rows), hidden, spec.qkv_bias, dtype, device)
+        self.q_norm = self.k_norm = self.v_norm = None
         if spec.qk_norm:
             together = spec.qk_norm == "all"
-            self.q_norm = norm("q_norm", self.q_size if together else spec.head_dim)
-            self.k_norm = norm("k_norm", self.kv_size if together else spec.head_dim)
+            self.q_norm = norm("q_norm", q_size if together else dim)
+            self.k_norm = norm("k_norm" if kv_size else None, kv_size if together else dim)
+        if spec.norms_values and kv_size:  # without a weight in checkpoints
+            self.v_norm = make_norm(dim, spec.norm_eps, dtype, device, spec.norm)
+            self.v_norm.weight.fill_(1)
         self.sinks = torch.empty(spec.num_heads, dtype=dtype, device=device) if spec.has_sinks else None
-        self.output = Linear(hidden, self.q_size, spec.output_bias, dtype, device)
+        self.output = Linear(hidden, q_size, spec.output_bias, dtype, device)
         self.output.scale = spec.scales.residual
         self.mlp_norm, self.mlp_after = norm(spec.norms.mlp), norm(spec.norms.mlp_after)
-        experts = spec.experts_of(index)
-        if experts is not None:
-            self.experts: Experts | None = Experts(hidden, experts, dtype, device, activation=spec.activation)
-            return
-        self.experts = None
-        self.gate_up = Gated(inner, hidden, spec.mlp_bias, dtype, device, activation=spec.activation)
-        self.down = Linear(hidden, inner, spec.mlp_bias, dtype, device)
-        self.down.scale = spec.scales.residual
+        self.input = None if spec.inputs is None else LayerInput(spec, spec.inputs, dtype, device)
+        self.scale = torch.empty(1, dtype=dtype, device=device) if spec.scales_layers else None
+        experts, self.beside = spec.experts_of(index), None
+        self.experts = None if experts is None else Experts(hidden, experts, dtype, device, activation=spec.activation)
+        if self.experts is not None and self.experts.spec.is_beside:
+            self.beside = Beside(hidden, self.experts, spec.norm_eps, dtype, device)
+        self.has_mlp = self.experts is None or self.beside is not None
+        if self.has_mlp:
+            self.gate_up = Gated(self.shape.inner, hidden, spec.mlp_bias, dtype, device, activation=spec.activation)
+            self.down = Linear(hidden, self.shape.inner, spec.mlp_bias, dtype, device)
+            self.down.scale = spec.scales.residual
 
-    def __call__(self, x: Tensor, turn: Turn | None, forward: Forward) -> Tensor:
+    def __call__(
+        self, x: Tensor, turn: Turn | None, forward: Forward, kept: Kept, own_input: Tensor | None = None
+    ) -> Tensor:
         """Return [tokens, hidden_size] for x: [tokens, hidden_size]; `turn`: None: do not rotate."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = _add(self.output, self.attend(normed, turn, forward), self.attention_after, x)
+        x = _add(self.output, self.attend(normed, turn, forward, kept), self.attention_after, x)
         if not self.spec.is_parallel:
             normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        if self.experts is not None:
-            return self.experts(normed, residual=x)
-        return _add(self.down, self.gate_up(normed), self.mlp_after, x)
+        if self.beside is not None:
+            found = self.beside(self.down(self.gate_up(normed)), x)
+            x = x + (found if self.mlp_after is None else self.mlp_after(found))
+        elif self.experts is not None:
+            x = self.experts(normed, residual=x)
+        else:
+            x = _add(self.down, self.gate_up(normed), self.mlp_after, x)
+        if self.input is not None and own_input is not None:
+            x = self.input(x, own_input)
+        return x if self.scale is None else x * self.scale
 
-    def attend(self, x: Tensor, turn: Turn | None, forward: Forward) -> Tensor:
+    def attend(self, x: Tensor, turn: Turn | None, forward: Forward, kept: Kept) -> Tensor:
         """Return the attention's output before the output projection: [tokens, heads * head_dim]."""
-        q, k, v = (
-            part.unflatten(-1, (-1, self.spec.head_dim))
-            for part in self.qkv(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _norm(self.q_norm, q), _norm(self.k_norm, k)
-        if turn is not None:
-            dtype = x.dtype
-            if self.spec.is_interleaved:
-                q, k = (_separated(part, turn.cos.shape[-1]) for part in (q, k))
-            if self.spec.rotates_wide:
-                q, k = q.float(), k.float()
-            q, k = rotate(q, turn.cos, turn.sin).to(dtype), rotate(k, turn.cos, turn.sin).to(dtype)
-            q = q if turn.query_scale is None else q * turn.query_scale
-        return forward.attend(self.index, q, k, v).flatten(1)
+        dim, parts = self.shape.head_dim, self.qkv(x).split(list(filter(None, self.rows)), dim=-1)
+        q, *own = (part.unflatten(-1, (-1, dim)) for part in parts)
+        q = q if self.q_norm is None else _norm(self.q_norm, q)
+        q = self._turned(q, turn)
+        q = q if turn is None or turn.query_scale is None else q * turn.query_scale
+        if self.shape.shares is not None:
+            k, v = kept[self.shape.shares]  # written to the cache again, with the same bits
+        else:
+            k, v = own[0], own[-1]
+            k = self._turned(k if self.k_norm is None else _norm(self.k_norm, k), turn)
+            v = v if self.v_norm is None else _norm(self.v_norm, v)
+        if self.is_shared:
+            kept[self.index] = k, v
+        return forward.attend(self.cache, q, k, v).flatten(1)
+
+    def _turned(self, x: Tensor, turn: Turn | None) -> Tensor:
+        """Return rotated queries or keys: [tokens, heads, head_dim]."""
+        if turn is None:
+            return x
+        part = _separated(x, turn.cos.shape[-1]) if self.spec.is_interleaved else x
+        return rotate(part.float() if self.spec.rotates_wide else part, turn.cos, turn.sin).to(x.dtype)
 
     def parts(self) -> list[tuple[str, Linear, int, int]]:
         """Return (checkpoint name, linear layer, first row, end row) for each weight. Q, K and V are rows of one linear
         layer, and gate and up of another, also where the checkpoint has a tensor for each."""
-        q, kv, inner = self.q_size, self.kv_size, self.spec.intermediate_size
-        prefix = f"layers.{self.index}."
-        attention: list[tuple[str, Linear, int, int]] = [
-            (f"{prefix}self_attn.q_proj", self.qkv, 0, q),
-            (f"{prefix}self_attn.k_proj", self.qkv, q, q + kv),
-            (f"{prefix}self_attn.v_proj", self.qkv, q + kv, q + 2 * kv),
-        ]
+        prefix, inner, hidden = f"layers.{self.index}.", self.shape.inner, self.spec.hidden_size
+        found: list[tuple[str, Linear, int, int]] = []
         if self.spec.joined == "all":
-            attention = [(f"{prefix}self_attn.qkv_proj", self.qkv, 0, q + 2 * kv)]
-        attention.append((f"{prefix}self_attn.o_proj", self.output, 0, self.spec.hidden_size))
+            found.append((f"{prefix}self_attn.qkv_proj", self.qkv, 0, sum(self.rows)))
+        else:
+            ends = accumulate(self.rows)
+            for name, rows, end in zip("qkv", self.rows, ends, strict=True):
+                if rows:
+                    found.append((f"{prefix}self_attn.{name}_proj", self.qkv, end - rows, end))
+        found.append((f"{prefix}self_attn.o_proj", self.output, 0, hidden))
+        if self.has_mlp:
+            if self.spec.joined:
+                found.append((f"{prefix}mlp.gate_up_proj", self.gate_up, 0, 2 * inner))
+            else:
+                found.append((f"{prefix}mlp.gate_proj", self.gate_up, 0, inner))
+                found.append((f"{prefix}mlp.up_proj", self.gate_up, inner, 2 * inner))
+            found.append((f"{prefix}mlp.down_proj", self.down, 0, hidden))
         if self.experts is not None:
-            return attention + self.experts.parts(prefix)
-        down = (f"{prefix}mlp.down_proj", self.down, 0, self.spec.hidden_size)
-        if self.spec.joined:
-            return [*attention, (f"{prefix}mlp.gate_up_proj", self.gate_up, 0, 2 * inner), down]
-        return [
-            *attention,
-            (f"{prefix}mlp.gate_proj", self.gate_up, 0, inner),
-            (f"{prefix}mlp.up_proj", self.gate_up, inner, 2 * inner),
-            down,
-        ]
+            found += self.experts.parts(prefix)
+        return found if self.input is None else found + self.input.parts(prefix)
 
     def targets(self) -> dict[str, Tensor]:
         """Return checkpoint name -> the tensor to read it into."""
@@ -116,6 +142,12 @@ class Layer:
             targets[sinks_name(self.index)] = self.sinks
         if self.experts is not None and self.experts.correction is not None:
             targets[f"{prefix}{self.experts.spec.names[0]}.e_score_correction_bias"] = self.experts.correction
+        if self.beside is not None:
+            targets |= self.beside.targets(prefix)
+        if self.input is not None:
+            targets[f"{prefix}post_per_layer_input_norm.weight"] = self.input.norm.weight
+        if self.scale is not None:
+            targets[f"{prefix}layer_scalar"] = self.scale
         for name, linear, begin, end in self.parts():
             targets[f"{name}.weight"] = linear.weight[begin:end]
             if linear.bias is not None:
@@ -129,7 +161,7 @@ class Layer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The matmuls of a layer without experts."""
+        """The matmuls of a layer with an MLP; not those of experts."""
         return self.qkv, self.output, self.gate_up, self.down
 
     def pack(
@@ -137,18 +169,23 @@ class Layer:
     ) -> None:
         """Pack the weights, after the norms have been read; `in_file` has the weights that are still in files."""
         in_file = in_file or {}
-        for linear in self.linears if self.experts is None else (self.qkv, self.output):
+        for linear in self.linears if self.has_mlp else (self.qkv, self.output):
             quantization = None if bits is None else self._quantization(linear, bits)
             linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))
         if self.experts is not None:
-            self.experts.pack(kernels, bits, _importance(self.mlp_norm), in_file)
-        for norm in (*self.norms, self.q_norm, self.k_norm):
+            norm = self.mlp_norm if self.beside is None else self.beside.before
+            self.experts.pack(kernels, bits, _importance(norm), in_file)
+        if self.beside is not None:
+            self.beside.pack(kernels)
+        if self.input is not None:
+            self.input.pack(kernels, in_file)
+        for norm in (*self.norms, self.q_norm, self.k_norm, self.v_norm):
             if norm is not None:
                 norm.pack(kernels)
 
     def _quantization(self, linear: Linear, bits: LayerBits) -> Quantization:
         if linear is self.qkv:
-            rows_in_8 = self.kv_size if bits.value > bits.others else 0
+            rows_in_8 = self.rows[2] if bits.value > bits.others else 0
             return Quantization(bits.others, _importance(self.attention_norm), rows_in_8)
         if linear is self.output:
             return Quantization(bits.others)

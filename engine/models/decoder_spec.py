@@ -24,6 +24,23 @@ class Scales(NamedTuple):
 UNIT = Scales()
 
 
+class LayerShape(NamedTuple):
+    """The sizes of a layer."""
+
+    kv_heads: int
+    head_dim: int
+    inner: int  # intermediate size of the MLP
+    has_values: bool = True  # False: the projection of keys is that of values too
+    shares: int | None = None  # the layer whose keys and values it attends to, in place of its own
+
+
+class InputsSpec(NamedTuple):
+    """The sizes of the inputs that each layer has of its own, see layer_inputs.py."""
+
+    vocab_size: int
+    size: int
+
+
 def sinks_name(layer: int) -> str:
     """Return the name of a layer's sinks in checkpoints, and in the spec of its attention."""
     return f"layers.{layer}.self_attn.sinks"
@@ -34,10 +51,8 @@ class DecoderSpec:
     """The shape and the variants of a native decoder."""
 
     hidden_size: int
-    intermediate_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    shapes: tuple[LayerShape, ...]  # of each layer
     norm_eps: float
     activation: str
     ropes: tuple[Rope, ...]  # rotary embeddings that layers have; the first is the one for long sequences
@@ -47,6 +62,7 @@ class DecoderSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: Literal["", "head", "all"] = ""  # see Family
+    norms_values: bool = False  # see Family
     joined: Literal["", "gate_up", "all"] = ""  # see Family
     is_interleaved: bool = False  # see Family
     rotates_wide: bool = False  # see Family
@@ -54,6 +70,8 @@ class DecoderSpec:
     norms: NormNames = BEFORE
     norm: NormKind = PLAIN
     is_parallel: bool = False  # see Family
+    inputs: InputsSpec | None = None
+    scales_layers: bool = False  # see Family
     scales: Scales = UNIT
     has_sinks: bool = False  # see Family
     unused_layers: int = 0  # in checkpoints after the others: they predict further tokens
@@ -70,6 +88,10 @@ class DecoderSpec:
             return "norms of another kind than RMSNorm"
         if self.qk_norm == "all":
             return "norms of all heads together"
+        if len(set(self.shapes)) > 1 or self.norms_values:
+            return "layers or norms of values that Llama does not have"
+        if self.inputs is not None or self.scales_layers:
+            return "inputs or scales of each layer"
         if self.has_sinks:
             return "attention sinks"
         if any(rope.query_beta for rope in self.ropes):
@@ -83,31 +105,47 @@ class DecoderSpec:
         """Return what these layers have that OnGPU cannot compute, or None."""
         if self.experts is not None:
             return "experts"
-        if -1 in self.turns or self.ropes[0].head_dim != self.head_dim:
+        turned = [turn >= 0 and self.ropes[turn].head_dim for turn in self.turns]
+        if turned != [shape.head_dim for shape in self.shapes]:
             return "layers or parts of heads without rotary embeddings"
         return self.difference
 
+    @property
+    def caches(self) -> tuple[int, ...]:
+        """The index of each layer's keys and values among those of the layers that have their own."""
+        own = [index for index, shape in enumerate(self.shapes) if shape.shares is None]
+        return tuple(
+            own.index(index if shape.shares is None else shape.shares) for index, shape in enumerate(self.shapes)
+        )
+
+    def rows(self, layer: int) -> tuple[int, int, int]:
+        """Return the rows of a layer's projections of queries, keys and values; 0: there is none."""
+        shape = self.shapes[layer]
+        own = shape.kv_heads * shape.head_dim if shape.shares is None else 0
+        return self.num_heads * shape.head_dim, own, own if shape.has_values else 0
+
     def experts_of(self, layer: int) -> ExpertsSpec | None:
-        """Return the shape of a layer's experts; None: it has an MLP."""
+        """Return the shape of a layer's experts; None: it has an MLP alone."""
         return None if self.experts is None or layer in self.experts.dense else self.experts
 
-    def linears(self, num_layers: int, vocab_size: int) -> Iterator[Weights]:
+    def linears(self, vocab_size: int) -> Iterator[Weights]:
         """Yield the names of the weights of each linear layer that may be quantized, the head's included, their rows
         and their columns."""
-        for index in range(num_layers):
+        for index in range(len(self.shapes)):
             yield from self.layer_linears(index)
         if not self.tied:
             yield ("lm_head.weight",), (vocab_size,), self.hidden_size
 
     def layer_linears(self, index: int) -> Iterator[Weights]:
         """Yield the same of one layer."""
-        q, kv, hidden = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size
+        rows, hidden = self.rows(index), self.hidden_size
         start = f"model.layers.{index}."
         if self.joined == "all":
-            yield (f"{start}self_attn.qkv_proj.weight",), (q + 2 * kv,), hidden
+            yield (f"{start}self_attn.qkv_proj.weight",), (sum(rows),), hidden
         else:
-            yield tuple(f"{start}self_attn.{name}_proj.weight" for name in "qkv"), (q, kv, kv), hidden
-        yield (f"{start}self_attn.o_proj.weight",), (hidden,), q
+            names = [name for name, count in zip("qkv", rows, strict=True) if count]
+            yield tuple(f"{start}self_attn.{name}_proj.weight" for name in names), tuple(filter(None, rows)), hidden
+        yield (f"{start}self_attn.o_proj.weight",), (hidden,), rows[0]
         for gates, down, inner in self._mlps(index):
             yield tuple(f"{start}{name}.weight" for name in gates), (2 * inner // len(gates),) * len(gates), hidden
             yield (f"{start}{down}.weight",), (hidden,), inner
@@ -115,9 +153,10 @@ class DecoderSpec:
     def _mlps(self, layer: int) -> Iterator[tuple[tuple[str, ...], str, int]]:
         """Yield the names of gate and up, that of down, and the intermediate size of a layer's MLP or experts."""
         experts = self.experts_of(layer)
-        if experts is None:
+        if experts is None or experts.is_beside:
             gates = ("mlp.gate_up_proj",) if self.joined else ("mlp.gate_proj", "mlp.up_proj")
-            yield gates, "mlp.down_proj", self.intermediate_size
+            yield gates, "mlp.down_proj", self.shapes[layer].inner
+        if experts is None:
             return
         for number in range(experts.count):
             yield *experts.linears(number), experts.inner
@@ -128,16 +167,25 @@ class DecoderSpec:
         """Return the number of a layer's weights that may be quantized."""
         return sum(sum(rows) * columns for _, rows, columns in self.layer_linears(index))
 
-    def num_params(self, num_layers: int, vocab_size: int) -> int:
+    def num_params(self, vocab_size: int) -> int:
         """Return the number of all weights."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = sum(name is not None for name in self.norms) * self.hidden_size
-        layer += {"": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
-        layer += (q + 2 * kv if self.qkv_bias else 0) + (self.hidden_size if self.output_bias else 0)
-        layer += 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
-        layer += self.num_heads if self.has_sinks else 0
-        layers = num_layers * layer
-        for index in range(num_layers):
-            experts = self.experts_of(index)
-            layers += self.layer_numbers(index) + (experts.num_params(self.hidden_size) if experts else 0)
-        return layers + vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
+        hidden, inputs = self.hidden_size, 0 if self.inputs is None else self.inputs.size
+        total = vocab_size * hidden * (1 if self.tied else 2) + hidden
+        if self.inputs is not None:
+            total += self.looked_up + len(self.shapes) * inputs * hidden + inputs
+        for index, shape in enumerate(self.shapes):
+            (q, k, v), experts = self.rows(index), self.experts_of(index)
+            total += sum(name is not None for name in self.norms) * hidden
+            total += {"": 0, "head": (1 + bool(k)) * shape.head_dim, "all": q + k}[self.qk_norm]
+            total += (q + k + v if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
+            total += 2 * shape.inner + hidden if self.mlp_bias else 0
+            total += self.num_heads if self.has_sinks else 0
+            total += (2 * inputs + 1) * hidden if inputs else 0
+            total += self.scales_layers
+            total += self.layer_numbers(index) + (experts.num_params(hidden) if experts else 0)
+        return total
+
+    @property
+    def looked_up(self) -> int:
+        """The numbers of the table of the layers' inputs, of which a token needs a row."""
+        return 0 if self.inputs is None else self.inputs.vocab_size * len(self.shapes) * self.inputs.size

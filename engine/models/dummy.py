@@ -32,7 +32,7 @@ class DummyWeights(Checkpoint):
         self._shapes: dict[str, tuple[int, int]] = {}  # of the weights that may be quantized
         if spec.decoder is not None and spec.method:
             self._scheme = parse(spec.source["quantization_config"]).scheme
-            for weights, rows, columns in spec.decoder.linears(len(spec.layers), spec.vocab_size):
+            for weights, rows, columns in spec.decoder.linears(spec.vocab_size):
                 self._shapes |= {name: (count, columns) for name, count in zip(weights, rows, strict=True)}
 
     @property

@@ -7,8 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .decoder_layer import Layer
+from .decoder_layer import Kept, Layer
 from .forward import Forward
+from .layer_inputs import LayerInputs
 from .layers import Linear
 from .rope import Rotary
 
@@ -37,8 +38,14 @@ class CapturedHead(Protocol):
 class Eager:
     """Calls layer by layer, see decoder_layer.py; can compute every step."""
 
-    def __init__(self, embedding: Linear, layers: Sequence[Layer], rotaries: Sequence[Rotary]) -> None:
-        self._embedding, self._layers, self._rotaries = embedding, layers, rotaries
+    def __init__(
+        self,
+        embedding: Linear,
+        layers: Sequence[Layer],
+        rotaries: Sequence[Rotary],
+        inputs: LayerInputs | None = None,
+    ) -> None:
+        self._embedding, self._layers, self._rotaries, self._inputs = embedding, layers, rotaries, inputs
 
     def takes(self, forward: Forward) -> bool:
         return True
@@ -46,6 +53,9 @@ class Eager:
     def run(self, forward: Forward) -> Tensor:
         x = self._embedding.rows(forward.ids)
         turns = [rotary.turn(forward.positions) for rotary in self._rotaries]
+        inputs = None if self._inputs is None else self._inputs(forward.ids, x)
+        kept: Kept = {}
         for layer in self._layers:
-            x = layer(x, None if layer.turn < 0 else turns[layer.turn], forward)
+            own_input = None if inputs is None else inputs[layer.index]
+            x = layer(x, None if layer.turn < 0 else turns[layer.turn], forward, kept, own_input)
         return x

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from .layers import Clamp, Gated, InFile, Linear, Quantization
+from .families import NormKind
+from .layers import Clamp, Gated, InFile, Linear, Quantization, make_norm
 from .precision import LayerBits
 
 
@@ -37,6 +38,7 @@ class ExpertsSpec:
     sigmoids: Sigmoids | None = None  # None: a softmax
     shared: int = 0  # intermediate size of the MLP beside the experts; 0: there is none
     shared_names: tuple[str, str, str] = ("", "", "")  # of its gate, up and down in checkpoints
+    is_beside: bool = False  # see ExpertKeys
 
     def linears(self, expert: int) -> tuple[tuple[str, ...], str]:
         """Return the names of an expert's gate and up, which may be one tensor, and of its down projection."""
@@ -46,7 +48,8 @@ class ExpertsSpec:
     def num_params(self, hidden: int) -> int:
         """Return the number of a layer's weights beside those of the experts' matrices."""
         biases = 1 + 2 * self.inner + hidden if self.has_bias else 0
-        return self.count * (hidden + biases + (self.sigmoids is not None))
+        norms = 4 * hidden if self.is_beside else 0
+        return norms + self.count * (hidden + biases + (self.sigmoids is not None) + self.is_beside)
 
 
 class Experts:
@@ -69,15 +72,17 @@ class Experts:
         self.correction = None  # of the sigmoids by which experts are chosen
         if spec.sigmoids is not None:
             self.correction = torch.empty(spec.count, dtype=torch.float32, device=device)
+        # What the weights of a token's experts are multiplied by in the end
+        self.scales = torch.empty(spec.count, dtype=dtype, device=device) if spec.is_beside else None
         self._kernels: Kernels | None = None
         self.shared: tuple[Gated, Linear] | None = None
         if spec.shared:
             gate_up = Gated(spec.shared, hidden, False, dtype, device, activation=activation)
             self.shared = gate_up, Linear(hidden, spec.shared, False, dtype, device)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return [tokens, hidden] for x: [tokens, hidden]."""
-        weights, chosen = self.route(x)
+    def __call__(self, x: Tensor, residual: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Return [tokens, hidden] for x: [tokens, hidden]; `routed`: what the router sees in place of x."""
+        weights, chosen = self.route(x if routed is None else routed)
         active = self.spec.active
         order = chosen.flatten().argsort(stable=True)  # the places of each expert's tokens
         results = x.new_empty(len(order), x.shape[1])
@@ -105,6 +110,8 @@ class Experts:
             weights, chosen = self._by_sigmoids(logits.to(wide), self.spec.sigmoids)
         if self.spec.is_normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # which only changes a sum of 0
+        if self.scales is not None:
+            weights = weights * self.scales[chosen].to(weights.dtype)
         return weights if self.spec.sigmoids is None else weights * self.spec.sigmoids.scale, chosen
 
     def _by_sigmoids(self, logits: Tensor, how: Sigmoids) -> tuple[Tensor, Tensor]:
@@ -161,3 +168,39 @@ class Experts:
         for linears, quantization in ((gate_ups, up), (downs, down)):
             for linear in linears:
                 linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))
+
+
+class Beside:
+    """norm(MLP's output) + norm(experts of norm(x)): what experts that are beside an MLP need.
+
+    The router sees x, divided by its root mean square times the square root of its size, times a weight.
+    """
+
+    def __init__(self, hidden: int, experts: Experts, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        self.experts = experts
+        kind = NormKind(is_wide=True)
+        self.of_mlp, self.before, self.after, self.of_router = (
+            make_norm(hidden, eps, dtype, device, kind) for _ in range(4)
+        )
+        experts.router.scale = hidden**-0.5
+
+    def __call__(self, mlp: Tensor, x: Tensor) -> Tensor:
+        """Return [tokens, hidden] for the MLP's output, and for x before the norm of the MLP: both [tokens, hidden]."""
+        found = self.experts(self.before(x), torch.zeros_like(x), self.of_router(x))
+        return self.of_mlp(mlp) + self.after(found)
+
+    def targets(self, prefix: str) -> dict[str, Tensor]:
+        """Return checkpoint name -> the tensor to read it into; not those of the linear layers."""
+        assert self.experts.scales is not None
+        return {
+            f"{prefix}post_feedforward_layernorm_1.weight": self.of_mlp.weight,
+            f"{prefix}pre_feedforward_layernorm_2.weight": self.before.weight,
+            f"{prefix}post_feedforward_layernorm_2.weight": self.after.weight,
+            f"{prefix}router.scale": self.of_router.weight,
+            f"{prefix}router.per_expert_scale": self.experts.scales,
+        }
+
+    def pack(self, kernels: Kernels | None) -> None:
+        """Use our CPU kernels for the norms, after they have been read."""
+        for norm in (self.of_mlp, self.before, self.after, self.of_router):
+            norm.pack(kernels)

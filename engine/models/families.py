@@ -46,6 +46,8 @@ class ExpertKeys(NamedTuple):
     names: tuple[str, str, str, str]
     stacking: Stacking | None = None  # None: each expert has tensors of its own; else their names have no number
     inner: str = "moe_intermediate_size"
+    active: str = "num_experts_per_tok"
+    enabled: str = ""  # the key that says whether there are experts; empty: there are
     is_normalized: bool | None = None  # whether the weights of a token's experts add up to 1; None: norm_topk_prob
     normalizes: bool = False  # default of norm_topk_prob
     # Weights are sigmoids times routed_scaling_factor; experts are chosen by them plus a bias, from the topk_group best
@@ -56,12 +58,13 @@ class ExpertKeys(NamedTuple):
     first_dense: int = 0  # default of first_k_dense_replace: layers that have an MLP instead
     has_bias: bool = False  # of router and experts
     clamp: bool = False  # the gates are those of swiglu_limit and swiglu_alpha, see layers.Clamp
+    is_beside: bool = False  # layers have experts and an MLP, each with norms of its own, see experts.Beside
 
 
 class ScaleKey(NamedTuple):
     """A key of config.json whose value, raised to a power, is a scale."""
 
-    name: str
+    name: str  # empty: the scale is the default
     default: float
     power: float = 1.0
 
@@ -94,6 +97,7 @@ class Family:
     output_bias: bool | None = None
     qk_norm: Literal["", "head", "all"] = ""  # of each head of queries and keys, or of all heads together
     may_norm_qk: bool = False  # there are these norms if use_qk_norm says so
+    norms_values: bool = False  # each head of values is divided by its root mean square
     mlp_bias: bool = False  # whether the key mlp_bias is read
     head_dim: int | None = None  # None: hidden_size / heads
     kv_heads: int | None = None  # None: as many as heads
@@ -115,15 +119,18 @@ class Family:
     # Queries are multiplied by 1 + beta * log(1 + floor(position / n)), for llama_4_scaling_beta and
     # original_max_position_embeddings of the rotary parameters.
     scales_queries: bool = False
-    scaling: tuple[tuple[str, Any], ...] = ()  # default of rope_parameters
+    scaling: tuple[tuple[str, Any], ...] = ()  # default of rope_parameters, those of layers without a window
     has_sinks: bool = False  # attention has a score for each head in the softmax that has no value
     wide_angles: bool = False  # cosines and sines in float32, so that a rotation is rounded once
     norms: NormNames = BEFORE
     norm: NormKind = PLAIN
     is_parallel: bool = False  # the MLP's input is that of attention
+    layers_differ: bool = False  # the keys that layer_kinds.shapes reads are read; the last layer has no window
+    has_layer_inputs: bool = False  # see layer_inputs.py; the keys of its sizes are read
+    scales_layers: bool = False  # the result of each layer is multiplied by a weight of the checkpoint
     # layer_types is read, or else every n-th layer has no window: n is sliding_window_pattern, with this default.
     window_step: int | None = None
-    # Layers with a window have a rotary embedding of their own: key and default of its base.
+    # Layers with a window have a rotary embedding of their own: key of its base, if there is one, and default.
     local_rope: tuple[str, float] | None = None
     # Default of partial_rotary_factor, the part of each head that is rotated; None: it must be 1.
     rotated_part: float | None = None
@@ -229,6 +236,36 @@ FAMILIES = {
         scales_by_size=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         caps=(None, None),
+    ),
+    "Gemma4ForCausalLM": Family(
+        head_dim=256,
+        kv_heads=4,
+        qk_norm="head",
+        norms_values=True,
+        max_positions=131072,
+        window=512,
+        window_step=6,
+        theta=1_000_000.0,
+        local_rope=("", 10_000.0),
+        scaling=(("rope_type", "proportional"), ("partial_rotary_factor", 0.25)),
+        tied=True,
+        norms=AROUND,
+        norm=NormKind(is_wide=True),
+        layers_differ=True,
+        has_layer_inputs=True,
+        scales_layers=True,
+        scales=ScaleKeys(scores=ScaleKey("", 1.0)),
+        scales_by_size=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        caps=(None, None),
+        experts=ExpertKeys(
+            ("router.proj", "experts.{}.gate_up_proj", "", "experts.{}.down_proj"),
+            stacking=Stacking(),
+            active="top_k_experts",
+            enabled="enable_moe_block",
+            is_normalized=True,
+            is_beside=True,
+        ),
     ),
     "Cohere2ForCausalLM": Family(
         max_positions=8192,
@@ -347,6 +384,9 @@ FAMILIES["Glm4vTextModel"] = replace(
 FAMILIES["Glm4vMoeTextModel"] = replace(
     FAMILIES["Glm4MoeForCausalLM"], attention_bias=True, qk_norm="", max_positions=65536
 )
+FAMILIES["Gemma4UnifiedForCausalLM"] = replace(
+    FAMILIES["Gemma4ForCausalLM"], has_layer_inputs=False, experts=None, window=1024, max_positions=262144
+)
 # gpt-oss in GGUF files, in which each expert has tensors of its own, and gate and up are two.
 FAMILIES["GptOssGguf"] = replace(
     FAMILIES["GptOssForCausalLM"],
@@ -371,6 +411,8 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "granite": "GraniteForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "mixtral": "MixtralForCausalLM",

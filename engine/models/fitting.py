@@ -68,7 +68,7 @@ def _fit_gpu(spec: ModelSpec, device: torch.device, checkpoint: Checkpoint | Non
         found = form(weight, columns)
         return None if found is None else found.name
 
-    linears = list(spec.decoder.linears(len(spec.layers), spec.vocab_size))
+    linears = list(spec.decoder.linears(spec.vocab_size))
     coded: list[tuple[Form, int, int]] = []
     for names, rows, columns in linears:
         if in_blocks_together([name(weight, columns) for weight in names]):
@@ -92,7 +92,7 @@ def _fit_gguf(spec: ModelSpec, device: torch.device) -> ModelSpec:
     in_blocks: Counter[str] = Counter()
     for name, count in spec.in_blocks.items():
         in_blocks[stored_type(name)] += count
-    shapes = {(sum(rows), columns) for _, rows, columns in spec.decoder.linears(len(spec.layers), spec.vocab_size)}
+    shapes = {(sum(rows), columns) for _, rows, columns in spec.decoder.linears(spec.vocab_size)}
     shapes.add((spec.vocab_size, spec.decoder.hidden_size))  # of the embedding
     tried = [(FORMS[name], *shape) for name in sorted(in_blocks.keys() & FORMS.keys()) for shape in sorted(shapes)]
     if reason := gpu_weights.objection(tried, spec.dtype, device, spec.vocab_size):

@@ -38,7 +38,7 @@ class Fused:
         matmuls: list[Multiplied],  # for each layer: QKV, output, gate and up, down
     ) -> None:
         assert model.decoder is not None
-        self._dtype, spec = model.dtype, model.decoder
+        self._dtype, spec, shape = model.dtype, model.decoder, model.decoder.shapes[0]
         self._embedding, self._rotaries = embedding, rotaries
         self._kept = layers  # keeps the weights alive, to which pointers refer
         # The first layer of each kind of attention and group of layers: a step has one Call for each.
@@ -65,16 +65,16 @@ class Fused:
             num_layers=len(layers),
             hidden=spec.hidden_size,
             heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
             turned=spec.ropes[0].head_dim,
             eps=spec.norm_eps,
         )
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q_size, kv_size, _ = spec.rows(0)
         line = q_size + 2 * kv_size
-        self._widths = spec.hidden_size, line, q_size, spec.intermediate_size
+        self._widths = spec.hidden_size, line, q_size, shape.inner
         # A token's queries, keys and values are contiguous, in this order.
-        self._strides = line, spec.head_dim, line, spec.head_dim, line, spec.head_dim
+        self._strides = line, shape.head_dim, line, shape.head_dim, line, shape.head_dim
         self._memory = torch.empty(0, dtype=self._dtype)
 
     @classmethod

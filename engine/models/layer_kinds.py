@@ -1,5 +1,5 @@
-"""What a config.json says of the layers of a native decoder: what they cannot be, their windows, rotary embeddings and
-experts."""
+"""What a config.json says of the layers of a native decoder: what they cannot be, their sizes, windows, rotary
+embeddings and experts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..types import ModelError
-from .decoder_spec import Scales
+from .decoder_spec import InputsSpec, LayerShape, Scales
 from .experts import ExpertsSpec, Sigmoids
 from .families import ExpertKeys, Family, ScaleKey
-from .keys import MAX_EXPERTS, MAX_SIZE, count_of, number, shown, whole
+from .keys import MAX_EXPERTS, MAX_HEADS, MAX_SIZE, count_of, number, shown, whole
 from .layers import ACTIVATIONS, Clamp
 from .rope import SCALINGS, Rope, read_rope, rope_parameters
 
@@ -26,18 +26,21 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
     activation = activation_of(source, family)
     if activation not in ACTIVATIONS:
         return f"the native implementation has no activation '{shown(activation)}'"
-    if source.get("use_bidirectional_attention"):
+    if source.get("use_bidirectional_attention") and source["use_bidirectional_attention"] != "vision":
         return "the native implementation has no bidirectional attention"
     if source.get("use_sliding_window") and architecture == "Qwen3MoeForCausalLM":
         return "the native implementation has no sliding windows for Qwen3MoeForCausalLM"
+    if source.get("per_layer_config") and not family.layers_differ:
+        return f"the native implementation has no layers of different sizes for {architecture}"
     every = (rope_parameters(source),) if family.local_rope is None else _by_layer(source)
     for parameters in every:
         if any(isinstance(value, dict) for value in parameters.values()):
             return f"the native implementation has no rotary embeddings that differ by layer for {architecture}"
         scaling = parameters.get("rope_type", parameters.get("type", "default")) or "default"
-        if scaling not in SCALINGS:
+        if scaling not in SCALINGS or (scaling == "proportional" and family.rotated_part is not None):
             return f"the native implementation has no rotary scaling '{shown(scaling)}'"
-        if family.rotated_part is None and _rotated_part(source, parameters, 1.0) != 1:
+        part = _rotated_part(source, parameters, 1.0)
+        if family.rotated_part is None and part != 1 and scaling != "proportional":
             return f"the native implementation has no partial rotary embeddings for {architecture}"
     return None
 
@@ -101,7 +104,8 @@ def windows(
     if kinds is None:
         if family.window_step is not None:
             step = whole(source, "sliding_window_pattern", family.window_step)
-            return tuple(window if (layer + 1) % step else None for layer in range(num_layers))
+            found = [window if (layer + 1) % step else None for layer in range(num_layers)]
+            return (*found[:-1], None) if family.layers_differ else tuple(found)
         if family.rotating == "listed":
             return tuple(None if turns else window for turns in rotates)
         first = number(source, "max_window_layers", 28)
@@ -111,19 +115,74 @@ def windows(
     unknown = sorted({str(kind) for kind in kinds} - KINDS)
     if unknown:
         raise ModelError(f"config.json: unknown layer type '{shown(unknown[0])}'")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    found = [window if kind == "sliding_attention" else None for kind in kinds]
+    return (*found[:-1], None) if family.layers_differ else tuple(found)
+
+
+def shapes(
+    source: Mapping[str, Any], family: Family, plain: LayerShape, windows: Sequence[int | None]
+) -> tuple[LayerShape, ...]:
+    """Return the sizes of each layer: `plain`, unless those without a window, or the last ones, differ."""
+    if not family.layers_differ:
+        return (plain,) * len(windows)
+    is_joined = bool(source.get("attention_k_eq_v", False))
+    everywhere = plain._replace(head_dim=whole(source, "global_head_dim", 512, maximum=MAX_HEADS))
+    if is_joined:
+        heads = whole(source, "num_global_key_value_heads", plain.kv_heads, maximum=MAX_HEADS)
+        everywhere = everywhere._replace(kv_heads=heads)
+    found = [everywhere if window is None else plain for window in windows]
+    if source.get("per_layer_config") is not None:  # newer versions of transformers write it in place of these keys
+        found = _listed(source["per_layer_config"], plain, len(windows))
+    if is_joined:
+        found = [shape._replace(has_values=window is not None) for shape, window in zip(found, windows, strict=True)]
+    own = len(windows) - count_of(source, "num_kv_shared_layers", 0, maximum=len(windows) - 1)
+    inner = plain.inner * (2 if source.get("use_double_wide_mlp") else 1)
+    for layer in range(own, len(windows)):
+        alike = [index for index in range(own) if windows[index] == windows[layer] and found[index] == found[layer]]
+        if not alike:
+            raise ModelError(f"config.json: there is no layer whose keys and values layer {layer} could share")
+        found[layer] = found[layer]._replace(inner=inner, shares=alike[-1])
+    return tuple(found)
+
+
+def _listed(listed: Any, plain: LayerShape, num_layers: int) -> list[LayerShape]:
+    """Return the sizes of layers of which per_layer_config says how they differ."""
+    found = [plain] * num_layers
+    places = {str(layer): layer for layer in range(num_layers)}
+    for layer, sizes in (listed if isinstance(listed, dict) else {"": None}).items():
+        place = places.get(layer.lstrip("0") or layer[-1:])
+        if place is None or not isinstance(sizes, dict) or sizes.keys() - {"head_dim", "num_key_value_heads"}:
+            raise ModelError(
+                f"config.json: per_layer_config must hold head_dim and num_key_value_heads of some of the {num_layers}"
+                " layers, and nothing else"
+            )
+        found[place] = plain._replace(
+            head_dim=whole(sizes, "head_dim", plain.head_dim, maximum=MAX_HEADS),
+            kv_heads=whole(sizes, "num_key_value_heads", plain.kv_heads, maximum=MAX_HEADS),
+        )
+    return found
+
+
+def inputs(source: Mapping[str, Any]) -> InputsSpec | None:
+    """Return the sizes of the layers' own inputs, or None if they have none."""
+    size = count_of(source, "hidden_size_per_layer_input", 256, maximum=MAX_HEADS)
+    vocab_size = whole(source, "vocab_size_per_layer_input", 262144, maximum=MAX_SIZE)
+    if size and vocab_size < whole(source, "vocab_size", maximum=MAX_SIZE):
+        raise ModelError(f"config.json: vocab_size_per_layer_input must not be below vocab_size, but is {vocab_size}")
+    return InputsSpec(vocab_size, size) if size else None
 
 
 def ropes(
     source: Mapping[str, Any],
     family: Family,
-    head_dim: int,
+    shapes: Sequence[LayerShape],
     rotates: Sequence[bool],
     windows: Sequence[int | None],
 ) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """Return the rotary embeddings, and for each layer the index of its own or -1."""
-    if head_dim % 2:
-        raise ModelError(f"config.json: head_dim must be even for rotary embeddings, not {head_dim}")
+    if odd := next((shape.head_dim for shape in shapes if shape.head_dim % 2), None):
+        raise ModelError(f"config.json: head_dim must be even for rotary embeddings, not {odd}")
+    head_dim = shapes[0].head_dim
     if family.rotated_part is not None:
         head_dim = int(head_dim * _rotated_part(source, rope_parameters(source), family.rotated_part))
         if head_dim % 2 or not head_dim:
@@ -132,7 +191,8 @@ def ropes(
             )
     positions = whole(source, "max_position_embeddings", family.max_positions)
     if family.scaling and not rope_parameters(source):
-        source = {**source, "rope_parameters": dict(family.scaling)}
+        parameters = dict(family.scaling)
+        source = {**source, "rope_parameters": {"full_attention": parameters} if family.local_rope else parameters}
     if family.local_rope is None:
         rope = read_rope(source, head_dim, positions, theta=family.theta)
         if family.scales_queries:
@@ -143,12 +203,15 @@ def ropes(
     everywhere, windowed = _by_layer(source)
     base, default = family.local_rope
     bases = source.get("rope_theta") or family.theta, source.get(base) or default
-    given = [
-        {**source, "rope_scaling": None, "rope_parameters": {"rope_theta": theta, **parameters}}
-        for theta, parameters in zip(bases, (everywhere, windowed), strict=True)
-    ]
-    both = tuple(read_rope(each, head_dim, positions) for each in given)
-    return both, tuple(0 if window is None else 1 for window in windows)
+    turns = tuple(0 if window is None else 1 for window in windows)
+    both = []
+    for turn, (theta, parameters) in enumerate(zip(bases, (everywhere, windowed), strict=True)):
+        sizes = {shape.head_dim for shape, own in zip(shapes, turns, strict=True) if own == turn} or {head_dim}
+        if len(sizes) > 1:
+            raise ModelError("config.json: layers of one type must have heads of one size")
+        given = {**source, "rope_scaling": None, "rope_parameters": {"rope_theta": theta, **parameters}}
+        both.append(read_rope(given, sizes.pop(), positions))
+    return tuple(both), turns
 
 
 def _with_scaled_queries(source: Mapping[str, Any], rope: Rope) -> Rope:
@@ -160,7 +223,7 @@ def _with_scaled_queries(source: Mapping[str, Any], rope: Rope) -> Rope:
 
 
 def scores(source: Mapping[str, Any], family: Family, head_dim: int) -> tuple[float, float | None]:
-    """Return the scale and the cap of attention's scores."""
+    """Return the scale and the cap of the scores of attention with heads of this size."""
     scale = _scale(source, family.scales.scores, head_dim**-0.5)
     return scale, None if family.caps is None else _cap(source, "attn_logit_softcapping", family.caps[0])
 
@@ -178,7 +241,9 @@ def scales(source: Mapping[str, Any], family: Family, hidden: int, dtype: torch.
 
 
 def _scale(source: Mapping[str, Any], key: ScaleKey | None, default: float) -> float:
-    return default if key is None else float(_positive(source, key.name, key.default) ** key.power)
+    if key is None or not key.name:
+        return default if key is None else key.default
+    return float(_positive(source, key.name, key.default) ** key.power)
 
 
 def _cap(source: Mapping[str, Any], key: str, default: float | None) -> float | None:
@@ -192,8 +257,10 @@ def _positive(source: Mapping[str, Any], key: str, default: float) -> float:
     return value
 
 
-def experts(source: Mapping[str, Any], keys: ExpertKeys, num_layers: int) -> ExpertsSpec:
-    """Return the shape of the experts of a family with these keys."""
+def experts(source: Mapping[str, Any], keys: ExpertKeys, num_layers: int) -> ExpertsSpec | None:
+    """Return the shape of the experts of a family with these keys; None: there are none."""
+    if keys.enabled and not source.get(keys.enabled, False):
+        return None
     given = next((key for key in ("num_experts", "n_routed_experts") if key in source), "num_local_experts")
     count = whole(source, given, maximum=MAX_EXPERTS)
     if count * num_layers > MAX_EXPERTS:
@@ -208,7 +275,7 @@ def experts(source: Mapping[str, Any], keys: ExpertKeys, num_layers: int) -> Exp
     first_dense = keys.first_dense
     if keys.first_dense:
         first_dense = count_of(source, "first_k_dense_replace", keys.first_dense)
-    inner, active = whole(source, keys.inner, maximum=MAX_SIZE), whole(source, "num_experts_per_tok", maximum=count)
+    inner, active = whole(source, keys.inner, maximum=MAX_SIZE), whole(source, keys.active, maximum=count)
     return ExpertsSpec(
         count=count,
         active=active,
@@ -220,6 +287,7 @@ def experts(source: Mapping[str, Any], keys: ExpertKeys, num_layers: int) -> Exp
         names=keys.names,
         has_bias=keys.has_bias,
         clamp=_clamp(source) if keys.clamp else None,
+        is_beside=keys.is_beside,
         sigmoids=_sigmoids(source, count, active) if keys.has_sigmoids else None,
         shared=inner * count_of(source, "n_shared_experts", 1, maximum=MAX_SIZE // inner) if keys.shared else 0,
         shared_names=keys.shared or ("", "", ""),

@@ -334,19 +334,26 @@ class Gated(Linear):
 
     def _gated(self, both: Tensor) -> Tensor:
         """Return activation(gate) * up, [rows, inner], for both: [rows, 2 * inner]."""
-        # torch's activations depend on a number's position in the tensor.
-        if self._kernels is not None and self.gate is not None:
-            out = both.new_empty(len(both), both.shape[1] // 2)
-            pointers = ctypes.addressof(self.gate), both.data_ptr(), out.data_ptr()
-            self._kernels.gates[both.dtype](*pointers, *out.shape, torch.get_num_threads())
-            return out
-        gate, up = both.chunk(2, dim=-1)
-        return self._activation(gate) * up if self._clamp is None else self._clamp.apply(gate, up)
+        if self._clamp is not None and self._kernels is None:
+            return self._clamp.apply(*both.chunk(2, dim=-1))
+        assert self.gate is not None
+        return gated(both, self._activation, self.gate, self._kernels)
 
     def product(self, x: Tensor) -> Tensor:
         """Return gate and up before the activation, [rows, 2 * inner]; not for weights that are packed as gated."""
         assert not self._fused
         return super().__call__(x)
+
+
+def gated(both: Tensor, activation: Callable[[Tensor], Tensor], gate: Gate, kernels: Kernels | None) -> Tensor:
+    """Return activation(first half) * second half of the columns of `both`; `gate`: the same, for the kernels."""
+    if kernels is not None:  # torch's activations depend on a number's position in the tensor
+        out = both.new_empty(len(both), both.shape[1] // 2)
+        pointers = ctypes.addressof(gate), both.data_ptr(), out.data_ptr()
+        kernels.gates[both.dtype](*pointers, *out.shape, torch.get_num_threads())
+        return out
+    first, second = both.chunk(2, dim=-1)
+    return activation(first) * second
 
 
 def softcap(x: Tensor, cap: float, kernels: Kernels | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The text part of checkpoints that also read images: its config.json and the names of its tensors."""
+"""The text part of checkpoints that also read images or audio: its config.json and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ class TextPart:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that checkpoints leave out
 
 
+GEMMA4 = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "vocab_size": 262144,
+}
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": TextPart(
         {"gemma3_text": "Gemma3ForCausalLM"},
@@ -30,6 +37,10 @@ TEXT_PARTS = {
             "num_attention_heads": 8,
             "vocab_size": 262208,
         },
+    ),
+    "Gemma4ForConditionalGeneration": TextPart({"gemma4_text": "Gemma4ForCausalLM"}, tied=True, defaults=GEMMA4),
+    "Gemma4UnifiedForConditionalGeneration": TextPart(
+        {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}, tied=True, defaults=GEMMA4
     ),
     "Glm4vForConditionalGeneration": TextPart({"glm4v_text": "Glm4vTextModel"}, tied=False),
     "Glm4vMoeForConditionalGeneration": TextPart({"glm4v_moe_text": "Glm4vMoeTextModel"}, tied=False),

@@ -46,11 +46,12 @@ def layer_bits(quantization: str, layer: int, num_layers: int) -> LayerBits | No
 
 
 def rounded_shapes(
-    quantization: str, head: tuple[int, int], values: int, layers: Iterable[Sequence[Weights]]
+    quantization: str, head: tuple[int, int], values: Sequence[int], layers: Iterable[Sequence[Weights]]
 ) -> list[tuple[int, int, int]]:
     """Return the rows, columns and bits of the weights that `quantization` rounds while they are loaded.
 
-    `head`: its rows and columns; `values`: the rows of a value projection; `layers`: the linear layers of each.
+    `head`: its rows and columns; `values`: the rows of the value projection of each layer; `layers`: their
+    linear layers.
     """
     bits_of_head = head_bits(quantization)
     if bits_of_head is None:
@@ -59,7 +60,7 @@ def rounded_shapes(
     for index, ((_, qkv, hidden), *others) in enumerate(found):
         bits = layer_bits(quantization, index, len(found))
         assert bits is not None
-        shapes += [(sum(qkv) - values, hidden, bits.others), (values, hidden, bits.value)]
+        shapes += [(sum(qkv) - values[index], hidden, bits.others), (values[index], hidden, bits.value)]
         for number, (_, rows, columns) in enumerate(others):  # output, then gate and up before each down
             is_down = number > 0 and number % 2 == 0
             shapes.append((sum(rows), columns, bits.down if is_down else bits.others))

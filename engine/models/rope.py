@@ -18,7 +18,7 @@ from ..types import ModelError
 
 TABLE = 1024  # positions in the first table of angles
 MAX_NUMBER = (1 << 31) - 1  # in a config.json
-SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class Rope:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    part: float = 1.0  # of the frequencies: the others are 0
     query_beta: float = 0.0  # see Family.scales_queries; 0: queries are not scaled
 
     @property
@@ -61,6 +62,11 @@ def frequencies(rope: Rope, max_len: int) -> tuple[Tensor, float]:
     factor = rope.factor if rope.factor is not None else rope.max_positions / original
     if rope.scaling == "linear":
         return 1.0 / base**exponents / factor, 1.0
+    if rope.scaling == "proportional":
+        angles = torch.zeros(dim // 2)
+        turned = int(rope.part * dim // 2)
+        angles[:turned] = 1.0 / base ** exponents[:turned] / (rope.factor or 1.0)
+        return angles, 1.0
     if rope.scaling == "dynamic":
         length = max(max_len, rope.max_positions)
         base *= (factor * length / rope.max_positions - (factor - 1)) ** (dim / (dim - 2))
@@ -222,6 +228,7 @@ def read_rope(source: Mapping[str, Any], head_dim: int, max_positions: int, *, t
             high_freq_factor=float(found.get("high_freq_factor") or 4),
             short_factor=factors["short_factor"],
             long_factor=factors["long_factor"],
+            part=float(found.get("partial_rotary_factor") or 1) if scaling == "proportional" else 1.0,
         )
         longest = rope.longest
     except (TypeError, ValueError, OverflowError):

@@ -20,7 +20,7 @@ from ..kernels.matmul import quantized_bytes
 from ..quantized.config import TypeOf, count_blocks, parse
 from ..types import ConfigError, ModelError
 from . import layer_kinds, multimodal
-from .decoder_spec import DecoderSpec, sinks_name
+from .decoder_spec import DecoderSpec, LayerShape, sinks_name
 from .families import FAMILIES, architecture
 from .gpu_weights import PIECE_NUMBERS, Form
 from .keys import MAX_HEADS, MAX_LAYERS, MAX_SIZE, count_of, number, shown, whole
@@ -46,7 +46,7 @@ class ModelSpec:
     max_len: int  # the model's maximum number of tokens
     serve_len: int  # the engine's: length-dependent rotary frequencies are computed for it
     dtype: torch.dtype
-    layers: list[AttentionLayer]
+    layers: list[AttentionLayer]  # those that have keys and values of their own
     num_params: int
     source: dict[str, Any] = field(repr=False)  # config.json
     decoder: DecoderSpec | None = None  # if the implementation is native
@@ -87,8 +87,9 @@ class ModelSpec:
         """The rows, columns and bits of the weights that `quantization` rounds while they are loaded."""
         if (decoder := self.decoder) is None:
             return []
-        layers = [list(decoder.layer_linears(index)) for index in range(len(self.layers))]
-        values = decoder.num_kv_heads * decoder.head_dim
+        count = len(decoder.shapes)
+        layers = [list(decoder.layer_linears(index)) for index in range(count)]
+        values = [decoder.rows(index)[2] for index in range(count)]
         return rounded_shapes(self.quantization, (self.vocab_size, decoder.hidden_size), values, layers)
 
     @property
@@ -101,7 +102,7 @@ class ModelSpec:
         is_read_in_chunks = not self.on_gpu and self.dtype == DTYPES.get(stored_dtype(self.source))
         if head_bits(self.quantization) is None or self.decoder is None or is_read_in_chunks:
             return 0
-        layer = max(map(self.decoder.layer_numbers, range(len(self.layers))))
+        layer = max(map(self.decoder.layer_numbers, range(len(self.decoder.shapes))))
         return max(self.vocab_size * self.decoder.hidden_size, layer) * self.dtype.itemsize
 
     @property
@@ -111,7 +112,7 @@ class ModelSpec:
             return 0
         largest = max(
             sum(rows) * columns
-            for index in range(len(self.layers))
+            for index in range(len(self.decoder.shapes))
             for _, rows, columns in self.decoder.layer_linears(index)
         )
         return min(PIECE_NUMBERS, largest) * self.dtype.itemsize
@@ -138,7 +139,7 @@ class ModelSpec:
     def stored_as(self, type_of: TypeOf, scheme: Callable[[str], object]) -> ModelSpec:
         """Return the spec of a checkpoint with these quantized weights, see `count_blocks`."""
         assert self.decoder is not None
-        linears = self.decoder.linears(len(self.layers), self.vocab_size)
+        linears = self.decoder.linears(self.vocab_size)
         in_blocks, dequantized = count_blocks(linears, type_of, scheme)
         name = self.method if in_blocks else "none"
         return replace(self, quantization=name, in_blocks=in_blocks, dequantized=dequantized)
@@ -152,11 +153,15 @@ class ModelSpec:
         return sum(layer.bytes(self.cache_dtype) for layer in self.layers)
 
     @property
+    def attended(self) -> list[AttentionLayer]:
+        """The attention of every layer, also of those that share the keys and values of another."""
+        return self.layers if self.decoder is None else [self.layers[index] for index in self.decoder.caches]
+
+    @property
     def groups(self) -> CacheGroups:
         """The layers that share blocks. They do not depend on the memory."""
-        shapes = {(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.layers}
         windows = [layer.window for layer in self.layers]
-        return CacheGroups.of(windows, self.serve_len, uniform=len(shapes) == 1)
+        return CacheGroups.of(windows, self.serve_len, [layer.bytes(self.cache_dtype) for layer in self.layers])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -215,22 +220,21 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     hidden = whole(source, "hidden_size", maximum=MAX_SIZE)
     head_dim = whole(source, "head_dim", family.head_dim or max(1, hidden // heads), maximum=MAX_HEADS)
     num_layers = whole(source, "num_hidden_layers", maximum=MAX_LAYERS)
-    if heads % kv_heads:
-        raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    plain = LayerShape(kv_heads, head_dim, whole(source, "intermediate_size", maximum=MAX_SIZE))
     rotates = layer_kinds.rotates(source, family, num_layers)
     windows = layer_kinds.windows(source, family, num_layers, rotates)
-    ropes, turns = layer_kinds.ropes(source, family, head_dim, rotates, windows)
+    shapes = layer_kinds.shapes(source, family, plain, windows)
+    if uneven := next((shape.kv_heads for shape in shapes if heads % shape.kv_heads), None):
+        raise ModelError(f"config.json: {heads} attention heads cannot share {uneven} key-value heads evenly")
+    ropes, turns = layer_kinds.ropes(source, family, shapes, rotates, windows)
     # Where only some layers have scaled embeddings, max_position_embeddings is the scaled length already.
     max_len = ropes[0].longest if len(ropes) == 1 else ropes[0].max_positions
-    scale, cap = layer_kinds.scores(source, family, head_dim)
     dtype = choose_dtype(source, config)
     attention_bias = bool(source.get("attention_bias", family.attention_bias))
     decoder = DecoderSpec(
         hidden_size=hidden,
-        intermediate_size=whole(source, "intermediate_size", maximum=MAX_SIZE),
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        shapes=shapes,
         norm_eps=number(source, family.eps_key, family.norm_eps),
         activation=layer_kinds.activation_of(source, family),
         ropes=ropes,
@@ -240,12 +244,15 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
         qk_norm=family.qk_norm if source.get("use_qk_norm") or not family.may_norm_qk else "",
+        norms_values=family.norms_values,
         is_interleaved=family.is_interleaved,
         rotates_wide=family.rotates_wide,
         wide_angles=family.wide_angles,
         norms=family.norms,
         norm=family.norm,
         is_parallel=family.is_parallel,
+        inputs=layer_kinds.inputs(source) if family.has_layer_inputs else None,
+        scales_layers=family.scales_layers,
         scales=layer_kinds.scales(source, family, hidden, dtype),
         joined=family.joined,
         has_sinks=family.has_sinks,
@@ -253,7 +260,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         experts=None if family.experts is None else layer_kinds.experts(source, family.experts, num_layers),
     )
     vocab_size = whole(source, "vocab_size", maximum=MAX_SIZE)
-    num_params = decoder.num_params(num_layers, vocab_size)
+    num_params = decoder.num_params(vocab_size)
     method = _method(source)
     if method and config.quantization != "none":
         name = "a GGUF file" if method == "gguf" else f"this checkpoint ({method})"
@@ -267,9 +274,18 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         dtype=dtype,
         layers=[
             AttentionLayer(
-                heads, kv_heads, head_dim, head_dim, scale, window, cap, sinks_name(index) if family.has_sinks else None
+                heads,
+                shape.kv_heads,
+                shape.head_dim,
+                shape.head_dim,
+                scale,
+                window,
+                cap,
+                sinks_name(index) if family.has_sinks else None,
             )
-            for index, window in enumerate(windows)
+            for index, (shape, window) in enumerate(zip(shapes, windows, strict=True))
+            for scale, cap in [layer_kinds.scores(source, family, shape.head_dim)]
+            if shape.shares is None
         ],
         num_params=num_params,
         source=source,

@@ -11,20 +11,15 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..parsers.formats import BLOCKS, CALL_DELIMITERS, DEEPSEEK, Formats
+from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, Formats
+from ..parsers.gemma import PREFIX
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.parts import Schema
 from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, types
+from .gemma import Writer, can_write
+from .rules import Lark, quoted
 from .schemas import walk
 
-# As the engine writes JSON: without free white space, which a model could repeat forever.
-OPTIONS = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "coerce_one_of": False,
-    "lenient": False,
-}
 ANNOTATIONS = ("description", "title", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
 COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties", "unevaluatedProperties")
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
@@ -61,82 +56,12 @@ def call_grammar(
     calls; None: any text. `budget`: the maximum number of reasoning tokens, without the delimiter that ends
     the reasoning, which must be a single token.
     """
-    is_tagged = formats.tools == "qwen3_coder" and all(_can_be_tagged(schema) for schema in tools.values())
-    if formats.tools is None or (formats.tools == "qwen3_coder" and not is_tagged):
+    if formats.tools is None or not all(_can_write(formats, schema) for schema in tools.values()):
         formats = formats._replace(tools="json")
     lark = Lark(special, formats, opened, None if content is None else json.loads(content), budget)
     writer = WRITERS[formats.tools or "json"] if tools or formats.tools == "gpt_oss" else _no_calls
     lark.rules["start"] = writer(lark, tools, not required, parallel)
     return Forced("lark", lark.text, formats)
-
-
-class Lark:
-    """Builds a grammar; each rule is added when it is first used."""
-
-    def __init__(
-        self, special: Mapping[str, int], formats: Formats, opened: bool, content: Schema | None, budget: int | None
-    ) -> None:
-        self.rules: dict[str, str] = {}
-        self.formats = formats
-        self.opened = opened
-        self.has_content = content is not None
-        self._content = content
-        self._budget = budget
-        self._special = special
-
-    @property
-    def text(self) -> str:
-        return "".join(f"{name}: {body}\n" for name, body in self.rules.items())
-
-    def delimiter(self, text: str) -> str:
-        """Return a delimiter: its token, or its text if it has none."""
-        return f"<[{self._special[text]}]>" if text in self._special else quoted(text)
-
-    def any_text(self) -> str:
-        """Return a rule for any text, without the tokens that are delimiters."""
-        self.rules["TEXT"] = "/(?s:.*)/"
-        return "TEXT"
-
-    def until(self, delimiter: str) -> str:
-        """Return a rule for any text up to and including the first such delimiter."""
-        if delimiter in self._special:
-            return f"{self.any_text()}? {self.delimiter(delimiter)}"
-        name = f"until{len(self.rules)}"
-        self.rules[f"{name}[lazy]"] = f"{self.any_text()} {quoted(delimiter)}"
-        return name
-
-    def thought(self, closes: str) -> str:
-        """Return a rule for reasoning within the budget, and the delimiter that ends it."""
-        if self._budget is None:
-            return self.until(closes)
-        if self._budget == 0:
-            return self.delimiter(closes)
-        self.rules[f"thought[max_tokens={self._budget}]"] = self.any_text()
-        return f"thought {self.delimiter(closes)}"
-
-    def reasoning(self) -> str:
-        """Return a rule for the reasoning that may precede the content or the calls."""
-        if self.formats.reasoning is None or (self._budget == 0 and not self.opened):
-            return ""
-        opens, closes = BLOCKS[self.formats.reasoning]
-        self.rules["GAP"] = "/\\n{1,2}/"
-        inner = f"{self.thought(closes)} GAP?"
-        return inner if self.opened else f"({self.delimiter(opens)} {inner})?"
-
-    def content(self) -> str:
-        """Return a rule for a completion without calls."""
-        return f"{self.any_text()}?" if self._content is None else self.schema(self._content)
-
-    def schema(self, schema: Schema) -> str:
-        """Return a rule for a value that follows a schema."""
-        name = f"value{len(self.rules)}"
-        self.rules[name] = f"%json {json.dumps({'x-guidance': OPTIONS, **schema}, ensure_ascii=False)}"
-        return name
-
-    def one_of(self, bodies: list[str]) -> str:
-        name = f"call{len(self.rules)}"
-        self.rules[name] = " | ".join(bodies)
-        return name
 
 
 def arguments(schema: Schema) -> Schema:
@@ -152,11 +77,6 @@ def arguments(schema: Schema) -> Schema:
     if "properties" in schema and not any(keyword in schema for keyword in COMPOSED):
         schema["additionalProperties"] = False
     return schema
-
-
-def quoted(text: str) -> str:
-    """Return a rule for exactly this text."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 class Syntax(NamedTuple):
@@ -253,6 +173,15 @@ def _deepseek(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
     return Syntax(first, "", call, quoted(LINE) if is_old else "", lark.delimiter(last))
 
 
+def _gemma(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    opens, closes, _ = CALL_DELIMITERS["gemma4"]
+    calls = []
+    for name, schema in tools.items():
+        stripped = arguments(schema)
+        calls.append(f"{quoted(PREFIX + name)} {Writer(lark, stripped).value(stripped)}")
+    return Syntax(opens, "", f"{lark.one_of(calls)} {lark.delimiter(closes)}", lark.delimiter(opens), "")
+
+
 def _coder(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
     opens, closes = CALL_DELIMITERS["qwen3_coder"]
     calls = []
@@ -275,6 +204,7 @@ SYNTAXES: dict[str, Callable[[Lark, Mapping[str, Schema]], Syntax]] = {
     "qwen3_coder": _coder,
     "deepseek_v3": _deepseek,
     "deepseek_v31": _deepseek,
+    "gemma4": _gemma,
 }
 WRITERS: dict[str, Callable[[Lark, Mapping[str, Schema], bool, bool], str]] = {
     **dict.fromkeys(SYNTAXES, _delimited),
@@ -301,6 +231,13 @@ def _tagged(lark: Lark, schema: Any, shared: Schema) -> str:
     if "enum" in schema:
         return f"({' | '.join(quoted(f'{text}{LINE}{END_PARAMETER}') for text in schema['enum'])})"
     return lark.until(END_PARAMETER)
+
+
+def _can_write(formats: Formats, schema: Schema) -> bool:
+    """Return whether a format can carry arguments with this schema, so that they are valid by construction."""
+    if formats.tools == "gemma4":
+        return can_write(Lark({}, formats, False, None, None), arguments(schema))
+    return formats.tools != "qwen3_coder" or _can_be_tagged(schema)
 
 
 def _can_be_tagged(schema: Schema) -> bool:

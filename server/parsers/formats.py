@@ -30,7 +30,10 @@ BLOCKS = {
     "command": Block("<|START_THINKING|>", "<|END_THINKING|>"),
     "kimi": Block("◁think▷", "◁/think▷"),
     "gpt_oss": Block("<|channel|>analysis<|message|>", "<|end|>"),
+    "gemma4": Block("<|channel>thought", "<channel|>"),
 }
+# Opening delimiters that are a token and text after it.
+FIRST_TOKENS = {"<|channel>thought": "<|channel>"}
 DEEPSEEK = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -48,6 +51,7 @@ CALL_DELIMITERS: dict[str, tuple[str, ...]] = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK,  # the same delimiters; the position of the name differs
     "gpt_oss": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
     "json": (),
 }
 
@@ -66,7 +70,7 @@ def delimiters(formats: Formats) -> frozenset[str]:
         return frozenset(CALL_DELIMITERS["gpt_oss"])
     of_calls = CALL_DELIMITERS[formats.tools] if formats.tools else ()
     of_reasoning = BLOCKS[formats.reasoning] if formats.reasoning else ()
-    return frozenset((*of_calls, *of_reasoning))
+    return frozenset(FIRST_TOKENS.get(text, text) for text in (*of_calls, *of_reasoning))
 
 
 def reasoning_opened(formats: Formats, prompt_tail: str) -> bool:
@@ -84,6 +88,8 @@ def _tools(template: str) -> str | None:
         return "gpt_oss"
     if "<｜tool▁call▁begin｜>" in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    if all(delimiter in template for delimiter in CALL_DELIMITERS["gemma4"]):
+        return "gemma4"
     if "[TOOL_CALLS]" in template:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<function=" in template and "<parameter=" in template:

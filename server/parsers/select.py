@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from .deepseek import DeepSeek
 from .formats import BLOCKS, Formats
+from .gemma import Gemma
 from .harmony import Harmony
 from .json_objects import Hermes, Llama, Mistral, Objects
 from .parts import MessageParser, Plain, Schema
@@ -21,6 +22,7 @@ SCANNERS: dict[str, type[Scanner]] = {
     "deepseek_v3": DeepSeek,
     "deepseek_v31": DeepSeek,
     "gpt_oss": Harmony,
+    "gemma4": Gemma,
     "json": Objects,
 }
 

@@ -76,6 +76,8 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         ("phi3-partial", "bfloat16", "none", "auto"),
         ("gemma2", "float32", "int4", "int8"),
         ("gemma3_text-scaled", "bfloat16", "none", "auto"),
+        ("gemma4_text-small", "bfloat16", "none", "auto"),
+        ("gemma4_text-experts", "float32", "int4", "int8"),
     ],
 )
 async def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, name, dtype, quantization, kv_dtype):

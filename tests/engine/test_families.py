@@ -29,6 +29,8 @@ EXECUTORS = {
     "granite-bias": Fused,
     "gemma2": Eager,
     "gemma3_text": Eager,
+    "gemma4_text-small": Eager,
+    "gemma4_text": Eager,
     "phi3-partial": Fused,
     "cohere2-bias": Eager,
     "ministral3": Eager,

@@ -64,9 +64,29 @@ def test_layers_are_divided_by_their_windows(windows, groups, places):
 
 
 def test_layers_of_different_sizes_are_one_group_with_the_widest_window():
-    assert CacheGroups.of([8, None, 8], 100, uniform=False).windows == (None,)
-    assert CacheGroups.of([8, 16, 8], 100, uniform=False).windows == (16,)
+    assert CacheGroups.of([8, None, 8], 100, [2, 3, 2]).windows == (None,)
+    assert CacheGroups.of([8, 16, 8], 100, [1, 1, 2]).windows == (16,)
     assert CacheGroups.of([100, 100], 100).windows == (None,), "no sequence leaves the window"
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "every", "sizes", "groups", "places"),
+    [
+        (60, 6, (2, 1), 7, 9),  # Gemma 4 31B: two of the ten layers without a window take as much as one of the others
+        (48, 6, (4, 1), 8, 6),
+        (15, 5, (1, 2), 3, 3),  # those of a small one that have keys and values of their own
+    ],
+)
+def test_layers_that_take_less_memory_share_a_place(num_layers, every, sizes, groups, places):
+    windows = pattern(num_layers, every, 1024)
+    each = [sizes[window is None] for window in windows]
+    found = CacheGroups.of(windows, LONG, each)
+    assert (len(found.windows), max(found.places) + 1) == (groups, places)
+    shares = list(zip(found.of_layer, found.places, found.shares, strict=True))
+    assert len({(group, place, part) for group, place, (_, part) in shares}) == num_layers
+    for (_, _, (parts, part)), size in zip(shares, each, strict=True):
+        assert parts * size == max(sizes) and 0 <= part < parts
+    assert found.block_bytes(16, 100 * sum(each)) == 16 * 100 * max(sizes) * places
 
 
 @pytest.mark.parametrize("windows", [(None,), (7,), (None, 9), (9, None, 3, None), (1, 2)])
@@ -254,6 +274,43 @@ def test_nothing_before_a_window_is_read(backend, held, block_size, dim):
     check_unread(backend, held, block_size, dim, steps)
 
 
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: type(backend).__name__)
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(backend, held):
+    """Layers of 2 x 8, 1 x 16 and 2 x 16 numbers: the first two have equal parts of the blocks of the third."""
+    shapes = ((2, 8), (1, 16), (2, 16))
+    layers = [
+        AttentionLayer(4, *shape, shape[1], 0.3, window) for shape, window in zip(shapes, (9, 9, None), strict=True)
+    ]
+    groups = CacheGroups((9, None), (0, 0, 1), (2, 2, 1))
+    cache = KVCache.allocate(backend, layers, num_blocks=12, block_size=4, dtype=held, device=CPU, groups=groups)
+    assert len({layer.tensor.data_ptr() for layer in cache.layers}) == 1
+    alone = [
+        KVCache.allocate(backend, [layer], num_blocks=12, block_size=4, dtype=held, device=CPU) for layer in layers
+    ]
+    for each in (cache, *alone):
+        for layer in each.layers:
+            spoil(layer.tensor)
+    draw = torch.Generator().manual_seed(1)
+
+    def plans(start: int, end: int) -> tuple[AttentionMeta, AttentionMeta]:
+        one, other = (
+            AttentionMeta.of([(blocks[: -(-end // 4)], start, end - start)], 4)
+            for blocks in ([7, 2, 9, 0, 4], [1, 11, 3, 5, 8])
+        )
+        return replace(one, others=(Tables(other.slot_mapping, other.block_table),)), other
+
+    for start, end in ((0, 9), (9, 10), (10, 17), (17, 18)):
+        meta, other = plans(start, end)
+        shared = cache.plan(meta)
+        for index, (heads, dim) in enumerate(shapes):
+            q = torch.randn(end - start, 4, dim, generator=draw).to(held)
+            k, v = (torch.randn(end - start, heads, dim, generator=draw).to(held) for _ in range(2))
+            plan_alone = alone[index].plan(other if index == 2 else replace(meta, others=()))
+            found, want = cache.attend(index, q, k, v, shared), alone[index].attend(0, q, k, v, plan_alone)
+            assert not found.isnan().any() and torch.equal(found, want), (start, index)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_dtype"),
     [
@@ -262,6 +319,8 @@ def test_nothing_before_a_window_is_read(backend, held, block_size, dim):
         ("mistral", "float32", "auto"),
         ("smollm3-window", "bfloat16", "auto"),
         ("gpt_oss", "float32", "auto"),
+        ("gemma4_text", "bfloat16", "auto"),
+        ("gemma4_text-small", "float32", "auto"),
     ],
 )
 async def test_freed_blocks_change_no_bit(tmp_path, name, dtype, kv_dtype, monkeypatch):

@@ -51,6 +51,8 @@ ENDINGS = [
     " ",
     "1",
     "\n</parameter>",
+    '<|"|>',
+    "<tool_call|>",
     "</think>",
     "<|end|>",
     "</",
@@ -198,6 +200,7 @@ FIRST = {
     "qwen3_coder": "<tool_call>",
     "deepseek_v3": "<\uff5ctool▁calls▁begin\uff5c>",
     "deepseek_v31": "<\uff5ctool▁calls▁begin\uff5c>",
+    "gemma4": "<|tool_call>",
 }
 
 
@@ -218,6 +221,45 @@ def test_arguments_that_tags_cannot_express_are_written_as_json(small, schema):
         Formats("qwen3_coder", "think"), {"f": schema}, required=True, parallel=True, opened=False, special={}
     )
     assert made.formats == Formats("json", "think")
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"type": "string", "pattern": "^x"},
+        {"enum": ['<|"|>']},
+        {"enum": [{"a": 1}]},
+        {"type": "array"},
+        {"type": "array", "items": {"type": "null"}, "maxItems": 10**6},
+        {"type": "object"},
+        {"type": "object", "properties": {"a:b": {"type": "null"}}},
+        {"$ref": "#"},
+        {"allOf": [{"type": "string"}]},
+        {},
+    ],
+)
+def test_arguments_that_gemma_cannot_express_are_written_as_json(inner):
+    tools = {"f": {"type": "object", "properties": {"a": inner}}}
+    made = call_grammar(Formats("gemma4"), tools, required=True, parallel=True, opened=False, special={})
+    assert made.formats == Formats("json")
+
+
+def test_arguments_of_gemma_follow_their_schemas(small):
+    made = call_grammar(Formats("gemma4"), TOOLS, required=True, parallel=True, opened=False, special=small.special)
+    assert made.formats == Formats("gemma4")
+    for written, allowed in (
+        ('{name:<|"|>a }<|"|>,logs:[]}', True),
+        ('{name:<|"|>a<|"|>,masts:3,rig:<|"|>"a\\b"<|"|>,logs:[3,<|"|>}<|"|>],at:{x:true},note:null}', True),
+        ('{name:<|"|>a<|"|>,logs:[3,3,3]}', False),
+        ('{name:<|"|>a<|"|>,masts:9,logs:[]}', False),
+        ('{name:<|"|>a<|"|>}', False),
+        ("{logs:[]}", False),
+        ('{name:"a",logs:[]}', False),
+    ):
+        text = f"<|tool_call>call:find_ship{written}<tool_call|>"
+        assert small.allows(made.text, text) == allowed, written
+        assert small.allows(made.text, text * 2) == allowed
+    assert small.allows(made.text, "<|tool_call>call:find{}<tool_call|><|tool_call>call:ring_bell{}<tool_call|>")
 
 
 def test_model_without_a_format_writes_json():

@@ -51,6 +51,11 @@ SEED = (
 )
 COMMAND = "{% for m in messages %}<|START_THINKING|>{{ m.thinking }}<|END_THINKING|>{{ m.content }}{% endfor %}"
 MAGISTRAL = MISTRAL_NEW + "{# [THINK]draft[/THINK] #}"
+GEMMA4 = (
+    "{% for m in messages %}<|turn>{{ m.role }}\n{% for t in m.tool_calls or [] %}<|tool_call>call:{{ t.name }}"
+    '{key:<|"|>{{ t.value }}<|"|>}<tool_call|>{% endfor %}{{ m.content }}<turn|>{% endfor %}{% if tools %}{% endif %}'
+    "<|turn>model\n<|channel>thought\n<channel|>"
+)
 KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{{ m.content }}{% endfor %}"
 
 
@@ -73,6 +78,7 @@ KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{
         (SEED, Formats(None, "seed_oss")),
         (COMMAND, Formats(None, "command")),
         (KIMI, Formats(None, "kimi")),
+        (GEMMA4, Formats("gemma4", "gemma4")),
         ("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML, Formats("json", None)),
         ("", Formats(None, None)),
     ],
@@ -98,9 +104,11 @@ def test_prompt_can_end_inside_reasoning(reasoning):
     formats = Formats("gpt_oss" if reasoning == "gpt_oss" else None, reasoning)
     closes = ends_reasoning(formats)
     assert closes is not None
-    opens = {"gpt_oss": "<|channel|>analysis<|message|>", "command": "<|START_THINKING|>"}.get(
-        reasoning, closes.replace("/", "")
-    )
+    opens = {
+        "gpt_oss": "<|channel|>analysis<|message|>",
+        "command": "<|START_THINKING|>",
+        "gemma4": "<|channel>thought",
+    }.get(reasoning, closes.replace("/", ""))
     assert reasoning_opened(formats, f"assistant\n{opens}\n")
     assert reasoning_opened(formats, opens)
     assert not reasoning_opened(formats, f"{opens}\n\n{closes}\n\n")
@@ -124,3 +132,4 @@ def test_without_calls_only_the_delimiters_of_reasoning_are_visible():
     assert delimiters(Formats(None, "think")) == {"<think>", "</think>"}
     assert delimiters(Formats(None, None)) == delimiters(Formats("json", None)) == frozenset()
     assert "<|channel|>" in delimiters(Formats(None, "gpt_oss"))
+    assert delimiters(Formats(None, "gemma4")) == {"<|channel>", "<channel|>"}, "the token alone"

@@ -125,8 +125,20 @@ def write_harmony(reasoning, content, made):
     return "<|start|>assistant".join(messages)
 
 
+def write_gemma(content, made):
+    def value(x):
+        if isinstance(x, str):
+            return f'<|"|>{x}<|"|>'
+        if isinstance(x, dict):
+            return "{" + ",".join(f"{key}:{value(inner)}" for key, inner in x.items()) + "}"
+        return "[" + ",".join(map(value, x)) + "]" if isinstance(x, list) else json.dumps(x)
+
+    return "".join(f"<|tool_call>call:{name}{value(arguments)}<tool_call|>" for name, arguments in made)
+
+
 WRITTEN_CALLS = {
     "hermes": write_hermes,
+    "gemma4": write_gemma,
     "llama3_json": lambda content, made: "".join(
         ("; " if i else "<|python_tag|>") + pair(*call, "parameters") for i, call in enumerate(made)
     ),
@@ -168,9 +180,13 @@ def values(formats: Formats):
     if formats.tools == "gpt_oss":
         text = text.filter(without(CALL_DELIMITERS["gpt_oss"]))
         deep = st.lists(st.integers() | text)
+    keys = text
+    if formats.tools == "gemma4":  # strings and keys have no escapes
+        text, keys = text.filter(without(['<|"|>'])), st.text("ab_", min_size=1)
+        deep = st.recursive(st.none() | st.booleans() | st.integers() | text, st.lists, max_leaves=5)
     if formats.tools != "qwen3_coder":
         return st.fixed_dictionaries(
-            {}, optional={"name": text, "masts": deep, "at": st.dictionaries(text, deep, max_size=2)}
+            {}, optional={"name": text, "masts": deep, "at": st.dictionaries(keys, deep, max_size=2)}
         )
     text = text.filter(without(["</parameter>"]))
     deep = st.dictionaries(st.text("abc"), st.integers() | st.text('a"\\}{', max_size=3), max_size=2)
@@ -361,6 +377,32 @@ ONE = [("find_ship", {"masts": 3})]
         ("qwen3_coder", "<function=find_ship><parameter=masts>3</parameter>so</function>", "so", ONE),
         ("qwen3_coder", "<function=find_ship><parameter=masts>some", "", None),
         ("qwen3_coder", "<tool_call>\n<function=find_ship\n", None, []),
+        ("gemma4", "<|tool_call>call:find_ship{masts:3}<tool_call|>", "", ONE),
+        ("gemma4", 'so <|tool_call>call:find_ship{ "masts" : 3 , }<tool_call|>', "so", ONE),
+        ("gemma4", '<|tool_call>call:find_ship{<|"|>masts<|"|>:3]<tool_call|>', "", ONE),
+        (
+            "gemma4",
+            "<|tool_call>call:find_ship{note:None,is_lost:True}",
+            "",
+            [("find_ship", {"note": None, "is_lost": True})],
+        ),
+        ("gemma4", "<|tool_call>call:find_ship{name:The Pequod}", "", [("find_ship", {"name": "The Pequod"})]),
+        (
+            "gemma4",
+            '<|tool_call>call:find_ship{name:"\\"", at:{x:}}',
+            "",
+            [("find_ship", {"name": '"', "at": {"x": None}})],
+        ),
+        ("gemma4", "<|tool_call>call:find_ship{masts}", "", [("find_ship", {"masts": None})]),
+        (
+            "gemma4",
+            '<|tool_call>call:find_ship{at:{a:[1,[],<|"|>}<|"|>]}}',
+            "",
+            [("find_ship", {"at": {"a": [1, [], "}"]}})],
+        ),
+        ("gemma4", '<|tool_call>call:find_ship{name:<|"|>Pe', "", None),
+        ("gemma4", "<|tool_call>find_ship{}<tool_call|>", None, []),
+        ("gemma4", "<|tool_call>call:find_ship(masts)<tool_call|>", None, []),
     ],
 )
 def test_malformed_calls_are_parsed_as_far_as_possible(tools, text, content, made):
@@ -470,6 +512,7 @@ def steps(formats: Formats, text: str) -> int:
         *("<think>", "</", "<function=find_ship>", "<function=find_ship><parameter=name>\n", "[TOOL_CALLS]", "[{"),
         *("[TOOL_CALLS]a[CALL_ID]", "<|python_tag|>", "<｜tool▁calls▁begin｜>", "<|channel|>", "<|start|>"),  # noqa: RUF001
         "<|channel|>x<|message|>",
+        *("<|tool_call>", "<|tool_call>call:find_ship{", '<|"|>', "<|", "a:", ","),
     ],
 )
 def test_time_is_linear_in_the_length_of_the_text(formats, unit):

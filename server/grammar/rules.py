@@ -1,0 +1,95 @@
+"""Lark: builds a grammar of whole completions, rule by rule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from ..parsers.formats import BLOCKS, FIRST_TOKENS, Formats
+from ..parsers.parts import Schema
+
+# As the engine writes JSON: without free white space, which a model could repeat forever.
+OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+class Lark:
+    """Builds a grammar; each rule is added when it is first used."""
+
+    def __init__(
+        self, special: Mapping[str, int], formats: Formats, opened: bool, content: Schema | None, budget: int | None
+    ) -> None:
+        self.rules: dict[str, str] = {}
+        self.formats = formats
+        self.opened = opened
+        self.has_content = content is not None
+        self._content = content
+        self._budget = budget
+        self._special = special
+
+    @property
+    def text(self) -> str:
+        return "".join(f"{name}: {body}\n" for name, body in self.rules.items())
+
+    def delimiter(self, text: str) -> str:
+        """Return a delimiter: its token, or its text if it has none."""
+        if text in self._special:
+            return f"<[{self._special[text]}]>"
+        first = FIRST_TOKENS.get(text, text)
+        return f"<[{self._special[first]}]> {quoted(text[len(first) :])}" if first in self._special else quoted(text)
+
+    def any_text(self) -> str:
+        """Return a rule for any text, without the tokens that are delimiters."""
+        self.rules["TEXT"] = "/(?s:.*)/"
+        return "TEXT"
+
+    def until(self, delimiter: str) -> str:
+        """Return a rule for any text up to and including the first such delimiter."""
+        if delimiter in self._special:
+            return f"{self.any_text()}? {self.delimiter(delimiter)}"
+        name = f"until{len(self.rules)}"
+        self.rules[f"{name}[lazy]"] = f"{self.any_text()} {quoted(delimiter)}"
+        return name
+
+    def thought(self, closes: str) -> str:
+        """Return a rule for reasoning within the budget, and the delimiter that ends it."""
+        if self._budget is None:
+            return self.until(closes)
+        if self._budget == 0:
+            return self.delimiter(closes)
+        self.rules[f"thought[max_tokens={self._budget}]"] = self.any_text()
+        return f"thought {self.delimiter(closes)}"
+
+    def reasoning(self) -> str:
+        """Return a rule for the reasoning that may precede the content or the calls."""
+        if self.formats.reasoning is None or (self._budget == 0 and not self.opened):
+            return ""
+        opens, closes = BLOCKS[self.formats.reasoning]
+        self.rules["GAP"] = "/\\n{1,2}/"
+        inner = f"{self.thought(closes)} GAP?"
+        return inner if self.opened else f"({self.delimiter(opens)} {inner})?"
+
+    def content(self) -> str:
+        """Return a rule for a completion without calls."""
+        return f"{self.any_text()}?" if self._content is None else self.schema(self._content)
+
+    def schema(self, schema: Schema) -> str:
+        """Return a rule for a value that follows a schema."""
+        name = f"value{len(self.rules)}"
+        self.rules[name] = f"%json {json.dumps({'x-guidance': OPTIONS, **schema}, ensure_ascii=False)}"
+        return name
+
+    def one_of(self, bodies: list[str]) -> str:
+        name = f"call{len(self.rules)}"
+        self.rules[name] = " | ".join(bodies)
+        return name
+
+
+def quoted(text: str) -> str:
+    """Return a rule for exactly this text."""
+    return json.dumps(text, ensure_ascii=False)
