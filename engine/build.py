@@ -142,6 +142,12 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
         config.attention, device, spec.layers, spec.dtype, config.cpu_isa, cache_dtype=spec.cache_dtype
     )
     product = models.product(config, spec, device)
+    if config.batch_invariant:
+        from .models import invariance  # needs all that the native decoder does
+
+        attending = attention.create(backend.name, config.cpu_isa, invariant=True)
+        if reason := invariance.objection(spec, device, product, attending):
+            raise ConfigError(_variance(reason))
     return Described(started, config, device, folder, spec, checkpoint, backend, product)
 
 
@@ -177,12 +183,14 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
             implementation=spec.implementation,
             attention=backend.name,
             cpu_isa=settle(config.cpu_isa, device),
-            products=model.product.name,
+            products=model.product.setting,
             weight_packing="lossless" if compressed else "none",
             rope_len=spec.serve_len,
             gguf_activations="int16" if spec.activation_bytes == 2 else "int8",
         )
         runner = Runner(model, resolved, plan.num_blocks, cuda_graphs.device_for(resolved))
+        if config.batch_invariant and not _is_exact(runner):
+            raise ConfigError(_variance(model.product.note or runner.sampling.note))
         runner.warm_up()
     except memory.Impossible as error:
         raise MemoryShort(str(error)) from None  # a class that the server knows
@@ -203,7 +211,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         attention=backend.name,
         kv_dtype=str(spec.cache_dtype).removeprefix("torch."),
         implementation=spec.implementation,
-        exact=model.product.invariant and runner.cache.backend.invariant,
+        exact=_is_exact(runner),
         num_params=model.num_params,
         weights_bytes=model.weights_bytes - model.saved_bytes,
         weight_packing=resolved.weight_packing,
@@ -224,6 +232,17 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         roofline=limits and replace(limits, weights_bytes=limits.weights_bytes - model.saved_bytes),
     )
     return Built(runner, info, resolved)
+
+
+def _is_exact(runner: Runner) -> bool:
+    """Return whether a request has the same tokens and bits in any batch."""
+    # Torch's log-probabilities depend on where a row of logits begins.
+    parts = runner.model.product.invariant, runner.cache.backend.invariant, runner.sampling.backend is not None
+    return all(parts)
+
+
+def _variance(reason: str) -> str:
+    return f"`batch_invariant` cannot be kept here, so leave it out: {reason}"
 
 
 def _compresses(config: EngineConfig, spec: models.ModelSpec, kernels: Kernels | None) -> bool:

@@ -29,6 +29,9 @@ MAX_PARTS = 4096  # of one launch: bounds the memory for partial results
 # Queries times the heads that share a KV head, in an item of a longer row. Larger tiles of float32, whose products run
 # without matrix units, do not fit into the registers.
 TILE_ROWS, FLOAT32_TILE_ROWS = 128, 32
+# The same where rows of one query have this tile, too, with heads of up to half of MAX_DIM and with larger ones. With
+# more rows, the two sets of sums do not fit.
+UNIFORM_TILE_ROWS = 64, 32
 ITEM = 8  # int32 numbers per work item, as the kernel reads them
 # By dtype, the relative difference from the reference above which the kernels are not used.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -146,14 +149,19 @@ class _View:
 
 
 class PagedGPU:
-    """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream."""
+    """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream.
+
+    A row's order of sums depends on its context alone. By default a token that is computed in a chunk is rounded
+    otherwise than one computed alone; with `invariant` both have the same tiles and parts of a context, and a chunk's
+    programs add up the parts one by one.
+    """
 
     drawback = ""  # no backend is preferred to it
-    invariant = False  # a token that is computed in a chunk is rounded otherwise than one computed alone
     capturable = True
     library: ctypes.CDLL | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, invariant: bool = False) -> None:
+        self.invariant = invariant
         self._sums = torch.empty(0)
         self._weights = torch.empty(0)
         self._arrived = torch.empty(0)
@@ -182,13 +190,13 @@ class PagedGPU:
         assert config.max_len and config.max_seqs and config.max_batched_tokens
         parts = min(MAX_PARTS, config.max_seqs * -(-config.max_len // SPLIT))
         per_part = max(4 * layer.num_heads * (layer.v_head_dim + 2) + 4 * layer.num_kv_heads for layer in layers)
-        kinds = len({(layer.window, queries_of(layer, dtype)) for layer in layers})
+        kinds = len({(layer.window, queries_of(layer, dtype, uniform=config.batch_invariant)) for layer in layers})
         items = config.max_seqs * -(-config.max_len // SPLIT) + config.max_batched_tokens
         return parts * per_part + kinds * items * ITEM * 4
 
     @classmethod
-    def create(cls, isa: str) -> PagedGPU:
-        return cls()
+    def create(cls, isa: str, *, invariant: bool = False) -> PagedGPU:
+        return cls(invariant=invariant)
 
     def allocate(
         self,
@@ -269,9 +277,11 @@ class PagedGPU:
 
         layer, meta, view = cache.layer, plan.meta, _View(cache)
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
-        queries, table = queries_of(layer, q.dtype), meta.tables(cache.group).block_table
+        uniform = self.invariant
+        queries, table = queries_of(layer, q.dtype, uniform=uniform), meta.tables(cache.group).block_table
         launches = plan.launches((layer.window, queries))
-        for works, most, split in ((launches.decodes, 1, SPLIT), (launches.chunks, queries, 0)):
+        kinds = ((launches.decodes, queries if uniform else 1, SPLIT), (launches.chunks, queries, SPLIT * uniform))
+        for works, most, split in kinds:
             for work in works:
                 self._reserve(work.num_parts, layer, q.device)
                 kernels.attend[programs(work.max_items, layer.num_kv_heads, q.device), layer.num_kv_heads](
@@ -281,10 +291,12 @@ class PagedGPU:
                     q.stride(0), q.stride(1), *view.strides, out.stride(0),
                     HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, V_DIM=layer.v_head_dim,
                     DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size,
-                    QUERIES=most, ROWS=tile_rows(layer, most), TILE=tile(layer, q.dtype), SPLIT=split,
-                    WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None, SINKS=cache.sinks is not None,
-                    SCALED=view.is_scaled, WIDEN=is_interpreted(),
-                    num_warps=attend_warps(layer, most), enable_fp_fusion=True,
+                    QUERIES=most, ROWS=tile_rows(layer, most), SPLIT=split,
+                    TILE=tile(layer, q.dtype, is_crowded=uniform and view.is_scaled),
+                    UNIFORM=uniform, WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None,
+                    SINKS=cache.sinks is not None, SCALED=view.is_scaled, WIDEN=is_interpreted(),
+                    # Fused, a compiler may round parts that are added up in two places in two ways.
+                    num_warps=attend_warps(layer, most), enable_fp_fusion=not uniform,
                 )  # fmt: skip
         return out
 
@@ -303,9 +315,11 @@ class PagedGPU:
             self._arrived = torch.zeros(arrived, dtype=torch.int32, device=device)
 
 
-def queries_of(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """Return the number of queries in a work item of a longer row."""
+def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = False) -> int:
+    """Return the number of queries in a work item of a longer row. `uniform`: see PagedGPU.invariant."""
     rows = FLOAT32_TILE_ROWS if dtype == torch.float32 else TILE_ROWS
+    if uniform:
+        rows = min(rows, UNIFORM_TILE_ROWS[widest(layer) > MAX_DIM // 2])
     return max(1, rows * layer.num_kv_heads // layer.num_heads)
 
 
@@ -334,12 +348,20 @@ def warps(numbers: int) -> int:
     return min(16, max(1, numbers // 256))
 
 
-def tile(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """Return the number of keys that are multiplied at once: what registers and shared memory allow without spills."""
-    dim = padded(max(layer.head_dim, layer.v_head_dim))
+def tile(layer: AttentionLayer, dtype: torch.dtype, *, is_crowded: bool = False) -> int:
+    """Return the number of keys that are multiplied at once: what registers and shared memory allow without spills.
+
+    `is_crowded`: uniform tiles of a cache with scales take more registers.
+    """
+    is_wide = widest(layer) > MAX_DIM // 2
     if dtype == torch.float32:
-        return 32 if dim <= MAX_DIM // 2 else 16
-    return 64 if dim <= MAX_DIM // 2 else 32
+        return 16 if is_wide else 32
+    return 32 if is_wide or is_crowded else 64
+
+
+def widest(layer: AttentionLayer) -> int:
+    """Return the width of the larger tile of a head's numbers."""
+    return padded(max(layer.head_dim, layer.v_head_dim))
 
 
 def programs(items: int, kv_heads: int, device: torch.device) -> int:

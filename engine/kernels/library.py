@@ -132,15 +132,22 @@ class Choice:
     note: str = ""  # the disadvantage of this choice
     fix: str = ""  # how to avoid it
     alone: bool = True  # no part of a row's result is summed by torch
+    is_uniform: bool = False  # our Triton kernels compute all of a model's products on a GPU, see models/invariance.py
+    is_proven: bool = False  # that they compute a row alike in any batch
 
     @property
     def name(self) -> str:
+        return "triton" if self.is_uniform else self.setting
+
+    @property
+    def setting(self) -> str:
+        """What selects the same in another process, see `choose`."""
         return "torch" if self.kernels is None else self.kernels.isa
 
     @property
     def invariant(self) -> bool:
         """Whether a row has the same bits in any batch, provided that attention's results have."""
-        return self.kernels is not None and self.alone
+        return self.is_proven or (self.kernels is not None and self.alone)
 
 
 class Clock:
@@ -182,11 +189,13 @@ def best_first(features: int) -> list[str]:
     return [isa for isa in order if features & ISAS[isa]]
 
 
-def choose(setting: str, device: torch.device, dtype: torch.dtype, *, quantized: bool = False) -> Choice:
+def choose(
+    setting: str, device: torch.device, dtype: torch.dtype, *, quantized: bool = False, invariant: bool = False
+) -> Choice:
     """Return what computes a model's matmuls on this machine.
 
     `setting` is auto, one of ISAS, or torch. Raises ConfigError if that cannot run here. Only our kernels support
-    quantized weights.
+    quantized weights. `invariant`: "auto" leaves out AMX.
     """
     if setting not in CHOICES:
         raise ConfigError(f"unknown instruction set {setting!r}; known: {', '.join(CHOICES)}")
@@ -210,7 +219,7 @@ def choose(setting: str, device: torch.device, dtype: torch.dtype, *, quantized:
             fix = "install g++ and start again: they are then compiled, in seconds"
         return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
     have = best_first(features)
-    if setting == "auto" and features & AMX and dtype == torch.bfloat16:
+    if setting == "auto" and features & AMX and dtype == torch.bfloat16 and not (invariant and have):
         fix = f"`cpu_isa={have[0]}` if equal bits matter more than speed" if have else ""
         return Choice(None, "torch computes the products with AMX, and results depend on the batch", fix)
     if setting == "auto" and not have:

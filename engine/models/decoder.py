@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.library import Choice
 from ..kernels.matmul import Packing, Sources
 from ..types import ModelError
-from . import multimodal, on_gpu, scaled
+from . import invariance, multimodal, on_gpu, scaled
 from .decoder_layer import Layer
 from .decoder_spec import sinks_name
 from .executor import CapturedHead, Eager, Executor
@@ -24,6 +24,7 @@ from .layers import InFile, Linear, Quantization, make_norm, softcap
 from .on_gpu import OnGPU
 from .precision import head_bits, layer_bits
 from .rope import Rotary
+from .skinny import Choices
 from .spec import ModelSpec
 from .weights import Checkpoint
 
@@ -200,7 +201,9 @@ class Decoder:
         """Choose the executors, after everything is packed."""
         linears = {self.head, *(linear for layer in self.layers for _, linear, *_ in layer.parts())}
         self.saved_bytes = sum(linear.saved_bytes for linear in linears)
-        if in_fp8 := [linear.in_fp8 for linear in linears if linear.in_fp8 is not None]:
+        quantized = [linear.quantized for linear in linears if linear.quantized is not None]
+        in_fp8 = [each for each in quantized if each.can_scale and not self.product.is_uniform]
+        if in_fp8:
             if reason := scaled.objection(self.norm.weight.device):
                 self.product = replace(self.product, note=f"fp8 weights are dequantized for prompts: {reason}")
             else:
@@ -210,15 +213,20 @@ class Decoder:
         fused = Fused.of(self.product.kernels, *parts)
         if fused is not None:
             self.executors.insert(0, fused)
-        device = self.norm.weight.device
-        objection = on_gpu.objection(self.spec, device, self.product.kernels) or on_gpu.trial(*parts)
+        device, is_uniform = self.norm.weight.device, self.product.is_uniform
+        objection = on_gpu.objection(self.spec, device, self.product.kernels)
+        if objection is None and not is_uniform:
+            objection = on_gpu.trial(*parts)
         if objection is None:
-            choices = on_gpu.choose(*parts)
-            if isinstance(choices, str):
+            self.norm.use(lambda x: on_gpu.add_norm(x, None, self.norm))
+            choices: Choices | str = {}
+            if is_uniform:
+                problem = invariance.settle(*parts, linears=linears, project=self.project)
+                self.product = replace(self.product, note=problem or "", is_proven=problem is None)
+            elif isinstance(choices := on_gpu.choose(*parts), str):
                 self.product = replace(self.product, note=f"torch computes all products: {choices}")
                 choices = {}
             self.executors.insert(0, OnGPU(*parts, choices))
-            self.norm.use(lambda x: on_gpu.add_norm(x, None, self.norm))
         elif device.type == "cuda":
             self.product = replace(self.product, note=f"torch computes norms and gates of layers: {objection}")
 

@@ -112,4 +112,7 @@ def _setting(config: EngineConfig) -> str:
 
 def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
     """Return what computes a model's matmuls on a device. Raises ConfigError if this machine cannot do that."""
-    return choose(_setting(config), device, spec.dtype, quantized=spec.quantization != "none" and not spec.on_gpu)
+    setting, invariant = _setting(config), config.batch_invariant
+    quantized = spec.quantization != "none" and not spec.on_gpu
+    chosen = choose(setting, device, spec.dtype, quantized=quantized, invariant=invariant)
+    return replace(chosen, is_uniform=invariant and is_gpu(device, setting))

@@ -44,6 +44,8 @@ class Tile(NamedTuple):
 
 # By the largest number of rows of x. A row has the same bits in all products of one of these ranges.
 TILES = {16: Tile(16, 64, 4, 6), 32: Tile(32, 64, 4, 6), 64: Tile(64, 64, 4, 4), MOST_ROWS: Tile(64, 64, 4, 4)}
+# Of products of any number of rows, if a row must have the same bits in all of them.
+UNIFORM_TILE = TILES[MOST_ROWS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class GPUWeight:
         parts = min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES)
         self._parts = max(1, parts)
         self._arrived = torch.zeros(-(-rows // PART_ROWS), dtype=torch.int32, device=device)
-        self._is_scaled = False
+        self._is_scaled = self._is_uniform = False
 
     @property
     def can_scale(self) -> bool:
@@ -122,6 +124,10 @@ class GPUWeight:
         """Let torch multiply more than SCALED_ROWS rows in fp8, with a scale per row of x."""
         assert self.can_scale
         self._is_scaled = True
+
+    def unify(self) -> None:
+        """Let the kernel multiply any number of rows, with one tile and without parts of sums."""
+        self._is_uniform = True
 
     @property
     def device(self) -> torch.device:
@@ -157,7 +163,10 @@ class GPUWeight:
         """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous."""
         if self.order is not None:
             x = x.index_select(1, self.order)
-        if self._is_scaled and len(x) > SCALED_ROWS and out.dtype == x.dtype == torch.bfloat16:
+        if self._is_uniform:
+            if len(x):
+                self._launch(x, bias, out)
+        elif self._is_scaled and len(x) > SCALED_ROWS and out.dtype == x.dtype == torch.bfloat16:
             step = max(scaled.MULTIPLE, PIECE_NUMBERS // self.columns // scaled.MULTIPLE * scaled.MULTIPLE)
             numbers = scaled.quantize(x)
             for first in range(0, self.rows, step):
@@ -184,8 +193,10 @@ class GPUWeight:
 
         tokens = len(x)
         tile = next(tile for most, tile in TILES.items() if tokens <= most or most == MOST_ROWS)
+        if self._is_uniform:
+            tile = UNIFORM_TILE
         tiles = -(-tokens // tile.tokens)
-        parts = self._parts if tiles == 1 else 1  # several tiles are programs enough
+        parts = self._parts if tiles == 1 and not self._is_uniform else 1  # several tiles are programs enough
         x = x if x.stride(1) == 1 else x.contiguous()
         shape = (parts, tokens, self.rows) if parts > 1 else (0,)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -259,7 +270,8 @@ class GPUProduct:
     """Computes x @ weight.T (+ bias) (+ residual) on a GPU, with a weight whose rows are quantized.
 
     Sums are in float32, in an order that depends on the weight's shape and on the range of TILES that has the number of
-    rows of x. So a row has the same bits among any others, as long as their number is in the same range.
+    rows of x. So a row has the same bits among any others, as long as their number is in the same range; after `unify`
+    among any others.
     """
 
     def __init__(
@@ -297,6 +309,16 @@ class GPUProduct:
         for weight in self._weights:
             if weight.can_scale:
                 weight.scale()
+
+    def unify(self) -> None:
+        """Let the kernel multiply any number of rows, with one order of sums."""
+        for weight in self._weights:
+            weight.unify()
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """How the weight's parts are stored."""
+        return tuple(weight.form for weight in self._weights)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return rows of the weight, [n, columns], for ids: [n] int64."""

@@ -200,11 +200,13 @@ def trial(
     layers: Sequence[Layer],
     rotaries: Sequence[Rotary],
     choices: Choices | None = None,
+    *,
+    invariant: bool = False,
 ) -> str | None:
     """Compute the first layer for a few tokens; return why the kernels cannot be used, or None.
 
-    `choices`: see OnGPU; as many tokens as the largest has are computed. The compiled kernels are kept, so this costs a
-    start no more than their first use would.
+    `choices`: see OnGPU; as many tokens as the largest has are computed. `invariant`: see PagedGPU. The compiled
+    kernels are kept, so this costs a start no more than their first use would.
     """
     device, first = embedding.weight.device, layers[:1]
     count = max(choices or [TRIAL_TOKENS])
@@ -213,7 +215,7 @@ def trial(
     try:
         for executor in (OnGPU(model, embedding, first, rotaries, choices), Eager(embedding, first, rotaries)):
             cache = KVCache.allocate(
-                PagedGPU(),
+                PagedGPU(invariant=invariant),
                 model.layers[:1],
                 num_blocks=num_blocks,
                 block_size=TRIAL_BLOCK,
