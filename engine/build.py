@@ -29,6 +29,7 @@ from .scheduler import Scheduler
 from .types import ConfigError, EngineInfo, MemoryShort
 
 if TYPE_CHECKING:
+    from .compiling import Compiling
     from .grammar.grammars import Grammars
 
 # Models below this size run on one thread: on two busy cores a decode step of a model with 0.3 M parameters took 13 to
@@ -73,6 +74,7 @@ class Described:
     checkpoint: Checkpoint | None  # the headers of the weights, unless only config.json was read
     attention: attention.Choice
     product: Choice
+    compiling: Compiling | None  # of the kernels for a GPU
 
     def arrange(self, machine: memory.Machine, activations: int | None = None) -> memory.Plan:
         """Divide a machine's memory, see memory.arrange. Raises memory.Impossible."""
@@ -138,17 +140,33 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
     else:
         spec = models.describe(folder.path, config)
     spec = models.fit(spec, config, device, checkpoint)
-    backend = attention.choose(
-        config.attention, device, spec.layers, spec.dtype, config.cpu_isa, cache_dtype=spec.cache_dtype
-    )
-    product = models.product(config, spec, device)
-    if config.batch_invariant:
-        from .models import invariance  # needs all that the native decoder does
+    compiling = _begin_to_compile(spec, config, device) if weights else None
+    try:
+        if compiling is not None:
+            compiling.wait("attention")  # which is tried now
+        backend = attention.choose(
+            config.attention, device, spec.layers, spec.dtype, config.cpu_isa, cache_dtype=spec.cache_dtype
+        )
+        product = models.product(config, spec, device)
+        if config.batch_invariant:
+            from .models import invariance  # needs all that the native decoder does
 
-        attending = attention.create(backend.name, config.cpu_isa, invariant=True)
-        if reason := invariance.objection(spec, device, product, attending):
-            raise ConfigError(_variance(reason))
-    return Described(started, config, device, folder, spec, checkpoint, backend, product)
+            attending = attention.create(backend.name, config.cpu_isa, invariant=True)
+            if reason := invariance.objection(spec, device, product, attending):
+                raise ConfigError(_variance(reason))
+    except BaseException:
+        if compiling is not None:
+            compiling.cancel()
+        raise
+    return Described(started, config, device, folder, spec, checkpoint, backend, product, compiling)
+
+
+def _begin_to_compile(spec: models.ModelSpec, config: EngineConfig, device: torch.device) -> Compiling | None:
+    if device.type != "cuda":
+        return None
+    from . import compiling  # needs all that the native decoder does
+
+    return compiling.begin(spec, config, device)
 
 
 def load(described: Described, progress: models.Progress = lambda share: None, *, again: bool = False) -> Built:
@@ -162,6 +180,11 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
     backend, product, checkpoint = described.attention, described.product, described.checkpoint
     assert checkpoint is not None, "described without weights"
     set_threads(described)
+
+    def compiled(group: str) -> None:
+        if described.compiling is not None:
+            described.compiling.wait(group)
+
     try:
         machine, plan = _plan(described, again=again)
         compressed = _guarded(lambda: _compresses(plan.config, spec, product.kernels))
@@ -169,7 +192,10 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
             product.kernels.lossless = compressed
         # Measured now, while this process does nothing else.
         limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
-        model = _guarded(lambda: models.load(spec, checkpoint, device, product, progress))
+        model = _guarded(
+            lambda: models.load(spec, checkpoint, device, product, progress, has_read=partial(compiled, "layers"))
+        )
+        compiled("logits")
         if device.type == "cuda":
             taken = _profile(model, replace(plan.config, device=str(device), attention=backend.name))
             if taken > plan.activation_bytes:
@@ -196,6 +222,9 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         raise MemoryShort(str(error)) from None  # a class that the server knows
     except StepOutOfMemory as error:
         raise MemoryShort(f"memory ran out while the model was loaded: {error}") from None
+    finally:
+        if described.compiling is not None:
+            described.compiling.cancel()
     rounds = spec.in_blocks and not spec.on_gpu  # activations
     info = EngineInfo(
         model=config.model,

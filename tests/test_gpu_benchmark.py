@@ -38,6 +38,7 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
         "sampling",
         "quantized",
         "tiny",
+        "start",
         "invariance",
         "tiny, torch's attention",
     }
@@ -54,6 +55,7 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
     ]
     assert all(value < 0.02 for result in errors for value in result.values() if isinstance(value, float))
     assert by_name["quantized", "int4, down, 1 rows"]["gb_per_s"] > 0
+    assert by_name["start", "all kernels are compiled"]["load_s"] > 0
     for mode in ("eager", "graphs"):  # of our CPU kernels
         assert by_name["invariance", f"{mode}, load"]["exact"]
         found = by_name["invariance", f"{mode}, together"]

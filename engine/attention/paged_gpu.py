@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
+from ..kernels.launching import launch
 from .backend import AttentionBackend, LayerCache
 from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
@@ -228,7 +229,7 @@ class PagedGPU:
         from ..kernels.gpu import attention as kernels
 
         layer, view = cache.layer, _View(cache)
-        kernels.store[k.shape[0], layer.num_kv_heads](
+        launch(kernels.store, (k.shape[0], layer.num_kv_heads),
             k, v, plan.meta.tables(cache.group).slot_mapping, view.tensor, view.scales,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), *view.strides,
             DIM=layer.head_dim, V_DIM=layer.v_head_dim, DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim),
@@ -262,7 +263,7 @@ class PagedGPU:
 
         layer, view = cache.layer, _View(cache)
         group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
-        kernels.rotate_store[qkv.shape[0], layer.num_kv_heads](
+        launch(kernels.rotate_store, (qkv.shape[0], layer.num_kv_heads),
             qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, *rotation,
             plan.meta.tables(cache.group).slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
             qkv.stride(0), *view.strides,
@@ -284,7 +285,7 @@ class PagedGPU:
         for works, most, split in kinds:
             for work in works:
                 self._reserve(work.num_parts, layer, q.device)
-                kernels.attend[programs(work.max_items, layer.num_kv_heads, q.device), layer.num_kv_heads](
+                launch(kernels.attend, (programs(work.max_items, layer.num_kv_heads, q.device), layer.num_kv_heads),
                     q, view.tensor, view.scales, table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
                     layer.scale, layer.softcap or 0.0,

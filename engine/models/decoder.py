@@ -72,8 +72,11 @@ class Decoder:
         device: torch.device,
         product: Choice,
         progress: Callable[[float], None],
+        *,
+        has_read: Callable[[], None] = lambda: None,
     ) -> Decoder:
-        """Load a model from a checkpoint that has passed `check`. Raises ModelError if a file cannot be read.
+        """Load a model from a checkpoint that has passed `check`, see models.load. Raises ModelError if a file cannot
+        be read.
 
         At most one weight, or those of one layer, are in memory twice.
         """
@@ -94,6 +97,8 @@ class Decoder:
         targets.clear()
         with closing(checkpoint):
             model._fill(checkpoint, (prefix, head), total, progress)
+        has_read()
+        model._finish()
         return model
 
     def _fill(
@@ -167,7 +172,6 @@ class Decoder:
                 except OSError as error:
                     raise checkpoint.unreadable(error) from None
         progress(1.0)
-        self._finish()
 
     def _ends(self) -> dict[str, Tensor]:
         """Return the targets of the weights before and after the layers."""

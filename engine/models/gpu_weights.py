@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
+from ..kernels.launching import launch
 from ..kernels.matmul import GROUP
 from . import scaled
 
@@ -200,7 +201,7 @@ class GPUWeight:
         x = x if x.stride(1) == 1 else x.contiguous()
         shape = (parts, tokens, self.rows) if parts > 1 else (0,)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-        kernels.multiply[-(-self.rows // tile.rows), parts, tiles](
+        launch(kernels.multiply, (-(-self.rows // tile.rows), parts, tiles),
             x, self._numbers, self._scales, self._scales if self._zeros is None else self._zeros,
             bias, out, sums, self._arrived,
             tokens, self.rows, self.columns, self._slices, x.stride(0), out.stride(0),
@@ -214,7 +215,7 @@ class GPUWeight:
 
         out = torch.empty(count, self.columns, dtype=dtype, device=self.device)
         if count:
-            kernels.dequantize[-(-count // LOOKED_UP), self._slices](
+            launch(kernels.dequantize, (-(-count // LOOKED_UP), self._slices),
                 self._numbers, self._scales, self._scales if self._zeros is None else self._zeros,
                 self._arrived if ids is None else ids, out, first, count, self.rows, self.columns,
                 **self._constants(), ROWS=LOOKED_UP, LOOK_UP=ids is not None,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention.paged_gpu import is_interpreted
+from ..kernels.launching import launch
 
 DEPENDENT_CAPABILITY = (9, 0)  # of GPUs that launch a kernel before the one before it has ended
 
@@ -103,7 +104,7 @@ def multiply(
         return out
     dependent = is_dependent(x.device)
     options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
-    kernels.multiply[-(-rows // tile.rows), -(-tokens // tile.tokens)](
+    launch(kernels.multiply, (-(-rows // tile.rows), -(-tokens // tile.tokens)),
         x, weight, gain, x if bias is None else bias, out, out, eps,
         tokens, rows, columns, x.stride(0), out.stride(0),
         NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None, ACTIVATION=activation,
@@ -116,9 +117,10 @@ def multiply(
 
 def is_dependent(device: torch.device) -> bool:
     """Return whether a kernel is launched before the one before it has ended, and waits for that itself."""
-    if device.type != "cuda" or is_interpreted():
+    if device.type not in ("cuda", "meta") or is_interpreted():
         return False
-    return torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
+    # Without memory x is compiled for, see launching.py.
+    return torch.cuda.get_device_capability(None if device.type == "meta" else device) >= DEPENDENT_CAPABILITY
 
 
 def is_measurable(device: torch.device) -> bool:

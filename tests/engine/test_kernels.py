@@ -330,6 +330,8 @@ def test_torch_is_chosen_on_amx_with_a_note(processor):
     assert "AMX" in choice.note and "avx512bf16" in choice.fix
     assert choose("auto", CPU, torch.float32).name == "avx512bf16", "AMX has no float32"
     assert choose("avx512", CPU, torch.bfloat16).invariant
+    choice = choose("auto", CPU, torch.bfloat16, invariant=True)
+    assert (choice.name, choice.invariant, choice.note) == ("avx512bf16", True, "")
 
 
 @needs_library
