@@ -190,7 +190,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         compressed = _guarded(lambda: _compresses(plan.config, spec, product.kernels))
         if product.kernels is not None:
             product.kernels.lossless = compressed
-        # Measured now, while this process does nothing else.
+        # Measured now, while this process does nothing else, except that kernels for a GPU are compiled.
         limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
         model = _guarded(
             lambda: models.load(spec, checkpoint, device, product, progress, has_read=partial(compiled, "layers"))

@@ -34,11 +34,9 @@ class Compiling:
     """Jobs in threads, in groups that can be waited for. They are begun in their order."""
 
     def __init__(self, jobs: Mapping[str, Sequence[Job]], device: torch.device) -> None:
-        # Triton compiles for the current device, and each thread has its own.
-        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "compile", initializer=begin)
+        pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "compile")
         self._futures: dict[str, list[Future[None]]] = {
-            group: [pool.submit(_run, job) for job in members] for group, members in jobs.items()
+            group: [pool.submit(_run, job, device) for job in members] for group, members in jobs.items()
         }
         pool.shutdown(wait=False)  # its threads end with the last job
 
@@ -55,8 +53,10 @@ class Compiling:
 
 
 @torch.inference_mode()
-def _run(job: Job) -> None:
+def _run(job: Job, device: torch.device) -> None:
     with suppress(Exception):  # what fails here fails in a trial, too, which says so
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Triton compiles for the current device, and each thread has its own
         job()
 
 

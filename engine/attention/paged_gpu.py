@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from ..kernels.launching import launch
-from .backend import AttentionBackend, LayerCache
+from .backend import LayerCache
 from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
@@ -30,8 +30,7 @@ MAX_PARTS = 4096  # of one launch: bounds the memory for partial results
 # Queries times the heads that share a KV head, in an item of a longer row. Larger tiles of float32, whose products run
 # without matrix units, do not fit into the registers.
 TILE_ROWS, FLOAT32_TILE_ROWS = 128, 32
-# The same where rows of one query have this tile, too, with heads of up to half of MAX_DIM and with larger ones. With
-# more rows, the two sets of sums do not fit.
+# The same where rows of one query have it, too; the second with heads over MAX_DIM / 2. Two sets of sums are held.
 UNIFORM_TILE_ROWS = 64, 32
 ITEM = 8  # int32 numbers per work item, as the kernel reads them
 # By dtype, the relative difference from the reference above which the kernels are not used.
@@ -152,9 +151,8 @@ class _View:
 class PagedGPU:
     """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream.
 
-    A row's order of sums depends on its context alone. By default a token that is computed in a chunk is rounded
-    otherwise than one computed alone; with `invariant` both have the same tiles and parts of a context, and a chunk's
-    programs add up the parts one by one.
+    By default a token in a chunk is rounded otherwise than one alone. With `invariant` both have the same tiles and
+    parts of a context, and a chunk's programs add up the parts one by one.
     """
 
     drawback = ""  # no backend is preferred to it
@@ -350,10 +348,8 @@ def warps(numbers: int) -> int:
 
 
 def tile(layer: AttentionLayer, dtype: torch.dtype, *, is_crowded: bool = False) -> int:
-    """Return the number of keys that are multiplied at once: what registers and shared memory allow without spills.
-
-    `is_crowded`: uniform tiles of a cache with scales take more registers.
-    """
+    """Return the number of keys that are multiplied at once: what registers and shared memory allow without spills."""
+    # `is_crowded`: uniform tiles of a cache with scales take more registers.
     is_wide = widest(layer) > MAX_DIM // 2
     if dtype == torch.float32:
         return 16 if is_wide else 32
@@ -405,7 +401,12 @@ def lack() -> str | None:
 
 
 def trial(
-    layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    invariant: bool = False,
 ) -> str | None:
     """Compile and run the kernels for each kind of layer; return why they cannot be used, or None.
 
@@ -413,7 +414,7 @@ def trial(
     """
     for layer in dict.fromkeys(layers):
         try:
-            error = _error(layer, dtype, cache_dtype, device)
+            error = _error(PagedGPU(invariant=invariant), layer, dtype, cache_dtype, device)
         except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
             first = (str(problem).strip().splitlines() or [""])[0]
             return f"the Triton kernels do not run on this device: {type(problem).__name__}: {first[:200]}"
@@ -422,7 +423,9 @@ def trial(
     return None
 
 
-def _error(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device) -> float:
+def _error(
+    ours: PagedGPU, layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+) -> float:
     """Return the relative difference from the reference, for a chunk of two tiles and then a decode of two parts."""
     draw = torch.Generator().manual_seed(0)
     length = SPLIT + 2
@@ -436,13 +439,12 @@ def _error(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, 
     sinks = None if layer.sinks is None else torch.zeros(layer.num_heads, dtype=dtype, device=device)
     results = []
     with torch.inference_mode():
-        backends: list[AttentionBackend] = [PagedGPU(), Reference()]
-        for backend in backends:
+        for backend in (ours, Reference()):
             cache = backend.allocate(layer, len(blocks), TRIAL_BLOCK, cache_dtype, device, sinks=sinks)
-            found = []
+            pieces = []
             for first, last in ((0, length - 1), (length - 1, length)):
                 plan = backend.plan(AttentionMeta.of([(blocks, first, last - first)], TRIAL_BLOCK, device))
-                found.append(backend.attend(cache, q[first:last], k[first:last], v[first:last], plan).double())
-            results.append(torch.cat(found))
-    ours, reference = results
-    return float((ours - reference).norm() / reference.norm())
+                pieces.append(backend.attend(cache, q[first:last], k[first:last], v[first:last], plan).double())
+            results.append(torch.cat(pieces))
+    found, reference = results
+    return float((found - reference).norm() / reference.norm())

@@ -124,7 +124,7 @@ def test_what_the_jobs_compile_is_what_an_engine_launches(name, mode, compiled):
     begun = jobs(spec, config, torch.device("cuda"))
     for members in begun.values():
         for job in members:
-            compiling._run(job)
+            compiling._run(job, CPU)
     assert {"attend", "rotate_store", "add_norm", "gate", "multiply", "weigh", "pick", "collect"} <= set(compiled)
     compiled.clear()
     tiles = {rows: Tiles(*(each[-1],) * 4) for rows, each in CANDIDATES.items()}
