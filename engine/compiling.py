@@ -7,10 +7,7 @@ compiled when it is first launched.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -19,45 +16,13 @@ from torch import Tensor
 from .attention import AttentionLayer, AttentionMeta
 from .attention.paged_gpu import HeadNorms, PagedGPU, Rotation, is_interpreted, limitation
 from .config import EngineConfig
+from .kernels.launching import META, Compiling, Job
 from .models import ModelSpec, on_gpu, skinny
 from .models.decoder_layer import Layer
 from .models.layers import Linear, RMSNorm
 from .runner.triton_logits import FIELDS, TritonLogits
 
-Job = Callable[[], object]
-META = torch.device("meta")
-THREADS = 8  # at most: a kernel takes a core for a second or two, and some memory
 FEW = 2  # tokens of a chunk
-
-
-class Compiling:
-    """Jobs in threads, in groups that can be waited for. They are begun in their order."""
-
-    def __init__(self, jobs: Mapping[str, Sequence[Job]], device: torch.device) -> None:
-        pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "compile")
-        self._futures: dict[str, list[Future[None]]] = {
-            group: [pool.submit(_run, job, device) for job in members] for group, members in jobs.items()
-        }
-        pool.shutdown(wait=False)  # its threads end with the last job
-
-    def wait(self, group: str) -> None:
-        """Wait until the jobs of a group have ended."""
-        for future in self._futures[group]:
-            future.result()
-
-    def cancel(self) -> None:
-        """Begin no more jobs."""
-        for members in self._futures.values():
-            for future in members:
-                future.cancel()
-
-
-@torch.inference_mode()
-def _run(job: Job, device: torch.device) -> None:
-    with suppress(Exception):  # what fails here fails in a trial, too, which says so
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # Triton compiles for the current device, and each thread has its own
-        job()
 
 
 def begin(spec: ModelSpec, config: EngineConfig, device: torch.device) -> Compiling | None:
@@ -98,7 +63,7 @@ def _attend(layer: AttentionLayer, spec: ModelSpec, block_size: int, tokens: int
 
 
 def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
-    """Yield the jobs of a decoder's layers beside attention. Quantized weights are tried before others are read."""
+    """Yield the jobs of a decoder's layers beside attention; gpu_weights.objection compiles for quantized weights."""
     decoder = spec.decoder
     assert decoder is not None
     activation = decoder.activation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
-from ..kernels.launching import launch
+from ..kernels.launching import META, Compiling, Job, launch
 from ..kernels.matmul import GROUP
 from . import scaled
 
@@ -345,7 +346,11 @@ def objection(
         return f"the Triton kernels for them compute in bfloat16 (`dtype=bfloat16`) and float16, not in {name}"
     if reason := lack():
         return reason
-    for form, rows, columns in dict.fromkeys(shapes):
+    shapes = list(dict.fromkeys(shapes))
+    if device.type == "cuda":
+        compiling = Compiling({"weights": list(jobs(shapes, dtype, head))}, device)
+        compiling.wait("weights")
+    for form, rows, columns in shapes:
         try:
             error = _error(form, rows, columns, dtype, device, wide=rows == head)
         except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
@@ -354,6 +359,17 @@ def objection(
         if not error < MAX_ERROR[dtype]:
             return f"the Triton kernels compute wrong results with {form.name} (relative error {error:.2g})"
     return None
+
+
+def jobs(shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, head: int) -> Iterator[Job]:
+    """Yield what compiles the kernels for weights of these forms, rows and columns, each kernel once."""
+    kinds = {(form, rows == head, rows % 16 == 0, columns % 16 == 0): (rows, columns) for form, rows, columns in shapes}
+    for (form, wide, *_), (rows, columns) in kinds.items():
+        product = GPUProduct([GPUWeight(form, rows, columns, META)], None, dtype, wide=wide)
+        for tokens in TILES:
+            yield partial(product, torch.empty(tokens, columns, dtype=dtype, device=META))
+        yield partial(product.lookup, torch.empty(LOOKED_UP, dtype=torch.int64, device=META))
+        yield partial(product, torch.empty(MOST_ROWS + 1, columns, dtype=dtype, device=META))
 
 
 @torch.inference_mode()

@@ -17,10 +17,13 @@ from triton.runtime.jit import JITFunction
 from engine import EngineConfig, compiling
 from engine.attention import AttentionMeta, KVCache
 from engine.attention.paged_gpu import PagedGPU
-from engine.compiling import META, Compiling, jobs
+from engine.compiling import jobs
+from engine.kernels import launching
+from engine.kernels.launching import META, Compiling
 from engine.kernels.library import Choice
-from engine.models import Forward, on_gpu, skinny
+from engine.models import Forward, gpu_weights, on_gpu, skinny
 from engine.models.decoder import Decoder
+from engine.models.gpu_weights import ROUNDED, Form
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles
 from engine.models.spec import ModelSpec, read_spec
@@ -124,7 +127,7 @@ def test_what_the_jobs_compile_is_what_an_engine_launches(name, mode, compiled):
     begun = jobs(spec, config, torch.device("cuda"))
     for members in begun.values():
         for job in members:
-            compiling._run(job, CPU)
+            launching._run(job, CPU)
     assert {"attend", "rotate_store", "add_norm", "gate", "multiply", "weigh", "pick", "collect"} <= set(compiled)
     compiled.clear()
     tiles = {rows: Tiles(*(each[-1],) * 4) for rows, each in CANDIDATES.items()}
@@ -132,11 +135,25 @@ def test_what_the_jobs_compile_is_what_an_engine_launches(name, mode, compiled):
     assert compiled == []
 
 
+def test_the_kernels_of_quantized_weights_are_compiled_before_they_are_tried(compiled):
+    for kernel in triton_kernels():
+        kernel.device_caches.clear()
+    dtype = torch.bfloat16
+    shapes = [(ROUNDED[4], 96, 64), (ROUNDED[4], 40, 64), (ROUNDED[8], 512, 64), (Form(8, 32, has_zeros=True), 64, 96)]
+    for job in gpu_weights.jobs(shapes, dtype, head=512):
+        launching._run(job, CPU)
+    assert set(compiled) == {"multiply", "dequantize"}
+    compiled.clear()
+    for form, rows, columns in shapes:
+        gpu_weights._error(form, rows, columns, dtype, CPU, wide=rows == 512)
+    assert compiled == []
+
+
 def triton_kernels() -> list[Any]:
-    from engine.kernels.gpu import attention, layers, logits
+    from engine.kernels.gpu import attention, layers, logits, matmul
     from engine.kernels.gpu import skinny as products
 
-    modules = (attention, layers, logits, products)
+    modules = (attention, layers, logits, matmul, products)
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 
