@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from ..kernels.launching import launch
-from .backend import LayerCache
+from .backend import AttentionBackend, LayerCache
 from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
@@ -274,9 +274,8 @@ class PagedGPU:
         """Attend to what the cache holds; see `attend`."""
         from ..kernels.gpu import attention as kernels
 
-        layer, meta, view = cache.layer, plan.meta, _View(cache)
+        layer, meta, view, uniform = cache.layer, plan.meta, _View(cache), self.invariant
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
-        uniform = self.invariant
         queries, table = queries_of(layer, q.dtype, uniform=uniform), meta.tables(cache.group).block_table
         launches = plan.launches((layer.window, queries))
         kinds = ((launches.decodes, queries if uniform else 1, SPLIT), (launches.chunks, queries, SPLIT * uniform))
@@ -439,7 +438,8 @@ def _error(
     sinks = None if layer.sinks is None else torch.zeros(layer.num_heads, dtype=dtype, device=device)
     results = []
     with torch.inference_mode():
-        for backend in (ours, Reference()):
+        backends: list[AttentionBackend] = [ours, Reference()]
+        for backend in backends:
             cache = backend.allocate(layer, len(blocks), TRIAL_BLOCK, cache_dtype, device, sinks=sinks)
             pieces = []
             for first, last in ((0, length - 1), (length - 1, length)):

@@ -223,13 +223,14 @@ class Decoder:
             objection = on_gpu.trial(*parts)
         if objection is None:
             self.norm.use(lambda x: on_gpu.add_norm(x, None, self.norm))
-            choices: Choices | str = {}
+            choices: Choices = {}
             if is_uniform:
                 problem = invariance.settle(*parts, linears=linears, project=self.project)
                 self.product = replace(self.product, note=problem or "", is_proven=problem is None)
-            elif isinstance(choices := on_gpu.choose(*parts), str):
-                self.product = replace(self.product, note=f"torch computes all products: {choices}")
-                choices = {}
+            elif isinstance(found := on_gpu.choose(*parts), str):
+                self.product = replace(self.product, note=f"torch computes all products: {found}")
+            else:
+                choices = found
             self.executors.insert(0, OnGPU(*parts, choices))
         elif device.type == "cuda":
             self.product = replace(self.product, note=f"torch computes norms and gates of layers: {objection}")

@@ -57,10 +57,10 @@ def settle(
     """Let our kernels compute all products, with tiles that pass the proof; return why none do, or None."""
     parts, linears = (model, embedding, layers, rotaries), list(linears)
     device = embedding.weight.device
-    if reason := paged_gpu.trial(model.layers, model.dtype, model.cache_dtype, device, invariant=True):
+    reason = paged_gpu.trial(model.layers, model.dtype, model.cache_dtype, device, invariant=True)
+    if reason is not None:
         return reason
     candidates = skinny.UNIFORM_FLOAT32 if model.dtype == torch.float32 else skinny.UNIFORM
-    reason: str | None = None
     for uniform in candidates:
         for linear in linears:
             linear.unify(uniform)
