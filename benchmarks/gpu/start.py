@@ -16,14 +16,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from engine.build import describe, load
-from engine.config import EngineConfig
-
 from . import shapes
 
 
 def once(shape: str, device: str) -> dict[str, float]:
     """Return the seconds of each part of a start in this process, imports left out."""
+    from engine.build import describe, load  # the process that only starts others needs no torch
+    from engine.config import EngineConfig
+
     with tempfile.TemporaryDirectory() as folder:
         model = str(shapes.write(shape, Path(folder)))
         is_tiny = shape == "tiny"
