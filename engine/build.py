@@ -29,6 +29,7 @@ from .scheduler import Scheduler
 from .types import ConfigError, EngineInfo, MemoryShort, Roofline
 
 if TYPE_CHECKING:
+    from .compiling import Compiling
     from .grammar.grammars import Grammars
 
 # Models below this size run on one thread: on two busy cores a decode step of a model with 0.3 M parameters took 13 to
@@ -76,6 +77,7 @@ class Described:
     checkpoint: Checkpoint | None  # the headers of the weights, unless only config.json was read
     attention: attention.Choice
     product: Choice
+    compiling: Compiling | None  # of the kernels for a GPU
 
     def arrange(self, machine: memory.Machine, activations: int | None = None) -> memory.Plan:
         """Divide a machine's memory, see memory.arrange. Raises memory.Impossible."""
@@ -141,11 +143,33 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
     else:
         spec = models.describe(folder.path, config)
     spec = models.fit(spec, config, device, checkpoint)
-    backend = attention.choose(
-        config.attention, device, spec.layers, spec.dtype, config.cpu_isa, cache_dtype=spec.cache_dtype
-    )
-    product = models.product(config, spec, device)
-    return Described(started, config, device, folder, spec, checkpoint, backend, product)
+    compiling = _begin_to_compile(spec, config, device) if weights else None
+    try:
+        if compiling is not None:
+            compiling.wait("attention")  # which is tried now
+        backend = attention.choose(
+            config.attention, device, spec.layers, spec.dtype, config.cpu_isa, cache_dtype=spec.cache_dtype
+        )
+        product = models.product(config, spec, device)
+        if config.batch_invariant:
+            from .models import invariance  # needs all that the native decoder does
+
+            attending = attention.create(backend.name, config.cpu_isa, invariant=True)
+            if reason := invariance.objection(spec, device, product, attending):
+                raise ConfigError(_variance(reason))
+    except BaseException:
+        if compiling is not None:
+            compiling.cancel()
+        raise
+    return Described(started, config, device, folder, spec, checkpoint, backend, product, compiling)
+
+
+def _begin_to_compile(spec: models.ModelSpec, config: EngineConfig, device: torch.device) -> Compiling | None:
+    if device.type != "cuda":
+        return None
+    from . import compiling  # needs all that the native decoder does
+
+    return compiling.begin(spec, config, device)
 
 
 def load(described: Described, progress: models.Progress = lambda share: None, *, again: bool = False) -> Built:
@@ -159,16 +183,24 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
     backend, product, checkpoint = described.attention, described.product, described.checkpoint
     assert checkpoint is not None, "described without weights"
     set_threads(described)
+
+    def compiled(group: str) -> None:
+        if described.compiling is not None:
+            described.compiling.wait(group)
+
     try:
         machine, plan = _plan(described, again=again)
         compressed = _guarded(lambda: _compresses(plan.config, spec, product.kernels))
         if product.kernels is not None:
             product.kernels.lossless = compressed
-        # Measured now, while this process does nothing else.
+        # Measured now, while this process does nothing else, except that kernels for a GPU are compiled.
         limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
         if device.type == "cpu" and config.max_seqs is None and limits is not None:
             plan = _with_more_seqs(described, machine, plan, limits)
-        model = _guarded(lambda: models.load(spec, checkpoint, device, product, progress))
+        model = _guarded(
+            lambda: models.load(spec, checkpoint, device, product, progress, has_read=partial(compiled, "layers"))
+        )
+        compiled("logits")
         if device.type == "cuda":
             taken = _profile(model, replace(plan.config, device=str(device), attention=backend.name))
             if taken > plan.activation_bytes:
@@ -182,17 +214,22 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
             implementation=spec.implementation,
             attention=backend.name,
             cpu_isa=settle(config.cpu_isa, device),
-            products=model.product.name,
+            products=model.product.setting,
             weight_packing="lossless" if compressed else "none",
             rope_len=spec.serve_len,
             gguf_activations="int16" if spec.activation_bytes == 2 else "int8",
         )
         runner = Runner(model, resolved, plan.num_blocks, cuda_graphs.device_for(resolved))
+        if config.batch_invariant and not _is_exact(runner):
+            raise ConfigError(_variance(model.product.note or runner.sampling.note))
         runner.warm_up()
     except memory.Impossible as error:
         raise MemoryShort(str(error)) from None  # a class that the server knows
     except StepOutOfMemory as error:
         raise MemoryShort(f"memory ran out while the model was loaded: {error}") from None
+    finally:
+        if described.compiling is not None:
+            described.compiling.cancel()
     rounds = spec.in_blocks and not spec.on_gpu  # activations
     info = EngineInfo(
         model=config.model,
@@ -208,7 +245,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         attention=backend.name,
         kv_dtype=str(spec.cache_dtype).removeprefix("torch."),
         implementation=spec.implementation,
-        exact=model.product.invariant and runner.cache.backend.invariant,
+        exact=_is_exact(runner),
         num_params=model.num_params,
         weights_bytes=model.weights_bytes - model.saved_bytes,
         weight_packing=resolved.weight_packing,
@@ -229,6 +266,17 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         roofline=limits and replace(limits, weights_bytes=limits.weights_bytes - model.saved_bytes),
     )
     return Built(runner, info, resolved)
+
+
+def _is_exact(runner: Runner) -> bool:
+    """Return whether a request has the same tokens and bits in any batch."""
+    # Torch's log-probabilities depend on where a row of logits begins.
+    parts = runner.model.product.invariant, runner.cache.backend.invariant, runner.sampling.backend is not None
+    return all(parts)
+
+
+def _variance(reason: str) -> str:
+    return f"`batch_invariant` cannot be kept here, so leave it out: {reason}"
 
 
 def _compresses(config: EngineConfig, spec: models.ModelSpec, kernels: Kernels | None) -> bool:

@@ -42,6 +42,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     logprobs_mode: str = "raw_logprobs"  # the model's own | processed_logprobs: of the distribution that is sampled
     policy: str = "fcfs"
     async_scheduling: bool | None = None  # launch a step before the one before it is collected; None: unless on a CPU
+    # Compute with kernels whose results have the same bits in any batch, or refuse to start.
+    batch_invariant: bool = False
     enforce_eager: bool = False  # launch the kernels of every step one by one: no CUDA graphs
     prefix_caching: bool = True
     block_size: int = 16

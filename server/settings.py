@@ -66,7 +66,7 @@ ENGINE_SETTINGS = {
     for name in (
         "model", "revision", "device", "dtype", "load_format", "quantization", "weight_packing", "gguf_activations",
         "cpu_isa", "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads", "async_scheduling",
-        "enforce_eager", "logprobs_mode",
+        "enforce_eager", "logprobs_mode", "batch_invariant",
     )
 }  # fmt: skip
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
@@ -149,6 +149,9 @@ class Settings(BaseSettings):
     )
     enforce_eager: bool = _engine(
         False, "do not replay steps from CUDA graphs, which takes less memory on CUDA and makes small steps slower"
+    )
+    batch_invariant: bool = _engine(
+        False, "give a request the same bits in any batch, which costs speed on CUDA, or refuse to start"
     )
     enable_prefix_caching: bool = _engine(True, "reuse the cached blocks of prompts that begin alike")
     gpu_memory_utilization: float = _engine(

@@ -38,6 +38,8 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
         "sampling",
         "quantized",
         "tiny",
+        "start",
+        "invariance",
         "tiny, torch's attention",
     }
     by_name = {(result["part"], result["measurement"]): result for result in results}
@@ -53,6 +55,13 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
     ]
     assert all(value < 0.02 for result in errors for value in result.values() if isinstance(value, float))
     assert by_name["quantized", "int4, down, 1 rows"]["gb_per_s"] > 0
+    assert by_name["start", "all kernels are compiled"]["load_s"] > 0
+    for mode in ("eager", "graphs"):  # of our CPU kernels
+        assert by_name["invariance", f"{mode}, load"]["exact"]
+        found = by_name["invariance", f"{mode}, together"]
+        assert (found["tokens"], found["tokens_differing"], found["logprobs_differing"]) == (24, 0, 0)
+    assert by_name["invariance", "graphs, alone, beside eager"]["logprobs_differing"] == 0
+    assert by_name["invariance", "times of the default, with --batch-invariant"]["decode 4"] > 0
     for part in ("tiny", "tiny, torch's attention"):
         assert by_name[part, "graphs"] == {"part": part, "measurement": "graphs", "skipped": "CUDA graphs need a GPU"}
         assert by_name[part, "decode 4 sampled"]["tokens_per_s"] > 0

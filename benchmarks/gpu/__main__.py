@@ -53,6 +53,8 @@ def parts(device: str, is_tiny: bool) -> list[tuple[str, float, list[str]]]:
             ("sampling", 20, ["benchmarks.gpu.sampling", "--tiny"]),
             ("quantized", 20, ["benchmarks.gpu.quantized", "--tiny"]),
             ("tiny", 20, ["benchmarks.gpu.engine", "--shape", "tiny", "--async-scheduling"]),
+            ("start", 20, ["benchmarks.gpu.start", "--shape", "tiny"]),
+            ("invariance", 20, ["benchmarks.gpu.invariance", "--shape", "tiny"]),
             ("tiny, torch's attention", 20, ["benchmarks.gpu.engine", "--shape", "tiny", "--attention", "reference"]),
         ]
     return [
@@ -65,6 +67,8 @@ def parts(device: str, is_tiny: bool) -> list[tuple[str, float, list[str]]]:
         ("8B, int4", 50, ["benchmarks.gpu.engine", "--shape", "8B", "--quantization", "int4"]),
         ("8B, fp8", 50, ["benchmarks.gpu.engine", "--shape", "8B", "--quantization", "fp8"]),
         ("8B, int8", 50, ["benchmarks.gpu.engine", "--shape", "8B", "--quantization", "int8"]),
+        ("start", 70, ["benchmarks.gpu.start", "--shape", "0.6B"]),
+        ("invariance", 70, ["benchmarks.gpu.invariance", "--shape", "0.6B"]),
         ("0.6B, without graphs", 60, ["benchmarks.gpu.engine", "--shape", "0.6B", "--enforce-eager"]),
         ("8B, without graphs", 70, ["benchmarks.gpu.engine", "--shape", "8B", "--enforce-eager"]),
         ("0.6B, torch's attention", 70, ["benchmarks.gpu.engine", "--shape", "0.6B", "--attention", "reference"]),

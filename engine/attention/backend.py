@@ -62,8 +62,11 @@ class AttentionBackend(Protocol):
         """Return an upper bound of the memory that a step needs beside the caches, for a resolved config."""
 
     @classmethod
-    def create(cls, isa: str) -> AttentionBackend:
-        """Return a new backend. Raises ConfigError if the CPU kernels that `isa` selects cannot be used."""
+    def create(cls, isa: str, *, invariant: bool = False) -> AttentionBackend:
+        """Return a new backend. Raises ConfigError if the CPU kernels that `isa` selects cannot be used.
+
+        `invariant`: it should be, even if it is then slower; it may not be all the same.
+        """
 
     def allocate(
         self,

@@ -70,9 +70,9 @@ def choose(
     raise ConfigError(f"the attention backend {name} cannot be used: {'; '.join(reasons)}")
 
 
-def create(name: str, isa: str = "auto") -> AttentionBackend:
+def create(name: str, isa: str = "auto", *, invariant: bool = False) -> AttentionBackend:
     """Return a new backend with the name of a Choice. Raises ConfigError, see AttentionBackend.create."""
-    return _class(name).create(isa)
+    return _class(name).create(isa, invariant=invariant)
 
 
 def _class(name: str) -> type[AttentionBackend]:

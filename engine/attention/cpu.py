@@ -168,7 +168,7 @@ class Paged:
         return max(map(of, layers))
 
     @classmethod
-    def create(cls, isa: str) -> Paged:
+    def create(cls, isa: str, *, invariant: bool = False) -> Paged:
         return cls(*variant(isa))
 
     def allocate(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
+from ..kernels.launching import launch
 from .backend import AttentionBackend, LayerCache
 from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta, Place, Tables
@@ -29,6 +30,8 @@ MAX_PARTS = 4096  # of one launch: bounds the memory for partial results
 # Queries times the heads that share a KV head, in an item of a longer row. Larger tiles of float32, whose products run
 # without matrix units, do not fit into the registers.
 TILE_ROWS, FLOAT32_TILE_ROWS = 128, 32
+# The same where rows of one query have it, too; the second with heads over MAX_DIM / 2. Two sets of sums are held.
+UNIFORM_TILE_ROWS = 64, 32
 ITEM = 8  # int32 numbers per work item, as the kernel reads them
 # By dtype, the relative difference from the reference above which the kernels are not used.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -154,14 +157,18 @@ class _View:
 
 
 class PagedGPU:
-    """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream."""
+    """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream.
+
+    By default a token in a chunk is rounded otherwise than one alone. With `invariant` both have the same tiles and
+    parts of a context, and a chunk's programs add up the parts one by one.
+    """
 
     drawback = ""  # no backend is preferred to it
-    invariant = False  # a token that is computed in a chunk is rounded otherwise than one computed alone
     capturable = True
     library: ctypes.CDLL | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, invariant: bool = False) -> None:
+        self.invariant = invariant
         self._sums = torch.empty(0)
         self._weights = torch.empty(0)
         self._arrived = torch.empty(0)
@@ -190,13 +197,13 @@ class PagedGPU:
         assert config.max_len and config.max_seqs and config.max_batched_tokens
         parts = min(MAX_PARTS, config.max_seqs * -(-config.max_len // SPLIT))
         per_part = max(4 * layer.num_heads * (layer.v_head_dim + 2) + 4 * layer.num_kv_heads for layer in layers)
-        kinds = len({(layer.window, queries_of(layer, dtype)) for layer in layers})
+        kinds = len({(layer.window, queries_of(layer, dtype, uniform=config.batch_invariant)) for layer in layers})
         items = config.max_seqs * -(-config.max_len // SPLIT) + config.max_batched_tokens
         return parts * per_part + kinds * items * ITEM * 4
 
     @classmethod
-    def create(cls, isa: str) -> PagedGPU:
-        return cls()
+    def create(cls, isa: str, *, invariant: bool = False) -> PagedGPU:
+        return cls(invariant=invariant)
 
     def allocate(
         self,
@@ -228,7 +235,7 @@ class PagedGPU:
         from ..kernels.gpu import attention as kernels
 
         layer, view = cache.layer, _View(cache)
-        kernels.store[k.shape[0], layer.num_kv_heads](
+        launch(kernels.store, (k.shape[0], layer.num_kv_heads),
             k, v, plan.tables(cache).slot_mapping, view.tensor, view.scales,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), *view.strides,
             DIM=layer.head_dim, V_DIM=layer.v_head_dim, DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim),
@@ -262,7 +269,7 @@ class PagedGPU:
 
         layer, view = cache.layer, _View(cache)
         group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
-        kernels.rotate_store[qkv.shape[0], layer.num_kv_heads](
+        launch(kernels.rotate_store, (qkv.shape[0], layer.num_kv_heads),
             qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, *rotation,
             plan.tables(cache).slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
             qkv.stride(0), *view.strides,
@@ -275,24 +282,27 @@ class PagedGPU:
         """Attend to what the cache holds; see `attend`."""
         from ..kernels.gpu import attention as kernels
 
-        layer, meta, view = cache.layer, plan.meta, _View(cache)
+        layer, meta, view, uniform = cache.layer, plan.meta, _View(cache), self.invariant
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
-        queries, table = queries_of(layer, q.dtype), plan.tables(cache).block_table
+        queries, table = queries_of(layer, q.dtype, uniform=uniform), plan.tables(cache).block_table
         launches = plan.launches((layer.window, queries))
-        for works, most, split in ((launches.decodes, 1, SPLIT), (launches.chunks, queries, 0)):
+        kinds = ((launches.decodes, queries if uniform else 1, SPLIT), (launches.chunks, queries, SPLIT * uniform))
+        for works, most, split in kinds:
             for work in works:
                 self._reserve(work.num_parts, layer, q.device)
-                kernels.attend[programs(work.max_items, layer.num_kv_heads, q.device), layer.num_kv_heads](
+                launch(kernels.attend, (programs(work.max_items, layer.num_kv_heads, q.device), layer.num_kv_heads),
                     q, view.tensor, view.scales, table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
                     layer.scale, layer.softcap or 0.0,
                     q.stride(0), q.stride(1), *view.strides, out.stride(0),
                     HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, V_DIM=layer.v_head_dim,
                     DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size,
-                    QUERIES=most, ROWS=tile_rows(layer, most), TILE=tile(layer, q.dtype), SPLIT=split,
-                    WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None, SINKS=cache.sinks is not None,
-                    SCALED=view.is_scaled, WIDEN=is_interpreted(),
-                    num_warps=attend_warps(layer, most), enable_fp_fusion=True,
+                    QUERIES=most, ROWS=tile_rows(layer, most), SPLIT=split,
+                    TILE=tile(layer, q.dtype, is_crowded=uniform and view.is_scaled),
+                    UNIFORM=uniform, WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None,
+                    SINKS=cache.sinks is not None, SCALED=view.is_scaled, WIDEN=is_interpreted(),
+                    # Fused, a compiler may round parts that are added up in two places in two ways.
+                    num_warps=attend_warps(layer, most), enable_fp_fusion=not uniform,
                 )  # fmt: skip
         return out
 
@@ -311,9 +321,11 @@ class PagedGPU:
             self._arrived = torch.zeros(arrived, dtype=torch.int32, device=device)
 
 
-def queries_of(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """Return the number of queries in a work item of a longer row."""
+def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = False) -> int:
+    """Return the number of queries in a work item of a longer row. `uniform`: see PagedGPU.invariant."""
     rows = FLOAT32_TILE_ROWS if dtype == torch.float32 else TILE_ROWS
+    if uniform:
+        rows = min(rows, UNIFORM_TILE_ROWS[widest(layer) > MAX_DIM // 2])
     return max(1, rows * layer.num_kv_heads // layer.num_heads)
 
 
@@ -342,12 +354,18 @@ def warps(numbers: int) -> int:
     return min(16, max(1, numbers // 256))
 
 
-def tile(layer: AttentionLayer, dtype: torch.dtype) -> int:
+def tile(layer: AttentionLayer, dtype: torch.dtype, *, is_crowded: bool = False) -> int:
     """Return the number of keys that are multiplied at once: what registers and shared memory allow without spills."""
-    dim = padded(max(layer.head_dim, layer.v_head_dim))
+    # `is_crowded`: uniform tiles of a cache with scales take more registers.
+    is_wide = widest(layer) > MAX_DIM // 2
     if dtype == torch.float32:
-        return 32 if dim <= MAX_DIM // 2 else 16
-    return 64 if dim <= MAX_DIM // 2 else 32
+        return 16 if is_wide else 32
+    return 32 if is_wide or is_crowded else 64
+
+
+def widest(layer: AttentionLayer) -> int:
+    """Return the width of the larger tile of a head's numbers."""
+    return padded(max(layer.head_dim, layer.v_head_dim))
 
 
 def programs(items: int, kv_heads: int, device: torch.device) -> int:
@@ -390,7 +408,12 @@ def lack() -> str | None:
 
 
 def trial(
-    layers: Sequence[AttentionLayer], dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    invariant: bool = False,
 ) -> str | None:
     """Compile and run the kernels for each kind of layer; return why they cannot be used, or None.
 
@@ -398,7 +421,7 @@ def trial(
     """
     for layer in dict.fromkeys(layers):
         try:
-            error = _error(layer, dtype, cache_dtype, device)
+            error = _error(PagedGPU(invariant=invariant), layer, dtype, cache_dtype, device)
         except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
             first = (str(problem).strip().splitlines() or [""])[0]
             return f"the Triton kernels do not run on this device: {type(problem).__name__}: {first[:200]}"
@@ -407,7 +430,9 @@ def trial(
     return None
 
 
-def _error(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device) -> float:
+def _error(
+    ours: PagedGPU, layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+) -> float:
     """Return the relative difference from the reference, for a chunk of two tiles and then a decode of two parts."""
     draw = torch.Generator().manual_seed(0)
     length = SPLIT + 2
@@ -421,13 +446,13 @@ def _error(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, 
     sinks = None if layer.sinks is None else torch.zeros(layer.num_heads, dtype=dtype, device=device)
     results = []
     with torch.inference_mode():
-        backends: list[AttentionBackend] = [PagedGPU(), Reference()]
+        backends: list[AttentionBackend] = [ours, Reference()]
         for backend in backends:
             cache = backend.allocate(layer, len(blocks), TRIAL_BLOCK, cache_dtype, device, sinks=sinks)
-            found = []
+            pieces = []
             for first, last in ((0, length - 1), (length - 1, length)):
                 plan = backend.plan(AttentionMeta.of([(blocks, first, last - first)], TRIAL_BLOCK, device))
-                found.append(backend.attend(cache, q[first:last], k[first:last], v[first:last], plan).double())
-            results.append(torch.cat(found))
-    ours, reference = results
-    return float((ours - reference).norm() / reference.norm())
+                pieces.append(backend.attend(cache, q[first:last], k[first:last], v[first:last], plan).double())
+            results.append(torch.cat(pieces))
+    found, reference = results
+    return float((found - reference).norm() / reference.norm())

@@ -106,7 +106,7 @@ class Reference:
         return gathered * (dtype.itemsize + extra) + 3 * 4 * scores
 
     @classmethod
-    def create(cls, isa: str) -> Reference:
+    def create(cls, isa: str, *, invariant: bool = False) -> Reference:
         return cls()
 
     def allocate(

@@ -26,12 +26,14 @@ class StaticPlans:
         dtype: torch.dtype,
         meta: AttentionMeta,  # the tensors of the step's inputs, which keep their addresses
         max_chunk_tokens: int,  # of a step with rows of several tokens
+        *,
+        uniform: bool = False,  # see PagedGPU.invariant
     ) -> None:
         self._meta = meta
         self._parts_per_row = -(-meta.max_seq // SPLIT)
         # As many as one launch has, see Plan: a single row may have more than MAX_PARTS.
         most = max(self._parts_per_row, min(MAX_PARTS, len(meta.seq_lens) * self._parts_per_row))
-        kinds = list(dict.fromkeys((layer.window, queries_of(layer, dtype)) for layer in layers))
+        kinds = list(dict.fromkeys((layer.window, queries_of(layer, dtype, uniform=uniform)) for layer in layers))
         device = meta.block_table.device
 
         def tables(items: int) -> dict[Kind, Tensor]:

@@ -139,15 +139,22 @@ class Choice:
     note: str = ""  # the disadvantage of this choice
     fix: str = ""  # how to avoid it
     alone: bool = True  # no part of a row's result is summed by torch
+    is_uniform: bool = False  # our Triton kernels compute all of a model's products on a GPU, see models/invariance.py
+    is_proven: bool = False  # that they compute a row alike in any batch
 
     @property
     def name(self) -> str:
+        return "triton" if self.is_uniform else self.setting
+
+    @property
+    def setting(self) -> str:
+        """What selects the same in another process, see `choose`."""
         return "torch" if self.kernels is None else self.kernels.isa
 
     @property
     def invariant(self) -> bool:
         """Whether a row has the same bits in any batch, provided that attention's results have."""
-        return self.kernels is not None and self.alone
+        return self.is_proven or (self.kernels is not None and self.alone)
 
 
 class Clock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,17 @@ def load(
     device: torch.device,
     product: Choice,
     progress: Progress = lambda share: None,
+    *,
+    has_read: Callable[[], None] = lambda: None,
 ) -> Model:
-    """Load a model that `examine` has described, on a device. Raises ModelError."""
+    """Load a model that `examine` has described, on a device. Raises ModelError.
+
+    `has_read` is called when the weights have been read, before the kernels of our decoder are tried on a GPU.
+    """
     if spec.implementation == "native":
         from .decoder import Decoder
 
-        return Decoder.load(spec, checkpoint, device, product, progress)
+        return Decoder.load(spec, checkpoint, device, product, progress, has_read=has_read)
     from . import hf
 
     return hf.load(spec, checkpoint, device, product, progress)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.library import Choice
 from ..kernels.matmul import Packing, Sources
 from ..types import ModelError
-from . import multimodal, on_gpu, scaled
+from . import invariance, multimodal, on_gpu, scaled
 from .decoder_layer import Layer
 from .decoder_spec import sinks_name
 from .executor import CapturedHead, Eager, Executor
@@ -25,6 +25,7 @@ from .layers import InFile, Linear, Quantization, make_norm, softcap
 from .on_gpu import OnGPU
 from .precision import head_bits, layer_bits
 from .rope import Rotary
+from .skinny import Choices
 from .spec import ModelSpec
 from .weights import Checkpoint
 
@@ -73,8 +74,11 @@ class Decoder:
         device: torch.device,
         product: Choice,
         progress: Callable[[float], None],
+        *,
+        has_read: Callable[[], None] = lambda: None,
     ) -> Decoder:
-        """Load a model from a checkpoint that has passed `check`. Raises ModelError if a file cannot be read.
+        """Load a model from a checkpoint that has passed `check`, see models.load. Raises ModelError if a file cannot
+        be read.
 
         At most one weight, or those of one layer, are in memory twice.
         """
@@ -95,6 +99,8 @@ class Decoder:
         targets.clear()
         with closing(checkpoint):
             model._fill(checkpoint, (prefix, head), total, progress)
+        has_read()
+        model._finish()
         return model
 
     def _fill(
@@ -168,7 +174,6 @@ class Decoder:
                 except OSError as error:
                     raise checkpoint.unreadable(error) from None
         progress(1.0)
-        self._finish()
 
     def _ends(self) -> dict[str, Tensor]:
         """Return the targets of the weights before and after the layers."""
@@ -205,7 +210,9 @@ class Decoder:
         """Choose the executors, after everything is packed."""
         linears = {self.head, *(linear for layer in self.layers for _, linear, *_ in layer.parts())}
         self.saved_bytes = sum(linear.saved_bytes for linear in linears)
-        if in_fp8 := [linear.in_fp8 for linear in linears if linear.in_fp8 is not None]:
+        quantized = [linear.quantized for linear in linears if linear.quantized is not None]
+        in_fp8 = [each for each in quantized if each.can_scale and not self.product.is_uniform]
+        if in_fp8:
             if reason := scaled.objection(self.norm.weight.device):
                 self.product = replace(self.product, note=f"fp8 weights are dequantized for prompts: {reason}")
             else:
@@ -215,15 +222,21 @@ class Decoder:
         fused = Fused.of(self.product.kernels, *parts)
         if fused is not None:
             self.executors.insert(0, fused)
-        device = self.norm.weight.device
-        objection = on_gpu.objection(self.spec, device, self.product.kernels) or on_gpu.trial(*parts)
+        device, is_uniform = self.norm.weight.device, self.product.is_uniform
+        objection = on_gpu.objection(self.spec, device, self.product.kernels)
+        if objection is None and not is_uniform:
+            objection = on_gpu.trial(*parts)
         if objection is None:
-            choices = on_gpu.choose(*parts)
-            if isinstance(choices, str):
-                self.product = replace(self.product, note=f"torch computes all products: {choices}")
-                choices = {}
-            self.executors.insert(0, OnGPU(*parts, choices))
             self.norm.use(lambda x: on_gpu.add_norm(x, None, self.norm))
+            choices: Choices = {}
+            if is_uniform:
+                problem = invariance.settle(*parts, linears=linears, project=self.project)
+                self.product = replace(self.product, note=problem or "", is_proven=problem is None)
+            elif isinstance(found := on_gpu.choose(*parts), str):
+                self.product = replace(self.product, note=f"torch computes all products: {found}")
+            else:
+                choices = found
+            self.executors.insert(0, OnGPU(*parts, choices))
         elif device.type == "cuda":
             self.product = replace(self.product, note=f"torch computes norms and gates of layers: {objection}")
 

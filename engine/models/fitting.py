@@ -112,4 +112,6 @@ def _setting(config: EngineConfig) -> str:
 
 def product(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Choice:
     """Return what computes a model's matmuls on a device. Raises ConfigError if this machine cannot do that."""
-    return choose(_setting(config), device, spec.dtype, quantized=spec.quantization != "none" and not spec.on_gpu)
+    setting = _setting(config)
+    chosen = choose(setting, device, spec.dtype, quantized=spec.quantization != "none" and not spec.on_gpu)
+    return replace(chosen, is_uniform=config.batch_invariant and is_gpu(device, setting))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
+from ..kernels.launching import META, Compiling, Job, launch
 from ..kernels.matmul import GROUP
 from . import scaled
 
@@ -44,6 +46,8 @@ class Tile(NamedTuple):
 
 # By the largest number of rows of x. A row has the same bits in all products of one of these ranges.
 TILES = {16: Tile(16, 64, 4, 6), 32: Tile(32, 64, 4, 6), 64: Tile(64, 64, 4, 4), MOST_ROWS: Tile(64, 64, 4, 4)}
+# Of products of any number of rows, if a row must have the same bits in all of them.
+UNIFORM_TILE = TILES[MOST_ROWS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class GPUWeight:
         parts = min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES)
         self._parts = max(1, parts)
         self._arrived = torch.zeros(-(-rows // PART_ROWS), dtype=torch.int32, device=device)
-        self._is_scaled = False
+        self._is_scaled = self._is_uniform = False
 
     @property
     def can_scale(self) -> bool:
@@ -122,6 +126,10 @@ class GPUWeight:
         """Let torch multiply more than SCALED_ROWS rows in fp8, with a scale per row of x."""
         assert self.can_scale
         self._is_scaled = True
+
+    def unify(self) -> None:
+        """Let the kernel multiply any number of rows, with one tile and without parts of sums."""
+        self._is_uniform = True
 
     @property
     def device(self) -> torch.device:
@@ -157,7 +165,10 @@ class GPUWeight:
         """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous."""
         if self.order is not None:
             x = x.index_select(1, self.order)
-        if self._is_scaled and len(x) > SCALED_ROWS and out.dtype == x.dtype == torch.bfloat16:
+        if self._is_uniform:
+            if len(x):
+                self._launch(x, bias, out)
+        elif self._is_scaled and len(x) > SCALED_ROWS and out.dtype == x.dtype == torch.bfloat16:
             step = max(scaled.MULTIPLE, PIECE_NUMBERS // self.columns // scaled.MULTIPLE * scaled.MULTIPLE)
             numbers = scaled.quantize(x)
             for first in range(0, self.rows, step):
@@ -184,12 +195,14 @@ class GPUWeight:
 
         tokens = len(x)
         tile = next(tile for most, tile in TILES.items() if tokens <= most or most == MOST_ROWS)
+        if self._is_uniform:
+            tile = UNIFORM_TILE
         tiles = -(-tokens // tile.tokens)
-        parts = self._parts if tiles == 1 else 1  # several tiles are programs enough
+        parts = self._parts if tiles == 1 and not self._is_uniform else 1  # several tiles are programs enough
         x = x if x.stride(1) == 1 else x.contiguous()
         shape = (parts, tokens, self.rows) if parts > 1 else (0,)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-        kernels.multiply[-(-self.rows // tile.rows), parts, tiles](
+        launch(kernels.multiply, (-(-self.rows // tile.rows), parts, tiles),
             x, self._numbers, self._scales, self._scales if self._zeros is None else self._zeros,
             bias, out, sums, self._arrived,
             tokens, self.rows, self.columns, self._slices, x.stride(0), out.stride(0),
@@ -203,7 +216,7 @@ class GPUWeight:
 
         out = torch.empty(count, self.columns, dtype=dtype, device=self.device)
         if count:
-            kernels.dequantize[-(-count // LOOKED_UP), self._slices](
+            launch(kernels.dequantize, (-(-count // LOOKED_UP), self._slices),
                 self._numbers, self._scales, self._scales if self._zeros is None else self._zeros,
                 self._arrived if ids is None else ids, out, first, count, self.rows, self.columns,
                 **self._constants(), ROWS=LOOKED_UP, LOOK_UP=ids is not None,
@@ -259,7 +272,8 @@ class GPUProduct:
     """Computes x @ weight.T (+ bias) (+ residual) on a GPU, with a weight whose rows are quantized.
 
     Sums are in float32, in an order that depends on the weight's shape and on the range of TILES that has the number of
-    rows of x. So a row has the same bits among any others, as long as their number is in the same range.
+    rows of x. So a row has the same bits among any others, as long as their number is in the same range; after `unify`
+    among any others.
     """
 
     def __init__(
@@ -298,6 +312,16 @@ class GPUProduct:
             if weight.can_scale:
                 weight.scale()
 
+    def unify(self) -> None:
+        """Let the kernel multiply any number of rows, with one order of sums."""
+        for weight in self._weights:
+            weight.unify()
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """How the weight's parts are stored."""
+        return tuple(weight.form for weight in self._weights)
+
     def lookup(self, ids: Tensor) -> Tensor:
         """Return rows of the weight, [n, columns], for ids: [n] int64."""
         (weight,) = self._weights  # an embedding is one tensor, of one form
@@ -322,7 +346,11 @@ def objection(
         return f"the Triton kernels for them compute in bfloat16 (`dtype=bfloat16`) and float16, not in {name}"
     if reason := lack():
         return reason
-    for form, rows, columns in dict.fromkeys(shapes):
+    shapes = list(dict.fromkeys(shapes))
+    if device.type == "cuda":
+        compiling = Compiling({"weights": list(jobs(shapes, dtype, head))}, device)
+        compiling.wait("weights")
+    for form, rows, columns in shapes:
         try:
             error = _error(form, rows, columns, dtype, device, wide=rows == head)
         except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
@@ -331,6 +359,17 @@ def objection(
         if not error < MAX_ERROR[dtype]:
             return f"the Triton kernels compute wrong results with {form.name} (relative error {error:.2g})"
     return None
+
+
+def jobs(shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, head: int) -> Iterator[Job]:
+    """Yield what compiles the kernels for weights of these forms, rows and columns, each kernel once."""
+    kinds = {(form, rows == head, rows % 16 == 0, columns % 16 == 0): (rows, columns) for form, rows, columns in shapes}
+    for (form, wide, *_), (rows, columns) in kinds.items():
+        product = GPUProduct([GPUWeight(form, rows, columns, META)], None, dtype, wide=wide)
+        for tokens in TILES:
+            yield partial(product, torch.empty(tokens, columns, dtype=dtype, device=META))
+        yield partial(product.lookup, torch.empty(LOOKED_UP, dtype=torch.int64, device=META))
+        yield partial(product, torch.empty(MOST_ROWS + 1, columns, dtype=dtype, device=META))
 
 
 @torch.inference_mode()

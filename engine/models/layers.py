@@ -29,7 +29,7 @@ from ..kernels.structures import Gate, Multiplied
 from .families import PLAIN, NormKind
 from .gpu_weights import CodedRows, GPUProduct, GPUWeight, load
 from .rounding import rounded
-from .skinny import Tile, multiply
+from .skinny import Tile, Uniform, multiply, uniform_tile
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16
@@ -128,6 +128,7 @@ class Linear:
         self._packed: Packed | GPUProduct | None = None  # ours
         self._reordered: Tensor | None = None  # torch's
         self._is_wide = False  # results in float32, on a GPU
+        self._uniform: Uniform | None = None
 
     def defer(self) -> None:
         """Free the memory of the weight until `allocate`."""
@@ -244,6 +245,9 @@ class Linear:
             out = self._packed(x)
         elif self._reordered is not None:
             out = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
+        elif self._uniform is not None:
+            dtype = torch.float32 if self._is_wide else None
+            out = multiply(x, self.weight, uniform_tile(self._uniform, len(x)), bias=self.bias, dtype=dtype)
         elif self._is_wide and self.bias is None:
             out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         else:
@@ -252,10 +256,16 @@ class Linear:
             out = out * self.scale
         return out if residual is None else residual + out
 
+    def unify(self, uniform: Uniform) -> None:
+        """Let our kernels compute all products on a GPU, with one order of sums for any number of rows."""
+        self._uniform = uniform
+        if self.quantized is not None:
+            self.quantized.unify()
+
     @property
-    def in_fp8(self) -> GPUProduct | None:
-        """The product on a GPU, if torch could multiply many rows in fp8."""
-        return self._packed if isinstance(self._packed, GPUProduct) and self._packed.can_scale else None
+    def quantized(self) -> GPUProduct | None:
+        """The product on a GPU, if the weight is quantized."""
+        return self._packed if isinstance(self._packed, GPUProduct) else None
 
     @property
     def is_plain(self) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
 from ..attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Plan, Rotation, limitation, power_of_two, warps
+from ..kernels.launching import launch
 from ..kernels.library import Kernels
 from .decoder_layer import Layer
 from .executor import Eager
@@ -159,7 +160,7 @@ def add_norm(x: Tensor, added: Tensor | None, norm: RMSNorm) -> Tensor:
     assert x.is_contiguous() and (added is None or added.is_contiguous())
     normed = torch.empty_like(x)
     width = power_of_two(size)
-    kernels.add_norm[(tokens,)](
+    launch(kernels.add_norm, (tokens,),
         x, x if added is None else added, norm.weight, normed, norm.eps,
         SIZE=size, SIZE_P=width, ADD=added is not None,
         num_warps=warps(width)
@@ -175,8 +176,15 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(tokens, inner)
     tile = min(GATE_TILE, power_of_two(inner))
-    kernels.gate[tokens, -(-inner // tile)](
-        gate_up, out, INNER=inner, TILE=tile, ACTIVATION=activation, num_warps=warps(tile)
+    launch(
+        kernels.gate,
+        (tokens, -(-inner // tile)),
+        gate_up,
+        out,
+        INNER=inner,
+        TILE=tile,
+        ACTIVATION=activation,
+        num_warps=warps(tile),
     )
     return out
 
@@ -200,11 +208,13 @@ def trial(
     layers: Sequence[Layer],
     rotaries: Sequence[Rotary],
     choices: Choices | None = None,
+    *,
+    invariant: bool = False,
 ) -> str | None:
     """Compute the first layer for a few tokens; return why the kernels cannot be used, or None.
 
-    `choices`: see OnGPU; as many tokens as the largest has are computed. The compiled kernels are kept, so this costs a
-    start no more than their first use would.
+    `choices`: see OnGPU; as many tokens as the largest has are computed. `invariant`: see PagedGPU. The compiled
+    kernels are kept, so this costs a start no more than their first use would.
     """
     device, first = embedding.weight.device, layers[:1]
     count = max(choices or [TRIAL_TOKENS])
@@ -213,7 +223,7 @@ def trial(
     try:
         for executor in (OnGPU(model, embedding, first, rotaries, choices), Eager(embedding, first, rotaries)):
             cache = KVCache.allocate(
-                PagedGPU(),
+                PagedGPU(invariant=invariant),
                 model.layers[:1],
                 num_blocks=num_blocks,
                 block_size=TRIAL_BLOCK,

@@ -1,11 +1,13 @@
-"""Products of few rows with plain weights on a GPU: launches of kernels/gpu/skinny.py, and where they are faster.
+"""Products with plain weights on a GPU: launches of kernels/gpu/skinny.py, and where they are used.
 
-Which is faster, the kernel or torch's product with our kernels around it, depends on the GPU and on a weight's shape.
-So it is measured when a model is loaded, on its own weights.
+Which is faster for few rows, the kernel or torch's product with our kernels around it, depends on the GPU and on a
+weight's shape. So it is measured when a model is loaded, on its own weights. If a row must have the same bits in any
+batch, the kernel computes all products, see invariance.py.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..attention.paged_gpu import is_interpreted
+from ..kernels.launching import launch
 
-COLUMNS = 128  # in a step of a sum
 DEPENDENT_CAPABILITY = (9, 0)  # of GPUs that launch a kernel before the one before it has ended
 
 
@@ -25,6 +27,8 @@ class Tile(NamedTuple):
     rows: int
     warps: int
     stages: int
+    columns: int = 128  # in a step of a sum
+    shared: int = 1  # tiles of tokens that are computed side by side for each tile of rows
 
 
 # By the largest number of rows of x. With fewer rows of the weight per program more programs read it at once.
@@ -48,6 +52,16 @@ class Tiles(NamedTuple):
     down: Tile | None = None
 
 
+# With which all products are computed, by the largest number of rows of x, ascending. The last one takes any number.
+Uniform = Mapping[int, Tile]
+ANY = sys.maxsize
+# Those of a model whose rows must have the same bits in any batch, the fastest first. The last ones are one tile for
+# all numbers of rows, so that every row is computed by the same instructions.
+UNIFORM: list[Uniform] = [
+    {64: Tile(64, 32, 4, 3), ANY: Tile(128, 128, 8, 3, columns=64, shared=8)},
+    {ANY: Tile(64, 64, 4, 3, shared=8)},
+]
+UNIFORM_FLOAT32: list[Uniform] = [{ANY: Tile(32, 32, 4, 2, columns=32, shared=8)}]
 Choices = Mapping[int, Tiles]  # by the largest number of rows, ascending; more rows than the last are for torch
 TORCH = Tiles()
 
@@ -55,6 +69,11 @@ TORCH = Tiles()
 def tiles_of(choices: Choices, rows: int) -> Tiles:
     """Return how the products of this many rows are computed."""
     return next((tiles for most, tiles in choices.items() if rows <= most), TORCH)
+
+
+def uniform_tile(uniform: Uniform, rows: int) -> Tile:
+    """Return the tile of a product of this many rows."""
+    return next(tile for most, tile in uniform.items() if rows <= most)
 
 
 def multiply(
@@ -81,14 +100,16 @@ def multiply(
     assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
     out = x.new_empty(tokens, rows, dtype=dtype) if residual is None else residual
     gain, eps = (x, 0.0) if norm is None else norm
+    if not tokens:
+        return out
     dependent = is_dependent(x.device)
     options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
-    kernels.multiply[-(-rows // tile.rows), -(-tokens // tile.tokens)](
+    launch(kernels.multiply, (-(-rows // tile.rows), -(-tokens // tile.tokens)),
         x, weight, gain, x if bias is None else bias, out, out, eps,
         tokens, rows, columns, x.stride(0), out.stride(0),
         NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None, ACTIVATION=activation,
-        EVEN=columns % COLUMNS == 0, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=COLUMNS, STAGES=tile.stages,
-        WIDEN=is_interpreted(), DEPENDENT=dependent,
+        EVEN=columns % tile.columns == 0, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=tile.columns,
+        STAGES=tile.stages, WIDEN=is_interpreted(), DEPENDENT=dependent, SHARED=tile.shared,
         num_warps=tile.warps, **options,
     )  # fmt: skip
     return out
@@ -96,9 +117,10 @@ def multiply(
 
 def is_dependent(device: torch.device) -> bool:
     """Return whether a kernel is launched before the one before it has ended, and waits for that itself."""
-    if device.type != "cuda" or is_interpreted():
+    if device.type not in ("cuda", "meta") or is_interpreted():
         return False
-    return torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
+    # Without memory x is compiled for, see launching.py.
+    return torch.cuda.get_device_capability(None if device.type == "meta" else device) >= DEPENDENT_CAPABILITY
 
 
 def is_measurable(device: torch.device) -> bool:

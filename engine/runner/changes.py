@@ -79,4 +79,4 @@ def _indices(tokens: Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
 def on_device(array: NDArray, device: torch.device) -> Tensor:
     """Return an array as a tensor on a device. On a GPU it is copied without waiting for earlier work."""
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

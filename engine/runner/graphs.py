@@ -40,7 +40,7 @@ class Graphs:
     A step is padded to its bucket with tokens that store nothing and that no row attends to. Everything that a graph
     reads or writes keeps its address: the inputs in Buffers, the work items in StaticPlans, weights, caches, the
     attention's workspace and the result. A step's attention and norms have the same bits as without a graph; its
-    matmuls have those of a step of the bucket's size.
+    matmuls have those of a step of the bucket's size, which are the same ones with `batch_invariant`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Graphs:
             others=() if others is None else others.padding(),
         )
         chunk_tokens = max(bucket.tokens for bucket in self._due if bucket.has_chunks)
-        self._plans = StaticPlans(spec.layers, spec.dtype, meta, chunk_tokens)
+        self._plans = StaticPlans(spec.layers, spec.dtype, meta, chunk_tokens, uniform=cache.backend.invariant)
         self._hidden = torch.zeros(
             len(inputs.ids), spec.decoder.hidden_size, dtype=spec.dtype, device=inputs.ids.device
         )

@@ -161,7 +161,7 @@ class Runner:
         self.num_blocks = num_blocks
         self.device = torch.device(config.device)
         spec = model.spec
-        backend = attention.create(config.attention, config.cpu_isa)
+        backend = attention.create(config.attention, config.cpu_isa, invariant=config.batch_invariant)
         self.cache = _guarded(
             lambda: attention.KVCache.allocate(
                 backend,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.paged_gpu import is_interpreted, lack, power_of_two
+from ..kernels.launching import launch
 from ..kernels.logits import TopLogits
 from .changes import Changes, Ints, Penalties, Tokens, on_device
 from .logits import ONE, ROW_PARAMS, LogitsBackend, TorchLogits
@@ -79,7 +80,7 @@ class TritonLogits:
         tops, ids = self._outputs(x)
         if len(x):
             state, *_ = self._memory(x)
-            kernels.find_top[len(x), self._parts](x, state, state, COUNT=False, **self._tiles)
+            launch(kernels.find_top, (len(x), self._parts), x, state, state, COUNT=False, **self._tiles)
             self._pick_best(state, tops, ids)
         return tops, ids
 
@@ -100,16 +101,16 @@ class TritonLogits:
         state, counts, sums = self._memory(x, counts=has_k, sums=has_p)
         weights = torch.empty_like(x)
         parts = torch.empty(grid, dtype=torch.int64, device=self.device)
-        kernels.find_top[grid](x, state, counts, COUNT=has_k, **self._tiles)
+        launch(kernels.find_top, grid, x, state, counts, COUNT=has_k, **self._tiles)
         for known in (1, 2) if has_k else ():
-            kernels.count_digit[grid](x, rows, counts, KNOWN=known, **self._tiles)
-        kernels.weigh[grid](x, rows, state, counts, sums, weights, parts, SAMPLE=True, **self._in_parts)
+            launch(kernels.count_digit, grid, x, rows, counts, KNOWN=known, **self._tiles)
+        launch(kernels.weigh, grid, x, rows, state, counts, sums, weights, parts, SAMPLE=True, **self._in_parts)
         if has_p:
             for known in (1, 2):
-                kernels.sum_digit[grid](rows, state, sums, weights, KNOWN=known, **self._tiles)
-            kernels.sum_kept[grid](rows, state, sums, weights, parts, **self._in_parts)
+                launch(kernels.sum_digit, grid, rows, state, sums, weights, KNOWN=known, **self._tiles)
+            launch(kernels.sum_kept, grid, rows, state, sums, weights, parts, **self._in_parts)
         tops, ids = self._outputs(x)
-        kernels.pick[(len(x),)](rows, state, sums, weights, parts, tops, ids, SAMPLE=True, **self._over_parts)
+        launch(kernels.pick, (len(x),), rows, state, sums, weights, parts, tops, ids, SAMPLE=True, **self._over_parts)
         return tops, ids
 
     def processed(self, x: Tensor, params: NDArray) -> Tensor:
@@ -131,15 +132,15 @@ class TritonLogits:
         fields = np.zeros(len(x), FIELDS)
         fields["coldness"], fields["top_p"], fields["top_k"] = 1.0, 1.0, count
         rows = on_device(fields.view(np.int64), self.device)
-        kernels.find_top[grid](x, state, counts, COUNT=count > 0, **self._tiles)
-        kernels.weigh[grid](x, rows, state, counts, state, x, state, SAMPLE=False, **self._in_parts)
+        launch(kernels.find_top, grid, x, state, counts, COUNT=count > 0, **self._tiles)
+        launch(kernels.weigh, grid, x, rows, state, counts, state, x, state, SAMPLE=False, **self._in_parts)
         self._pick_best(state, tops, ids)
         if count:
             tallies = torch.empty(*grid, 2, dtype=torch.int32, device=self.device)
             for known in (1, 2):
-                kernels.count_digit[grid](x, rows, counts, KNOWN=known, **self._tiles)
-            kernels.tally[grid](x, rows, counts, tallies, **self._in_parts)
-            kernels.collect[grid](x, rows, state, counts, tallies, values, indices, **self._over_parts)
+                launch(kernels.count_digit, grid, x, rows, counts, KNOWN=known, **self._tiles)
+            launch(kernels.tally, grid, x, rows, counts, tallies, **self._in_parts)
+            launch(kernels.collect, grid, x, rows, state, counts, tallies, values, indices, **self._over_parts)
             values, order = values.sort(dim=1, descending=True, stable=True)
             indices = indices.gather(1, order)
         logs = tops + (state[1::STATE].double() / ONE).log()
@@ -173,7 +174,7 @@ class TritonLogits:
         if bits.shape[1] * 32 < self.vocab_size:
             raise ValueError(f"masks of {bits.shape[1] * 32} tokens for a vocabulary of {self.vocab_size}")
         if len(rows):
-            kernels.forbid[len(rows), -(-self.vocab_size // TILE)](
+            launch(kernels.forbid, (len(rows), -(-self.vocab_size // TILE)),
                 x, on_device(rows, self.device), on_device(bits, self.device),
                 SIZE=self.vocab_size, WORDS=bits.shape[1], TILE=TILE, **self._options,
             )  # fmt: skip
@@ -189,7 +190,19 @@ class TritonLogits:
         from ..kernels.gpu import logits as kernels
 
         unused = state
-        kernels.pick[(len(tops),)](unused, state, unused, unused, unused, tops, ids, SAMPLE=False, **self._over_parts)
+        launch(
+            kernels.pick,
+            (len(tops),),
+            unused,
+            state,
+            unused,
+            unused,
+            unused,
+            tops,
+            ids,
+            SAMPLE=False,
+            **self._over_parts,
+        )
 
     def _memory(self, x: Tensor, *, counts: bool = False, sums: bool = False) -> _Memory:
         sizes = STATE, DIGITS * COUNTS // 2 if counts else 0, DIGITS * SUMS if sums else 0

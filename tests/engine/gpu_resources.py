@@ -67,9 +67,10 @@ FUSED = (
 )  # multiplications and additions
 
 
-def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, decodes: bool) -> Arguments:
+def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kind: str) -> Arguments:
     """Return the types of the arguments and the constants of a launch, as PagedGPU makes it."""
-    queries = 1 if decodes else queries_of(layer, dtype)
+    uniform = kind == "uniform"
+    queries = 1 if kind == "decode" else queries_of(layer, dtype, uniform=uniform)
     types = {
         "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache in LARGEST else cache,
         "out_ptr": dtype,
@@ -81,7 +82,8 @@ def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, dec
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
-        "ROWS": tile_rows(layer, queries), "TILE": tile(layer, dtype), "SPLIT": SPLIT if decodes else 0,
+        "ROWS": tile_rows(layer, queries), "SPLIT": 0 if kind == "chunk" else SPLIT,
+        "TILE": tile(layer, dtype, is_crowded=uniform and cache in LARGEST), "UNIFORM": uniform,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
         "SCALED": cache in LARGEST, "WIDEN": False,
     }  # fmt: skip
@@ -120,12 +122,15 @@ def gate(inner: int, activation: str, dtype: torch.dtype) -> Arguments:
     return signature, {"INNER": inner, "TILE": GATE_TILE, "ACTIVATION": activation}
 
 
-def few(tile: few_rows.Tile, dtype: torch.dtype, *, norm: bool, activation: str, dependent: bool) -> Arguments:
-    """Return the types of the arguments and the constants of a launch of a product of few rows."""
+def few(
+    tile: few_rows.Tile, dtype: torch.dtype, *, norm: bool, activation: str = "", dependent: bool, add: bool = False
+) -> Arguments:
+    """Return the types of the arguments and the constants of a launch of a product with a plain weight."""
     pointers = ("x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr")
     constants = {
-        "NORM": norm, "BIAS": False, "ADD": not norm, "ACTIVATION": activation, "EVEN": True, "TOKENS": tile.tokens,
-        "ROWS": tile.rows, "COLUMNS": few_rows.COLUMNS, "STAGES": tile.stages, "WIDEN": False, "DEPENDENT": dependent,
+        "NORM": norm, "BIAS": False, "ADD": add, "ACTIVATION": activation, "EVEN": True, "TOKENS": tile.tokens,
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages, "WIDEN": False, "DEPENDENT": dependent,
+        "SHARED": tile.shared,
     }  # fmt: skip
     return dict.fromkeys(pointers, "*" + NAMES[dtype]) | {"eps": "fp32"}, constants
 
@@ -204,10 +209,10 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             if cache == torch.float8_e4m3fn and arch < 89:
                 continue  # Triton does not convert these numbers there
             label = f"{name} {NAMES[dtype]} {NAMES[cache]}"
-            for decodes in (True, False):
-                arguments = attend(each, dtype, cache, decodes=decodes)
+            for kind in ("decode", "chunk", "uniform"):
+                arguments = attend(each, dtype, cache, kind=kind)
                 num_warps = attend_warps(each, arguments[1]["QUERIES"])
-                yield f"{'decode' if decodes else 'chunk'} {label}", attention.attend, arguments, num_warps
+                yield f"{kind} {label}", attention.attend, arguments, num_warps
             yield f"store {label}", attention.store, store(each, dtype, cache), 1
             arguments = rotate_store(each, dtype, cache)
             numbers = 2 * arguments[1]["GROUP_P"] * arguments[1]["HALF_P"]
@@ -229,8 +234,14 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
                 yield f"{'lookup' if look_up else 'dequantize'} {label}", matmul.dequantize, arguments, 1
     for size in itertools.chain(*few_rows.CANDIDATES.values()):
         for kind, norm, activation in (("norm", True, ""), ("gate", True, "silu"), ("residual", False, "")):
-            found = few(size, torch.bfloat16, norm=norm, activation=activation, dependent=arch >= 90)
+            options = {"norm": norm, "activation": activation, "add": not norm, "dependent": arch >= 90}
+            found = few(size, torch.bfloat16, **options)
             yield f"few {size.tokens} rows, tiles of {size.rows}, {kind} bf16", skinny.multiply, found, size.warps
+    for dtype, candidates in ((torch.bfloat16, few_rows.UNIFORM), (torch.float32, few_rows.UNIFORM_FLOAT32)):
+        for size in itertools.chain(*(each.values() for each in candidates)):
+            found = few(size, dtype, norm=False, dependent=arch >= 90)
+            label = f"tiles of {size.tokens} by {size.rows} {NAMES[dtype]}"
+            yield f"alike {label}", skinny.multiply, found, size.warps
     for name, vocab_size in VOCABULARIES.items():
         for kernel, arguments in sampling(vocab_size):
             yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS
@@ -246,7 +257,7 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
         if name not in constants and ALIGNED.match(name)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-    options = {"num_warps": num_warps, "enable_fp_fusion": kernel in FUSED}
+    options = {"num_warps": num_warps, "enable_fp_fusion": kernel in FUSED and not constants.get("UNIFORM")}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

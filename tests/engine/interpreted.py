@@ -39,7 +39,7 @@ def small(monkeypatch):
     monkeypatch.setattr(paged_gpu, "SPLIT", 32)
     monkeypatch.setattr(paged_gpu, "TILE_ROWS", 16)
     monkeypatch.setattr(paged_gpu, "FLOAT32_TILE_ROWS", 16)
-    monkeypatch.setattr(paged_gpu, "tile", lambda *_: 16)
+    monkeypatch.setattr(paged_gpu, "tile", lambda *_, **__: 16)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import random
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from engine import EngineConfig, EngineRequest, LocalEngine, SamplingParams
+from engine import ConfigError, EngineConfig, EngineRequest, LocalEngine, SamplingParams
+from engine.build import build, describe
 from engine.kernels.library import choose
 from tests.models import VOCAB, cache_groups, make
 
@@ -106,3 +108,21 @@ async def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, 
             assert preempted or settings.get("num_blocks") != few or num_groups > 1
         finally:
             torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        ({"dtype": "float16"}, "the CPU kernels take float32 and bfloat16"),
+        ({"cpu_isa": "torch"}, "torch computes the products"),
+        ({"attention": "reference"}, "the results of the attention backend depend on it"),
+        ({"implementation": "transformers"}, "what it computes can depend on the batch"),
+    ],
+)
+def test_a_batch_invariant_engine_is_exact_or_does_not_start(tmp_path, settings, reason):
+    if not choose("auto", torch.device("cpu"), torch.float32).invariant:
+        pytest.skip("no kernels here")
+    config = EngineConfig(model=str(make("qwen3", tmp_path)), device="cpu", batch_invariant=True, num_blocks=8)
+    assert build(config).info.exact
+    with pytest.raises(ConfigError, match=f"`batch_invariant` cannot be kept here, so leave it out: .*{reason}"):
+        describe(replace(config, **settings))

@@ -17,7 +17,7 @@ from tests.engine.test_attention import CPU, layer_of
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-ATTENTION, LAYERS = {"decode", "chunk", "store", "rotate"}, {"norm", "gate"}
+ATTENTION, LAYERS = {"decode", "chunk", "uniform", "store", "rotate"}, {"norm", "gate"}
 WEIGHTS = {"product", "dequantize", "lookup"}
 LOGITS = {"find_top", "count_digit", "weigh", "sum_digit", "sum_kept", "pick", "tally", "collect"}
 CHANGES = {"penalize", "add", "exclude", "forbid"}
@@ -27,6 +27,7 @@ CHANGES = {"penalize", "add", "exclude", "forbid"}
     "file",
     [
         "interpreted.py",
+        "interpreted_invariance.py",
         "interpreted_layers.py",
         "interpreted_logits.py",
         "interpreted_skinny.py",
@@ -69,6 +70,8 @@ def test_without_a_gpu_or_a_compiler_there_is_a_reason(monkeypatch):
         (80, "bf16 float8 in rows", WEIGHTS),
         (90, "few ", {"few"}),
         (80, "few ", {"few"}),
+        (90, "alike ", {"alike"}),
+        (80, "alike ", {"alike"}),
     ],
 )
 def test_compiled_kernels_spill_no_registers(arch, only, kernels, tmp_path):
@@ -84,6 +87,7 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels, tmp_path):
         assert each["shared"] <= (227 if arch == 90 else 163) * 1024, each
     chunks = [each for each in found if each["kernel"].startswith("chunk") and "bf16" in each["kernel"]]
     assert all(each["HGMMA" if arch == 90 else "HMMA"] for each in chunks), "prompts do not use the matrix units"
+    chunks += [each for each in found if each["kernel"].startswith("alike") and "bf16" in each["kernel"]]
     products = [each for each in found if each["kernel"].split()[0] in ("product", "few")]
     assert all(each["HMMA"] or each["HGMMA"] for each in products)
-    assert all(each["waits"] == (arch == 90 and each["kernel"].startswith("few")) for each in found)
+    assert all(each["waits"] == (arch == 90 and each["kernel"].split()[0] in ("few", "alike")) for each in found)

@@ -15,6 +15,7 @@ from engine.runner.graphs import Graphs
 from engine.runner.logits import TorchLogits
 from engine.runner.triton_logits import TritonLogits
 from tests import oracle
+from tests.engine.test_exact import serve
 from tests.engine.test_logits import cases
 from tests.models import FLOAT32_ONLY, MODELS, NATIVE, make
 
@@ -57,6 +58,20 @@ def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: path
     while runner.graphs.capture_next():
         pass
     assert runner.graphs.num_captured == len(sizes(256, 8192).all) and not runner.graphs_note
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+async def test_a_batch_invariant_engine_gives_the_same_bits_alone_and_in_any_batch(tmp_path, dtype, quantization):
+    if quantization != "none" and dtype == "float32":
+        pytest.skip("the kernels for quantized weights do not compute in float32")
+    settings = {"device": "cuda", "dtype": dtype, "quantization": quantization, "batch_invariant": True}
+    base = {"model": str(make("qwen3", tmp_path)), "max_seqs": 8, **settings}
+    alone, exact, _ = await serve(EngineConfig(**base, prefix_caching=False, enforce_eager=True), together=False)
+    assert exact
+    for changes in ({"enforce_eager": True}, {}, {"max_batched_tokens": 9}, {"num_blocks": 14}):
+        found, _, _ = await serve(EngineConfig(**{**base, **changes}), together=True)
+        assert found == alone
 
 
 @pytest.mark.parametrize("size", [1, 257, 5000, 151_936])

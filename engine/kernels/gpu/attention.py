@@ -176,23 +176,94 @@ def rotate_store(
 
 
 @triton.jit
+def _merged(top, total, values, its_top, its_total, its_values):
+    """Return the softmax over two parts of a context, each given as its largest score, and its sums of weights and of
+    weighted values. A part without scores changes nothing."""
+    highest = tl.maximum(top, its_top)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    mine = tl.exp2(top - shift)
+    its = tl.exp2(its_top - shift)
+    return highest, total * mine + its_total * its, values * mine[:, None] + its_values * its[:, None]
+
+
+@triton.jit
+def _attended(
+    q, position, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block, scales_block,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax of queries [ROWS, DIM_P] over the context from `begin` to `end`, see `_merged`.
+
+    position: [ROWS], of each query. cache_at, scales_at: the KV head's share of block 0. table_at: the row's blocks.
+    """
+    d = tl.arange(0, DIM_P)
+    e = tl.arange(0, V_DIM_P)
+    t = tl.arange(0, TILE)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, V_DIM_P], tl.float32)
+    for at in range(begin // TILE * TILE, end, TILE):
+        key = at + t
+        live = (key >= begin) & (key < end)  # blocks before the window may be another sequence's
+        block = tl.load(table_at + key // BLOCK, mask=live, other=0).to(tl.int64)
+        offset = key % BLOCK
+        share = cache_at + block * cache_block
+        k_at = (share + offset * DIM)[None, :] + d[:, None]
+        v_at = (share + BLOCK * DIM + offset * V_DIM)[:, None] + e[None, :]
+        k = tl.load(k_at, mask=live[None, :] & (d < DIM)[:, None], other=0.0)
+        v = tl.load(v_at, mask=live[:, None] & (e < V_DIM)[None, :], other=0.0)
+        if WIDEN:
+            scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
+        else:
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        if SCALED:
+            scales = scales_at + block * scales_block + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
+            scores *= tl.load(scales, mask=live, other=0.0)[None, :]
+            v_scale = tl.load(scales + BLOCK, mask=live, other=0.0)
+        scores *= scale
+        if SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+        seen = (key[None, :] <= position[:, None]) & live[None, :]
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores * LOG2E, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(weights, 1)
+        if SCALED:
+            weights = weights * v_scale[None, :]
+        if WIDEN:
+            values = values * decay[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
+        else:
+            v = v.to(q.dtype)
+            values = tl.dot(weights.to(q.dtype), v, values * decay[:, None], input_precision="ieee")
+        top = highest
+    return top, total, values
+
+
+@triton.jit
 def attend(
     q_ptr, cache_ptr, scales_ptr, table_ptr, work_ptr, starts_ptr, lengths_ptr, out_ptr,
     sums_ptr, weights_ptr, arrived_ptr, sinks_ptr, scale, softcap,
     q_token, q_head, cache_block, cache_head, scales_block, scales_head, out_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
     V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    SPLIT: tl.constexpr, UNIFORM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SCALED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend causally from the queries of work items, for the KV head of the program.
 
     q: [tokens, HEADS, DIM]. out: [tokens, HEADS, V_DIM]. table: [rows, blocks]. starts: [rows + 1], a prefix sum.
     lengths: [rows] tokens in the cache, new ones included. work: items of (row, first query, part, number of parts,
-    index of the first part among all). SPLIT: tokens per part; 0: rows are not split, and an item has QUERIES queries,
-    else one. sums: [parts, HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results; arrived: [parts,
-    KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the height of a tile.
-    WIDEN: multiply in float32, as the interpreter must.
+    index of the first part among all). SPLIT: tokens per part; 0: rows are not split. An item has QUERIES queries, as
+    far as its row has more. sums: [parts, HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results;
+    arrived: [parts, KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the
+    height of a tile. UNIFORM: an item with 0 parts is its whole context, in parts that are added up as those of several
+    items are, so that a token's sums have one order whatever its row is. WIDEN: multiply in float32, as the interpreter
+    must.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(1)
@@ -201,7 +272,6 @@ def attend(
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_P)
     e = tl.arange(0, V_DIM_P)
-    t = tl.arange(0, TILE)
     head = kv_head * GROUP + m % GROUP
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         work = work_ptr + (item + 1) * ITEM
@@ -221,61 +291,37 @@ def attend(
         end = tl.minimum(length, first + QUERIES)
         if WINDOW:
             begin = tl.maximum(0, first - WINDOW + 1)
+        cache_at = cache_ptr + kv_head * cache_head
+        scales_at = scales_ptr + kv_head * scales_head
+        table_at = table_ptr + row.to(tl.int64) * table_row
         if SPLIT:
             part = tl.load(work + 2)
             parts = tl.load(work + 3)
             base = tl.load(work + 4)
             # Parts are counted from the one in which the window begins.
             low = (begin // SPLIT + part) * SPLIT
-            begin = tl.maximum(begin, low)
-            end = tl.minimum(end, low + SPLIT)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        values = tl.zeros([ROWS, V_DIM_P], tl.float32)
-        for at in range(begin // TILE * TILE, end, TILE):
-            key = at + t
-            live = (key >= begin) & (key < end)  # blocks before the window may be another sequence's
-            block = tl.load(table_ptr + row.to(tl.int64) * table_row + key // BLOCK, mask=live, other=0).to(tl.int64)
-            offset = key % BLOCK
-            share = cache_ptr + block * cache_block + kv_head * cache_head
-            k_at = (share + offset * DIM)[None, :] + d[:, None]
-            v_at = (share + BLOCK * DIM + offset * V_DIM)[:, None] + e[None, :]
-            k = tl.load(k_at, mask=live[None, :] & (d < DIM)[:, None], other=0.0)
-            v = tl.load(v_at, mask=live[:, None] & (e < V_DIM)[None, :], other=0.0)
-            if WIDEN:
-                scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
-            else:
-                scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-            if SCALED:
-                scales = (
-                    scales_ptr
-                    + block * scales_block
-                    + kv_head * scales_head
-                    + (BLOCK * (DIM + V_DIM) + 3) // 4
-                    + offset
-                )
-                scores *= tl.load(scales, mask=live, other=0.0)[None, :]
-                v_scale = tl.load(scales + BLOCK, mask=live, other=0.0)
-            scores *= scale
-            if SOFTCAP:
-                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-            seen = (key[None, :] <= position[:, None]) & live[None, :]
-            if WINDOW:
-                seen = seen & (key[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores * LOG2E, float("-inf"))
-            highest = tl.maximum(top, tl.max(scores, 1))
-            shift = tl.where(highest == float("-inf"), 0.0, highest)
-            weights = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(top - shift)
-            total = total * decay + tl.sum(weights, 1)
-            if SCALED:
-                weights = weights * v_scale[None, :]
-            if WIDEN:
-                values = values * decay[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
-            else:
-                v = v.to(q.dtype)
-                values = tl.dot(weights.to(q.dtype), v, values * decay[:, None], input_precision="ieee")
-            top = highest
+        if UNIFORM:
+            top = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            values = tl.zeros([ROWS, V_DIM_P], tl.float32)
+            if parts > 0:
+                end = tl.minimum(end, low + SPLIT)
+            for since in range(low, end, SPLIT):
+                its_top, its_total, its_values = _attended(
+                    q, position, tl.maximum(begin, since), tl.minimum(end, since + SPLIT), cache_at, scales_at,
+                    table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, ROWS, TILE,
+                    WINDOW, SOFTCAP, SCALED, WIDEN,
+                )  # fmt: skip
+                top, total, values = _merged(top, total, values, its_top, its_total, its_values)
+        else:
+            if SPLIT:
+                begin = tl.maximum(begin, low)
+                end = tl.minimum(end, low + SPLIT)
+            top, total, values = _attended(
+                q, position, begin, end, cache_at, scales_at,
+                table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, ROWS, TILE,
+                WINDOW, SOFTCAP, SCALED, WIDEN,
+            )  # fmt: skip
         missing = row - row  # parts that have not been stored yet
         if SPLIT:
             if parts > 1:
@@ -305,13 +351,7 @@ def attend(
                             sums_ptr + index[:, None] * V_DIM + e[None, :],
                             mask=valid[:, None] & (e < V_DIM)[None, :], other=0.0, cache_modifier=".cg",
                         )  # fmt: skip
-                        highest = tl.maximum(top, its_top)
-                        shift = tl.where(highest == float("-inf"), 0.0, highest)
-                        mine = tl.exp2(top - shift)
-                        its = tl.exp2(its_top - shift)
-                        total = total * mine + its_total * its
-                        values = values * mine[:, None] + its_values * its[:, None]
-                        top = highest
+                        top, total, values = _merged(top, total, values, its_top, its_total, its_values)
         if missing == 0:
             if SINKS:
                 sink = tl.load(sinks_ptr + head, mask=valid, other=0.0) * LOG2E

@@ -1,10 +1,11 @@
-"""A Triton kernel for products with plain weights and few rows: x @ weight.T, with what comes before and after it.
+"""A Triton kernel for products with plain weights: x @ weight.T, for few rows with what comes before and after it.
 
 With few rows a product takes the time in which its weight is read. The RMSNorm before it, which every program computes
 again, the gate and the residual cost nothing beside that, and save launches.
 
 A program computes a tile of the result over all columns, in steps of COLUMNS. So a row's sum has one order, whatever
-the number of rows.
+the number of rows. With other tiles it has the same one, as far as the GPU's matrix instructions add up columns alike
+for all of them.
 """
 
 from __future__ import annotations
@@ -22,19 +23,24 @@ def multiply(
     tokens, rows, columns, x_token, out_token,
     NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Write x @ weight.T to out [tokens, rows], rounded once. The grid is (tiles of rows, tiles of tokens).
 
     x: [tokens, columns]. weight: [rows, columns], contiguous. With NORM x is the RMSNorm of x, with weight norm
     [columns]. BIAS adds bias [rows]; ADD adds residual, which has the shape and strides of out and may be out. With an
     ACTIVATION the weight has 2 * rows rows, the gate's first, and the result is activation(gate) * up. EVEN: COLUMNS
-    divides the columns. DEPENDENT: the kernel was launched before the one before it has ended.
+    divides the columns. DEPENDENT: the kernel was launched before the one before it has ended. SHARED: the number of
+    tiles of tokens that are computed side by side for each tile of rows, so that many of both stay in the cache.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WIDE: tl.constexpr = tl.float32 if WIDEN else DTYPE  # the interpreter does not compute in bfloat16
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    row_tile = tl.program_id(0)
+    token_tile = tl.program_id(1)
+    if SHARED > 1:
+        token_tile, row_tile = tl.swizzle2d(token_tile, row_tile, tl.num_programs(1), tl.num_programs(0), SHARED)
+    n = row_tile * ROWS + tl.arange(0, ROWS)
+    m = token_tile * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, COLUMNS)
     is_row, is_token = n < rows, m < tokens
     x_at = x_ptr + m.to(tl.int64)[:, None] * x_token + k[None, :]

@@ -294,11 +294,11 @@ def engine(settings: Settings) -> list[Finding]:
     except EngineError as error:
         return [Finding("engine", "fail", with_flags(error), "install Pequod again: make install")]
     seconds = time.monotonic() - began
-    products = "by torch" if info.product == "torch" else f"by our own kernels for {info.product}"
+    kernels = {"torch": "by torch", "triton": "by our own Triton kernels"}
+    products = kernels.get(info.product, f"by our own kernels for {info.product}")
     if info.quantization != "none":
         products += f", with weights in {info.quantization}"
-    samplers = {"torch": "by torch", "triton": "by our own Triton kernels"}
-    sampling = samplers.get(info.sampling, f"by our own kernels for {info.sampling}")
+    sampling = kernels.get(info.sampling, f"by our own kernels for {info.sampling}")
     attention = f"computed by the {info.attention} backend, keys and values in {info.kv_dtype}"
     found = [
         Finding("engine", "ok", f"works on {info.device}; start, loading and generation took {seconds:.1f} s"),
@@ -340,6 +340,7 @@ async def _generate(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
             cpu_isa=settings.cpu_isa,
             threads=settings.threads,
             enforce_eager=settings.enforce_eager,
+            batch_invariant=settings.batch_invariant,
             num_blocks=64,
         )
     )

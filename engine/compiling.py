@@ -1,0 +1,137 @@
+"""Compiles the Triton kernels of a model for the current GPU in threads, while its weights are read.
+
+A job is code that launches kernels, with tensors on the meta device: see kernels/launching.py. Triton keeps the
+results, so that the first launches for real find them, those of the trials included. A kernel that no job compiles is
+compiled when it is first launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .attention import AttentionLayer, AttentionMeta
+from .attention.paged_gpu import HeadNorms, PagedGPU, Rotation, is_interpreted, limitation
+from .config import EngineConfig
+from .kernels.launching import META, Compiling, Job
+from .models import ModelSpec, on_gpu, skinny
+from .models.decoder_layer import Layer
+from .models.layers import Linear, RMSNorm
+from .runner.triton_logits import FIELDS, TritonLogits
+
+FEW = 2  # tokens of a chunk
+
+
+def begin(spec: ModelSpec, config: EngineConfig, device: torch.device) -> Compiling | None:
+    """Begin to compile the kernels of a model; None: there are none here."""
+    if device.type != "cuda" or is_interpreted() or limitation(spec.layers, spec.dtype, device) is not None:
+        return None
+    return Compiling(jobs(spec, config, device), device)
+
+
+def jobs(spec: ModelSpec, config: EngineConfig, device: torch.device) -> dict[str, list[Job]]:
+    """Return the jobs of a model by group: attention, layers, logits."""
+    are_ours = spec.decoder is not None and on_gpu.objection(spec, device, None) is None
+    return {
+        "attention": list(_attention(spec, config)),
+        "layers": list(_layers(spec, config)) if are_ours else [],
+        "logits": list(_logits(spec.vocab_size)),
+    }
+
+
+def _attention(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
+    for layer in dict.fromkeys(spec.layers):
+        for invariant in {False, config.batch_invariant}:  # the trial is of the default
+            for tokens in (FEW, 1):
+                yield partial(_attend, layer, spec, config.block_size, tokens, invariant=invariant)
+
+
+def _attend(layer: AttentionLayer, spec: ModelSpec, block_size: int, tokens: int, *, invariant: bool) -> None:
+    backend = PagedGPU(invariant=invariant)
+    sinks = None if layer.sinks is None else torch.empty(layer.num_heads, dtype=spec.dtype, device=META)
+    cache = backend.allocate(layer, 2, block_size, spec.cache_dtype, META, sinks=sinks)
+    plan = backend.plan(AttentionMeta.of([([1], 0, tokens)], block_size, META))
+    heads, kv_heads, dim, v_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+    q, k, v = (
+        torch.empty(tokens, *shape, dtype=spec.dtype, device=META)
+        for shape in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim))
+    )
+    backend.attend(cache, q, k, v, plan)
+
+
+def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
+    """Yield the jobs of a decoder's layers beside attention; gpu_weights.objection compiles for quantized weights."""
+    decoder = spec.decoder
+    assert decoder is not None
+    activation = decoder.activation
+    for kind in dict.fromkeys(spec.layers):
+        yield partial(_rotate_store, Layer(0, spec, decoder, META), kind, spec, config.block_size)
+    layer = Layer(0, spec, decoder, META)
+    attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
+    assert attention_norm is not None and mlp_norm is not None  # see on_gpu.objection
+
+    def numbers(tokens: int, linear: Linear) -> Tensor:
+        return torch.empty(tokens, linear.weight.shape[1], dtype=spec.dtype, device=META)
+
+    x = numbers(FEW, layer.qkv)
+    yield partial(on_gpu.add_norm, x, None, attention_norm)
+    yield partial(on_gpu.add_norm, x, x, attention_norm)
+    yield partial(on_gpu.gated, torch.empty(FEW, len(layer.gate_up.weight), dtype=spec.dtype, device=META), activation)
+    if spec.on_gpu:
+        return
+    if config.batch_invariant:
+        uniform = (skinny.UNIFORM_FLOAT32 if spec.dtype == torch.float32 else skinny.UNIFORM)[0]
+        head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
+        for tile in uniform.values():
+            yield partial(_products, layer.linears, tile, None)
+            yield partial(_products, [head], tile, torch.float32)
+    elif layer.output.scale == 1:
+        for rows, tiles in skinny.CANDIDATES.items():
+            for tile in tiles:
+                for linear, norm in ((layer.qkv, attention_norm), (layer.gate_up, mlp_norm)):
+                    yield partial(_after_norm, linear, tile, numbers(rows, linear), norm, activation)
+                yield partial(_before_residuals, (layer.output, layer.down), tile, rows)
+
+
+def _products(linears: Sequence[Linear], tile: skinny.Tile, dtype: torch.dtype | None) -> None:
+    for linear in linears:  # mostly of the same kernel
+        x = torch.empty(FEW, linear.weight.shape[1], dtype=linear.weight.dtype, device=META)
+        skinny.multiply(x, linear.weight, tile, bias=linear.bias, dtype=dtype)
+
+
+def _after_norm(linear: Linear, tile: skinny.Tile, x: Tensor, norm: RMSNorm, activation: str) -> None:
+    on_gpu.after_norm(linear, tile, x, None, norm, activation=activation)
+
+
+def _before_residuals(linears: Sequence[Linear], tile: skinny.Tile, rows: int) -> None:
+    for linear in linears:
+        x, residual = (
+            torch.empty(rows, size, dtype=linear.weight.dtype, device=META) for size in linear.weight.shape[::-1]
+        )
+        on_gpu.before_residual(linear, tile, x, residual)
+
+
+def _rotate_store(layer: Layer, kind: AttentionLayer, spec: ModelSpec, block_size: int) -> None:
+    backend = PagedGPU()
+    cache = backend.allocate(kind, 2, block_size, spec.cache_dtype, META)
+    plan = backend.plan(AttentionMeta.of([([1], 0, FEW)], block_size, META))
+    qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
+    angles = torch.empty(block_size, 2, kind.head_dim // 2, device=META)
+    norms = None
+    if layer.q_norm is not None and layer.k_norm is not None:
+        norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    positions = torch.empty(FEW, dtype=torch.int64, device=META)
+    backend.rotate_store(cache, qkv, Rotation(positions, angles), norms, plan)
+
+
+def _logits(vocab_size: int) -> Iterator[Job]:
+    backend = TritonLogits(vocab_size, META)
+    x = torch.empty(FEW, vocab_size, device=META)
+    rows = torch.empty(FEW * FIELDS.itemsize // 8, dtype=torch.int64, device=META)
+    yield partial(backend.best, x)
+    for has_k, has_p in ((False, False), (True, True)):
+        yield partial(backend.draw, x, rows, has_k=has_k, has_p=has_p)
+    yield partial(backend.distribution, x, 1)

@@ -1,0 +1,149 @@
+"""Chooses kernels with which a token's results have the same bits in any batch on a GPU, and proves it.
+
+What computes a row must add up numbers in one order, whatever else a step has. Norms, gates and the draw compute each
+row for itself, PagedGPU.invariant divides a context alike for all rows, and one kernel computes all products
+(skinny.multiply, or that of gpu_weights.py). Its order of sums is the same for all tiles as far as its source shows,
+but a GPU has matrix instructions of several sizes, whose inner order nobody documents. So when a model is loaded,
+tokens are computed in several batches with its own weights, and their bits are compared: with the fastest tiles first,
+then with one tile for all numbers of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionBackend, AttentionMeta, KVCache, paged_gpu
+from ..attention.paged_gpu import PagedGPU
+from ..kernels.library import Choice
+from . import on_gpu, skinny
+from .decoder_layer import Layer
+from .forward import Forward
+from .layers import Linear
+from .rope import Rotary
+from .spec import ModelSpec
+
+Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary]]  # of a model, see OnGPU
+Chunk = tuple[int, int, int]  # of a step: the sequence, its first token, and the one after its last
+BLOCK = 16  # tokens per block
+# Tokens of the sequence that is computed beside the other one, and rows of logits: more than a product of few rows has.
+OTHERS = 80
+FEW = 20  # rows of logits that are compared with them
+
+
+def objection(spec: ModelSpec, device: torch.device, product: Choice, attention: AttentionBackend) -> str | None:
+    """Return why results depend on the batch, as far as that shows before the weights are read, or None."""
+    if spec.decoder is None:
+        return "transformers' code computes beside our kernels, and what it computes can depend on the batch"
+    if product.is_uniform:
+        if reason := on_gpu.objection(spec, device, product.kernels):
+            return f"torch computes norms and gates of layers: {reason}"
+    elif not product.invariant:
+        return product.note or "torch computes the products"
+    return None if attention.invariant else "the results of the attention backend depend on it"
+
+
+def settle(
+    model: ModelSpec,
+    embedding: Linear,
+    layers: Sequence[Layer],
+    rotaries: Sequence[Rotary],
+    *,
+    linears: Iterable[Linear],  # all of the model's, the head included
+    project: Callable[[Tensor], Tensor],  # Decoder.project
+) -> str | None:
+    """Let our kernels compute all products, with tiles that pass the proof; return why none do, or None."""
+    parts, linears = (model, embedding, layers, rotaries), list(linears)
+    device = embedding.weight.device
+    reason = paged_gpu.trial(model.layers, model.dtype, model.cache_dtype, device, invariant=True)
+    if reason is not None:
+        return reason
+    candidates = skinny.UNIFORM_FLOAT32 if model.dtype == torch.float32 else skinny.UNIFORM
+    for uniform in candidates:
+        for linear in linears:
+            linear.unify(uniform)
+        reason = on_gpu.trial(*parts, invariant=True) or proof(parts, project)
+        if reason is None:
+            return None
+    return reason
+
+
+@torch.inference_mode()
+def proof(parts: Parts, project: Callable[[Tensor], Tensor]) -> str | None:
+    """Compute tokens in several batches, by a layer of each kind and by the head; return what differs, or None."""
+    try:
+        for layer in _first_of_each_kind(parts):
+            hidden, found = (torch.cat(pieces) for pieces in _runs(parts, layer))
+            if reason := _difference(f"layer {layer.index}", found, hidden):
+                return reason
+        logits = project(hidden[-OTHERS:])
+        for rows in (1, FEW):
+            if reason := _difference("the head", project(hidden[-rows:]), logits[-rows:]):
+                return reason
+    except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
+        lines = (str(problem).strip().splitlines() or [""])[0]
+        return f"the Triton kernels do not run on this device: {type(problem).__name__}: {lines[:200]}"
+    return None
+
+
+def _first_of_each_kind(parts: Parts) -> list[Layer]:
+    """Return a layer for each kind of attention and of quantized weights."""
+    model, _, layers, _ = parts
+    found: dict[object, Layer] = {}
+    for layer in layers:
+        forms = tuple(None if each.quantized is None else each.quantized.forms for each in layer.linears)
+        found.setdefault((model.layers[layer.index], layer.turn, forms), layer)
+    return list(found.values())
+
+
+def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
+    """Yield the hidden states of one sequence behind a layer, in pieces: as one chunk, then as several steps."""
+    model, embedding, _, rotaries = parts
+    device = embedding.weight.device
+    length = paged_gpu.SPLIT * 5 // 4 + 5  # more than a part of a context, and no multiple of a tile
+    blocks = _blocks(0, length), _blocks(-(-length // BLOCK), OTHERS + 2)
+    executor = on_gpu.OnGPU(model, embedding, [layer], rotaries)
+
+    def run(steps: Sequence[Sequence[Chunk]]) -> list[Tensor]:
+        cache = KVCache.allocate(
+            PagedGPU(invariant=True),
+            [model.layers[layer.index]],
+            num_blocks=sum(map(len, blocks)),
+            block_size=BLOCK,
+            dtype=model.cache_dtype,
+            device=device,
+        )
+        pieces = []
+        for chunks in steps:
+            positions = torch.cat([torch.arange(first, last, device=device) for _, first, last in chunks])
+            rows = [(blocks[sequence], first, last - first) for sequence, first, last in chunks]
+            plan = cache.plan(AttentionMeta.of(rows, BLOCK, device))
+            hidden = executor.run(Forward((7 * positions + 3) % model.vocab_size, positions, plan, cache, positions))
+            _, first, last = chunks[-1]
+            pieces.append(hidden[len(hidden) - (last - first) :])
+        return pieces
+
+    yield run([[(0, 0, length)]])
+    last = length - 1
+    yield run(
+        [
+            [(1, 0, OTHERS), (0, 0, 3)],
+            [(0, 3, 3 + FEW)],
+            [(1, OTHERS, OTHERS + 1), (0, 3 + FEW, last - 1)],
+            [(0, last - 1, last)],
+            [(1, OTHERS + 1, OTHERS + 2), (0, last, length)],
+        ]
+    )
+
+
+def _blocks(first: int, tokens: int) -> list[int]:
+    return list(range(first, first - (-tokens // BLOCK)))
+
+
+def _difference(what: str, found: Tensor, want: Tensor) -> str | None:
+    """Return how many numbers have other bits, or None."""
+    bits = torch.int16 if found.itemsize == 2 else torch.int32
+    count = int((found.contiguous().view(bits) != want.contiguous().view(bits)).sum())
+    return f"{count} of {found.numel()} numbers of {what} depend on the batch on this device" if count else None

@@ -1,0 +1,169 @@
+"""Kernels that are compiled while weights are read, for a GPU that is not there; test_compiling.py runs this file in a
+process without Triton's interpreter.
+
+    python -m pytest tests/engine/compiled.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from engine import EngineConfig, compiling
+from engine.attention import AttentionMeta, KVCache
+from engine.attention.paged_gpu import PagedGPU
+from engine.compiling import jobs
+from engine.kernels import launching
+from engine.kernels.launching import META, Compiling
+from engine.kernels.library import Choice
+from engine.models import Forward, gpu_weights, on_gpu, skinny
+from engine.models.decoder import Decoder
+from engine.models.gpu_weights import ROUNDED, Form
+from engine.models.on_gpu import OnGPU
+from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles
+from engine.models.spec import ModelSpec, read_spec
+from engine.runner.triton_logits import FIELDS, TritonLogits
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 64, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+MODELS = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
+}
+
+
+class Driver:
+    """What Triton asks before it compiles for a GPU."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """Triton compiles for a GPU, and launches nothing."""
+    triton.runtime.driver.set_active(Driver())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for module in (on_gpu, compiling):
+        monkeypatch.setattr(module, "limitation", lambda *_: None)
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[str]:
+    """The names of kernels as they are compiled, which takes no time."""
+    names: list[str] = []
+
+    def compile(self: Any, key: Any, signature: Any, device: int, *_: Any) -> Any:
+        names.append(self.fn.__name__)
+        self.device_caches[device][0][key] = kernel = object()
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compile)
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **options: kernel.warmup(*args, grid=grid, **options)
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launch)
+    monkeypatch.setattr(skinny, "is_dependent", lambda device: True)
+    return names
+
+
+def spec_of(name: str, **settings: Any) -> tuple[ModelSpec, EngineConfig]:
+    config = EngineConfig(model="m", dtype="bfloat16", **settings)
+    spec = read_spec({**SHAPE, **MODELS[name]}, config)
+    assert spec is not None
+    return spec, config
+
+
+@torch.inference_mode()
+def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool) -> None:
+    """Launch what an engine launches: chunks beside decodes, decodes alone, the head, and all that samples."""
+    model = Decoder(spec, CPU, Choice(None), tied=True)
+    linears = {model.head, *(linear for layer in model.layers for linear in layer.linears)}
+    for linear in linears if is_uniform else ():
+        linear.unify(UNIFORM[0])
+    model.head._is_wide = is_uniform  # as on a GPU
+    model.norm.use(lambda x: on_gpu.add_norm(x, None, model.norm))
+    backend = PagedGPU(invariant=is_uniform)
+    cache = KVCache.allocate(backend, spec.layers, num_blocks=16, block_size=16, dtype=torch.bfloat16, device=CPU)
+    executor = OnGPU(spec, model.embedding, model.layers, model.rotaries, choices)
+    for rows in ([([1], 0, 9), ([2], 5, 1)], [([1], 9, 1)], [([1], 9, 1), ([3], 0, 1)], [(list(range(5)), 0, 70)]):
+        positions = torch.cat([torch.arange(first, first + count) for _, first, count in rows])
+        plan = cache.plan(AttentionMeta.of(rows, 16))
+        hidden = executor.run(Forward(positions, positions, plan, cache, positions))
+        if is_uniform:
+            model.project(hidden[-1:])
+    sampling, x = TritonLogits(spec.vocab_size, CPU), torch.zeros(3, spec.vocab_size)
+    sampling.best(x)
+    for has_k, has_p in ((False, False), (True, True)):
+        fields = torch.zeros(3 * FIELDS.itemsize // 8, dtype=torch.int64)
+        sampling.draw(x, fields, has_k=has_k, has_p=has_p)
+    sampling.distribution(x, 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", ["torch's products", "products of few rows", "batch-invariant"])
+def test_what_the_jobs_compile_is_what_an_engine_launches(name, mode, compiled):
+    for kernel in triton_kernels():
+        kernel.device_caches.clear()
+    is_uniform = mode == "batch-invariant"
+    spec, config = spec_of(name, batch_invariant=is_uniform)
+    begun = jobs(spec, config, torch.device("cuda"))
+    for members in begun.values():
+        for job in members:
+            launching._run(job, CPU)
+    assert {"attend", "rotate_store", "add_norm", "gate", "multiply", "weigh", "pick", "collect"} <= set(compiled)
+    compiled.clear()
+    tiles = {rows: Tiles(*(each[-1],) * 4) for rows, each in CANDIDATES.items()}
+    serve(spec, tiles if mode == "products of few rows" else None, is_uniform=is_uniform)
+    assert compiled == []
+
+
+def test_the_kernels_of_quantized_weights_are_compiled_before_they_are_tried(compiled):
+    for kernel in triton_kernels():
+        kernel.device_caches.clear()
+    dtype = torch.bfloat16
+    shapes = [(ROUNDED[4], 96, 64), (ROUNDED[4], 40, 64), (ROUNDED[8], 512, 64), (Form(8, 32, has_zeros=True), 64, 96)]
+    for job in gpu_weights.jobs(shapes, dtype, head=512):
+        launching._run(job, CPU)
+    assert set(compiled) == {"multiply", "dequantize"}
+    compiled.clear()
+    for form, rows, columns in shapes:
+        gpu_weights._error(form, rows, columns, dtype, CPU, wide=rows == 512)
+    assert compiled == []
+
+
+def triton_kernels() -> list[Any]:
+    from engine.kernels.gpu import attention, layers, logits, matmul
+    from engine.kernels.gpu import skinny as products
+
+    modules = (attention, layers, logits, matmul, products)
+    return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
+
+
+def test_a_job_that_fails_harms_no_other_and_kernels_are_compiled_in_threads():
+    from engine.kernels.gpu import layers as kernels
+
+    kernels.gate.device_caches.clear()
+    x = torch.empty(2, 64, dtype=torch.bfloat16, device=META)
+    begun = Compiling({"broken": [lambda: 1 / 0], "layers": [lambda: on_gpu.gated(x, "silu")]}, CPU)
+    begun.wait("broken")
+    begun.wait("layers")
+    ((kernel,),) = [cache[0].values() for cache in kernels.gate.device_caches.values()]
+    assert "sm_90" in kernel.asm["ptx"] and kernel.asm["cubin"]

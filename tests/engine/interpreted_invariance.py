@@ -1,0 +1,342 @@
+"""The batch-invariant mode in Triton's interpreter; test_paged_gpu.py runs this file.
+
+    TRITON_INTERPRET=1 python -m pytest tests/engine/interpreted_invariance.py
+
+A row must have the same bits alone and in any batch. numpy's products add in an order that depends on a row's place, so
+they are replaced by ones that add as matrix units do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from engine import ConfigError, EngineConfig, EngineRequest, SamplingParams
+from engine.attention import AttentionLayer, AttentionMeta, paged_gpu, static_plans
+from engine.attention.paged_gpu import PagedGPU
+from engine.attention.reference import Reference
+from engine.build import Built, build, describe
+from engine.kernels.gpu import attention as attention_kernels
+from engine.kernels.gpu import layers as layer_kernels
+from engine.kernels.gpu import skinny as skinny_kernels
+from engine.models import dummy, gpu_weights, invariance, layers, on_gpu, skinny
+from engine.models.decoder import Decoder
+from engine.models.gpu_weights import ROUNDED, GPUProduct, random_weight
+from engine.models.on_gpu import OnGPU
+from engine.models.skinny import ANY, UNIFORM, UNIFORM_FLOAT32, Tile, multiply, uniform_tile
+from engine.runner import cuda_graphs, logits_choice, triton_logits
+from engine.runner.logits import TorchLogits
+from engine.scheduler import Scheduler
+from tests.engine.interpreted_graphs import MODELS, SHAPE
+from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, Calls, cache_of, step
+from tests.engine.recorder import Recorder
+from tests.engine.test_attention import CPU, spoil
+from tests.models import load_model, make
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+PART = 16  # tokens of a part of a context, instead of 256
+SMALL = [{4: Tile(16, 64, 2, 2), ANY: Tile(32, 128, 4, 2, columns=64, shared=2)}, {ANY: Tile(32, 64, 4, 2)}]
+
+
+@pytest.fixture(autouse=True)
+def ordered(monkeypatch):
+    """Products of tiles that add in one order, and short parts of contexts."""
+
+    def dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
+        found, a, b = total.data, a.data.astype(np.float32)[:, :, None], b.data.astype(np.float32)[None]
+        for k in range(0, a.shape[1], 16):
+            found = found + (a[:, k : k + 16] * b[:, k : k + 16]).sum(1)
+        return TensorHandle(found, total.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(paged_gpu, "tile", lambda *_, **__: 8)
+    for module in (paged_gpu, static_plans):
+        monkeypatch.setattr(module, "SPLIT", PART)
+
+
+def attended(
+    backend: PagedGPU | Reference, layer: AttentionLayer, steps: list[list[tuple[int, int]]], **options: Any
+) -> list[Tensor]:
+    """Return the results of each sequence, whose tokens are divided into steps: by sequence, how many it has then."""
+    dtype, held = options.get("dtype", torch.float32), options.get("held", torch.float32)
+    draw = torch.Generator().manual_seed(1)
+    lengths = [sum(count for chunks in steps for number, count in chunks if number == each) for each in range(3)]
+    shapes = (
+        (layer.num_heads, layer.head_dim),
+        (layer.num_kv_heads, layer.head_dim),
+        (layer.num_kv_heads, layer.v_head_dim),
+    )
+    q, k, v = (
+        [
+            torch.randn(length, *shape, generator=torch.Generator().manual_seed(10 * place + number)).to(dtype)
+            for number, length in enumerate(lengths)
+        ]
+        for place, shape in enumerate(shapes)
+    )
+    blocks = torch.randperm(60, generator=draw).tolist()
+    sinks = None if layer.sinks is None else torch.linspace(-1, 1, layer.num_heads)
+    cache = backend.allocate(layer, 60, 8, held, CPU, sinks=sinks)
+    spoil(cache.tensor)
+    done, found = [0, 0, 0], [[], [], []]
+    for chunks in steps:
+        rows = [(blocks[20 * number : 20 * number + 20], done[number], count) for number, count in chunks]
+        plan = backend.plan(AttentionMeta.of(rows, 8))
+        parts = [
+            torch.cat([part[number][done[number] : done[number] + count] for number, count in chunks])
+            for part in (q, k, v)
+        ]
+        out = backend.attend(cache, *parts, plan)
+        for (number, count), piece in zip(chunks, out.split([count for _, count in chunks]), strict=True):
+            found[number].append(piece)
+            done[number] += count
+    return [torch.cat(pieces) if pieces else torch.empty(0) for pieces in found]
+
+
+LENGTH = 2 * PART + 9
+WHOLE = [[(0, LENGTH)]]
+# As a chunk beside others, then decodes alone and beside others, and chunks beside decodes.
+DIVIDED = [
+    [(1, 20), (0, 5)],
+    [(0, PART)],
+    [(2, 3), (1, 1), (0, PART + 1)],
+    [(0, 1)],
+    [(2, 1), (0, 1)],
+    [(0, LENGTH - 2 * PART - 8)],
+]
+SHAPES = {
+    "groups": AttentionLayer(4, 2, 16, 16, scale=0.25),
+    "window": AttentionLayer(2, 1, 16, 16, scale=0.25, window=PART + 5),
+    "short window": AttentionLayer(2, 2, 16, 16, scale=0.25, window=3, softcap=5.0),
+    "sinks": AttentionLayer(4, 1, 16, 24, scale=0.25, sinks="sinks"),
+}
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, held",
+    [
+        *((shape, torch.float32, torch.float32) for shape in SHAPES),
+        ("groups", torch.float16, torch.float16),
+        ("window", torch.float32, torch.int8),
+    ],
+)
+def test_attention_to_a_context_has_the_same_bits_however_its_tokens_are_divided(shape, dtype, held):
+    layer, options = SHAPES[shape], {"dtype": dtype, "held": held}
+    whole, *_ = attended(PagedGPU(invariant=True), layer, WHOLE, **options)
+    divided, *_ = attended(PagedGPU(invariant=True), layer, DIVIDED, **options)
+    assert torch.equal(divided, whole)
+    want, *_ = attended(Reference(), layer, WHOLE, **options)
+    torch.testing.assert_close(whole, want, rtol=0, atol=4e-3 if dtype == torch.float16 else 1e-5)
+
+
+def test_by_default_a_token_in_a_chunk_is_rounded_otherwise():
+    whole, *_ = attended(PagedGPU(), SHAPES["groups"], WHOLE)
+    divided, *_ = attended(PagedGPU(), SHAPES["groups"], DIVIDED)
+    assert not torch.equal(divided, whole)
+    torch.testing.assert_close(divided, whole)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype, candidates", [(torch.float32, UNIFORM_FLOAT32), (torch.float16, UNIFORM), (torch.float32, SMALL)]
+)
+def test_a_product_of_any_number_of_rows_has_the_same_bits_with_all_tiles(dtype, candidates):
+    x, weight, bias = numbers(150, 136, dtype=dtype), numbers(72, 136, dtype=dtype), numbers(72, dtype=dtype)
+    whole = {}
+    for number, uniform in enumerate(candidates):
+        for first, last in [(0, 150), (0, 1), (149, 150), (3, 20), (1, 66), (5, 5)]:
+            tile = uniform_tile(uniform, last - first)
+            found = multiply(x[first:last], weight, tile, bias=bias, dtype=torch.float32)
+            assert torch.equal(found, whole.setdefault(number, found)[first:last])
+    assert len({tuple(found.flatten().tolist()) for found in whole.values()}) == 1
+    want = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(whole[0].double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [ROUNDED[8], ROUNDED[4]], ids=lambda form: form.name)
+def test_a_quantized_product_of_any_number_of_rows_has_the_same_bits(form, monkeypatch):
+    monkeypatch.setattr(gpu_weights, "MOST_ROWS", 64)
+    weight, plain = random_weight(form, 70, 1030, torch.Generator().manual_seed(1))
+    product, x = GPUProduct([weight], None, torch.float32), numbers(70, 1030)
+    rows = [(0, 1), (3, 20), (2, 36)]
+    apart = product(x)
+    product.unify()
+    whole = product(x)
+    for first, last in rows:
+        assert torch.equal(product(x[first:last]), whole[first:last])
+    torch.testing.assert_close(whole, x @ plain.T, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(whole, apart, rtol=1e-3, atol=1e-3)
+
+
+# -- a model ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small tiles, and few tokens in the proof. Other tests compare the kernels with torch."""
+    monkeypatch.setattr(skinny, "UNIFORM_FLOAT32", SMALL)
+    monkeypatch.setattr(invariance, "OTHERS", 6)
+    monkeypatch.setattr(invariance, "FEW", 5)
+    for module in (paged_gpu, triton_logits, on_gpu):
+        monkeypatch.setattr(module, "trial", lambda *_, **__: None)
+
+
+def config_of(folder: Any, **settings: Any) -> EngineConfig:
+    given = {"model": str(folder), "device": "cpu", "cpu_isa": "torch", "attention": "triton", "dtype": "float32"}
+    return EngineConfig(**{**given, "batch_invariant": True, **settings})
+
+
+GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "residual_multiplier": 0.5}
+
+
+def written(name: str, folder: Path) -> Path:
+    """Write the config.json of a small model, whose weights are random."""
+    shape = {**SHAPE, **(GRANITE if name == "granite" else MODELS[name])}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
+
+
+def model_of(name: str, folder: Path, **settings: Any) -> Decoder:
+    path = written(name, folder)
+    model = load_model(config_of(path, load_format="dummy", **settings), path)
+    assert isinstance(model, Decoder) and isinstance(model.executors[0], OnGPU)
+    return model
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", ["llama", "granite"])
+def test_our_kernels_compute_all_products_of_a_model(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(invariance, "proof", lambda *_: None)
+    ours, torchs = (model_of(name, tmp_path, batch_invariant=is_ours) for is_ours in (True, False))
+    assert (ours.product.name, ours.product.invariant, ours.product.note) == ("triton", True, "")
+    assert (torchs.product.name, torchs.product.invariant) == ("torch", False)
+    caches, calls, counts = (cache_of(ours), cache_of(torchs)), Calls(), []
+    counted = lambda x, *args, **more: counts.append(len(x)) or multiply(x, *args, **more)  # noqa: E731
+    monkeypatch.setattr(layers, "multiply", counted)
+    for rows, tokens in ((CHUNKS, 11), (MIXED, 3), (DECODES, 2)):
+        counts.clear()
+        with torch.no_grad(), calls:
+            hidden = ours.executors[0].run(step(ours, rows, caches[0]))
+            found = ours.project(hidden[-1:])
+        assert counts == [tokens] * 4 * len(ours.layers) + [1]
+        with torch.inference_mode():
+            want = torchs.project(torchs.executors[0].run(step(torchs, rows, caches[1]))[-1:])
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+    assert not {"mm", "addmm", "bmm", "linear", "matmul"} & set(calls.names)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_proof_fails_if_a_product_depends_on_the_number_of_rows(tmp_path, monkeypatch):
+    real_proof = invariance.proof
+    monkeypatch.setattr(invariance, "proof", lambda *_: None)
+    model = model_of("qwen3", tmp_path)
+
+    def wrong(x: Tensor, *args: Any, **more: Any) -> Tensor:
+        return multiply(x, *args, **more) * (1 + 2.0**-20 * (len(x) == 1))
+
+    monkeypatch.setattr(layers, "multiply", wrong)
+    reason = real_proof((model.spec, model.embedding, model.layers, model.rotaries), model.project)
+    assert reason is not None
+    assert re.fullmatch(r"\d+ of \d+ numbers of layer 0 depend on the batch on this device", reason)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_kernels_of_quantized_weights_are_proved_too(tmp_path):
+    model = model_of("qwen3", tmp_path, quantization="int4")
+    assert model.product.invariant
+    products = [linear.quantized for layer in model.layers for linear in layer.linears]
+    assert all(weight._is_uniform for product in products if product is not None for weight in product._weights)
+    assert None not in products
+
+
+@pytest.mark.usefixtures("small")
+def test_tiles_that_round_otherwise_give_way_to_one_for_all_rows(tmp_path, monkeypatch):
+    used = set()
+
+    def rounded(x: Tensor, weight: Tensor, tile: Tile, **more: Any) -> Tensor:
+        used.add(tile)
+        return multiply(x, weight, tile, **more) * (1 + 2.0**-22 * (tile == SMALL[0][4]))
+
+    monkeypatch.setattr(layers, "multiply", rounded)
+    assert model_of("qwen3", tmp_path).product.invariant
+    assert SMALL[1][ANY] in used
+    monkeypatch.setattr(skinny, "UNIFORM_FLOAT32", SMALL[:1])
+    model = model_of("qwen3", tmp_path / "again")
+    assert not model.product.invariant and "depend on the batch on this device" in model.product.note
+
+
+def test_what_is_not_invariant_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(paged_gpu, "trial", lambda *_: None)
+    for name, reason in (("qwen3_moe", "experts"), ("cohere2", "without rotary embeddings")):
+        with pytest.raises(
+            ConfigError, match=f"`batch_invariant` cannot be kept here.*torch computes norms .*{reason}"
+        ):
+            describe(config_of(make(name, tmp_path / name)))
+    folder = written("qwen3", tmp_path / "small")
+    with pytest.raises(ConfigError, match="the attention backend depend on it"):
+        describe(config_of(folder, attention="reference", load_format="dummy"))
+    monkeypatch.setattr(invariance, "settle", lambda *_, **__: "7 of 9 numbers differ")
+    with pytest.raises(
+        ConfigError, match="`batch_invariant` cannot be kept here, so leave it out: 7 of 9 numbers differ"
+    ):
+        build(config_of(folder, num_blocks=8, max_len=32, load_format="dummy"))
+
+
+class Loop:
+    """An engine's loop on one thread."""
+
+    def __init__(self, built: Built) -> None:
+        self.runner, self.number = built.runner, 0
+        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size, groups=built.info.groups)
+
+    def responses(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        """Return the tokens and log-probabilities of requests that are there at once."""
+        found: dict[int, tuple[list[int], list[float]]] = {}
+        for prompt in prompts:
+            self.number += 1
+            found[self.number] = [], []
+            params = SamplingParams(max_tokens=3, temperature=0.8, seed=len(prompt), logprobs=2)
+            self.scheduler.add(EngineRequest(id=self.number, prompt_ids=tuple(prompt), params=params))
+        while (batch := self.scheduler.schedule()) is not None:
+            for delta in self.scheduler.update(batch, self.runner.launch(batch).sample().result()):
+                tokens, logprobs = found[delta.id]
+                tokens += delta.token_ids
+                logprobs += [each for entry in delta.logprobs or () for each in (entry.logprob, *entry.top_logprobs)]
+        return list(found.values())
+
+
+@pytest.mark.usefixtures("small")
+def test_an_engine_gives_the_same_bits_alone_in_a_batch_in_chunks_after_hits_and_replayed(tmp_path, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(cuda_graphs, "device_for", lambda config: None if config.enforce_eager else recorder)
+    monkeypatch.setattr(dummy, "STD", 0.4)  # so that tokens differ
+    sampling = logits_choice.Choice("triton", TorchLogits(96, CPU))  # ours are slower here
+    monkeypatch.setattr(logits_choice, "choose", lambda *_: sampling)
+    sizes = {"load_format": "dummy", "max_len": 64, "max_seqs": 3, "block_size": 4}
+    base = config_of(written("qwen3", tmp_path), **sizes, async_scheduling=False)
+    prompts = [[(7 * place + number) % 96 for place in range(length)] for number, length in enumerate((PART + 3, 2))]
+    prompts[1:] = [[*prompts[0][:8], *prompt] for prompt in prompts[1:]]
+    with recorder.kernels(attention_kernels, layer_kernels, skinny_kernels):
+        eager = build(replace(base, enforce_eager=True, num_blocks=60, max_batched_tokens=48, prefix_caching=False))
+        assert eager.info.exact and (eager.info.product, eager.config.products) == ("triton", "torch")
+        loop = Loop(eager)
+        alone = [loop.responses([prompt])[0] for prompt in prompts]
+        assert all(len(tokens) == 3 and len(logprobs) >= 9 for tokens, logprobs in alone)
+        assert not recorder.replayed
+        monkeypatch.setattr(invariance, "proof", lambda *_: None)
+        graphs = build(replace(base, num_blocks=12, max_batched_tokens=7))
+        assert Loop(graphs).responses(prompts) == alone
+        assert len(recorder.replayed) > 10
