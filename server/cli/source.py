@@ -62,8 +62,7 @@ async def opened(loaded: Loaded, url: str | None) -> AsyncIterator[Source]:
         model = None if loaded.sources["model"] == "default" else settings.model
         async with open_client(base_url(url), settings.first_key, SILENCE_S) as http:
             name, _, version = await describe(http, model)
-            facts = (str(version.get(fact, "unknown")) for fact in ("device", "dtype"))
-            yield Source(http, name, *facts)
+            yield Source(http, name, str(version.get("device", "unknown")), str(version.get("dtype", "unknown")))
         return
     from ..offline import running
     from .banner import loading
