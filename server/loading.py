@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine import Engine, EngineError, EngineInfo, ModelError
 
 from .http.errors import traceback_line
-from .parsers import Formats, detect
+from .parsers.formats import Formats, detect
 from .settings import Settings
 from .tokenization import reranker
 from .tokenization.encoder import Prompts

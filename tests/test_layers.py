@@ -32,7 +32,7 @@ LAYERS = [
     {"settings"},
     {"settings_sources"},
     {"http"},
-    {"observability", "grammar", "tokenization", "health"},
+    {"observability", "grammar", "tokenization"},
     {"loading"},
     {"state"},
     {"generation"},

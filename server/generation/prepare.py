@@ -19,7 +19,7 @@ from ..http.admission import Caller, Ticket
 from ..http.disconnect import while_connected
 from ..http.errors import CONTEXT_CODE, deadline, invalid
 from ..loading import LoadedModel
-from ..parsers import Plain
+from ..parsers.parts import Plain
 from ..state import AppState
 from ..tokenization.detokenizer import Detokenizer
 from ..tokenization.encoder import Prompts, TextTooLong

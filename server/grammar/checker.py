@@ -15,7 +15,6 @@ import msgspec
 
 from engine import FairLock, spawn
 
-from ..http import retry
 from ..http.errors import ApiError, invalid, unavailable
 from .checker_worker import Job, Verdict
 from .schemas import Grammar
@@ -128,9 +127,7 @@ class Gate:
         except TimeoutError:
             raise busy() from None
         except (Gone, OSError):
-            raise unavailable(
-                "Grammars cannot be checked at the moment.", "grammars_unavailable", retry.GRAMMARS_S
-            ) from None
+            raise unavailable("Grammars cannot be checked at the moment.", "grammars_unavailable") from None
         if verdict.problem is not None:
             raise refusal(grammar.field, verdict.problem)
         return grammar._replace(compile_s=verdict.seconds)
@@ -190,4 +187,4 @@ def refusal(field: str, problem: str) -> ApiError:
 
 def busy() -> ApiError:
     """503: a grammar has waited too long to be checked or compiled."""
-    return unavailable("Too many grammars are being compiled.", "grammars_busy", retry.GRAMMARS_S)
+    return unavailable("Too many grammars are being compiled.", "grammars_busy")

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...http import retry
 from ...http.errors import from_exception, unavailable
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class Background:
 
     async def close(self) -> None:
         """Stop all jobs before the server exits."""
-        error = unavailable("The server shut down before the response was complete.", "draining", retry.DRAINING_S)
+        error = unavailable("The server shut down before the response was complete.", "draining")
         await asyncio.gather(*(self._stop(id, error, "drain") for id in [*self._jobs]))
 
     async def _stop(self, id: str, failure: Exception, cause: str) -> None:

@@ -16,7 +16,7 @@ from ...generation.output import Json, Logprob, Output, Usage, Writer
 from ...generation.request import UNLIMITED
 from ...http import sse
 from ...http.errors import ApiError
-from ...parsers import Arguments, Call, Content, Part, Reasoning
+from ...parsers.parts import Arguments, Call, Content, Part, Reasoning
 from . import schema
 from .items import input_of
 from .request import ResponsesRequest
