@@ -92,8 +92,9 @@ def only_with(field: str) -> Callable[[Any, ValidationInfo], Any]:
     return check
 
 
-def stop_texts(stop: str | list[str] | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else stop or []
+def listed(texts: str | list[str] | None) -> list[str]:
+    """Return the texts of a field that has one or several."""
+    return [texts] if isinstance(texts, str) else texts or []
 
 
 class StreamOptions(Wire):
@@ -235,7 +236,7 @@ class CompletionFields(GenerationFields, VllmFields, LlamaCppFields):
             super().resolve(),
             num_choices=self.num_choices,
             limit=("max_tokens", self.max_tokens),
-            stops=stop_texts(self.stop),
+            stops=listed(self.stop),
             scoring=None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs),
             continuous_usage=self.include_usage
             and bool(self.stream_options and self.stream_options.continuous_usage_stats),

@@ -81,18 +81,10 @@ async def version(app: AppDep) -> Version:
     return Version(
         version=app.version,
         model=app.model_names[0],
-        architecture=info.architecture,
-        implementation=info.implementation,
-        attention=info.attention,
-        device=info.device,
-        dtype=info.dtype,
-        quantization=info.quantization,
         kv_cache_dtype=info.kv_dtype,
-        exact=info.exact,
-        torch=info.torch,
         max_model_len=info.max_len,
-        weights_hash=info.weights_hash,
         system_fingerprint=fingerprint(info, app.version),
+        **{name: getattr(info, name) for name in Version.model_fields.keys() & {*info.__struct_fields__} - {"model"}},
     )
 
 

@@ -9,7 +9,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from ...http.fields import Refused, Wire, clash, refused
 from ...http.openapi import examples
-from ..sampling import MAX_INT, CacheSalt, Count, ModelName, Priority, Text, User
+from ..sampling import CacheSalt, Count, Limit, ModelName, Priority, Text, User, listed
 
 MAX_DOCUMENTS = 2048  # of one request, as inputs of one request for embeddings
 
@@ -30,7 +30,7 @@ class ScoringRequest(Wire):
     model: ModelName = None
     instruction: Query | None = None
     """What makes a document relevant, part of the prompt; absent: the default of the model's chat template."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: Limit | None = None
     """The length in tokens, with query and template, to which longer prompts are cut at the end of the document; -1:
     the context's. Absent: they are a 400."""
     priority: Priority = None
@@ -52,13 +52,6 @@ class ScoringRequest(Wire):
         "truncation_side": refused("right", hint="Documents are cut at their end."),
         "use_activation": refused(True, hint="Scores are probabilities."),
     }
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _leaves_something(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise clash("must be -1 or at least 1")
-        return value
 
     @property
     def max_document(self) -> int | None:
@@ -172,7 +165,3 @@ class ScoreRequest(ScoringRequest):
         if len(queries) == 1:
             queries *= len(documents)
         return [Pair(query, document) for query, document in zip(queries, documents, strict=True)]
-
-
-def listed(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value

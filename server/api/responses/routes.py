@@ -18,14 +18,13 @@ from ...http.excerpt import shown
 from ...http.openapi import described, events, returned
 from ...state import AppDep
 from .. import conversation
-from .background import Job
 from .items import MAX_ITEMS
-from .records import Record, elements, unpacked
 from .request import ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
 from .schema import InputItems, InputTokens, ResponseDeleted, ResponseEvent, ResponseObject
-from .state import ResponsesDep
+from .state import Job, ResponsesDep
 from .store import Store
+from .store_file import Record
 
 OPEN = ("queued", "in_progress")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -79,7 +78,7 @@ async def create(
         return made
     assert isinstance(made.writer, ResponsesWriter)
     queued = made.writer.keep("queued")
-    responses.background.start(queued.id, Job(made.generation, made.writer), caller.hand_over())
+    responses.start(queued.id, Job(made.generation, made.writer), caller.hand_over())
     return reply(msgspec.json.encode(queued))
 
 
@@ -124,7 +123,7 @@ async def cancel(response_id: str, responses: ResponsesDep, caller: UserDep) -> 
     record = await found(responses.store, caller, response_id)
     if not await asyncio.to_thread(is_background, record.answer):
         raise invalid("Only a response with background true can be cancelled; to stop another, hang up.", "response_id")
-    await responses.background.cancel(response_id)
+    await responses.cancel(response_id)
     return reply((await found(responses.store, caller, response_id)).answer)
 
 
@@ -132,7 +131,7 @@ async def cancel(response_id: str, responses: ResponsesDep, caller: UserDep) -> 
 async def delete(response_id: str, responses: ResponsesDep, caller: UserDep) -> ResponseDeleted:
     """Delete a response and stop it if it is still being generated. Responses that continue it keep its items."""
     if await responses.store.get(response_id, caller.key) is not None:
-        await responses.background.cancel(response_id)
+        await responses.cancel(response_id)
     if not await responses.store.delete(response_id, caller.key):
         raise no_response(response_id)
     return ResponseDeleted(id=response_id)
@@ -261,6 +260,14 @@ def is_background(answer: bytes) -> bool:
     return msgspec.json.decode(answer, type=Background).background
 
 
+def elements(data: bytes) -> list[msgspec.Raw]:
+    """Return the elements of a stored JSON array, not decoded.
+
+    Decoding them one by one lets other threads run in between; msgspec holds the interpreter's lock during a call.
+    """
+    return msgspec.json.decode(data, type=list[msgspec.Raw])
+
+
 def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
     """Return a page of a stored conversation as JSON; only the items of the page are decoded whole."""
     items = elements(data)
@@ -272,15 +279,15 @@ def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
         if index is None:
             raise invalid("Invalid 'after': no item of the response has this id.", "after")
         items = items[index + 1 :]
-    page = listed([unpacked(item) for item in items[:limit]])
+    page = listed([msgspec.json.decode(item) for item in items[:limit]])
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return msgspec.json.encode(InputItems("list", page, first, last, len(items) > limit))
 
 
 def all_items(record: Record) -> list[Json]:
     """Return a response's conversation and output as the next response reads them."""
-    items: list[Json] = [unpacked(item) for item in elements(record.items)]
-    for item in unpacked(record.answer)["output"]:
+    items: list[Json] = [msgspec.json.decode(item) for item in elements(record.items)]
+    for item in msgspec.json.decode(record.answer)["output"]:
         if item["type"] in ("function_call", "custom_tool_call") and item["status"] != "completed":
             continue  # a call that was cut off cannot be run
         if item["type"] == "message":

@@ -18,16 +18,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from engine import ConfigError
 
 from ...http.errors import unavailable
-from .records import Record
-from .store_file import open_database
+from .store_file import Record, open_database
 
 T = TypeVar("T")
-Json = dict[str, Any]
 
 # Delay between attempts to write, doubled after each failure. A new change brings the next attempt forward,
 # but never to less than the first delay after the last failure.

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from server.api.responses import routes
-from server.api.responses.records import Record
+from server.api.responses.store_file import Record
 from tests.fakes import FakeEngine, listening, serving, until
 from tests.server.api.responses.stores import Faulty, written
 from tests.server.api.responses.wire import CALL, WEATHER, prompts
