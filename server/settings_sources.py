@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from .settings import FIELDS, PREFIX, SECRET, Settings, environment, flag, metavar, shape
-from .settings_values import SettingsError, nearest
+from .settings_values import SettingsError, hint, nearest
 
 # The beginning of an error's type in pydantic -> our message.
 MESSAGES = {
@@ -54,9 +54,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in FIELDS:
-            close = nearest(name, FIELDS)
-            hint = f"did you mean {close}?" if close else "`pequod config show` lists the keys"
-            raise SettingsError(f"{path}: unknown key {key}; {hint}")
+            advice = hint(name, FIELDS, "`pequod config show` lists the keys")
+            raise SettingsError(f"{path}: unknown key {key}{advice}")
         if name in values:
             raise SettingsError(f"{path}: {name} is set twice")
         _check_kind(path, key, name, value)
@@ -119,8 +118,7 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
         text = fixed
     elif kind == "literal_error":
         choices = shape(name)[1]
-        close = nearest(str(error["input"]), choices)
-        text = f"must be one of {', '.join(choices)}" + (f"; did you mean {close}?" if close else "")
+        text = f"must be one of {', '.join(choices)}{hint(str(error['input']), choices)}"
     elif kind in ("greater_than_equal", "less_than_equal", "greater_than"):
         word = {"greater_than_equal": "at least", "less_than_equal": "at most", "greater_than": "above"}[kind]
         text = f"must be {word} {next(iter(context.values())):g}"

@@ -32,6 +32,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return plain[close[0]] if close else None
 
 
+def hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of an error about an unknown name: the name that was meant, or what to do otherwise."""
+    near = nearest(name, known)
+    advice = f"did you mean {near}?" if near else otherwise
+    return f"; {advice}" if advice else ""
+
+
 def num_bytes(value: Any) -> Any:
     """Convert a size such as 4GiB, 500MB or 4096 to bytes."""
     if not isinstance(value, str):
@@ -136,8 +143,7 @@ def _one_of(formats: Iterable[str]) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in known:
-            near = nearest(value, known)
-            raise ValueError(f"must be one of {', '.join(known)}" + (f"; did you mean {near}?" if near else ""))
+            raise ValueError(f"must be one of {', '.join(known)}{hint(value, known)}")
         return value
 
     return AfterValidator(check)

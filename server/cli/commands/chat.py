@@ -8,7 +8,7 @@ import sys
 from contextlib import AsyncExitStack
 from typing import Any
 
-from ...settings_values import nearest
+from ...settings_values import hint
 from ..source import Source, TooLong, opened
 from . import Failure, Parser, UsageError, add_settings, chat_model, settings_from, wants_colour, warn
 from .complete import add_sampling, per_second, sampling
@@ -102,8 +102,8 @@ class Talk:
         elif word == "/help":
             print("\n".join(f"{name:<14} {text}" for name, text in HELP.items()))
         else:
-            near = nearest(word, [name.split()[0] for name in HELP])
-            warn(f"unknown command {word[:64]}; " + (f"did you mean {near}?" if near else "/help lists the commands"))
+            advice = hint(word, [name.split()[0] for name in HELP], "/help lists the commands")
+            warn(f"unknown command {word[:64]}{advice}")
         return True
 
     def _respond(self, line: str) -> None:
