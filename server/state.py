@@ -102,7 +102,6 @@ class AppState:
     # For routes
 
     def new_id(self) -> int:
-        """Return the id of a new engine request."""
         return next(self._ids)
 
     def new_seed(self) -> int:

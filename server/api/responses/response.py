@@ -325,7 +325,6 @@ def interrupted(response: bytes) -> bytes:
 
 
 def tool_as_json(tool: AnyTool) -> Json:
-    """Return a tool as the response has it."""
     if not isinstance(tool, FlatFunction):
         return tool.model_dump(exclude_none=True)
     return {"description": None, "type": tool.type, **tool.model_dump(), "strict": bool(tool.strict)}

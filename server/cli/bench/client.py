@@ -79,12 +79,10 @@ class Target:
 
     @property
     def name(self) -> str:
-        """A name for reports."""
         number = self.version.get("version", "")
         return f"Pequod {number}" if self.is_pequod else f"{self.url} {number}".strip()
 
     async def is_alive(self) -> bool:
-        """Return whether the server still responds."""
         import httpx
 
         try:
@@ -93,7 +91,6 @@ class Target:
             return False
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """Return the body of a request."""
         body = {"model": self.model, "max_tokens": ask.output_len, "stream": True, **self.wishes}
         if "min_tokens" in body:
             body["min_tokens"] = ask.output_len

@@ -38,13 +38,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print each phase's share of the limit."""
     report(arguments, measure, shown)
     return 0
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
-    """Return the result for JSON."""
     async with probe(settings_from(arguments).settings) as limits, opened(arguments) as session:
         longest = max(*arguments.prefill, arguments.context + DECODED)
         if session.target.max_len is not None and longest >= session.target.max_len:
@@ -130,7 +128,6 @@ def _middle(name: str, found: Sequence[dict[str, float] | None]) -> dict[str, An
 
 
 def shown(result: Result) -> str:
-    """Return the result as a table."""
     rates = result["machine_limits"]
     reads, products = rates["bytes_per_s"], rates["flops_per_s"]
     lines = [

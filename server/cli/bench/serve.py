@@ -64,7 +64,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures of requests that arrive over time."""
     if arguments.trace is not None and arguments.rate is not None:
         raise UsageError("--trace has arrival times: omit --rate (--time-scale makes a trace faster)")
     if arguments.trace is not None:
@@ -87,7 +86,6 @@ def asks(session: Session, arguments: argparse.Namespace, number: int) -> list[A
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
-    """Return the result for JSON."""
     async with opened(arguments) as session:
         made: list[list[Ask]] = []
 
@@ -118,7 +116,6 @@ async def measure(arguments: argparse.Namespace) -> Result:
 
 
 def shown(result: Result) -> str:
-    """Return the result as a table."""
     work = result["workload"]
     pace = "all at once" if work["rate"] is None else f"{work['rate']:.3g} per second"
     workload = (

@@ -105,7 +105,6 @@ class Session:
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about the machine."""
     name, _, cores = cpu_facts()
     return {"processor": name, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
 

@@ -50,7 +50,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the completion as it is generated."""
     if (arguments.prompt is None) == (arguments.prompt_ids is None):
         raise UsageError("give either --prompt TEXT or --prompt-ids 1,2,3")
     loaded = settings_from(arguments, default_model=chat_model)
