@@ -21,6 +21,7 @@ MESSAGES = {
     "float_": "is not a number",
     "finite_number": "is not a number",
     "bool_": "must be true or false",
+    "path_not_file": "is not a file",
     "string_too_short": "is empty",
     "string_too_long": "is too long",
 }
@@ -86,16 +87,17 @@ class Loaded:
 def load(flags: Mapping[str, Any], config: Path | None = None) -> Loaded:
     """Settings from flags, environment, TOML file and defaults, in this order. Raises SettingsError."""
     from_file = {} if config is None else read_toml(config)
-    from_env = {variable.upper(): variable for variable in environment(os.environ)}
+    from_env = {variable.upper(): (variable, value) for variable, value in environment(os.environ).items()}
     sources: dict[str, str] = {}
     values: dict[str, Any] = {}
     for name in FIELDS:
-        variable = from_env.get(PREFIX + name.upper())
+        variable, value = from_env.get(PREFIX + name.upper(), (None, None))
         if name in flags:
             sources[name] = f"flag {flag(name)}"
             values[name] = flags[name]
         elif variable is not None:
             sources[name] = f"env {variable}"
+            values[name] = value
         elif name in from_file:
             sources[name] = f"{config}: {name}"
             values[name] = from_file[name]

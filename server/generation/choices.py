@@ -237,10 +237,7 @@ class Generation:
             self._timer = loop.call_later(self.due.left_s, self.stop, deadline(), self.due.cause)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
-        """Yield new outputs until all choices are complete, and [] after HEARTBEAT_S without any.
-
-        Raises Gone, or the ApiError that ended the request.
-        """
+        """Yield new outputs until all choices have ended, and [] after HEARTBEAT_S without any; raises the failure."""
         left = len(self.choices)
         while left:
             taken = await self._take()

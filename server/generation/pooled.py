@@ -5,16 +5,17 @@ The prompts of one request are admitted as one sequence of the queue; a few at a
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from engine import Pooling, SamplingParams, TokenDelta
+from engine import EngineInfo, Pooling, SamplingParams, TokenDelta
 
 from ..http.admission import INPUTS_DEPTH, Caller
+from ..http.errors import CONTEXT_CODE, invalid
 from ..http.openapi import JsonObject
 from ..loading import LoadedModel
 from ..observability.tracking import RequestTracker
@@ -46,6 +47,13 @@ class Pool(Generic[T]):
     pooling: Pooling
     read: Callable[[bytes], T]  # converts a vector when it arrives: to convert all at the end would delay other streams
     write: Callable[[list[T], PooledUsage], JsonObject]  # the response, from the results in the prompts' order
+
+
+def check_length(info: EngineInfo, ids: Sequence[int], subject: str, field: str) -> None:
+    """Raise 400 for a prompt that is longer than the context, which it may fill, since nothing is sampled after it."""
+    if len(ids) > info.max_len:
+        message = f"{subject} {len(ids)} tokens, and the context holds {info.max_len} (--max-model-len)"
+        raise invalid(f"{message}; truncate_prompt_tokens cuts it.", field, CONTEXT_CODE)
 
 
 async def respond(app: AppState, caller: Caller, request: Request, model: LoadedModel, pool: Pool[T]) -> Response:

@@ -117,10 +117,7 @@ class Gate:
         self._checking: dict[bytes, tuple[asyncio.Task[Verdict], list[None]]] = {}  # with one entry per waiter
 
     async def check(self, grammar: Grammar, caller: str) -> Grammar:
-        """Return the grammar with the CPU time that compiling it takes.
-
-        Raises 400 if it cannot be used, and 503 if too many are being checked.
-        """
+        """Return the grammar with the CPU time that compiling it takes; raises 400, or 503 if others take too long."""
         try:
             async with asyncio.timeout(WAIT_S):
                 verdict = await self._verdict(grammar, caller)

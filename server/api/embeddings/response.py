@@ -15,7 +15,7 @@ from ...generation import pooled
 from ...generation.output import Prompt
 from ...generation.prepare import check_token_ids
 from ...http.admission import Caller
-from ...http.errors import CONTEXT_CODE, invalid
+from ...http.errors import invalid
 from ...http.openapi import JsonObject
 from ...loading import LoadedModel
 from ...state import AppState
@@ -73,24 +73,16 @@ def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:
 
 
 async def encode(caller: Caller, body: EmbeddingRequest, model: LoadedModel) -> list[Prompt]:
-    """Encode the inputs; raises 400 if one is longer than the context. It may fill the context, since nothing is
-    sampled after it."""
+    """Encode the inputs; raises 400 if one is longer than the context."""
     prompts = []
-    for given in body.inputs:
+    for index, given in enumerate(body.inputs):
         if isinstance(given, str):
             special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
             ids = await model.prompts.encode(given, special, caller=caller.flow, fits=fits)
         else:
             check_token_ids(model.info, given, "input")
             ids = given
-        prompts.append(Prompt(tuple(body.cut(ids, model.info.max_len))))
-    check_lengths(model.info, prompts)
+        ids = body.cut(ids, model.info.max_len)
+        pooled.check_length(model.info, ids, f"Input {index} has", "input")
+        prompts.append(Prompt(tuple(ids)))
     return prompts
-
-
-def check_lengths(info: EngineInfo, prompts: list[Prompt]) -> None:
-    """Raise 400 if an input is longer than the context."""
-    for index, prompt in enumerate(prompts):
-        if len(prompt.ids) > info.max_len:
-            lengths = f"{len(prompt.ids)} tokens, and the context holds {info.max_len} (--max-model-len)"
-            raise invalid(f"Input {index} has {lengths}; truncate_prompt_tokens cuts it.", "input", CONTEXT_CODE)
