@@ -144,7 +144,7 @@ class GenerationRequest:
             min_tokens=self.min_tokens,
             stop_ids=tuple(dict.fromkeys(ends)),
             logprobs=self.num_logprobs,
-            grammar=grammar.pair if grammar else None,
+            grammar=(grammar.kind, grammar.text) if grammar else None,
             prompt_logprobs=prompt_logprobs,
             allowed_ids=self.allowed_token_ids,
             bad_words=bad_words,

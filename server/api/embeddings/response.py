@@ -66,16 +66,16 @@ async def embed(app: AppState, caller: Caller, request: Request, body: Embedding
 def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:
     """Raise 400 unless the model has vectors of the requested size."""
     if not info.hidden_size:
-        raise invalid(f"There are no embeddings here: {info.architecture} tells no hidden states.", "model")
+        raise invalid(f"There are no embeddings here: {info.architecture} returns no hidden states.", "model")
     if (body.dimensions or 0) > info.hidden_size:
-        message = f"{body.dimensions} are asked for, and this model's vectors have {info.hidden_size}"
+        message = f"{body.dimensions} are requested, and this model's vectors have {info.hidden_size}"
         raise invalid(f"Invalid 'dimensions': {message}.", "dimensions")
 
 
 async def encode(caller: Caller, body: EmbeddingRequest, model: LoadedModel) -> list[Prompt]:
     """Encode the inputs; raises 400 if one is longer than the context."""
-    prompts = []
-    for index, given in enumerate(body.inputs):
+    prompts: list[Prompt] = []
+    for given in body.inputs:
         if isinstance(given, str):
             special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
             ids = await model.prompts.encode(given, special, caller=caller.flow, fits=fits)
@@ -83,6 +83,6 @@ async def encode(caller: Caller, body: EmbeddingRequest, model: LoadedModel) -> 
             check_token_ids(model.info, given, "input")
             ids = given
         ids = body.cut(ids, model.info.max_len)
-        pooled.check_length(model.info, ids, f"Input {index} has", "input")
+        pooled.check_length(model.info, ids, f"Input {len(prompts)} has", "input")
         prompts.append(Prompt(tuple(ids)))
     return prompts

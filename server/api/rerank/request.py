@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Discriminator, Field, Tag, field_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -18,7 +18,7 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS, fail
 
 
 class Pair(NamedTuple):
-    """A query and a document whose relevance is asked for."""
+    """A query and a document to score."""
 
     query: str
     document: str
@@ -71,13 +71,9 @@ class Document(Wire):
     """Scored; other fields are refused."""
 
 
-def document_form(value: Any) -> str:
-    return "text" if isinstance(value, str) else "object"
-
-
 AnyDocument = Annotated[
     Annotated[Text, Tag("text")] | Annotated[Document, Tag("object")],
-    Discriminator(document_form),
+    Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
 ]
 
 
@@ -125,11 +121,10 @@ class RerankRequest(ScoringRequest):
         return [Pair(self.query, text) for text in self.texts]
 
 
-def score_form(value: Any) -> str:
-    return "texts" if isinstance(value, list) else "text"
-
-
-OneOrMore = Annotated[Annotated[Text, Tag("text")] | Annotated[Texts, Tag("texts")], Discriminator(score_form)]
+OneOrMore = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[Texts, Tag("texts")],
+    Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
+]
 
 
 class ScoreRequest(ScoringRequest):

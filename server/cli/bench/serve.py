@@ -87,18 +87,15 @@ def asks(session: Session, arguments: argparse.Namespace, number: int) -> list[A
 
 async def measure(arguments: argparse.Namespace) -> Result:
     async with opened(arguments) as session:
-        made: list[list[Ask]] = []
-
-        def next_asks() -> list[Ask]:
-            # The warm-up needs no arrival times: one request per repetition is enough.
-            if len(made) < arguments.warmup:
-                made.append([])
-                return [session.prompts.ask(arguments.input_len, arguments.output_len)]
-            made.append(asks(session, arguments, len(made) - arguments.warmup))
-            return made[-1]
-
-        asks(session, arguments, 0)  # reports lengths that do not fit before the warm-up
-        runs = await rounds(session, arguments, next_asks, arguments.concurrency)
+        made = [asks(session, arguments, number) for number in range(arguments.rounds)]
+        # The warm-up needs no arrival times: one request per repetition is enough.
+        runs = await rounds(
+            session,
+            arguments,
+            iter(made).__next__,
+            arguments.concurrency,
+            warmup=lambda: [session.prompts.ask(arguments.input_len, arguments.output_len)],
+        )
         sent = made[-1]
         workload = {
             "requests": len(sent),
