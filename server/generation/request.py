@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engine import SamplingParams
 
 from ..grammar.schemas import Grammar
+from ..tokenization.encoder import RenderOptions
 from .output import Json
-
-if TYPE_CHECKING:
-    from ..tokenization.encoder import RenderOptions
 
 UNLIMITED = -1  # a limit of the output, for clients that always send one: as many tokens as fit
 MIN_TOP_P = 1e-12  # replaces 0: only the most likely token is left

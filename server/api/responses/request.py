@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 from pydantic_core import PydanticCustomError
@@ -14,6 +14,7 @@ from ...generation.request import Calling, ConversationPrompt, GenerationRequest
 from ...grammar.schemas import MAX_SOURCE, Grammar, of_schema
 from ...http.fields import LABEL, Refused, Wire, clash, refused
 from ...http.openapi import examples
+from ...tokenization.encoder import RenderOptions
 from .. import notes
 from ..chat.request import Labels, Metadata, TemplateKwargs
 from ..conversation import Effort, by_effort, calling_of, check_choice, is_thinking, thinking_variables
@@ -22,9 +23,6 @@ from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, St
 from ..tools import MAX_TOOLS
 from .items import ItemId, Items, as_turns
 from .tools import AnyTool, Callable, CustomTool, FlatAllowed, FlatChoice, callables, chosen_names
-
-if TYPE_CHECKING:
-    from ...tokenization.encoder import RenderOptions
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal[

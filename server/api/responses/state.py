@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fastapi import Depends, Request
+from starlette.types import Message
 
+from ...generation.choices import Generation
+from ...http.admission import Ticket
 from ...http.errors import from_exception, unavailable
 from ...settings import Settings
 from .response import ResponsesWriter, interrupted
 from .store import Store
-
-if TYPE_CHECKING:
-    from starlette.types import Message
-
-    from ...generation.choices import Generation
-    from ...http.admission import Ticket
 
 
 class Cancelled(Exception):
