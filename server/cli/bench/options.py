@@ -63,6 +63,10 @@ def add_number(box: argparse._ActionsContainer, flag: str, default: int, text: s
     box.add_argument(flag, metavar="N", type=whole(minimum), default=default, help=f"{text} (default: {default})")
 
 
+def add_factor(box: argparse._ActionsContainer, flag: str, text: str) -> None:
+    box.add_argument(flag, metavar="X", type=positive, default=1.0, help=f"{text} (default: 1)")
+
+
 def add_numbers(box: argparse._ActionsContainer, flag: str, default: list[int], text: str) -> None:
     numbers = ",".join(map(str, default))
     box.add_argument(flag, metavar="N,...", type=wholes, default=default, help=f"{text} (default: {numbers})")

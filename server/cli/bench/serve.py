@@ -49,16 +49,8 @@ def add_arguments(parser: Parser) -> None:
         "--arrivals", choices=["poisson", "fixed"], default="poisson", help="random or evenly spaced (default: poisson)"
     )
     box.add_argument("--trace", metavar="FILE", type=Path, help="file of times and lengths, instead of a rate")
-    box.add_argument(
-        "--time-scale", metavar="X", type=options.positive, default=1.0, help="factor for a trace's times (default: 1)"
-    )
-    box.add_argument(
-        "--length-scale",
-        metavar="X",
-        type=options.positive,
-        default=1.0,
-        help="factor for a trace's lengths, for models with a short context (default: 1)",
-    )
+    options.add_factor(box, "--time-scale", "factor for a trace's times")
+    options.add_factor(box, "--length-scale", "factor for a trace's lengths, for models with a short context")
     box.add_argument("--concurrency", metavar="N", type=whole(1), help="maximum open requests (default: no limit)")
     options.add_measurement(parser, rounds=1)
 
