@@ -141,9 +141,9 @@ class Run:
             ids = delta.token_ids
             self.tokens += len(ids)
             ended = delta.finish_reason == "stop" and bool(ids) and ids[-1] in params.stop_ids
-            text += stream.feed(ids[:-1] if ended else ids).text
+            text += "".join(map(stream.feed, ids[:-1] if ended else ids))
             reason = delta.finish_reason or ""
-        return "failed" if reason == "error" else reason, text + stream.finish().text
+        return "failed" if reason == "error" else reason, text + stream.finish()
 
 
 def kind_of(reason: str) -> str:

@@ -58,7 +58,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await responses.background.close()
+            await responses.stop()
             await state.close()
             await responses.close()
             if step_log is not None:

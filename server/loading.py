@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine import Engine, EngineError, EngineInfo, ModelError
 
 from .http.errors import traceback_line
-from .parsers import Formats, detect
+from .parsers.formats import Formats, detect
 from .settings import Settings
 from .tokenization import reranker
 from .tokenization.encoder import Prompts
@@ -38,24 +37,20 @@ class LoadedModel:
 
 
 async def load(settings: Settings, engine: Engine, version: str) -> LoadedModel:
-    """Wait for the engine and meanwhile read the text files. Raises the first EngineError of either."""
+    """Wait for the engine and meanwhile read the text files. Raises the first EngineError."""
+    reading = asyncio.to_thread(_read_text_files, settings, settings.revision)
     try:
-        async with asyncio.TaskGroup() as group:
-            reading = group.create_task(asyncio.to_thread(_read_text_files, settings, settings.revision))
-            starting = group.create_task(engine.ready())
-        info, (revision, prompts, defaults) = starting.result(), reading.result()
+        info, (revision, prompts, defaults) = await asyncio.gather(engine.ready(), reading)
         if info.revision not in (None, revision):
             # A branch on the hub moved between our download and the engine's: read the files of the engine's commit.
             prompts.close()
             _, prompts, defaults = await asyncio.to_thread(_read_text_files, settings, info.revision)
-    except Exception as raised:
-        errors = list(_flat(raised))
-        bug = next((error for error in errors if not isinstance(error, EngineError)), None)
-        if bug is not None:
-            log.error("%s at %s", type(bug).__name__, traceback_line(bug))
+    except EngineError:
+        raise
+    except Exception as bug:
         # Any other error is final too: report it, instead of staying in the state "loading" forever.
-        unknown = ModelError(f"the model could not be loaded: {type(bug).__name__}")
-        raise next((error for error in errors if isinstance(error, EngineError)), unknown) from None
+        log.error("%s at %s", type(bug).__name__, traceback_line(bug))
+        raise ModelError(f"the model could not be loaded: {type(bug).__name__}") from None
     prompts.max_len = info.max_len
     formats = formats_of(settings, prompts.template_source)
     scores = reranker.find(prompts.template_source, prompts.tokenizer)
@@ -93,12 +88,3 @@ def fingerprint(info: EngineInfo, version: str) -> str:
     kinds = (info.dtype, info.quantization, info.kv_dtype, info.implementation, info.attention)
     parts = (info.weights_hash, version, *kinds)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
-def _flat(error: Exception) -> Iterator[Exception]:
-    """Yield the error, or all errors of nested groups."""
-    if isinstance(error, ExceptionGroup):
-        for inner in error.exceptions:
-            yield from _flat(inner)
-    else:
-        yield error

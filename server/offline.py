@@ -24,7 +24,7 @@ from .app import build_app
 from .http.in_process import InProcess
 from .http.sse import EventStream
 from .settings_sources import load
-from .settings_values import SettingsError, nearest
+from .settings_values import SettingsError, hint
 from .state import AppState
 
 T = TypeVar("T")
@@ -167,8 +167,7 @@ def _settings(options: Mapping[str, Any]) -> settings.Settings:
     known = [name for name in settings.FIELDS if settings.group(name) in GROUPS]
     for name in options:
         if name not in known:
-            near = nearest(name, known)
-            raise SettingsError(f"LLM has no option {name}" + (f"; did you mean {near}?" if near else ""))
+            raise SettingsError(f"LLM has no option {name}{hint(name, known)}")
     return load(options).settings
 
 

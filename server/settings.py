@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from functools import cached_property, partial
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
-from pydantic_settings import PydanticBaseSettingsSource as Source
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FilePath, model_validator
 
-from .settings_keys import read_keys
 from .settings_values import (
     Bytes,
     Count,
     Device,
     DType,
-    File,
     KeyFile,
     Names,
     NewFile,
@@ -30,6 +25,7 @@ from .settings_values import (
     ToolParser,
     _generation_config,
     _root_path,
+    read_keys,
 )
 
 if TYPE_CHECKING:
@@ -72,19 +68,17 @@ ENGINE_SETTINGS = {
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings, validated and immutable."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), validate_default=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model: str = _model("builtin", "same as the positional argument MODEL", "MODEL", min_length=1, max_length=4096)
     revision: str | None = _model(None, "branch, tag or commit of a model on the hub", min_length=1, max_length=256)
     served_model_name: Names = _model(
         [], "one or more names that requests may use; the metrics show the first (default: MODEL)", "NAME"
     )
-    chat_template: File | None = _model(None, "Jinja file that replaces the model's chat template", "FILE")
+    chat_template: FilePath | None = _model(None, "Jinja file that replaces the model's chat template", "FILE")
     tool_call_parser: ToolParser = _model(
         "auto", "format of the model's tool calls: auto (detected from its chat template), none, or a name", "FORMAT"
     )
@@ -180,8 +174,8 @@ class Settings(BaseSettings):
     root_path: Annotated[str, AfterValidator(_root_path)] = _http(
         "", "path prefix under which a reverse proxy publishes the server", "PATH", max_length=1024
     )
-    ssl_certfile: File | None = _http(None, "TLS certificate (PEM)", "FILE")
-    ssl_keyfile: File | None = _http(None, "private key of the TLS certificate (PEM)", "FILE")
+    ssl_certfile: FilePath | None = _http(None, "TLS certificate (PEM)", "FILE")
+    ssl_keyfile: FilePath | None = _http(None, "private key of the TLS certificate (PEM)", "FILE")
     api_key: Secrets = _http(
         [], "one or more API keys, of which clients must send one (default: no key is needed)", "KEY"
     )
@@ -239,17 +233,6 @@ class Settings(BaseSettings):
     step_log: NewFile | None = _logs(None, "file to which every engine step is appended as a line of JSON", "FILE")
     log_format: Literal["text", "json"] = _logs("text", "format of log lines")
     log_level: Literal["debug", "info", "warning", "error"] = _logs("info", "minimum level of log lines")
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: Source, env_settings: Source, *_: Source, **__: Source
-    ) -> tuple[Source, ...]:
-        """Prefer arguments to the environment; `load` passes a TOML value as an argument if neither has the setting."""
-        assert isinstance(env_settings, EnvSettingsSource)
-        env_settings.env_vars = {
-            name.lower(): value for name, value in environment(os.environ).items() if value is not None
-        }
-        return init_settings, env_settings
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Settings:

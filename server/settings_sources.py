@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from .settings import FIELDS, PREFIX, SECRET, Settings, environment, flag, metavar, shape
-from .settings_values import SettingsError, nearest
+from .settings_values import SettingsError, hint, nearest
 
 # The beginning of an error's type in pydantic -> our message.
 MESSAGES = {
@@ -21,6 +21,7 @@ MESSAGES = {
     "float_": "is not a number",
     "finite_number": "is not a number",
     "bool_": "must be true or false",
+    "path_not_file": "is not a file",
     "string_too_short": "is empty",
     "string_too_long": "is too long",
 }
@@ -54,9 +55,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in FIELDS:
-            close = nearest(name, FIELDS)
-            hint = f"did you mean {close}?" if close else "`pequod config show` lists the keys"
-            raise SettingsError(f"{path}: unknown key {key}; {hint}")
+            advice = hint(name, FIELDS, "`pequod config show` lists the keys")
+            raise SettingsError(f"{path}: unknown key {key}{advice}")
         if name in values:
             raise SettingsError(f"{path}: {name} is set twice")
         _check_kind(path, key, name, value)
@@ -87,16 +87,17 @@ class Loaded:
 def load(flags: Mapping[str, Any], config: Path | None = None) -> Loaded:
     """Settings from flags, environment, TOML file and defaults, in this order. Raises SettingsError."""
     from_file = {} if config is None else read_toml(config)
-    from_env = {variable.upper(): variable for variable in environment(os.environ)}
+    from_env = {variable.upper(): (variable, value) for variable, value in environment(os.environ).items()}
     sources: dict[str, str] = {}
     values: dict[str, Any] = {}
     for name in FIELDS:
-        variable = from_env.get(PREFIX + name.upper())
+        variable, value = from_env.get(PREFIX + name.upper(), (None, None))
         if name in flags:
             sources[name] = f"flag {flag(name)}"
             values[name] = flags[name]
         elif variable is not None:
             sources[name] = f"env {variable}"
+            values[name] = value
         elif name in from_file:
             sources[name] = f"{config}: {name}"
             values[name] = from_file[name]
@@ -119,8 +120,7 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
         text = fixed
     elif kind == "literal_error":
         choices = shape(name)[1]
-        close = nearest(str(error["input"]), choices)
-        text = f"must be one of {', '.join(choices)}" + (f"; did you mean {close}?" if close else "")
+        text = f"must be one of {', '.join(choices)}{hint(str(error['input']), choices)}"
     elif kind in ("greater_than_equal", "less_than_equal", "greater_than"):
         word = {"greater_than_equal": "at least", "less_than_equal": "at most", "greater_than": "above"}[kind]
         text = f"must be {word} {next(iter(context.values())):g}"

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
-from pydantic_settings import NoDecode
+from pydantic import AfterValidator, BeforeValidator, Field, FilePath, SecretStr
 
 from .parsers.formats import REASONING_FORMATS, TOOL_FORMATS
-from .settings_keys import read_keys
 
 UNITS = {"": 1, **{unit + "b": 1000**i for i, unit in enumerate("kmgt", 1)}, "b": 1}
 # A bare unit letter is a power of 1024, as in docker and the kernel.
 UNITS |= {suffix: 1024**i for i, unit in enumerate("kmgt", 1) for suffix in (unit, unit + "ib")}
+
+
+MAX_KEY_FILE = 1 << 20  # bytes
+MAX_WEIGHT = 1000.0
 
 
 class SettingsError(Exception):
@@ -30,6 +33,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     plain = {choice.lower().replace("_", "-"): choice for choice in known}
     close = get_close_matches(name.lower().replace("_", "-"), plain, n=1)
     return plain[close[0]] if close else None
+
+
+def hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of an error about an unknown name: the name that was meant, or what to do otherwise."""
+    near = nearest(name, known)
+    advice = f"did you mean {near}?" if near else otherwise
+    return f"; {advice}" if advice else ""
 
 
 def num_bytes(value: Any) -> Any:
@@ -69,14 +79,48 @@ def _not_blank(value: SecretStr) -> SecretStr:
     return value
 
 
-def _file(path: Path) -> Path:
-    if not path.is_file():
-        raise ValueError("is not a file")
-    return path
+def read_keys(path: Path) -> dict[str, float]:
+    """Return the API keys of a file with the weights of their shares.
+
+    A line is `KEY` or `KEY weight=NUMBER`; empty lines and lines that begin with # are skipped. Raises ValueError with
+    a predicate for the file's name. Errors quote no line, since it may hold a key.
+    """
+    try:
+        data = path.read_bytes()
+        text = data.decode("utf-8-sig")  # editors on Windows write a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
+    if len(data) > MAX_KEY_FILE:
+        raise ValueError(f"has more than {MAX_KEY_FILE} bytes")
+    keys: dict[str, float] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        key, *more = words
+        if key in keys:
+            raise ValueError(f"repeats a key in line {number}")
+        keys[key] = _weight(more, number)
+    if not keys:
+        raise ValueError("has no key")
+    return keys
+
+
+def _weight(words: list[str], number: int) -> float:
+    if not words:
+        return 1.0
+    name, _, value = words[0].partition("=")
+    try:
+        weight = float(value)
+    except ValueError:
+        weight = math.nan
+    if len(words) > 1 or name != "weight" or not 0 < weight <= MAX_WEIGHT:
+        raise ValueError(f"needs KEY or KEY weight=NUMBER (at most {MAX_WEIGHT:g}) in line {number}")
+    return weight
 
 
 def _key_file(path: Path) -> Path:
-    read_keys(_file(path))
+    read_keys(path)
     return path
 
 
@@ -115,11 +159,10 @@ def _root_path(value: str) -> str:
 
 
 Bytes = Annotated[int, BeforeValidator(num_bytes)]
-Names = Annotated[list[str], NoDecode, BeforeValidator(split), AfterValidator(_no_blank)]
-Secrets = Annotated[list[SecretStr], NoDecode, BeforeValidator(split), AfterValidator(_no_blank)]
+Names = Annotated[list[str], BeforeValidator(split), AfterValidator(_no_blank)]
+Secrets = Annotated[list[SecretStr], BeforeValidator(split), AfterValidator(_no_blank)]
 Secret = Annotated[SecretStr, AfterValidator(_not_blank)]
-File = Annotated[Path, AfterValidator(_file)]
-KeyFile = Annotated[Path, AfterValidator(_key_file)]
+KeyFile = Annotated[FilePath, AfterValidator(_key_file)]
 NewFile = Annotated[Path, AfterValidator(_in_folder)]
 SocketPath = Annotated[Path, AfterValidator(_socket_path)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -136,8 +179,7 @@ def _one_of(formats: Iterable[str]) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in known:
-            near = nearest(value, known)
-            raise ValueError(f"must be one of {', '.join(known)}" + (f"; did you mean {near}?" if near else ""))
+            raise ValueError(f"must be one of {', '.join(known)}{hint(value, known)}")
         return value
 
     return AfterValidator(check)

@@ -8,6 +8,7 @@ import itertools
 import random
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -15,17 +16,28 @@ from fastapi import Depends, Request
 from engine import Engine, EngineDied, EngineError
 
 from .grammar.checker import Gate
-from .health import Health, state_of
-from .http import retry
 from .http.admission import Limits
 from .http.auth import Keys
-from .http.errors import not_found
+from .http.errors import FAILED_S, RETRY_S, not_found
 from .http.excerpt import shown
 from .loading import LoadedModel, load
 from .observability.metrics import Metrics
 from .settings import Settings
 
+HEARTBEAT_S = 5.0  # without a heartbeat of the engine process, which sends two per second
 CUT_S = 5.0  # for streams to write their error event after the drain's deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The body of /ready, from what the engine has reported last."""
+
+    state: str  # ready | starting | loading | restarting | draining | failed | silent | stalled | full
+    phase: str  # of the engine
+    share: float  # of the weights that are loaded
+    last_step_age_s: float | None  # None: no step yet
+    running: int
+    waiting: int
 
 
 class AppState:
@@ -90,7 +102,6 @@ class AppState:
     # For routes
 
     def new_id(self) -> int:
-        """Return the id of a new engine request."""
         return next(self._ids)
 
     def new_seed(self) -> int:
@@ -112,12 +123,12 @@ class AppState:
         While the engine restarts, work is accepted: it starts when the open requests continue.
         """
         if self.limits.draining:
-            raise self.limits.refuse("draining", "The server is shutting down.", retry.DRAINING_S)
+            raise self.limits.refuse("draining", "The server is shutting down.", RETRY_S)
         if self.failed is not None:
-            raise self.limits.refuse("failed", "The engine has failed and will not be restarted.", retry.FAILED_S)
+            raise self.limits.refuse("failed", "The engine has failed and will not be restarted.", FAILED_S)
         if self.model is None:
             share = self.engine.status.share
-            raise self.limits.refuse("loading", f"The model is loading ({share:.0%} so far).", retry.LOADING_S)
+            raise self.limits.refuse("loading", f"The model is loading ({share:.0%} so far).", RETRY_S)
         return self.model
 
     # Health
@@ -127,20 +138,42 @@ class AppState:
         status, now = self.engine.status, time.monotonic()
         running, waiting = self.metrics.running_waiting()
         return Health(
-            state=state_of(
-                self.engine,
-                self.limits,
-                is_loaded=self.model is not None,
-                has_failed=self.failed is not None,
-                stall_s=self.settings.stall_seconds,
-                now=now,
-            ),
+            state=self._state(now),
             phase=status.phase,
             share=round(status.share, 4),
             last_step_age_s=round(now - status.last_step, 3) if status.last_step else None,
             running=running,
             waiting=waiting,
         )
+
+    def _state(self, now: float) -> str:
+        """Return the state in one word."""
+        status = self.engine.status
+        if self.limits.draining:
+            return "draining"
+        if self.failed is not None or status.phase == "closed":
+            return "failed"
+        if status.phase == "restarting":
+            return "restarting"
+        if status.phase != "ready" or self.model is None:
+            return "starting" if status.phase == "starting" else "loading"
+        if getattr(self.engine, "pid", None) is not None and now - status.heartbeat > HEARTBEAT_S:
+            return "silent"
+        if self._stalled_for(now) > self.settings.stall_seconds:
+            return "stalled"
+        return "full" if self.limits.is_full else "ready"
+
+    def _stalled_for(self, now: float) -> float:
+        """Return the seconds without a step while there was work; 0.0 without work.
+
+        Choices that are open here, because of a slow reader, may have ended in the engine, as their last step reported.
+        Our own count matters only before the first step for new work.
+        """
+        status = self.engine.status
+        is_new = self.limits.busy_since > status.last_step
+        if self.limits.open_choices == 0 or not (status.running or status.waiting or is_new):
+            return 0.0
+        return now - max(status.last_step, self.limits.busy_since)
 
     # Drain
 

@@ -2,7 +2,6 @@
 
 
 def version() -> str:
-    """Return the installed version."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 

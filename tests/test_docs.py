@@ -76,7 +76,7 @@ def test_every_metric_is_listed_and_no_other():
 
 
 def test_every_state_of_ready_is_explained():
-    source = (ROOT / "server/health.py").read_text(encoding="utf-8")
+    source = (ROOT / "server/state.py").read_text(encoding="utf-8")
     (states,) = re.findall(r"^    state: str  # (.*)$", source, re.M)
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section("Health"), re.M)))) == set(
         states.split(" | ")

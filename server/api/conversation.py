@@ -58,10 +58,7 @@ async def count_tokens(
 
 
 def thinking_variables(thinks: bool | None, effort: str | None, own: Json | None) -> Json | None:
-    """Return the chat template's variables for reasoning, under all names that templates use.
-
-    `own`, the variables of the request itself, override all others.
-    """
+    """Return the chat template's variables for reasoning, under all names that templates use; `own` overrides them."""
     variables: Json = {}
     if thinks is not None:
         variables |= dict.fromkeys(SWITCHES, thinks)

@@ -106,7 +106,6 @@ class FormatFields(CompletionFields):
 
 
 def of_format(value: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Grammar | None:
-    """Return the grammar of a response_format."""
     if isinstance(value, JsonObjectFormat):
         return Grammar("json_schema", ANY_OBJECT, "response_format")
     if isinstance(value, JsonSchemaFormat):
@@ -115,7 +114,6 @@ def of_format(value: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) ->
 
 
 def of_outputs(value: StructuredOutputs | None) -> Grammar | None:
-    """Return the grammar of a structured_outputs."""
     if value is None:
         return None
     field = "structured_outputs"

@@ -28,6 +28,10 @@ MAX_LOGPROBS = 20  # alternatives per token
 MAX_ALLOWED = 4096  # 16 rows of it are as much work in a step as one row of logits
 MAX_BAD_WORDS = 128  # each is compared with the end of the output before each token is sampled
 MAX_BAD_WORD = 128  # characters
+# Fields that have the same names in SamplingParams.
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+)  # fmt: skip
 
 
 def token_name(value: str) -> int:
@@ -92,8 +96,9 @@ def only_with(field: str) -> Callable[[Any, ValidationInfo], Any]:
     return check
 
 
-def stop_texts(stop: str | list[str] | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else stop or []
+def listed(texts: str | list[str] | None) -> list[str]:
+    """Return the texts of a field that has one or several."""
+    return [texts] if isinstance(texts, str) else texts or []
 
 
 class StreamOptions(Wire):
@@ -164,7 +169,9 @@ class GenerationFields(Wire):
 
     def resolve(self) -> GenerationRequest:
         """Return what the request asks for, in the one form that generation reads; each API adds its own fields."""
-        penalty = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
+        sampling = {name: getattr(self, name) for name in SAMPLING}
+        if self.repetition_penalty is None:
+            sampling["repetition_penalty"] = self.repeat_penalty
         allowed = self.allowed_token_ids
         return GenerationRequest(
             model=self.model,
@@ -173,13 +180,7 @@ class GenerationFields(Wire):
             include_stop=bool(self.include_stop_str_in_output),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
+            sampling={name: value for name, value in sampling.items() if value is not None},
             seed=self.seed,
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
@@ -235,7 +236,7 @@ class CompletionFields(GenerationFields, VllmFields, LlamaCppFields):
             super().resolve(),
             num_choices=self.num_choices,
             limit=("max_tokens", self.max_tokens),
-            stops=stop_texts(self.stop),
+            stops=listed(self.stop),
             scoring=None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs),
             continuous_usage=self.include_usage
             and bool(self.stream_options and self.stream_options.continuous_usage_stats),

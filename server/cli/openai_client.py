@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .commands import UsageError
+from ..http.sse import EventStream
+from .commands import Failure, UsageError
 
 if TYPE_CHECKING:
     import httpx
@@ -31,6 +36,204 @@ def open_client(url: str, key: str | None, silence_s: float, limits: httpx.Limit
         timeout=httpx.Timeout(silence_s, connect=CONNECT_S),
         limits=limits or httpx.Limits(),
     )
+
+
+async def describe(http: httpx.AsyncClient, model: str | None) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the name of a server's model, its entry in /v1/models, and /version.
+
+    Without a name it is the first model. Both objects are empty if the server does not have them. Raises Failure.
+    """
+    cards: list[dict[str, Any]] = (await _get(http, "/v1/models")).get("data") or []
+    card = next((card for card in cards if not model or card.get("id") == model), {})
+    name = model or card.get("id")
+    if not name:
+        raise Failure(f"{http.base_url} does not list its models; name one with --model")
+    return name, card, await _get(http, "/version")
+
+
+async def _get(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
+    import httpx
+
+    try:
+        response = await http.get(path, timeout=CONNECT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Failure(f"no server responds at {http.base_url} ({type(error).__name__}); is it running?") from None
+    if response.status_code in (401, 403) and path != "/version":
+        raise Failure(f"{http.base_url} requires a key; pass it with --api-key")
+    body = parsed(response.content) if response.status_code == 200 else None
+    return body if isinstance(body, dict) else {}
+
+
+class Refusal(NamedTuple):
+    """An error response."""
+
+    status: int
+    message: str | None
+    code: str | None  # in OpenAI's form
+
+    @classmethod
+    def of(cls, response: httpx.Response) -> Refusal:
+        """Return the error of a response whose body has been read."""
+        body = parsed(response.content)
+        return cls(response.status_code, error_field(body, "message"), error_field(body, "code"))
+
+    def __str__(self) -> str:
+        return f"the server responded with status {self.status}" + (f": {self.message[:300]}" if self.message else "")
+
+
+@dataclass(slots=True, eq=False)
+class Shot:
+    """The result of one request. Times are seconds since the run started."""
+
+    at: float
+    input_len: int
+    output_len: int
+    sent: float
+    done: float = 0.0
+    times: list[float] = field(default_factory=list)  # of each chunk with tokens
+    sizes: list[int] | None = None  # tokens in each of them; None: unknown
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)  # log-probability of a token less that of the best other one
+    text: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None  # from the server's usage
+    finish_reason: str | None = None
+    streamed: bool = True
+    error: str | None = None
+    refusal: Refusal | None = None  # with `error`, if the server has refused the request
+    broken: bool = False  # the connection failed, and not the request
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens: from usage, else from token ids, else one for each chunk."""
+        if self.output_tokens is not None:
+            return self.output_tokens
+        return sum(self.sizes) if self.sizes is not None else len(self.times)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token; None without streaming."""
+        return self.times[0] - self.sent if self.times and self.streamed else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between the chunks with tokens."""
+        return [b - a for a, b in itertools.pairwise(self.times)] if self.streamed else []
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first chunk."""
+        if not self.streamed or len(self.times) < 2 or self.times[-1] <= self.times[0]:
+            return None
+        first = self.sizes[0] if self.sizes else 1
+        return (self.tokens - first) / (self.times[-1] - self.times[0])
+
+    def record(self) -> dict[str, Any]:
+        """Return everything but the text and the ids, for JSON, with times rounded to microseconds."""
+        return {
+            "at": round(self.at, 6),
+            "sent": round(self.sent, 6),
+            "done": round(self.done, 6),
+            "times": [round(t, 6) for t in self.times],
+            "tokens_of_chunks": self.sizes,
+            "input_len": self.input_len,
+            "output_len": self.output_len,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+        }
+
+
+async def send(
+    http: httpx.AsyncClient,
+    body: dict[str, Any],
+    shot: Shot,
+    began: float,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Send a request for a completion or a chat, and fill the Shot; errors are in it.
+
+    `on_text` is called with each piece of the text as it arrives, without reasoning.
+    """
+    import httpx
+
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    try:
+        async with http.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                shot.refusal = Refusal.of(response)
+                shot.error = str(shot.refusal)
+            elif response.headers.get("content-type", "text/event-stream").startswith("text/event-stream"):
+                events = EventStream(response)
+                async for arrived, event in events:
+                    _add(shot, event, arrived - began, on_text)
+                if not events.is_complete and shot.finish_reason is None and shot.error is None:
+                    shot.error, shot.broken = "the stream ended without a last event", True
+            else:
+                shot.streamed = False
+                _add(shot, json.loads(await response.aread()), time.perf_counter() - began, on_text)
+    except httpx.HTTPError as error:
+        shot.error, shot.broken = f"the connection failed: {type(error).__name__}", True
+    except ValueError:
+        shot.error = "the server sent invalid JSON"
+    shot.done = time.perf_counter() - began
+    if shot.ok and not shot.times and shot.finish_reason is None:
+        shot.error = "the response had neither a token nor a finish reason"
+
+
+def _add(shot: Shot, event: Any, now: float, on_text: Callable[[str], None]) -> None:
+    """Add an event, or a whole response."""
+    if not isinstance(event, dict):
+        raise ValueError(event)
+    if event.get("error"):
+        shot.error = error_field(event, "message") or "the server ended the response early"
+        return
+    if usage := event.get("usage"):
+        shot.prompt_tokens, shot.output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        shot.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    for choice in event.get("choices") or ():
+        source = choice.get("delta") or choice.get("message") or choice
+        thought, text = (
+            "".join(source.get(key) or "" for key in keys)
+            for keys in (("reasoning_content", "reasoning"), ("content", "text"))
+        )
+        ids = choice.get("token_ids") or []
+        shot.text += thought + text
+        shot.token_ids += ids
+        _add_logprobs(shot, choice.get("logprobs"))
+        shot.finish_reason = choice.get("finish_reason") or shot.finish_reason
+        if thought or text or ids:
+            if ids and (shot.sizes is not None or not shot.times):
+                shot.sizes = [*(shot.sizes or []), len(ids)]
+            elif not ids:
+                shot.sizes = None
+            shot.times.append(now)
+        if text:
+            on_text(text)
+
+
+def _add_logprobs(shot: Shot, found: Any) -> None:
+    """Add the log-probabilities of completions (columns) or of a chat (one object per token)."""
+    if not isinstance(found, dict):
+        return
+    if "token_logprobs" in found:
+        tops = [sorted((top or {}).values(), reverse=True) for top in found.get("top_logprobs") or []]
+        own = found["token_logprobs"]
+    else:
+        entries = found.get("content") or []
+        own = [entry["logprob"] for entry in entries]
+        tops = [sorted((top["logprob"] for top in entry.get("top_logprobs") or ()), reverse=True) for entry in entries]
+    shot.logprobs += own
+    shot.margins += [top[0] - top[1] for top in tops if len(top) > 1]
 
 
 def error_field(body: object, name: str) -> str | None:

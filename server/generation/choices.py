@@ -17,10 +17,9 @@ from starlette.types import Receive
 from engine import Engine, EngineRequest, ErrorCode, RequestStats, TokenDelta, TokenLogprob
 
 from ..grammar.checker import busy, refusal
-from ..http import retry
 from ..http.errors import ApiError, deadline, from_exception, invalid, unavailable
 from ..observability.tracking import RequestTracker
-from ..parsers import Call, Content, MessageParser, Part
+from ..parsers.parts import Call, Content, MessageParser, Part
 from ..tokenization.detokenizer import Detokenizer
 from .output import Output, Usage, usage
 
@@ -110,22 +109,22 @@ class Choice(Reader):
         end: int | None = None  # index of a second call among the parts of one token
         for token_id in ids[:-1] if has_stop_token else ids:
             # One at a time: whether a token is reasoning must not depend on the tokens that arrive with it.
-            piece = self.stream.feed((token_id,))
+            offsets.append(self.stream.offset)
+            text = self.stream.feed(token_id)
             was_reasoning = self.parser.is_reasoning
-            texts.append(piece.text)
-            new_parts = self.parser.feed(piece.text)
+            texts.append(text)
+            new_parts = self.parser.feed(text)
             end = self._second_call(new_parts)
             parts += new_parts[:end]
             part_ends.append(len(parts))
-            offsets += piece.offsets
             self.num_reasoning += was_reasoning or self.parser.is_reasoning
-            if piece.stopped or end is not None:
+            if self.stream.stopped or end is not None:
                 reason, has_stop_token = "stop", False
                 break
         if reason and end is None:
             if has_stop_token:
                 offsets.append(self.stream.offset)
-            rest = self.stream.finish().text
+            rest = self.stream.finish()
             texts.append(rest)
             new_parts = self.parser.feed(rest) + self.parser.finish()
             parts += new_parts[: self._second_call(new_parts)]
@@ -238,10 +237,7 @@ class Generation:
             self._timer = loop.call_later(self.due.left_s, self.stop, deadline(), self.due.cause)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
-        """Yield new outputs until all choices are complete, and [] after HEARTBEAT_S without any.
-
-        Raises Gone, or the ApiError that ended the request.
-        """
+        """Yield new outputs until all choices have ended, and [] after HEARTBEAT_S without any; raises the failure."""
         left = len(self.choices)
         while left:
             taken = await self._take()
@@ -303,7 +299,7 @@ class Generation:
     async def _watch_drain(self) -> None:
         await self.shutdown.wait()
         message = "The server shut down before the response was complete."
-        self.stop(unavailable(message, "draining", retry.DRAINING_S), "drain")
+        self.stop(unavailable(message, "draining"), "drain")
 
     def stop(self, failure: Exception, cause: str) -> None:
         """End all running choices; `outputs` raises `failure`. Only the first call has an effect."""

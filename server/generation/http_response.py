@@ -21,14 +21,13 @@ from starlette.types import Receive, Scope, Send
 
 from ..http import sse
 from ..http.admission import Caller
-from ..http.disconnect import while_connected
-from ..http.errors import deadline, from_exception
+from ..http.errors import from_exception
 from ..http.openapi import JsonObject
 from ..observability.tracking import RequestTracker
 from ..state import AppState
 from .choices import Generation, Gone
 from .output import Head, Output, Prompt, TokenText, Usage, Writer
-from .prepare import check_fields, make_choices, make_engine_requests, prepare, time_limit
+from .prepare import check_fields, in_time, make_choices, prepare, time_limit
 from .request import GenerationRequest
 
 WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading
@@ -51,11 +50,7 @@ async def respond(
     check_fields(app, model.info, request)
     # The ticket is the caller's and is released at the end of the HTTP request. Nothing slow precedes it.
     ticket = app.limits.admit(caller, request.num_prompts * request.num_choices)
-    try:
-        async with asyncio.timeout(due and due.left_s):
-            prepared = await while_connected(http_request, prepare(app, model, caller, request, ticket))
-    except TimeoutError:
-        raise deadline() from None
+    prepared = await in_time(due, http_request, prepare(app, model, caller, request, ticket))
     request_id = http_request.state.request_id
     head = Head(
         f"{prefix}{uuid.uuid4().hex}", int(time.time()), name, model.fingerprint, request_id, model.default_sampling
@@ -63,29 +58,27 @@ async def respond(
     lengths = [len(prompt.ids) for prompt in prepared.prompts]
     track = RequestTracker(app.metrics, request_id, request.num_choices, lengths, max(prepared.max_tokens))
     track.began = began  # the client has been waiting since then, not since its prompt was tokenized
-    engine_requests = make_engine_requests(app, model, caller, request, prepared)
-    choices = make_choices(model, request, prepared, engine_requests)
+    choices = make_choices(app, model, caller, request, prepared)
     generation = Generation(app.engine, choices, request.num_choices, track, due, shutdown=app.deadline_passed)
     return GeneratedResponse(generation, write(head, prepared.prompts, model.tokenizer.token_text), request)
 
 
-class GeneratedResponse(Response):
-    """Runs a Generation while it is being sent; errors before the first byte are raised as exceptions."""
+class WholeResponse(Response):
+    """Waits for all outputs of a Generation and sends one JSON object; errors are raised as exceptions."""
 
-    def __init__(self, generation: Generation, writer: Writer, request: GenerationRequest) -> None:
+    def __init__(self, generation: Generation, write: Callable[[list[Output], Usage], JsonObject]) -> None:
+        """`write` returns the object; one output per choice, in their order."""
         super().__init__()
         self.generation = generation
-        self.writer = writer
-        self.request = request
+        self.write = write
+        self.in_thread = False  # encoding takes long
+        self.notes: dict[str, str] = {}  # further headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.generation.running(receive):
-            if self.request.stream:
-                await Stream(self.generation, self.writer, self.request, send).run()
-            else:
-                await self._send_whole(scope, receive, send)
+            await self.run(scope, receive, send)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         outputs: list[list[Output]] = [[] for _ in self.generation.choices]
         async for taken in self.generation.outputs():
             for output in taken:
@@ -93,11 +86,28 @@ class GeneratedResponse(Response):
         usage = self.generation.usage()
 
         def encode() -> bytes:
-            return msgspec.json.encode(self.writer.whole([Output.join(choice) for choice in outputs], usage))
+            return msgspec.json.encode(self.write([Output.join(choice) for choice in outputs], usage))
 
-        body = encode() if self.request.scoring is None else await asyncio.to_thread(encode)
-        response = Response(body, media_type="application/json", headers=notes(self.writer.prompts))
+        body = await asyncio.to_thread(encode) if self.in_thread else encode()
+        response = Response(body, media_type="application/json", headers=self.notes)
         await response(scope, receive, partial(patiently, self.generation, send))
+
+
+class GeneratedResponse(WholeResponse):
+    """Runs a Generation while it is being sent; errors before the first byte are raised as exceptions."""
+
+    def __init__(self, generation: Generation, writer: Writer, request: GenerationRequest) -> None:
+        super().__init__(generation, writer.whole)
+        self.writer = writer
+        self.request = request
+        self.in_thread = request.scoring is not None
+        self.notes = notes(writer.prompts)
+
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.request.stream:
+            await Stream(self.generation, self.writer, self.request, send).run()
+        else:
+            await super().run(scope, receive, send)
 
 
 @dataclass(eq=False)

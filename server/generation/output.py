@@ -16,7 +16,7 @@ from engine import TokenLogprob
 from ..http import sse
 from ..http.errors import ApiError
 from ..http.openapi import JsonObject
-from ..parsers import Part
+from ..parsers.parts import Part
 
 Json = dict[str, Any]
 R = TypeVar("R")  # the request model of an API

@@ -13,7 +13,9 @@ from ..grammar.tool_calls import call_grammar
 from ..http.admission import Caller
 from ..http.errors import invalid
 from ..loading import LoadedModel
-from ..parsers import Formats, MessageParser, delimiters, ends_reasoning, message_parser, reasoning_opened
+from ..parsers.formats import Formats, delimiters, ends_reasoning, reasoning_opened
+from ..parsers.parts import MessageParser
+from ..parsers.select import message_parser
 from .output import Json, Prompt
 from .request import UNLIMITED, Calling, ConversationPrompt, GenerationRequest
 

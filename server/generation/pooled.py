@@ -5,29 +5,25 @@ The prompts of one request are admitted as one sequence of the queue; a few at a
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-import msgspec
 from fastapi import Request
 from fastapi.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from engine import EngineRequest, Pooling, SamplingParams, TokenDelta
+from engine import EngineInfo, Pooling, SamplingParams, TokenDelta
 
 from ..http.admission import INPUTS_DEPTH, Caller
-from ..http.disconnect import while_connected
-from ..http.errors import deadline
+from ..http.errors import CONTEXT_CODE, invalid
 from ..http.openapi import JsonObject
 from ..loading import LoadedModel
 from ..observability.tracking import RequestTracker
 from ..state import AppState
 from .choices import Generation, Reader, unfinished
-from .http_response import patiently
-from .output import Output, Prompt, PromptTokensDetails
-from .prepare import check_priority, encoded, time_limit
+from .http_response import WholeResponse
+from .output import Output, Prompt, PromptTokensDetails, Usage
+from .prepare import Scheduled, check_priority, encoded, engine_request, in_time, time_limit
 
 T = TypeVar("T")
 
@@ -38,13 +34,6 @@ class PooledUsage(JsonObject):
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-
-
-class Scheduled(Protocol):
-    """The fields of a request that say when its prompts run and which cached prefixes they share."""
-
-    priority: int | None
-    cache_salt: str | None
 
 
 @dataclass(frozen=True)
@@ -60,40 +49,38 @@ class Pool(Generic[T]):
     write: Callable[[list[T], PooledUsage], JsonObject]  # the response, from the results in the prompts' order
 
 
+def check_length(info: EngineInfo, ids: Sequence[int], subject: str, field: str) -> None:
+    """Raise 400 for a prompt that is longer than the context, which it may fill, since nothing is sampled after it."""
+    if len(ids) > info.max_len:
+        message = f"{subject} {len(ids)} tokens, and the context holds {info.max_len} (--max-model-len)"
+        raise invalid(f"{message}; truncate_prompt_tokens cuts it.", field, CONTEXT_CODE)
+
+
 async def respond(app: AppState, caller: Caller, request: Request, model: LoadedModel, pool: Pool[T]) -> Response:
     """Admit a request and return its response, of which nothing has been sent; raises ApiError."""
     began = app.metrics.clock()
     due = time_limit(app, request)
     check_priority(app, pool.request.priority)
     ticket = app.limits.admit_inputs(caller, pool.num_prompts)
-    try:
-        async with asyncio.timeout(due and due.left_s):
-            prompts = await while_connected(request, encoded(pool.encode(model), pool.field))
-    except TimeoutError:
-        raise deadline() from None
+    prompts = await in_time(due, request, encoded(pool.encode(model), pool.field))
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     track = RequestTracker(app.metrics, request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
     track.began = began
     params = SamplingParams(max_tokens=0, pooling=pool.pooling)
-    salt = app.keys.salt_for(caller, pool.request.cache_salt)
-    requests = [
-        EngineRequest(
-            id=app.new_id(),
-            prompt_ids=prompt.ids,
-            params=params,
-            priority=pool.request.priority or 0,
-            cache_salt=salt,
-            flow=caller.flow,
-            weight=caller.weight,
-        )
-        for prompt in prompts
+    results = [
+        Result(index, engine_request(app, caller, pool.request, prompt, params), pool.read)
+        for index, prompt in enumerate(prompts)
     ]
-    results = [Result(index, each, pool.read) for index, each in enumerate(requests)]
     window = INPUTS_DEPTH * app.limits.max_seqs
     generation = Generation(
         app.engine, results, 1, track, due, shutdown=app.deadline_passed, window=window, slots=app.limits.input_slots
     )
-    return PooledResponse(generation, results, pool.write)
+
+    def write(_: list[Output], total: Usage) -> JsonObject:
+        usage = PooledUsage(total.prompt_tokens, total.total_tokens, total.prompt_tokens_details)
+        return pool.write([result.value for result in results], usage)
+
+    return WholeResponse(generation, write)
 
 
 @dataclass(eq=False)
@@ -109,25 +96,3 @@ class Result(Reader, Generic[T]):
         self.stats = delta.stats
         self.value = self.convert(delta.embedding)
         return Output(self.index, finish_reason=delta.finish_reason)
-
-
-class PooledResponse(Response, Generic[T]):
-    """Waits for all vectors and sends the response; errors are raised as exceptions."""
-
-    def __init__(
-        self, generation: Generation, results: list[Result[T]], write: Callable[[list[T], PooledUsage], JsonObject]
-    ) -> None:
-        super().__init__()
-        self.generation = generation
-        self.results = results
-        self.write = write
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.generation.running(receive):
-            async for _ in self.generation.outputs():
-                pass
-            total = self.generation.usage()
-            usage = PooledUsage(total.prompt_tokens, total.total_tokens, total.prompt_tokens_details)
-            body = msgspec.json.encode(self.write([result.value for result in self.results], usage))
-            response = Response(body, media_type="application/json")
-            await response(scope, receive, lambda message: patiently(self.generation, send, message))

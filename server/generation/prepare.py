@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastapi import Request
 
-from engine import EngineInfo, EngineRequest
+from engine import EngineInfo, EngineRequest, SamplingParams
 
 from ..grammar.schemas import Grammar
 from ..http.admission import Caller, Ticket
-from ..http.errors import CONTEXT_CODE, invalid
+from ..http.disconnect import while_connected
+from ..http.errors import CONTEXT_CODE, deadline, invalid
 from ..loading import LoadedModel
-from ..parsers import Plain
+from ..parsers.parts import Plain
 from ..state import AppState
 from ..tokenization.detokenizer import Detokenizer
 from ..tokenization.encoder import Prompts, TextTooLong
@@ -29,6 +31,8 @@ from .choices import Choice, Due, Scores
 from .output import Json, Prompt
 from .output_constraint import Shape, check_accepts_grammars, hidden_ids, output_shape
 from .request import UNLIMITED, ConversationPrompt, GenerationRequest, TextPrompts, Tool
+
+T = TypeVar("T")
 
 DEADLINE_HEADER = "X-Deadline-Ms"
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
@@ -83,6 +87,15 @@ def time_limit(app: AppState, request: Request) -> Due | None:
             raise invalid(message, DEADLINE_HEADER)
         limits.append(Due(now + int(header) / 1000, "deadline"))
     return min(limits, default=None)
+
+
+async def in_time(due: Due | None, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await the work before generation; raises 504 when its time has passed, and stops if the client disconnects."""
+    try:
+        async with asyncio.timeout(due and due.left_s):
+            return await while_connected(request, work)
+    except TimeoutError:
+        raise deadline() from None
 
 
 def check_fields(app: AppState, info: EngineInfo, request: GenerationRequest) -> None:
@@ -170,19 +183,23 @@ async def encode_bad_words(
     return tuple(words)
 
 
-# Engine requests
+# Choices
 
 
-def make_engine_requests(
+def make_choices(
     app: AppState, model: LoadedModel, caller: Caller, request: GenerationRequest, prepared: Prepared
-) -> list[EngineRequest]:
-    """Return one request per choice, prompt by prompt."""
-    grammar = prepared.grammar
-    salt = app.keys.salt_for(caller, request.cache_salt)
+) -> list[Choice]:
+    """Return the choices with their engine requests, prompt by prompt; those of one prompt share its scores."""
+    grammar, shape = prepared.grammar, prepared.shape
     num_scores = request.num_scores(model.info.vocab_size)
-    requests = []
+    hidden: frozenset[int] = frozenset()
+    if request.skip_special_tokens:
+        hidden = hidden_ids(model, shape.formats) if shape else model.tokenizer.special_ids
+    compile_s = grammar.compile_s if grammar else 0.0
+    choices: list[Choice] = []
     for prompt, max_tokens in zip(prepared.prompts, prepared.max_tokens, strict=True):
         seed = app.new_seed() if request.seed is None else request.seed % 2**64
+        scores = None if request.scoring is None else Scores()
         for i in range(request.num_choices):
             params = request.params(
                 model.default_sampling,
@@ -193,61 +210,59 @@ def make_engine_requests(
                 bad_words=prepared.bad_words,
                 prompt_logprobs=num_scores if i == 0 else None,
             )
-            requests.append(
-                EngineRequest(
-                    id=app.new_id(),
-                    prompt_ids=prompt.ids,
-                    params=params,
-                    priority=request.priority,
-                    cache_salt=salt,
-                    flow=caller.flow,
-                    weight=caller.weight,
-                    compile_s=grammar.compile_s if grammar else 0.0,
-                )
+            stream = Detokenizer(
+                model.tokenizer,
+                request.stops,
+                include_stop=request.include_stop,
+                hidden=hidden,
+                context=prompt.ids,
+                strip=grammar is None,
+                min_tokens=request.min_tokens,
             )
-    return requests
+            choice = Choice(
+                len(choices),
+                engine_request(app, caller, request, prompt, params, compile_s=compile_s),
+                stream,
+                grammar.field if grammar else "",
+                parser=shape.parser() if shape else Plain(),
+                scores=scores,
+                only_scores=request.only_scores,
+                is_json=request.grammar is not None and request.grammar.kind == "json_schema",
+                one_call=shape is not None and shape.calling is not None and not shape.calling.is_parallel,
+            )
+            choices.append(choice)
+    return choices
+
+
+class Scheduled(Protocol):
+    """The fields of a request that say when its prompts run and which cached prefixes they share."""
+
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+
+
+def engine_request(
+    app: AppState, caller: Caller, request: Scheduled, prompt: Prompt, params: SamplingParams, *, compile_s: float = 0.0
+) -> EngineRequest:
+    """Return a new engine request; `compile_s` is the CPU time that compiling its grammar takes."""
+    return EngineRequest(
+        id=app.new_id(),
+        prompt_ids=prompt.ids,
+        params=params,
+        priority=request.priority or 0,
+        cache_salt=app.keys.salt_for(caller, request.cache_salt),
+        flow=caller.flow,
+        weight=caller.weight,
+        compile_s=compile_s,
+    )
 
 
 def seed_of_choice(seed: int, index: int) -> int:
     """Return the seed of choice `index` of several; equal in every run and on every machine."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
-
-
-def make_choices(
-    model: LoadedModel, request: GenerationRequest, prepared: Prepared, requests: list[EngineRequest]
-) -> list[Choice]:
-    """Return a Choice per engine request; those of one prompt share its scores."""
-    grammar, shape, scores = prepared.grammar, prepared.shape, None
-    hidden: frozenset[int] = frozenset()
-    if request.skip_special_tokens:
-        hidden = hidden_ids(model, shape.formats) if shape else model.tokenizer.special_ids
-    choices = []
-    for index, engine_request in enumerate(requests):
-        if request.scoring is not None and index % request.num_choices == 0:
-            scores = Scores()
-        stream = Detokenizer(
-            model.tokenizer,
-            request.stops,
-            include_stop=request.include_stop,
-            hidden=hidden,
-            context=engine_request.prompt_ids,
-            strip=grammar is None,
-            min_tokens=request.min_tokens,
-        )
-        choice = Choice(
-            index,
-            engine_request,
-            stream,
-            grammar.field if grammar else "",
-            parser=shape.parser() if shape else Plain(),
-            scores=scores,
-            only_scores=request.only_scores,
-            is_json=request.grammar is not None and request.grammar.kind == "json_schema",
-            one_call=shape is not None and shape.calling is not None and not shape.calling.is_parallel,
-        )
-        choices.append(choice)
-    return choices
 
 
 # Prompts

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from engine import SamplingParams
 
 from ..grammar.schemas import Grammar
+from ..tokenization.encoder import RenderOptions
 from .output import Json
-
-if TYPE_CHECKING:
-    from ..tokenization.encoder import RenderOptions
 
 UNLIMITED = -1  # a limit of the output, for clients that always send one: as many tokens as fit
 MIN_TOP_P = 1e-12  # replaces 0: only the most likely token is left
@@ -76,7 +74,7 @@ class ConversationPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request for generated text. Sampling parameters that are None have the model's defaults."""
+    """A request for generated text."""
 
     model: str | None
     prompt: TextPrompts | ConversationPrompt
@@ -92,13 +90,7 @@ class GenerationRequest:
     ignore_eos: bool
     # Sampling.
     grammar: Grammar | None = None  # that the content must follow; None: any text
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float
-    frequency_penalty: float
+    sampling: dict[str, float]  # fields of SamplingParams; what is absent has the model's default
     seed: int | None
     logit_bias: dict[int, float]
     allowed_token_ids: tuple[int, ...] | None
@@ -136,28 +128,23 @@ class GenerationRequest:
         bad_words: tuple[tuple[int, ...], ...],
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """Return the engine's parameters. What the request omits has the model's `defaults`, then OpenAI's."""
-
-        def chosen(name: str, own: float | None, default: float) -> float:
-            return own if own is not None else defaults.get(name, default)
-
+        """Return the engine's parameters. What the request omits has the model's `defaults`, then the engine's."""
+        sampling: dict[str, Any] = {**defaults, **self.sampling}
+        if "top_k" in sampling:
+            sampling["top_k"] = max(0, sampling["top_k"])
+        if "top_p" in sampling:
+            sampling["top_p"] = max(sampling["top_p"], MIN_TOP_P)
         ends = (() if self.ignore_eos else eos_ids) + self.stop_token_ids
         return SamplingParams(
             max_tokens=max_tokens,
             seed=seed,
-            temperature=float(chosen("temperature", self.temperature, 1.0)),
-            top_k=max(0, int(chosen("top_k", self.top_k, 0))),
-            top_p=max(float(chosen("top_p", self.top_p, 1.0)), MIN_TOP_P),
-            min_p=float(chosen("min_p", self.min_p, 0.0)),
-            repetition_penalty=float(chosen("repetition_penalty", self.repetition_penalty, 1.0)),
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             min_tokens=self.min_tokens,
             stop_ids=tuple(dict.fromkeys(ends)),
             logprobs=self.num_logprobs,
-            grammar=grammar.pair if grammar else None,
+            grammar=(grammar.kind, grammar.text) if grammar else None,
             prompt_logprobs=prompt_logprobs,
             allowed_ids=self.allowed_token_ids,
             bad_words=bad_words,
+            **sampling,
         )

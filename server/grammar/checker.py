@@ -15,7 +15,6 @@ import msgspec
 
 from engine import FairLock, spawn
 
-from ..http import retry
 from ..http.errors import ApiError, invalid, unavailable
 from .checker_worker import Job, Verdict
 from .schemas import Grammar
@@ -118,19 +117,14 @@ class Gate:
         self._checking: dict[bytes, tuple[asyncio.Task[Verdict], list[None]]] = {}  # with one entry per waiter
 
     async def check(self, grammar: Grammar, caller: str) -> Grammar:
-        """Return the grammar with the CPU time that compiling it takes.
-
-        Raises 400 if it cannot be used, and 503 if too many are being checked.
-        """
+        """Return the grammar with the CPU time that compiling it takes; raises 400, or 503 if others take too long."""
         try:
             async with asyncio.timeout(WAIT_S):
                 verdict = await self._verdict(grammar, caller)
         except TimeoutError:
             raise busy() from None
         except (Gone, OSError):
-            raise unavailable(
-                "Grammars cannot be checked at the moment.", "grammars_unavailable", retry.GRAMMARS_S
-            ) from None
+            raise unavailable("Grammars cannot be checked at the moment.", "grammars_unavailable") from None
         if verdict.problem is not None:
             raise refusal(grammar.field, verdict.problem)
         return grammar._replace(compile_s=verdict.seconds)
@@ -190,4 +184,4 @@ def refusal(field: str, problem: str) -> ApiError:
 
 def busy() -> ApiError:
     """503: a grammar has waited too long to be checked or compiled."""
-    return unavailable("Too many grammars are being compiled.", "grammars_busy", retry.GRAMMARS_S)
+    return unavailable("Too many grammars are being compiled.", "grammars_busy")

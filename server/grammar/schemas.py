@@ -60,11 +60,6 @@ class Grammar(NamedTuple):
     is_raw: bool = False  # constrains all of the text, with the delimiters of reasoning and calls; else the content
     compile_s: float = 0.0  # CPU time of compiling it, known once it has been checked
 
-    @property
-    def pair(self) -> tuple[str, str]:
-        """The value of SamplingParams.grammar."""
-        return self.kind, self.text
-
 
 def of_schema(schema: Any, field: str, *, is_raw: bool = False) -> Grammar:
     """Return the grammar of output that follows a JSON schema, which may be given as text."""

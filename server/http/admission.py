@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..settings import Settings
-from . import retry
-from .errors import ApiError, invalid, unavailable
+from .errors import RETRY_S, ApiError, invalid, unavailable
 from .shares import FairShares
 
 # Prompt tokens of all open requests. A token costs about 36 bytes as a Python integer here and as many in the engine
@@ -34,6 +33,7 @@ MAX_OPEN_INPUTS = 1 << 14
 # Until the engine reports its own number, the one for GPUs. Nothing is admitted before that.
 DEFAULT_MAX_SEQS = 256
 FINISHES = 64  # finished requests from which the throughput is computed
+MAX_RETRY_S = 60  # in Retry-After of a full server
 
 REASONS = ("loading", "draining", "failed", "queue", "prompt_tokens", "body_bytes", "share")
 
@@ -125,7 +125,7 @@ class Limits:
         been tokenized yet, count its tokens later with `Ticket.add_prompt`.
         """
         if self.draining:
-            raise self.refuse("draining", "The server is shutting down.", retry.DRAINING_S)
+            raise self.refuse("draining", "The server is shutting down.", RETRY_S)
         limit = self.max_seqs + FairShares(self.max_queued).share(caller.flow)  # without other callers
         if choices > limit:
             raise invalid(
@@ -205,11 +205,11 @@ class Limits:
         """Estimated seconds until the current queue is empty."""
         finished = [(when, choices) for when, choices in self._finished if when >= self.busy_since]
         if not finished:
-            return retry.UNKNOWN_S
+            return RETRY_S  # no throughput is known yet
         start = finished[0][0] if len(finished) == FINISHES else self.busy_since
         rate = sum(choices for _, choices in finished) / max(self._clock() - start, 1e-3)
         backlog = max(1, self.open_choices - self.max_seqs)
-        return min(retry.MAX_S, max(1, math.ceil(backlog / rate)))
+        return min(MAX_RETRY_S, max(1, math.ceil(backlog / rate)))
 
     def check_body_size(self, num_bytes: int) -> None:
         """Raise 413 for a body that is too large."""

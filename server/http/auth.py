@@ -97,7 +97,6 @@ def address_of(scope: Scope) -> str:
 
 
 def sent_keys(headers: Headers) -> list[bytes]:
-    """The keys in the headers of a request."""
     keys = []
     for name, value in headers:
         if name == b"x-api-key":

@@ -9,7 +9,6 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from . import retry
 from .errors import ApiError, unavailable
 from .middleware import MAX_HEAD, head_too_large
 
@@ -41,7 +40,7 @@ class Connection(HttpToolsProtocol):
         if self.max_connections is not None and len(self.connections) > self.max_connections:
             self.is_parting = True
             message = "The server has as many connections as it can."
-            self._write(unavailable(message, "connections", retry.CONNECTIONS_S))
+            self._write(unavailable(message, "connections"))
             transport.close()  # at once: its descriptor is one of the last
             return
         self._begin_head()

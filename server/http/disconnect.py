@@ -15,10 +15,7 @@ SOON_S = 0.05  # shorter work is not watched: that would cost more than it could
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await work for a client; cancel it and raise ClientDisconnect if the client disconnects.
-
-    The body of the request must have been read.
-    """
+    """Await work for a request whose body was read; if its client disconnects, cancel it and raise ClientDisconnect."""
     task = asyncio.create_task(work)
     watch: asyncio.Task[None] | None = None
     try:

@@ -27,10 +27,12 @@ from starlette.types import Scope
 
 from engine import EngineDied, EngineError, RequestError
 
-from . import retry
 from .excerpt import shown
 
 CONTEXT_CODE = "context_length_exceeded"
+
+# Seconds in Retry-After: until another process has started or a queue has moved, and until a supervisor restarts ours.
+RETRY_S, FAILED_S = 5, 30
 
 # The beginnings of pydantic's messages.
 PYDANTIC_SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should")
@@ -102,7 +104,7 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
     return ApiError(404, message, param=param, code=code)
 
 
-def unavailable(message: str, code: str, retry_after: int) -> ApiError:
+def unavailable(message: str, code: str, retry_after: int = RETRY_S) -> ApiError:
     """503: this server cannot accept the request now, from any caller."""
     return ApiError(503, message, type="server_error", code=code, retry_after=retry_after)
 
@@ -190,9 +192,9 @@ def from_exception(error: Exception) -> ApiError:
             return invalid(str(error), code="invalid_request")
         case EngineDied():
             message = "The engine stopped while it was processing this request."
-            return unavailable(message, "engine_died", retry.ENGINE_S)
+            return unavailable(message, "engine_died")
         case EngineError():
-            return unavailable("The model could not be loaded.", "model_not_loaded", retry.FAILED_S)
+            return unavailable("The model could not be loaded.", "model_not_loaded", FAILED_S)
         case ValidationError() | RequestValidationError():
             return from_validation(error)
         case HTTPException(status_code=404):

@@ -96,11 +96,7 @@ def own_names(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-class _Label:
-    """Annotates a field that is accepted, and echoed if OpenAI does so, but has no effect."""
-
-
-LABEL = _Label()
+LABEL = "label"  # annotates a field that is accepted, and echoed if OpenAI does so, but has no effect
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,13 +137,10 @@ def table(model: type[BaseModel]) -> Iterator[FieldRow]:
 
 
 def _rows(path: str, field: FieldInfo) -> Iterator[FieldRow]:
-    yield FieldRow(path, "label" if _annotation(field, _Label) else "effect", _note(field))
-    for objects in _objects(field.annotation, path, field.discriminator, _annotation(field, RefusedKinds)):
+    yield FieldRow(path, "label" if LABEL in field.metadata else "effect", _note(field))
+    refused = next((item for item in field.metadata if isinstance(item, RefusedKinds)), None)
+    for objects in _objects(field.annotation, path, field.discriminator, refused):
         yield from objects.rows()
-
-
-def _annotation(field: FieldInfo, kind: type) -> Any:
-    return next((item for item in field.metadata if isinstance(item, kind)), None)
 
 
 def _note(field: FieldInfo) -> str:

@@ -1,7 +1,4 @@
-"""InProcess: an httpx transport that calls an ASGI app in this process and streams its responses.
-
-httpx.ASGITransport waits for the end of a response before it returns the first byte.
-"""
+"""InProcess: an httpx transport that calls an ASGI app and, unlike httpx.ASGITransport, streams its responses."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ QUIET = ("uvicorn.error", "uvicorn.access", "httpx", "httpcore", "asyncio", "hug
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the structured fields of a record."""
     return getattr(record, "fields", {})
 
 

@@ -154,7 +154,6 @@ class Metrics:
         self.preemptions_each = self._histogram("request_num_preemptions", "Preemptions per sequence.", PREEMPTIONS)
         self.params_n = self._histogram("request_params_n", "Choices (n) per request.", CHOICES)
         self.vllm.register(_Scrape(self._vllm_families))
-        self._lengths: tuple[Histogram, Histogram, Histogram] | None = None
 
     def _labelled(self, kind: type[F], name: str, text: str, **options: Any) -> F:
         return kind(f"vllm:{name}", text, list(self._labels), registry=self.vllm, **options).labels(**self._labels)
@@ -163,20 +162,13 @@ class Metrics:
         return self._labelled(Histogram, name, text, buckets=buckets)
 
     def bind(self, info: EngineInfo) -> None:
-        """Create the families whose buckets end at the model's length, once it is known."""
-        if self._lengths is None:
-            buckets = decades(info.max_len)
-            self._lengths = (
-                self._histogram("request_prompt_tokens", "Prompt tokens per finished choice.", buckets),
-                self._histogram("request_generation_tokens", "Generated tokens per finished choice.", buckets),
-                self._histogram("request_params_max_tokens", "max_tokens per request.", buckets),
-            )
-
-    @property
-    def lengths(self) -> tuple[Histogram, Histogram, Histogram]:
-        """Histograms of prompt tokens, generated tokens and max_tokens."""
-        assert self._lengths is not None, "a request came before the model was loaded"
-        return self._lengths
+        """Create the families whose buckets end at the model's length, once it is known and before any request."""
+        buckets = decades(info.max_len)
+        self.prompt_lengths = self._histogram("request_prompt_tokens", "Prompt tokens per finished choice.", buckets)
+        self.output_lengths = self._histogram(
+            "request_generation_tokens", "Generated tokens per finished choice.", buckets
+        )
+        self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens per request.", buckets)
 
     # Recording
 

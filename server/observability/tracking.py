@@ -34,7 +34,7 @@ class RequestTracker:
         self.generates = max_tokens is not None
         metrics.params_n.observe(n)
         if max_tokens is not None:
-            metrics.lengths[2].observe(max_tokens)
+            metrics.max_tokens.observe(max_tokens)
 
     def delivered(self, num_tokens: int, choice: int = 0) -> None:
         """Record tokens that are being delivered to the client."""
@@ -67,9 +67,9 @@ class RequestTracker:
         mine.reason = reason if reason in FINISH_REASONS else "error"
         metrics.success[mine.reason].inc()
         prompt = choice // self.n
-        metrics.lengths[0].observe(self.prompts[prompt])
+        metrics.prompt_lengths.observe(self.prompts[prompt])
         if self.generates:
-            metrics.lengths[1].observe(mine.tokens)
+            metrics.output_lengths.observe(mine.tokens)
         metrics.latency.observe(metrics.clock() - self.began)
         if mine.reason in ("stop", "length"):  # also without tokens, if a stop token was sampled first
             self._prefill_done(prompt)

@@ -4,27 +4,3 @@ A MessageParser turns the growing text of one choice into parts, from which ever
 has merged them, the parts do not depend on how the text was split into feeds. A model's format is detected from its
 chat template. Grammars that force it to write calls are in grammar/tool_calls.py: they need more than the parsers do.
 """
-
-from .formats import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters, detect, ends_reasoning, reasoning_opened
-from .parts import Arguments, Call, Content, Message, MessageParser, Part, Plain, Reasoning, join
-from .select import message_parser
-
-__all__ = [
-    "REASONING_FORMATS",
-    "TOOL_FORMATS",
-    "Arguments",
-    "Call",
-    "Content",
-    "Formats",
-    "Message",
-    "MessageParser",
-    "Part",
-    "Plain",
-    "Reasoning",
-    "delimiters",
-    "detect",
-    "ends_reasoning",
-    "join",
-    "message_parser",
-    "reasoning_opened",
-]

@@ -128,7 +128,6 @@ class Scanner:
         return (yield)
 
     def emit(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        """Emit more text."""
         self._parts.append(kind(text))
 
     def begin_call(self, name: str) -> Callable[[str], None]:

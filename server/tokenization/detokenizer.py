@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 from .tokenizer import Tokenizer
-
-
-class TextDelta(NamedTuple):
-    """The text that the last tokens have made final."""
-
-    text: str = ""
-    stopped: bool = False  # a stop string is complete: the text ends here
-    num_tokens: int = 0  # tokens up to and including the one that completed a stop string
-    offsets: tuple[int, ...] = ()  # of each of these tokens in the whole output, in characters
 
 
 class StopMatcher:
@@ -49,7 +39,7 @@ class StopMatcher:
 
 
 class Detokenizer:
-    """Decodes a growing list of token ids; the text does not depend on how they are divided into calls of `feed`.
+    """Decodes token ids one by one.
 
     `context`: the ids of the prompt, or the last of them. The text is what decoding the prompt and the output together
     adds to decoding the prompt.
@@ -86,28 +76,10 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._half = self._read_context(context)
 
-    def feed(self, token_ids: Sequence[int]) -> TextDelta:
-        """Append tokens; those after a stop string are ignored."""
-        ready: list[str] = []
-        offsets: list[int] = []
-        for token_id in token_ids:
-            if self.stopped:
-                break
-            offsets.append(self.offset)
-            ready.append(self._append(token_id))
-        return TextDelta("".join(ready), self.stopped, len(offsets), tuple(offsets))
-
-    def finish(self) -> TextDelta:
-        """Return the withheld text, in which an incomplete character is U+FFFD."""
+    def feed(self, token_id: int) -> str:
+        """Return the text that one more token makes final; nothing after a stop string."""
         if self.stopped:
-            return TextDelta(stopped=True)
-        rest = self._without_half(self._utf8.decode(b"", True))
-        self.offset += len(rest)
-        held, self._held = self._held + rest, ""
-        return TextDelta(held)
-
-    def _append(self, token_id: int) -> str:
-        """Return the text that one more token makes final."""
+            return ""
         self._num_tokens += 1
         after = self._after if self._strip or self._after is not None else token_id
         data = None if token_id in self._hidden else self._decoder.piece(token_id, after)
@@ -132,6 +104,15 @@ class Detokenizer:
         keep = 0 if self._include_stop else max(stop.matched for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """Return the withheld text, in which an incomplete character is U+FFFD."""
+        if self.stopped:
+            return ""
+        rest = self._without_half(self._utf8.decode(b"", True))
+        self.offset += len(rest)
+        held, self._held = self._held + rest, ""
+        return held
 
     def _find(self, new: str) -> tuple[int, int, str] | None:
         """Return the stop string that ends the text, with its start (negative: in the held text) and end in `new`."""
@@ -163,4 +144,9 @@ class Detokenizer:
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = False) -> list[int]:
     """Return the offset of each token in the text of them all, in characters."""
-    return list(Detokenizer(tokenizer, hidden=tokenizer.special_ids if skip_special else ()).feed(ids).offsets)
+    stream = Detokenizer(tokenizer, hidden=tokenizer.special_ids if skip_special else ())
+    offsets = []
+    for token_id in ids:
+        offsets.append(stream.offset)
+        stream.feed(token_id)
+    return offsets

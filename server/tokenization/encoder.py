@@ -11,7 +11,6 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from engine import ConfigError, FairLock, ModelError, read_text
 
-from ..http import retry
 from ..http.errors import unavailable
 from .detokenizer import text_offsets
 from .renderer import MAX_CHARACTERS, SWITCHES, Message, Renderer, TemplateError
@@ -266,9 +265,7 @@ class Prompts:
         try:
             return await (self._ordinary if size <= ORDINARY else self._large).run(caller, work)
         except OSError:  # the chat template's process cannot be started
-            raise unavailable(
-                "Chat templates cannot be rendered at the moment.", "templates_unavailable", retry.TEMPLATES_S
-            ) from None
+            raise unavailable("Chat templates cannot be rendered at the moment.", "templates_unavailable") from None
         finally:
             if stop is not None:
                 stop.set()

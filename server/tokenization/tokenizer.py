@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 
@@ -37,13 +37,6 @@ TOKENIZER_BYTES = 64 << 20  # the largest published vocabularies have about 35 M
 MAX_TEMPLATES, MAX_TEMPLATE = 64, 1 << 20  # chat templates of a model, and characters of one; large ones have 50,000
 MAX_ENDS, MAX_ID = 256, (1 << 31) - 1  # end tokens of a model, and the largest id of one
 CONVERT_TIMEOUT_S = 300.0  # importing transformers takes seconds, converting the largest vocabularies half a minute
-
-
-class Decoder(Protocol):
-    """Converts tokens to bytes."""
-
-    def piece(self, token_id: int, after: int | None) -> bytes | None:
-        """Return the bytes of a token after the token `after` (None: at the start of a text); None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +83,7 @@ class ByteDecoder:
         self._known: dict[int, bytes] = {}  # a cache, since most of a vocabulary is never used
 
     def piece(self, token_id: int, after: int | None) -> bytes | None:
+        """Return the bytes of a token after the token `after` (None: at the start of a text); None if unknown."""
         data = self._known.get(token_id)
         if data is None:
             token = _token(self._library, token_id)
@@ -165,7 +159,7 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # the logits may be wider
         self.longest = max(map(len, vocabulary), default=1)  # characters
         shape = ByteShape.of(_decoder_steps(self._library))
-        self.decoder: Decoder = ByteDecoder(self._library, shape) if shape else PairDecoder(self._library)
+        self.decoder = ByteDecoder(self._library, shape) if shape else PairDecoder(self._library)
 
     @property
     def takes_grammars(self) -> bool:

@@ -40,7 +40,7 @@ from server.http.errors import ApiError
 from server.http.shares import SHARE
 from server.loading import LoadedModel
 from server.observability.tracking import RequestTracker
-from server.parsers import Formats
+from server.parsers.formats import Formats
 from server.settings import Settings
 from server.state import CUT_S, AppState
 

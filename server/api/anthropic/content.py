@@ -205,7 +205,6 @@ def user_turns(parts: list[Block], names: dict[str, str]) -> Iterator[Json]:
 
 
 def texts(parts: str | Iterable[Block]) -> list[str]:
-    """Return the texts among the parts."""
     return [parts] if isinstance(parts, str) else [part.text for part in parts if isinstance(part, TextBlock)]
 
 

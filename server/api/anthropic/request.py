@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -11,6 +11,7 @@ from ...generation.request import Calling, ConversationPrompt, GenerationRequest
 from ...grammar.schemas import Grammar, of_schema
 from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, clash, refused
 from ...http.openapi import examples
+from ...tokenization.encoder import RenderOptions
 from .. import notes
 from ..chat.request import CacheMark
 from ..conversation import thinking_variables
@@ -18,9 +19,6 @@ from ..response_format import Schema, StructuredOutputs, of_outputs
 from ..sampling import MAX_INT, Count, GenerationFields, ModelName, StopTexts, Text
 from ..tools import MAX_TOOLS
 from .content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns
-
-if TYPE_CHECKING:
-    from ...tokenization.encoder import RenderOptions
 
 # Claude Code sends this with every request; it has no effect here.
 KEEP_THINKING = [{"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})]

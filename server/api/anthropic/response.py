@@ -18,7 +18,7 @@ from ...http import sse
 from ...http.errors import ApiError
 from ...http.fields import Wire
 from ...http.openapi import JsonObject
-from ...parsers import Arguments, Call, Content, Part, Reasoning
+from ...parsers.parts import Arguments, Call, Content, Part, Reasoning
 from .errors import MessagesProblem, envelope
 from .request import MessagesRequest
 

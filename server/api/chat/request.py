@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -12,14 +12,12 @@ from ...generation.output import Json
 from ...generation.request import ConversationPrompt, GenerationRequest
 from ...http.fields import LABEL, MAX_LABEL, OneError, Refused, RefusedKinds, Wire, clash, refused
 from ...http.openapi import examples
+from ...tokenization.encoder import RenderOptions
 from .. import notes
 from ..conversation import Effort, by_effort, is_thinking, thinking_variables
 from ..response_format import FormatFields
 from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Text, only_with, same_as
 from ..tools import ToolChoiceFields, ToolsField
-
-if TYPE_CHECKING:
-    from ...tokenization.encoder import RenderOptions
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from ...generation.output import FinishReason, Logprob, Output, PromptLogprobs, Usage
 from ...http.openapi import JsonObject
-from ...parsers import Arguments, Call, Content, Part, Reasoning, join
+from ...parsers.parts import Arguments, Call, Content, Part, Reasoning, join
 from ..writer import CompletionsWriter
 from .request import ChatRequest
 

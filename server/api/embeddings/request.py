@@ -13,7 +13,7 @@ from pydantic_core.core_schema import ValidationInfo
 from ...http.fields import Refused, Wire, clash, refused
 from ...http.openapi import examples
 from ..completions.request import Ids, form, listed
-from ..sampling import MAX_INT, MAX_TEXT, CacheSalt, Count, ModelName, Priority, User
+from ..sampling import MAX_TEXT, CacheSalt, Count, Limit, ModelName, Priority, User
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 AS_TEXT = "Send the prompt that /apply-template returns as input."
@@ -50,7 +50,7 @@ class EmbeddingRequest(Wire):
 
     add_special_tokens: bool | None = None
     """false: the tokenizer adds no special tokens to a text."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: Limit | None = None
     """The length in tokens to which longer inputs are cut; -1: the context's. Absent: they are a 400."""
     truncation_side: Literal["left", "right"] | None = None
     """The end that is cut off: left, the default, keeps the last tokens, right the first; only with
@@ -79,13 +79,6 @@ class EmbeddingRequest(Wire):
         "task": refused("embed"),
         "use_activation": refused(True, hint="Vectors have length 1."),
     }
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _leaves_something(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise clash("must be -1 or at least 1")
-        return value
 
     @field_validator("truncation_side")
     @classmethod

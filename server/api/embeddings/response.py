@@ -15,7 +15,7 @@ from ...generation import pooled
 from ...generation.output import Prompt
 from ...generation.prepare import check_token_ids
 from ...http.admission import Caller
-from ...http.errors import CONTEXT_CODE, invalid
+from ...http.errors import invalid
 from ...http.openapi import JsonObject
 from ...loading import LoadedModel
 from ...state import AppState
@@ -66,16 +66,15 @@ async def embed(app: AppState, caller: Caller, request: Request, body: Embedding
 def check_vector(info: EngineInfo, body: EmbeddingRequest) -> None:
     """Raise 400 unless the model has vectors of the requested size."""
     if not info.hidden_size:
-        raise invalid(f"There are no embeddings here: {info.architecture} tells no hidden states.", "model")
+        raise invalid(f"There are no embeddings here: {info.architecture} returns no hidden states.", "model")
     if (body.dimensions or 0) > info.hidden_size:
-        message = f"{body.dimensions} are asked for, and this model's vectors have {info.hidden_size}"
+        message = f"{body.dimensions} are requested, and this model's vectors have {info.hidden_size}"
         raise invalid(f"Invalid 'dimensions': {message}.", "dimensions")
 
 
 async def encode(caller: Caller, body: EmbeddingRequest, model: LoadedModel) -> list[Prompt]:
-    """Encode the inputs; raises 400 if one is longer than the context. It may fill the context, since nothing is
-    sampled after it."""
-    prompts = []
+    """Encode the inputs; raises 400 if one is longer than the context."""
+    prompts: list[Prompt] = []
     for given in body.inputs:
         if isinstance(given, str):
             special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
@@ -83,14 +82,7 @@ async def encode(caller: Caller, body: EmbeddingRequest, model: LoadedModel) -> 
         else:
             check_token_ids(model.info, given, "input")
             ids = given
-        prompts.append(Prompt(tuple(body.cut(ids, model.info.max_len))))
-    check_lengths(model.info, prompts)
+        ids = body.cut(ids, model.info.max_len)
+        pooled.check_length(model.info, ids, f"Input {len(prompts)} has", "input")
+        prompts.append(Prompt(tuple(ids)))
     return prompts
-
-
-def check_lengths(info: EngineInfo, prompts: list[Prompt]) -> None:
-    """Raise 400 if an input is longer than the context."""
-    for index, prompt in enumerate(prompts):
-        if len(prompt.ids) > info.max_len:
-            lengths = f"{len(prompt.ids)} tokens, and the context holds {info.max_len} (--max-model-len)"
-            raise invalid(f"Input {index} has {lengths}; truncate_prompt_tokens cuts it.", "input", CONTEXT_CODE)

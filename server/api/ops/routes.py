@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -13,19 +14,18 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
-from ...health import Health
-from ...http import retry
 from ...http.auth import metrics_reader, public, user
 from ...http.body import models as models_of
 from ...http.errors import OPENAI_ERRORS
 from ...http.fields import FieldRow, Kind, Wire, table
 from ...loading import fingerprint
 from ...observability.metrics import CONTENT_TYPE
-from ...state import AppDep, AppState
+from ...state import AppDep, AppState, Health
 
 router = APIRouter(tags=["operation"])
 PUBLIC = [Depends(public)]
 USER = [Depends(user)]
+PROBE_S = 2  # in Retry-After of /ready: asking again costs nothing
 
 
 def healthy(good: str, bad: str) -> dict[int | str, dict[str, Any]]:
@@ -37,7 +37,7 @@ def healthy(good: str, bad: str) -> dict[int | str, dict[str, Any]]:
 async def live(app: AppDep) -> Response:
     """200 unless the engine has failed for good, so that the process must be restarted."""
     # An engine that hangs is replaced without a new server.
-    return JSONResponse(app.health().body(), 200 if app.failed is None else 503)
+    return JSONResponse(asdict(app.health()), 200 if app.failed is None else 503)
 
 
 READY = healthy("New work is taken", "New work is refused; state says why")
@@ -49,8 +49,8 @@ async def ready(app: AppDep) -> Response:
     """200 if new requests are admitted and make progress, otherwise 503; `state` has the reason."""
     health = app.health()
     if health.state == "ready":
-        return JSONResponse(health.body())
-    return JSONResponse(health.body(), 503, {"Retry-After": str(retry.PROBE_S)})
+        return JSONResponse(asdict(health))
+    return JSONResponse(asdict(health), 503, {"Retry-After": str(PROBE_S)})
 
 
 class Version(Wire):
@@ -81,18 +81,10 @@ async def version(app: AppDep) -> Version:
     return Version(
         version=app.version,
         model=app.model_names[0],
-        architecture=info.architecture,
-        implementation=info.implementation,
-        attention=info.attention,
-        device=info.device,
-        dtype=info.dtype,
-        quantization=info.quantization,
         kv_cache_dtype=info.kv_dtype,
-        exact=info.exact,
-        torch=info.torch,
         max_model_len=info.max_len,
-        weights_hash=info.weights_hash,
         system_fingerprint=fingerprint(info, app.version),
+        **{name: getattr(info, name) for name in Version.model_fields.keys() & {*info.__struct_fields__} - {"model"}},
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Discriminator, Field, Tag, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...http.fields import Refused, Wire, clash, refused
 from ...http.openapi import examples
-from ..sampling import MAX_INT, CacheSalt, Count, ModelName, Priority, Text, User
+from ..sampling import CacheSalt, Count, Limit, ModelName, Priority, Text, User, listed
 
 MAX_DOCUMENTS = 2048  # of one request, as inputs of one request for embeddings
 
@@ -18,7 +18,7 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS, fail
 
 
 class Pair(NamedTuple):
-    """A query and a document whose relevance is asked for."""
+    """A query and a document to score."""
 
     query: str
     document: str
@@ -30,7 +30,7 @@ class ScoringRequest(Wire):
     model: ModelName = None
     instruction: Query | None = None
     """What makes a document relevant, part of the prompt; absent: the default of the model's chat template."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: Limit | None = None
     """The length in tokens, with query and template, to which longer prompts are cut at the end of the document; -1:
     the context's. Absent: they are a 400."""
     priority: Priority = None
@@ -53,13 +53,6 @@ class ScoringRequest(Wire):
         "use_activation": refused(True, hint="Scores are probabilities."),
     }
 
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _leaves_something(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise clash("must be -1 or at least 1")
-        return value
-
     @property
     def max_document(self) -> int | None:
         """The length in tokens to which longer documents are cut."""
@@ -78,13 +71,9 @@ class Document(Wire):
     """Scored; other fields are refused."""
 
 
-def document_form(value: Any) -> str:
-    return "text" if isinstance(value, str) else "object"
-
-
 AnyDocument = Annotated[
     Annotated[Text, Tag("text")] | Annotated[Document, Tag("object")],
-    Discriminator(document_form),
+    Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
 ]
 
 
@@ -132,11 +121,10 @@ class RerankRequest(ScoringRequest):
         return [Pair(self.query, text) for text in self.texts]
 
 
-def score_form(value: Any) -> str:
-    return "texts" if isinstance(value, list) else "text"
-
-
-OneOrMore = Annotated[Annotated[Text, Tag("text")] | Annotated[Texts, Tag("texts")], Discriminator(score_form)]
+OneOrMore = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[Texts, Tag("texts")],
+    Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
+]
 
 
 class ScoreRequest(ScoringRequest):
@@ -172,7 +160,3 @@ class ScoreRequest(ScoringRequest):
         if len(queries) == 1:
             queries *= len(documents)
         return [Pair(query, document) for query, document in zip(queries, documents, strict=True)]
-
-
-def listed(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value

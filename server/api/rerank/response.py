@@ -19,7 +19,7 @@ from engine import Pooling
 from ...generation import pooled
 from ...generation.output import Prompt
 from ...http.admission import MAX_OPEN_TOKENS, Caller
-from ...http.errors import CONTEXT_CODE, invalid
+from ...http.errors import invalid
 from ...http.openapi import JsonObject
 from ...loading import LoadedModel
 from ...state import AppState
@@ -146,11 +146,7 @@ async def encode(
         ids = await model.prompts.chat(turns, caller=caller.flow, fits=not body.cuts)
         if body.cuts:
             ids = await cut(pair.query, ids)
-        # It may fill the context, since nothing is sampled after it.
-        if len(ids) > model.info.max_len:
-            lengths = f"{len(ids)} tokens, and the context holds {model.info.max_len} (--max-model-len)"
-            message = f"Document {index} makes a prompt of {lengths}; truncate_prompt_tokens cuts it."
-            raise invalid(message, field, CONTEXT_CODE)
+        pooled.check_length(model.info, ids, f"Document {index} makes a prompt of", field)
         total += len(ids)
         # The query is part of each prompt, so the size of the body is no bound for them.
         if total > MAX_OPEN_TOKENS:

@@ -59,78 +59,70 @@ MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="t
 MessageParts = Annotated[list[MessagePart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class MessageItem(Wire):
+class KeptItem(Wire):
+    """What every item but a reference has."""
+
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
+
+
+class MessageItem(KeptItem):
     """A message; one of an earlier response can be sent back unchanged."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
     content: Annotated[Text | MessageParts, notes.PROMPT]
-    id: Annotated[ItemId | None, notes.ITEM_ID] = None
-    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
     phase: Annotated[Literal["commentary", "final_answer"] | None, LABEL, notes.KEPT] = None
 
 
-class FunctionCallItem(Wire):
+class CallItem(KeptItem):
+    """What calls of functions and of custom tools have."""
+
+    call_id: Annotated[Name, notes.FOR_TEMPLATE]
+    name: Annotated[Name, notes.PROMPT]
+    namespace: Name | None = None
+    """The group that the function or tool belongs to; part of the prompt."""
+
+    unsupported: ClassVar[dict[str, Refused]] = {"async": refused(False), "caller": refused({"type": "direct"})}
+
+
+class FunctionCallItem(CallItem):
     """A call that the model made, with its arguments as JSON text."""
 
     type: Literal["function_call"]
-    call_id: Annotated[Name, notes.FOR_TEMPLATE]
-    name: Annotated[Name, notes.PROMPT]
     arguments: Annotated[Text, notes.ARGUMENTS]
-    id: Annotated[ItemId | None, notes.ITEM_ID] = None
-    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
-
-    namespace: Name | None = None
-    """The group that the function belongs to; part of the prompt."""
-
-    unsupported: ClassVar[dict[str, Refused]] = {"async": refused(False), "caller": refused({"type": "direct"})}
 
 
-class FunctionCallOutputItem(Wire):
-    """The result of a function call."""
-
-    type: Literal["function_call_output"]
-    call_id: Annotated[Name, notes.CALL_ID]
-    output: Annotated[Text | InputTexts, notes.PROMPT]
-    id: Annotated[ItemId | None, notes.ITEM_ID] = None
-    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
-
-    name: Annotated[Name | None, LABEL] = None
-    """Accepted: the call already has it."""
-    namespace: Annotated[Name | None, LABEL] = None
-    """Accepted: the call already has it."""
-
-    unsupported: ClassVar[dict[str, Refused]] = {"caller": refused({"type": "direct"})}
-
-
-class CustomCallItem(Wire):
+class CustomCallItem(CallItem):
     """A call of a custom tool, with its input as text."""
 
     type: Literal["custom_tool_call"]
-    call_id: Annotated[Name, notes.FOR_TEMPLATE]
-    name: Annotated[Name, notes.PROMPT]
     input: Annotated[Text, notes.PROMPT]
-    id: Annotated[ItemId | None, notes.ITEM_ID] = None
-    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
-    namespace: Name | None = None
-    """The group that the tool belongs to; part of the prompt."""
-
-    unsupported: ClassVar[dict[str, Refused]] = {"async": refused(False), "caller": refused({"type": "direct"})}
 
 
-class CustomCallOutputItem(Wire):
-    """The result of a custom tool's call."""
+class CallOutputItem(KeptItem):
+    """What the results of calls have."""
 
-    type: Literal["custom_tool_call_output"]
     call_id: Annotated[Name, notes.CALL_ID]
     output: Annotated[Text | InputTexts, notes.PROMPT]
-    id: Annotated[ItemId | None, notes.ITEM_ID] = None
-    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
-
     name: Annotated[Name | None, LABEL] = None
     """Accepted: the call already has it."""
 
     unsupported: ClassVar[dict[str, Refused]] = {"caller": refused({"type": "direct"})}
+
+
+class FunctionCallOutputItem(CallOutputItem):
+    """The result of a function call."""
+
+    type: Literal["function_call_output"]
+    namespace: Annotated[Name | None, LABEL] = None
+    """Accepted: the call already has it."""
+
+
+class CustomCallOutputItem(CallOutputItem):
+    """The result of a custom tool's call."""
+
+    type: Literal["custom_tool_call_output"]
 
 
 class ReasoningText(Wire):
@@ -147,17 +139,15 @@ class SummaryText(Wire):
     text: Annotated[Text, notes.THOUGHT]
 
 
-class ReasoningItem(Wire):
+class ReasoningItem(KeptItem):
     """The model's reasoning; if it has no content, the chat template gets its summary."""
 
     type: Literal["reasoning"]
-    id: Annotated[ItemId | None, notes.ITEM_ID] = None
     summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     """Passed to the chat template if there is no content."""
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     """The model's reasoning, passed to the chat template, which may leave it out of the prompt."""
     unsupported: ClassVar[dict[str, Refused]] = {"encrypted_content": refused()}
-    status: Annotated[ItemStatus | None, LABEL, notes.KEPT] = None
 
 
 class ItemReference(Wire):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 from pydantic_core import PydanticCustomError
@@ -14,17 +14,15 @@ from ...generation.request import Calling, ConversationPrompt, GenerationRequest
 from ...grammar.schemas import MAX_SOURCE, Grammar, of_schema
 from ...http.fields import LABEL, Refused, Wire, clash, refused
 from ...http.openapi import examples
+from ...tokenization.encoder import RenderOptions
 from .. import notes
 from ..chat.request import Labels, Metadata, TemplateKwargs
 from ..conversation import Effort, by_effort, calling_of, check_choice, is_thinking, thinking_variables
 from ..response_format import ANY_OBJECT, JsonObjectFormat, NamedSchema, StructuredOutputs, TextFormat, of_outputs
-from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, Stop, Text, User, only_with, stop_texts
+from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, Stop, Text, User, listed, only_with
 from ..tools import MAX_TOOLS
 from .items import ItemId, Items, as_turns
 from .tools import AnyTool, Callable, CustomTool, FlatAllowed, FlatChoice, callables, chosen_names
-
-if TYPE_CHECKING:
-    from ...tokenization.encoder import RenderOptions
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
@@ -244,7 +242,7 @@ class ResponsesRequest(Labels, GenerationFields):
             super().resolve(),
             prompt_field="input",
             limit=("max_output_tokens", self.max_output_tokens),
-            stops=stop_texts(self.stop),
+            stops=listed(self.stop),
             num_logprobs=self.num_logprobs,
             grammar=self._grammar(),
         )

@@ -16,9 +16,9 @@ from ...generation.output import Json, Logprob, Output, Usage, Writer
 from ...generation.request import UNLIMITED
 from ...http import sse
 from ...http.errors import ApiError
-from ...parsers import Arguments, Call, Content, Part, Reasoning
+from ...parsers.parts import Arguments, Call, Content, Part, Reasoning
 from . import schema
-from .items import input_of
+from .items import ItemStatus, input_of
 from .request import ResponsesRequest
 from .tools import AnyTool, FlatFunction
 
@@ -207,14 +207,11 @@ class ResponsesWriter(Writer[ResponsesRequest]):
         called = self.request.called(part.name)
         name = part.name if called is None else called.tool.name
         namespace = UNSET if called is None or called.namespace is None else called.namespace
+        given: dict[str, Any] = {"status": "in_progress", "call_id": part.id, "name": name, "namespace": namespace}
         if called is not None and called.tool.type == "custom":
             self._arguments = ""
-            return schema.ResponseCustomCall(
-                id=self._new_id("ctc"), status="in_progress", call_id=part.id, name=name, namespace=namespace, input=""
-            )
-        return schema.ResponseCall(
-            id=self._new_id("fc"), status="in_progress", call_id=part.id, name=name, namespace=namespace, arguments=""
-        )
+            return schema.ResponseCustomCall(id=self._new_id("ctc"), input="", **given)
+        return schema.ResponseCall(id=self._new_id("fc"), arguments="", **given)
 
     def _text(self, text: str) -> Iterator[schema.ResponseEvent]:
         if not (self._is_open and isinstance(self._items[-1], schema.ResponseMessage)):
@@ -255,7 +252,7 @@ class ResponsesWriter(Writer[ResponsesRequest]):
         # Events are encoded later than they are made.
         yield self._event("output_item.added", output_index=self._index, item=copy(item))
 
-    def _close(self, status: schema.ItemStatus = "completed") -> Iterator[schema.ResponseEvent]:
+    def _close(self, status: ItemStatus = "completed") -> Iterator[schema.ResponseEvent]:
         """Complete the open item, if there is one."""
         if not self._is_open:
             return
@@ -328,7 +325,6 @@ def interrupted(response: bytes) -> bytes:
 
 
 def tool_as_json(tool: AnyTool) -> Json:
-    """Return a tool as the response has it."""
     if not isinstance(tool, FlatFunction):
         return tool.model_dump(exclude_none=True)
     return {"description": None, "type": tool.type, **tool.model_dump(), "strict": bool(tool.strict)}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
+from msgspec.json import decode
 
 from ...generation.http_response import respond
-from ...generation.output import Head, Json, Prompt, TokenText
+from ...generation.output import Json
 from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body
@@ -18,14 +21,13 @@ from ...http.excerpt import shown
 from ...http.openapi import described, events, returned
 from ...state import AppDep
 from .. import conversation
-from .background import Job
 from .items import MAX_ITEMS
-from .records import Record, elements, unpacked
 from .request import ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
 from .schema import InputItems, InputTokens, ResponseDeleted, ResponseEvent, ResponseObject
-from .state import ResponsesDep
+from .state import Job, ResponsesDep
 from .store import Store
+from .store_file import Record
 
 OPEN = ("queued", "in_progress")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -73,13 +75,14 @@ async def create(
 ) -> Response:
     """Generate a response to a text or a conversation, which may continue a stored one."""
     await resolve(responses.store, caller, payload)
-    keeper = Keeper(responses.store, app.keys.payer(caller), caller, payload)
-    made = await respond(app, caller, request, payload.resolve(), write=keeper.writer, prefix="resp_")
+    keep = keeper(responses.store, app.keys.payer(caller), caller, payload)
+    write = partial(ResponsesWriter, payload, store=keep)
+    made = await respond(app, caller, request, payload.resolve(), write=write, prefix="resp_")
     if not payload.background:
         return made
     assert isinstance(made.writer, ResponsesWriter)
     queued = made.writer.keep("queued")
-    responses.background.start(queued.id, Job(made.generation, made.writer), caller.hand_over())
+    responses.start(queued.id, Job(made.generation, made.writer), caller.hand_over())
     return reply(msgspec.json.encode(queued))
 
 
@@ -114,7 +117,7 @@ async def retrieve(
 ) -> Response:
     """Return a stored response as it is now; include_obfuscation is accepted: events are never padded."""
     if stream:
-        raise invalid("Unsupported field: 'stream'; ask again until status tells the end.", "stream")
+        raise invalid("Unsupported field: 'stream'; send the request again until the status is final.", "stream")
     return reply((await found(responses.store, caller, response_id)).answer)
 
 
@@ -124,7 +127,7 @@ async def cancel(response_id: str, responses: ResponsesDep, caller: UserDep) -> 
     record = await found(responses.store, caller, response_id)
     if not await asyncio.to_thread(is_background, record.answer):
         raise invalid("Only a response with background true can be cancelled; to stop another, hang up.", "response_id")
-    await responses.background.cancel(response_id)
+    await responses.cancel(response_id)
     return reply((await found(responses.store, caller, response_id)).answer)
 
 
@@ -132,7 +135,7 @@ async def cancel(response_id: str, responses: ResponsesDep, caller: UserDep) -> 
 async def delete(response_id: str, responses: ResponsesDep, caller: UserDep) -> ResponseDeleted:
     """Delete a response and stop it if it is still being generated. Responses that continue it keep its items."""
     if await responses.store.get(response_id, caller.key) is not None:
-        await responses.background.cancel(response_id)
+        await responses.cancel(response_id)
     if not await responses.store.delete(response_id, caller.key):
         raise no_response(response_id)
     return ResponseDeleted(id=response_id)
@@ -157,26 +160,20 @@ async def input_items(
     return reply(await asyncio.to_thread(page_of, record.items, limit, order, after))
 
 
-class Keeper:
-    """Stores one request's response with the conversation before it, unless store is false."""
+def keeper(store: Store, payer: str, caller: Caller, payload: ResponsesRequest) -> Callable[[ResponseObject], None]:
+    """Return a function that stores one request's response with the conversation before it, unless store is false."""
+    items = b""  # the conversation; encoded once, since it can be long
 
-    def __init__(self, store: Store, payer: str, caller: Caller, payload: ResponsesRequest) -> None:
-        self.store = store
-        self.owner = caller.key
-        self.payer = payer
-        self.payload = payload
-        self._items = b""  # the conversation; encoded once, since it can be long
-
-    def writer(self, head: Head, prompts: list[Prompt], token_text: TokenText) -> ResponsesWriter:
-        return ResponsesWriter(self.payload, head, prompts, token_text, store=self.keep)
-
-    def keep(self, response: ResponseObject) -> None:
-        if self.payload.is_stored:
-            is_replacement = bool(self._items)
-            self._items = self._items or msgspec.json.encode(named(self.payload, response.id))
+    def keep(response: ResponseObject) -> None:
+        nonlocal items
+        if payload.is_stored:
+            is_replacement = bool(items)
+            items = items or msgspec.json.encode(named(payload, response.id))
             is_open = response.status in OPEN
-            record = Record(response.id, self.owner, is_open, msgspec.json.encode(response), self._items, self.payer)
-            self.store.put(record, is_replacement)
+            record = Record(response.id, caller.key, is_open, msgspec.json.encode(response), items, payer)
+            store.put(record, is_replacement)
+
+    return keep
 
 
 def named(payload: ResponsesRequest, response_id: str) -> list[Json]:
@@ -261,6 +258,14 @@ def is_background(answer: bytes) -> bool:
     return msgspec.json.decode(answer, type=Background).background
 
 
+def elements(data: bytes) -> list[msgspec.Raw]:
+    """Return the elements of a stored JSON array, not decoded.
+
+    Decoding them one by one lets other threads run in between; msgspec holds the interpreter's lock during a call.
+    """
+    return msgspec.json.decode(data, type=list[msgspec.Raw])
+
+
 def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
     """Return a page of a stored conversation as JSON; only the items of the page are decoded whole."""
     items = elements(data)
@@ -272,15 +277,15 @@ def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
         if index is None:
             raise invalid("Invalid 'after': no item of the response has this id.", "after")
         items = items[index + 1 :]
-    page = listed([unpacked(item) for item in items[:limit]])
+    page = listed([decode(item) for item in items[:limit]])
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return msgspec.json.encode(InputItems("list", page, first, last, len(items) > limit))
 
 
 def all_items(record: Record) -> list[Json]:
     """Return a response's conversation and output as the next response reads them."""
-    items: list[Json] = [unpacked(item) for item in elements(record.items)]
-    for item in unpacked(record.answer)["output"]:
+    items: list[Json] = [decode(item) for item in elements(record.items)]
+    for item in decode(record.answer)["output"]:
         if item["type"] in ("function_call", "custom_tool_call") and item["status"] != "completed":
             continue  # a call that was cut off cannot be run
         if item["type"] == "message":

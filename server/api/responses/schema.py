@@ -9,9 +9,9 @@ from msgspec import UNSET, UnsetType
 from ...generation.output import CompletionTokensDetails, Logprob
 from ...http.fields import Wire
 from ...http.openapi import JsonObject
+from .items import ItemStatus
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class ResponseText(JsonObject, tag_field="type", tag="output_text"):
@@ -46,25 +46,25 @@ class ResponseReasoning(JsonObject, tag_field="type", tag="reasoning"):
     content: list[ReasoningContent]
 
 
-class ResponseCall(JsonObject, kw_only=True, tag_field="type", tag="function_call"):
-    """A call of a function, with its arguments as JSON text."""
+class AnyCall(JsonObject, kw_only=True):
+    """What calls of functions and of custom tools have."""
 
     id: str
     status: ItemStatus
     call_id: str
     name: str
     namespace: str | UnsetType = UNSET
+
+
+class ResponseCall(AnyCall, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a function, with its arguments as JSON text."""
+
     arguments: str
 
 
-class ResponseCustomCall(JsonObject, kw_only=True, tag_field="type", tag="custom_tool_call"):
+class ResponseCustomCall(AnyCall, kw_only=True, tag_field="type", tag="custom_tool_call"):
     """A call of a custom tool, with its input as text."""
 
-    id: str
-    status: ItemStatus
-    call_id: str
-    name: str
-    namespace: str | UnsetType = UNSET
     input: str
 
 

@@ -18,17 +18,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from engine import ConfigError
 
-from ...http import retry
 from ...http.errors import unavailable
-from .records import Record
-from .store_file import open_database
+from .store_file import Record, open_database
 
 T = TypeVar("T")
-Json = dict[str, Any]
 
 # Delay between attempts to write, doubled after each failure. A new change brings the next attempt forward,
 # but never to less than the first delay after the last failure.
@@ -235,14 +232,14 @@ class Store:
 
         with self._wake:
             if self._is_closed:
-                raise unavailable("The server is shutting down.", "draining", retry.DRAINING_S)
+                raise unavailable("The server is shutting down.", "draining")
             self._jobs.append(job)
             self._wake_thread()
         try:
             return await asyncio.wrap_future(future)
         except sqlite3.Error as error:
             log.error("stored responses cannot be used: %s", error)
-            raise unavailable("Stored responses cannot be used at the moment.", "store_failed", retry.STORE_S) from None
+            raise unavailable("Stored responses cannot be used at the moment.", "store_failed") from None
 
     # With the lock held
 

@@ -1,4 +1,4 @@
-"""The store's SQLite file: its permissions, its lock, and the version of its tables."""
+"""The store's records and its SQLite file: its permissions, its lock, and the version of its table."""
 
 from __future__ import annotations
 
@@ -10,14 +10,35 @@ import sqlite3
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 APPLICATION_ID = 0x50657164  # "Peqd"
 VERSION = 2  # 1 had another index
 BUSY_S = 1.0  # for another process to release its lock
 OWNER_ONLY = 0o600
+ROW_BYTES = 512  # of a row besides its texts
 SOMETHING_ELSE = "it is a database of something else"
 
 log = logging.getLogger("pequod.store")
+
+
+class Record(NamedTuple):
+    """A stored response, and the conversation that led to it."""
+
+    id: str
+    owner: str  # the only one who may see it: a hash of the API key
+    is_open: bool  # it is still being generated
+    answer: bytes  # the response as JSON
+    items: bytes  # the conversation before it as JSON
+    payer: str = ""  # whose share it counts against; "": the owner's, as always where there are keys
+
+    @property
+    def share(self) -> str:
+        return self.payer or self.owner
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.answer) + len(self.items) + ROW_BYTES
 
 
 def open_database(path: Path | None) -> sqlite3.Connection:

@@ -5,16 +5,13 @@ All servers are measured by this code. `connect` finds out which fields a server
 
 from __future__ import annotations
 
-import itertools
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...http.sse import EventStream
 from ..commands import Failure
-from ..openai_client import CONNECT_S, base_url, error_field, open_client, parsed
+from ..openai_client import CONNECT_S, Shot, base_url, describe, open_client, send
 
 if TYPE_CHECKING:
     import httpx
@@ -62,76 +59,6 @@ class Ask:
 
 
 @dataclass(slots=True, eq=False)
-class Shot:
-    """The result of one request. Times are seconds since the run started."""
-
-    at: float
-    input_len: int
-    output_len: int
-    sent: float
-    done: float = 0.0
-    times: list[float] = field(default_factory=list)  # of each chunk with tokens
-    sizes: list[int] | None = None  # tokens in each of them; None: unknown
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)  # log-probability of a token less that of the best other one
-    text: str = ""
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None  # from the server's usage
-    finish_reason: str | None = None
-    streamed: bool = True
-    error: str | None = None
-    broken: bool = False  # the connection failed, and not the request
-
-    @property
-    def ok(self) -> bool:
-        return self.error is None
-
-    @property
-    def tokens(self) -> int:
-        """Output tokens: from usage, else from token ids, else one for each chunk."""
-        if self.output_tokens is not None:
-            return self.output_tokens
-        return sum(self.sizes) if self.sizes is not None else len(self.times)
-
-    @property
-    def ttft(self) -> float | None:
-        """Seconds to the first token; None without streaming."""
-        return self.times[0] - self.sent if self.times and self.streamed else None
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between the chunks with tokens."""
-        return [b - a for a, b in itertools.pairwise(self.times)] if self.streamed else []
-
-    @property
-    def decode_rate(self) -> float | None:
-        """Tokens per second after the first chunk."""
-        if not self.streamed or len(self.times) < 2 or self.times[-1] <= self.times[0]:
-            return None
-        first = self.sizes[0] if self.sizes else 1
-        return (self.tokens - first) / (self.times[-1] - self.times[0])
-
-    def record(self) -> dict[str, Any]:
-        """Return everything but the text and the ids, for JSON, with times rounded to microseconds."""
-        return {
-            "at": round(self.at, 6),
-            "sent": round(self.sent, 6),
-            "done": round(self.done, 6),
-            "times": [round(t, 6) for t in self.times],
-            "tokens_of_chunks": self.sizes,
-            "input_len": self.input_len,
-            "output_len": self.output_len,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "output_tokens": self.output_tokens,
-            "finish_reason": self.finish_reason,
-            "error": self.error,
-        }
-
-
-@dataclass(slots=True, eq=False)
 class Target:
     """A server, and what `connect` has found out about it."""
 
@@ -152,12 +79,10 @@ class Target:
 
     @property
     def name(self) -> str:
-        """A name for reports."""
         number = self.version.get("version", "")
         return f"Pequod {number}" if self.is_pequod else f"{self.url} {number}".strip()
 
     async def is_alive(self) -> bool:
-        """Return whether the server still responds."""
         import httpx
 
         try:
@@ -166,7 +91,6 @@ class Target:
             return False
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """Return the body of a request."""
         body = {"model": self.model, "max_tokens": ask.output_len, "stream": True, **self.wishes}
         if "min_tokens" in body:
             body["min_tokens"] = ask.output_len
@@ -177,87 +101,11 @@ class Target:
         body |= ask.body
         return {key: value for key, value in body.items() if value is not None}
 
-    async def send(self, ask: Ask, began: float, on_tokens: Any = None) -> Shot:
-        """Send a request and read its response. Errors are in the Shot. `on_tokens()` is called for each chunk."""
-        import httpx
-
+    async def send(self, ask: Ask, began: float) -> Shot:
+        """Send a request and read its response. Errors are in the Shot."""
         shot = Shot(ask.at, ask.input_len, ask.output_len, sent=time.perf_counter() - began)
-        path = "/v1/chat/completions" if "messages" in (body := self.body(ask)) else "/v1/completions"
-        try:
-            async with self.http.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    shot.error = refusal(response.status_code, await response.aread())
-                elif response.headers.get("content-type", "").startswith("text/event-stream"):
-                    await self._read(response, shot, began, on_tokens)
-                else:
-                    shot.streamed = False
-                    _take(shot, json.loads(await response.aread()), time.perf_counter() - began)
-        except httpx.HTTPError as error:
-            shot.error, shot.broken = f"the connection failed: {type(error).__name__}", True
-        except ValueError:
-            shot.error = "the server sent invalid JSON"
-        shot.done = time.perf_counter() - began
-        if shot.ok and not shot.times and shot.finish_reason is None:
-            shot.error = "the response had neither a token nor a finish reason"
+        await send(self.http, self.body(ask), shot, began)
         return shot
-
-    async def _read(self, response: httpx.Response, shot: Shot, began: float, on_tokens: Any) -> None:
-        events = EventStream(response)
-        async for arrived, event in events:
-            if _take(shot, event, arrived - began) and on_tokens is not None:
-                on_tokens()
-        if not events.is_complete and shot.finish_reason is None and shot.error is None:
-            shot.error, shot.broken = "the stream ended without a last event", True
-
-
-def _take(shot: Shot, event: Any, now: float) -> bool:
-    """Add an event, or a whole response; returns whether it had tokens."""
-    if not isinstance(event, dict):
-        raise ValueError(event)
-    if error := event.get("error"):
-        shot.error = str(error.get("message", error) if isinstance(error, dict) else error)[:400]
-        return False
-    if usage := event.get("usage"):
-        shot.prompt_tokens, shot.output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        shot.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    has_tokens = False
-    for choice in event.get("choices") or ():
-        source = choice.get("delta") or choice.get("message") or choice
-        text = "".join(source.get(key) or "" for key in ("reasoning_content", "reasoning", "content", "text"))
-        ids = choice.get("token_ids") or []
-        shot.text += text
-        shot.token_ids += ids
-        _take_logprobs(shot, choice.get("logprobs"))
-        shot.finish_reason = choice.get("finish_reason") or shot.finish_reason
-        if text or ids:
-            has_tokens = True
-            if ids and (shot.sizes is not None or not shot.times):
-                shot.sizes = [*(shot.sizes or []), len(ids)]
-            elif not ids:
-                shot.sizes = None
-            shot.times.append(now)
-    return has_tokens
-
-
-def _take_logprobs(shot: Shot, found: Any) -> None:
-    """Add the log-probabilities of completions (columns) or of a chat (one object per token)."""
-    if not isinstance(found, dict):
-        return
-    if "token_logprobs" in found:
-        tops = [sorted((top or {}).values(), reverse=True) for top in found.get("top_logprobs") or []]
-        own = found["token_logprobs"]
-    else:
-        entries = found.get("content") or []
-        own = [entry["logprob"] for entry in entries]
-        tops = [sorted((top["logprob"] for top in entry.get("top_logprobs") or ()), reverse=True) for entry in entries]
-    shot.logprobs += own
-    shot.margins += [top[0] - top[1] for top in tops if len(top) > 1]
-
-
-def refusal(status: int, content: bytes) -> str:
-    """Return an error response as a sentence, with the server's message."""
-    message = error_field(parsed(content), "message")
-    return f"the server responded with status {status}" + (f": {message[:300]}" if message else "")
 
 
 async def connect(url: str, model: str | None, key: str | None, api: str = "completions", ask: bool = True) -> Target:
@@ -271,13 +119,7 @@ async def connect(url: str, model: str | None, key: str | None, api: str = "comp
     # No connection is reused: a server may close an idle one at that moment.
     http = open_client(url, key, SILENCE_S, httpx.Limits(max_connections=None, max_keepalive_connections=0))
     try:
-        models = await _get(http, "/v1/models")
-        cards: list[dict[str, Any]] = models.get("data") or []
-        card = next((card for card in cards if not model or card.get("id") == model), {})
-        name = model or card.get("id")
-        if not name:
-            raise Failure(f"{url} does not list its models; name one with --model")
-        version = await _get(http, "/version", needed=False)
+        name, card, version = await describe(http, model)
         target = Target(http, url, name, api, version, card.get("max_model_len"))
         if ask:
             await probe(target)
@@ -285,21 +127,6 @@ async def connect(url: str, model: str | None, key: str | None, api: str = "comp
         await http.aclose()
         raise
     return target
-
-
-async def _get(http: httpx.AsyncClient, path: str, needed: bool = True) -> dict[str, Any]:
-    import httpx
-
-    try:
-        response = await http.get(path, timeout=CONNECT_S)
-        found = response.json() if response.status_code == 200 else None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Failure(f"no server responds at {http.base_url} ({type(error).__name__})") from None
-    except ValueError:
-        found = None
-    if needed and response.status_code in (401, 403):
-        raise Failure(f"{http.base_url} requires a key; pass it with --api-key")
-    return found if isinstance(found, dict) else {}
 
 
 async def probe(target: Target) -> None:
@@ -339,7 +166,7 @@ async def _works(target: Target) -> Shot | None:
 async def _try(target: Target) -> Shot:
     prompt: str | list[int] = PROBE_IDS if target.takes_ids else " ".join(WORDS[: len(PROBE_IDS)])
     shot = await target.send(Ask(prompt, len(PROBE_IDS), PROBE_TOKENS), time.perf_counter())
-    if shot.error and (shot.broken or not any(f"with status {code}" in shot.error for code in REFUSALS)):
+    if shot.error and (shot.refusal is None or shot.refusal.status not in REFUSALS):
         raise Failure(f"{target.url} cannot be measured: {shot.error}")
     return shot
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,10 @@ Figures = dict[str, float | None]
 
 def percentile(values: Iterable[float], share: float) -> float | None:
     """Return the value below which a share (0 to 1) of the values lies, interpolated linearly; None without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    index = (len(ordered) - 1) * share
-    low = math.floor(index)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (index - low)
+    import numpy as np
+
+    given = list(values)
+    return float(np.quantile(given, share)) if given else None
 
 
 def median(values: Iterable[float | None]) -> float | None:

@@ -43,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
-    """Return the result for JSON."""
     async with opened(arguments) as session:
         asks = requests(session, arguments.requests, arguments.output_len)
         alone = await session.send(asks, 1, "alone")
@@ -123,7 +122,6 @@ def bits_of(value: float) -> int:
 
 
 def shown(result: Result) -> str:
-    """Return the result in sentences."""
     work = result["workload"]
     claims = {True: "reports that it is exact", False: "reports that it is not exact"}
     claim = claims.get(result["exact"], "does not report whether it is exact")

@@ -39,7 +39,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures of single requests, and draw the steps."""
     result = report(arguments, measure, shown)
     if arguments.plot is not None and result.get("steps"):
         title = f"{server_and_model(result)}: a decode step by phase"
@@ -49,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
-    """Return the result for JSON."""
     limit = None
     if arguments.url is None:  # before the server is started, so that the measurements do not disturb each other
         async with limits.probe_where_known(settings_from(arguments).settings) as probe:
@@ -94,7 +92,6 @@ async def by_rows(
 
 
 def shown(result: Result) -> str:
-    """Return the result as tables."""
     work = result["workload"]
     lengths = f"{work['input_len']} tokens in, {work['output_len']} out"
     lines = [figures_table(result, f"{lengths}, one request at a time, {work['rounds']} rounds", LABELS)]

@@ -60,12 +60,14 @@ def add_server(parser: Parser, api: str = "completions", *, takes_url: bool = Tr
 
 
 def add_number(box: argparse._ActionsContainer, flag: str, default: int, text: str, minimum: int = 1) -> None:
-    """Add a flag for an integer."""
     box.add_argument(flag, metavar="N", type=whole(minimum), default=default, help=f"{text} (default: {default})")
 
 
+def add_factor(box: argparse._ActionsContainer, flag: str, text: str) -> None:
+    box.add_argument(flag, metavar="X", type=positive, default=1.0, help=f"{text} (default: 1)")
+
+
 def add_numbers(box: argparse._ActionsContainer, flag: str, default: list[int], text: str) -> None:
-    """Add a flag for a list of integers."""
     numbers = ",".join(map(str, default))
     box.add_argument(flag, metavar="N,...", type=wholes, default=default, help=f"{text} (default: {numbers})")
 
@@ -85,14 +87,12 @@ def chosen(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def add_lengths(parser: Parser, input_len: int, output_len: int) -> None:
-    """Add the lengths of requests."""
     box = parser.add_argument_group("requests")
     add_number(box, "--input-len", input_len, "tokens of each prompt")
     add_number(box, "--output-len", output_len, "tokens of each output")
 
 
 def add_output(parser: Parser, plots: bool = True) -> None:
-    """Add where results are written."""
     box = parser.add_argument_group("output")
     box.add_argument(
         "--json",

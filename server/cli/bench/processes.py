@@ -23,7 +23,6 @@ LOG_LINES = 5  # of a dead server's log, for the error
 
 
 def free_port() -> int:
-    """Return a free port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -38,13 +38,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print each phase's share of the limit."""
     report(arguments, measure, shown)
     return 0
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
-    """Return the result for JSON."""
     async with probe(settings_from(arguments).settings) as limits, opened(arguments) as session:
         longest = max(*arguments.prefill, arguments.context + DECODED)
         if session.target.max_len is not None and longest >= session.target.max_len:
@@ -99,26 +97,24 @@ def figures(steps: Sequence[Step], limits: Sequence[Roofline], total: bool) -> d
     if not steps:
         return None
     rate = middle(limits)
-    columns = [
-        (
-            float(rate.bytes(step.context)),
-            float(rate.flops(tokens := step.prompt_tokens + step.decode_tokens, step.pairs, step.logits)),
-            rate.bytes(step.context) / rate.bytes_per_s,
-            rate.multiply_seconds(tokens, step.pairs, step.logits),
-            limit_seconds(rate, step),
-            step.total,
-            step.seconds.get("forward", 0.0),
-        )
+    each = [
+        {
+            "bytes": float(rate.bytes(step.context)),
+            "flops": float(rate.flops(tokens := step.prompt_tokens + step.decode_tokens, step.pairs, step.logits)),
+            "read_s": rate.bytes(step.context) / rate.bytes_per_s,
+            "multiply_s": rate.multiply_seconds(tokens, step.pairs, step.logits),
+            "limit_s": limit_seconds(rate, step),
+            "seconds": step.total,
+            "forward_s": step.seconds.get("forward", 0.0),
+        }
         for step in steps
     ]
-    values = [sum(column) if total else median(column) or 0.0 for column in zip(*columns, strict=True)]
-    names = ("bytes", "flops", "read_s", "multiply_s", "limit_s", "seconds", "forward_s")
-    found = dict(zip(names, values, strict=True))
-    return {
-        **found,
-        "share": found["limit_s"] / found["seconds"],
-        "forward_share": found["limit_s"] / found["forward_s"],
+    found = {
+        name: sum(step[name] for step in each) if total else median(step[name] for step in each) or 0.0
+        for name in each[0]
     }
+    shares = {"share": found["limit_s"] / found["seconds"], "forward_share": found["limit_s"] / found["forward_s"]}
+    return found | shares
 
 
 def _middle(name: str, found: Sequence[dict[str, float] | None]) -> dict[str, Any] | None:
@@ -130,7 +126,6 @@ def _middle(name: str, found: Sequence[dict[str, float] | None]) -> dict[str, An
 
 
 def shown(result: Result) -> str:
-    """Return the result as a table."""
     rates = result["machine_limits"]
     reads, products = rates["bytes_per_s"], rates["flops_per_s"]
     lines = [

@@ -49,22 +49,13 @@ def add_arguments(parser: Parser) -> None:
         "--arrivals", choices=["poisson", "fixed"], default="poisson", help="random or evenly spaced (default: poisson)"
     )
     box.add_argument("--trace", metavar="FILE", type=Path, help="file of times and lengths, instead of a rate")
-    box.add_argument(
-        "--time-scale", metavar="X", type=options.positive, default=1.0, help="factor for a trace's times (default: 1)"
-    )
-    box.add_argument(
-        "--length-scale",
-        metavar="X",
-        type=options.positive,
-        default=1.0,
-        help="factor for a trace's lengths, for models with a short context (default: 1)",
-    )
+    options.add_factor(box, "--time-scale", "factor for a trace's times")
+    options.add_factor(box, "--length-scale", "factor for a trace's lengths, for models with a short context")
     box.add_argument("--concurrency", metavar="N", type=whole(1), help="maximum open requests (default: no limit)")
     options.add_measurement(parser, rounds=1)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures of requests that arrive over time."""
     if arguments.trace is not None and arguments.rate is not None:
         raise UsageError("--trace has arrival times: omit --rate (--time-scale makes a trace faster)")
     if arguments.trace is not None:
@@ -87,20 +78,16 @@ def asks(session: Session, arguments: argparse.Namespace, number: int) -> list[A
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
-    """Return the result for JSON."""
     async with opened(arguments) as session:
-        made: list[list[Ask]] = []
-
-        def next_asks() -> list[Ask]:
-            # The warm-up needs no arrival times: one request per repetition is enough.
-            if len(made) < arguments.warmup:
-                made.append([])
-                return [session.prompts.ask(arguments.input_len, arguments.output_len)]
-            made.append(asks(session, arguments, len(made) - arguments.warmup))
-            return made[-1]
-
-        asks(session, arguments, 0)  # reports lengths that do not fit before the warm-up
-        runs = await rounds(session, arguments, next_asks, arguments.concurrency)
+        made = [asks(session, arguments, number) for number in range(arguments.rounds)]
+        # The warm-up needs no arrival times: one request per repetition is enough.
+        runs = await rounds(
+            session,
+            arguments,
+            iter(made).__next__,
+            arguments.concurrency,
+            warmup=lambda: [session.prompts.ask(arguments.input_len, arguments.output_len)],
+        )
         sent = made[-1]
         workload = {
             "requests": len(sent),
@@ -118,7 +105,6 @@ async def measure(arguments: argparse.Namespace) -> Result:
 
 
 def shown(result: Result) -> str:
-    """Return the result as a table."""
     work = result["workload"]
     pace = "all at once" if work["rate"] is None else f"{work['rate']:.3g} per second"
     workload = (

@@ -105,7 +105,6 @@ class Session:
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about the machine."""
     name, _, cores = cpu_facts()
     return {"processor": name, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
 
@@ -166,11 +165,15 @@ def bar() -> Progress:
 
 
 async def rounds(
-    session: Session, arguments: argparse.Namespace, asks: Callable[[], Sequence[Ask]], concurrency: int | None
+    session: Session,
+    arguments: argparse.Namespace,
+    asks: Callable[[], Sequence[Ask]],
+    concurrency: int | None,
+    warmup: Callable[[], Sequence[Ask]] | None = None,
 ) -> list[Run]:
     """Return the measured repetitions of a case; those of the warm-up, and their steps, are discarded."""
     for _ in range(arguments.warmup):
-        await session.send(asks(), concurrency, "warm-up")
+        await session.send((warmup or asks)(), concurrency, "warm-up")
     await session.steps()
     return [
         await session.send(asks(), concurrency, f"round {number + 1} of {arguments.rounds}")

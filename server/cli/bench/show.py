@@ -84,7 +84,6 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def server_and_model(result: Result) -> str:
-    """Return the names of the server and the model."""
     return f"{result['server']['name']}, {result['server']['model']}"
 
 

@@ -70,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def write(arguments: argparse.Namespace, path: Path) -> int:
-    """Generate all completions and write the file."""
     prompts = _prompts(arguments.prompts) if arguments.prompts is not None else PROMPTS
     async with opened(arguments) as session:
         entries = [await complete(session, arguments.api, prompt, arguments.max_tokens) for prompt in prompts]
@@ -143,7 +142,6 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def shown(entries: list[dict[str, Any]]) -> str:
-    """Return the completions as a table."""
     head = ["prompt", "SHA-256", "tokens", "margin"]
     return table(head, [[e["prompt"][:40], e["sha256"][:12], str(e["tokens"]), number(e["margin"])] for e in entries])
 

@@ -35,19 +35,16 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures of starts."""
     report(arguments, measure, shown)
     return 0
 
 
 def shown(result: Result) -> str:
-    """Return the result as a table."""
     rounds = result["workload"]["rounds"]
     return f"Pequod, {result['model']}: {rounds} starts\n{spread_table(result['figures'], LABELS, rounds)}"
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
-    """Return the result for JSON."""
     found: list[Figures] = []
     with bar() as progress:
         task = progress.add_task("starts", total=arguments.warmup + arguments.rounds)

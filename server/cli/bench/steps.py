@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...observability.phases import PHASES
 from .figures import Figures, median
@@ -50,12 +50,9 @@ class StepLog:
             return []
         text = text[: text.rfind(b"\n") + 1]
         self._offset += len(text)
-        return [_step(json.loads(line)) for line in text.splitlines()]
-
-
-def _step(line: dict[str, Any]) -> Step:
-    values = {field.name: line[field.name] for field in fields(Step)}
-    return Step(**values | {"rows": len(line["rows"])})
+        lines = [json.loads(line) for line in text.splitlines()]
+        names = [field.name for field in fields(Step)]
+        return [Step(**{name: line[name] for name in names} | {"rows": len(line["rows"])}) for line in lines]
 
 
 def decoding(steps: Sequence[Step], rows: int) -> list[Step]:

@@ -62,7 +62,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the curves as tables, and draw them."""
     if not (arguments.concurrency or arguments.rate or arguments.context):
         arguments.concurrency = CONCURRENCY
     result = report(arguments, measure, shown)
@@ -72,7 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
-    """Return the result for JSON."""
     async with contextlib.AsyncExitStack() as stack:
         probe = None
         if arguments.url is None:
@@ -177,7 +175,6 @@ def add_limits(
 
 
 def shown(result: Result) -> str:
-    """Return the curves as tables."""
     lines = [f"{server_and_model(result)}: medians of {result['workload']['rounds']} rounds"]
     curves = (
         ("concurrency", f"at once ({_lengths(result)})", LOAD_LABELS),

@@ -34,13 +34,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures of many requests."""
     report(arguments, measure, shown)
     return 0
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
-    """Return the result for JSON."""
     async with opened(arguments) as session:
         lengths = session.lengths(arguments)
         runs = await rounds(
@@ -55,7 +53,6 @@ async def measure(arguments: argparse.Namespace) -> Result:
 
 
 def shown(result: Result) -> str:
-    """Return the result as a table."""
     work = result["workload"]
     workload = (
         f"{work['requests']} requests, {work['concurrency']} at once, {work['input_len']} tokens in,"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 from ... import settings
 from ...settings_sources import Loaded, load, misspelled
-from ...settings_values import SettingsError, nearest, split
+from ...settings_values import SettingsError, hint, split
 from ..argv import hide
 
 TITLES = {"model": "model", "engine": "engine", "http": "HTTP", "limits": "limits", "logs": "logs and metrics"}
@@ -55,9 +55,8 @@ class Parser(argparse.ArgumentParser):
         for word in rest:
             if word.startswith("-") and word != "-":
                 name = word.split("=")[0]
-                near = nearest(name, self._option_string_actions)
-                hint = f"did you mean {near}?" if near else f"see `{self.prog} --help`"
-                raise UsageError(f"unknown flag {name[:64]}; {hint}")
+                advice = hint(name, self._option_string_actions, f"see `{self.prog} --help`")
+                raise UsageError(f"unknown flag {name[:64]}{advice}")
         if rest:
             raise UsageError(f"unexpected argument {rest[0][:64]!r}; see `{self.prog} --help`")
         return arguments
@@ -216,9 +215,8 @@ def execute_group(name: str, summary: str, group: Group, argv: Sequence[str]) ->
         return 0 if argv else 2
     part = argv[0]
     if part not in group.PARTS:
-        near = nearest(part, group.PARTS)
-        hint = f"did you mean {near}?" if near else f"see `pequod {name} --help`"
-        warn(f"pequod {name} has no part {part[:64]}; {hint}")
+        advice = hint(part, group.PARTS, f"see `pequod {name} --help`")
+        warn(f"pequod {name} has no part {part[:64]}{advice}")
         return 2
     return execute(f"{name} {part}", group.PARTS[part], group.part(part), argv[1:])
 

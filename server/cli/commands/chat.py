@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from contextlib import AsyncExitStack
+from typing import Any
 
-from ...settings_values import nearest
-from ..source import Completion, Options, Source, TooLong, choose
+from ...settings_values import hint
+from ..source import Source, TooLong, opened
 from . import Failure, Parser, UsageError, add_settings, chat_model, settings_from, wants_colour, warn
-from .complete import add_sampling
+from .complete import add_sampling, per_second, sampling
 
 HELP = {
     "/exit": "leave (also Ctrl-D)",
@@ -35,25 +37,24 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends."""
     loaded = settings_from(arguments, default_model=chat_model)
-    source = choose(loaded, arguments.url)
-    options = Options(arguments.max_tokens, arguments.temperature, loaded.settings.seed, arguments.ignore_eos)
+    stack = AsyncExitStack()
     with asyncio.Runner() as runner:
         try:
-            runner.run(source.open())
+            source = runner.run(stack.enter_async_context(opened(loaded, arguments.url)))
             if not source.can_chat:
                 raise UsageError("the model has no chat template: use `pequod complete`, or pass --chat-template FILE")
-            return Talk(runner, source, options, arguments.system).run()
+            return Talk(runner, source, sampling(arguments, loaded), arguments.system).run()
         finally:
-            runner.run(source.close())
+            runner.run(stack.aclose())
 
 
 class Talk:
     """A conversation. Reads on the main thread, and runs the event loop while a response is generated."""
 
-    def __init__(self, runner: asyncio.Runner, source: Source, options: Options, system: str | None) -> None:
+    def __init__(self, runner: asyncio.Runner, source: Source, options: dict[str, Any], system: str | None) -> None:
         self.runner = runner
         self.source = source
-        self.options = options
+        self.options = options  # fields of each request
         self.system = system
         self.turns: list[dict[str, str]] = []
         self.is_terminal = sys.stdin.isatty()
@@ -101,8 +102,8 @@ class Talk:
         elif word == "/help":
             print("\n".join(f"{name:<14} {text}" for name, text in HELP.items()))
         else:
-            near = nearest(word, [name.split()[0] for name in HELP])
-            warn(f"unknown command {word[:64]}; " + (f"did you mean {near}?" if near else "/help lists the commands"))
+            advice = hint(word, [name.split()[0] for name in HELP], "/help lists the commands")
+            warn(f"unknown command {word[:64]}{advice}")
         return True
 
     def _respond(self, line: str) -> None:
@@ -134,14 +135,13 @@ class Talk:
 
     async def _stream(self, messages: list[dict[str, str]], pieces: list[str]) -> str:
         """Print a response as it is generated, and return the line of figures."""
-        completion = Completion()
         is_screen = sys.stdout.isatty()
-        async for text in self.source.chat(messages, self.options, completion):
+
+        def show(text: str) -> None:
             pieces.append(text)
             sys.stdout.write(text.translate(CONTROL) if is_screen else text)
             sys.stdout.flush()
-        cut = ", cut at the maximum number of tokens" if completion.finish_reason == "length" else ""
-        return (
-            f"{completion.generated_tokens} tokens, {completion.tokens_per_second:.1f} tokens/s,"
-            f" first after {completion.ttft:.2f} s{cut}"
-        )
+
+        shot = await self.source.stream({**self.options, "messages": messages}, show)
+        cut = ", cut at the maximum number of tokens" if shot.finish_reason == "length" else ""
+        return f"{shot.tokens} tokens, {per_second(shot):.1f} tokens/s, first after {shot.ttft or 0:.2f} s{cut}"

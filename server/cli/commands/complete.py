@@ -6,9 +6,14 @@ import argparse
 import asyncio
 import json
 import sys
+from typing import Any
 
-from ..source import COMPLETION_TOKENS, Completion, Options, Source, choose
+from ...settings_sources import Loaded
+from ..openai_client import Shot
+from ..source import Source, opened
 from . import Parser, UsageError, add_settings, chat_model, real, settings_from, warn, whole
+
+DEFAULT_TOKENS = 100  # a model that continues a text may never end by itself
 
 
 def add_sampling(parser: Parser, max_tokens: str) -> None:
@@ -21,12 +26,23 @@ def add_sampling(parser: Parser, max_tokens: str) -> None:
     box.add_argument("--ignore-eos", action="store_true", help="continue after the model's end token")
 
 
+def sampling(arguments: argparse.Namespace, loaded: Loaded) -> dict[str, Any]:
+    """Return the sampling options of the user as fields of a request; what is absent has the model's default."""
+    options = {
+        "max_tokens": arguments.max_tokens,
+        "temperature": arguments.temperature,
+        "seed": loaded.settings.seed,
+        "ignore_eos": arguments.ignore_eos or None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def add_arguments(parser: Parser) -> None:
     parser.usage = "pequod complete [MODEL | --url URL] --prompt TEXT [flags]"
     box = parser.add_argument_group("prompt")
     box.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads it from standard input")
     box.add_argument("--prompt-ids", metavar="1,2,3", type=_ids, help="token ids to continue, instead of text")
-    add_sampling(parser, f"maximum tokens to generate (default: {COMPLETION_TOKENS})")
+    add_sampling(parser, f"maximum tokens to generate (default: {DEFAULT_TOKENS})")
     box = parser.add_argument_group("output")
     box.add_argument("--show-stats", action="store_true", help="print a line of figures after the text")
     box.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -34,62 +50,72 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the completion as it is generated."""
     if (arguments.prompt is None) == (arguments.prompt_ids is None):
         raise UsageError("give either --prompt TEXT or --prompt-ids 1,2,3")
     loaded = settings_from(arguments, default_model=chat_model)
     prompt = arguments.prompt_ids if arguments.prompt is None else arguments.prompt
     if prompt == "-":
         prompt = sys.stdin.read()
-    options = Options(arguments.max_tokens, arguments.temperature, loaded.settings.seed, arguments.ignore_eos)
-    return asyncio.run(_complete(arguments, choose(loaded, arguments.url), prompt, options))
+    return asyncio.run(_complete(arguments, loaded, {"max_tokens": DEFAULT_TOKENS, "prompt": prompt}))
 
 
-async def _complete(arguments: argparse.Namespace, source: Source, prompt: str | list[int], options: Options) -> int:
-    pieces = []
-    try:
-        await source.open()
-        completion = Completion()
+async def _complete(arguments: argparse.Namespace, loaded: Loaded, body: dict[str, Any]) -> int:
+    pieces: list[str] = []
+
+    def show(text: str) -> None:
+        pieces.append(text)
+        if not arguments.json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    async with opened(loaded, arguments.url) as source:
         if source.model == "builtin" and sys.stdout.isatty() and not arguments.json:
             warn(
                 "the built-in model was trained on chats only and continues other text with nonsense: try `pequod chat`"
             )
-        async for text in source.complete(prompt, options, completion):
-            pieces.append(text)
-            if not arguments.json:
-                sys.stdout.write(text)
-                sys.stdout.flush()
-    except BaseException:
-        if pieces and sys.stdout.isatty():
-            print()  # the error begins on a new line
-        raise
-    finally:
-        await source.close()
+        if not source.is_remote:
+            body["return_token_ids"] = True
+        try:
+            shot = await source.stream(body | sampling(arguments, loaded), show)
+        except BaseException:
+            if pieces and sys.stdout.isatty():
+                print()  # the error begins on a new line
+            raise
     text = "".join(pieces)
     if arguments.json:
-        result: dict[str, object] = {"model": source.model, "text": text, "finish_reason": completion.finish_reason}
-        if completion.token_ids is not None:
-            result["token_ids"] = completion.token_ids
-        print(json.dumps(result | figures(completion, source), ensure_ascii=False))
+        result: dict[str, object] = {"model": source.model, "text": text, "finish_reason": shot.finish_reason}
+        if not source.is_remote:
+            result["token_ids"] = shot.token_ids
+        print(json.dumps(result | figures(shot, source), ensure_ascii=False))
         return 0
     if not text.endswith("\n"):
         print()
     if arguments.show_stats:
-        print(" ".join(f"{name}={value}" for name, value in figures(completion, source).items()))
+        print(" ".join(f"{name}={value}" for name, value in figures(shot, source).items()))
     return 0
 
 
-def figures(completion: Completion, source: Source) -> dict[str, int | float | str]:
+def figures(shot: Shot, source: Source) -> dict[str, int | float | str]:
     """Return the figures of --show-stats and --json; the rate includes the time of the prompt."""
     return {
-        "prompt_tokens": completion.prompt_tokens,
-        "generated_tokens": completion.generated_tokens,
-        "elapsed_seconds": round(completion.elapsed, 4),
-        "tokens_per_second": round(completion.tokens_per_second, 2),
-        "ttft_seconds": round(completion.ttft, 4),
+        "prompt_tokens": shot.prompt_tokens or 0,
+        "generated_tokens": shot.tokens,
+        "elapsed_seconds": round(elapsed(shot), 4),
+        "tokens_per_second": round(per_second(shot), 2),
+        "ttft_seconds": round(shot.ttft or 0.0, 4),
         "device": source.device,
         "dtype": source.dtype,
     }
+
+
+def elapsed(shot: Shot) -> float:
+    """Return the seconds until the last token arrived."""
+    return shot.times[-1] if shot.times else shot.done
+
+
+def per_second(shot: Shot) -> float:
+    """Return the tokens per second, including the time of the prompt."""
+    return shot.tokens / elapsed(shot) if elapsed(shot) else 0.0
 
 
 def _ids(text: str) -> list[int]:

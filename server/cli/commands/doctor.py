@@ -143,10 +143,7 @@ def cpu() -> Iterator[Finding]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the number of cores whose time the control groups allow, or None if there is no limit.
-
-    `root` is the parent of /proc and /sys.
-    """
+    """Return the number of cores whose time the control groups allow, None: no limit. `root` has /proc and /sys."""
     quotas = []
     with contextlib.suppress(OSError, ValueError):
         paths = [line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
@@ -271,12 +268,10 @@ def triton(torch: dict[str, Any]) -> Finding:
     }
     fixes = [fix for has, fix in missing.values() if not has]
     absent = " and ".join(name for name, (has, _) in missing.items() if not has)
-    text = (
-        f"without {absent} torch computes attention and the norms, slower"
-        if absent
-        else (f"{torch['triton']}, with {torch['compiler']} and Python's headers")
-    )
-    return judge("triton", not fixes, text, "; ".join(fixes))
+    if absent:
+        text = f"without {absent} torch computes attention and the norms, slower"
+        return Finding("triton", "warn", text, "; ".join(fixes))
+    return Finding("triton", "ok", f"{torch['triton']}, with {torch['compiler']} and Python's headers")
 
 
 def engine(settings: Settings) -> list[Finding]:

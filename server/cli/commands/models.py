@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -16,17 +16,6 @@ from .doctor import cache_folder
 from .plan import make
 
 CHILDREN = 2  # concurrent plans; each is a child process that imports torch
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model on this machine; `problem` is empty if Pequod can serve it."""
-
-    name: str
-    architecture: str
-    bytes: int
-    folder: str
-    problem: str
 
 
 def add_arguments(parser: Parser) -> None:
@@ -45,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = settings_from(arguments).settings.engine_config()
 
-    def examine(local: tuple[str, Path, int]) -> Model:
+    def examine(local: tuple[str, Path, int]) -> dict[str, Any]:
         name, folder, num_bytes = local
         problem = "" if name in packaged_models() else missing(folder)
         if not problem:
@@ -54,19 +43,19 @@ def run(arguments: argparse.Namespace) -> int:
                 problem = str(plan.get("error", "cannot be served")) if code else ""
             except Failure as error:
                 problem = str(error)
-        return Model(name, architecture(folder), num_bytes, str(folder), problem)
+        facts = {"name": name, "architecture": architecture(folder), "bytes": num_bytes, "folder": str(folder)}
+        return facts | {"problem": problem, "can_serve": not problem}
 
     with ThreadPoolExecutor(CHILDREN) as pool:
         found = list(pool.map(examine, local_models()))
     if arguments.json:
-        models = [asdict(model) | {"can_serve": not model.problem} for model in found]
-        print(json.dumps({"models": models, "cache": str(cache_folder())}, ensure_ascii=False))
+        print(json.dumps({"models": found, "cache": str(cache_folder())}, ensure_ascii=False))
         return 0
-    names, kinds = max(len(model.name) for model in found), max(len(model.architecture) for model in found)
+    names, kinds = (max(len(model[fact]) for model in found) for fact in ("name", "architecture"))
     for model in found:
-        verdict = f"no: {model.problem}" if model.problem else f"pequod serve {model.name}"
-        print(f"{model.name:<{names}}  {model.architecture:<{kinds}}  {size(model.bytes):>9}  {verdict}")
-    if not {model.name for model in found} - {"builtin", *packaged_models()}:
+        verdict = f"no: {model['problem']}" if model["problem"] else f"pequod serve {model['name']}"
+        print(f"{model['name']:<{names}}  {model['architecture']:<{kinds}}  {size(model['bytes']):>9}  {verdict}")
+    if not {model["name"] for model in found} - {"builtin", *packaged_models()}:
         print(f"The Hugging Face cache {cache_folder()} has no models; `pequod serve NAME` downloads one.")
     return 0
 

@@ -84,7 +84,6 @@ def make(config: EngineConfig) -> tuple[int, dict[str, Any]]:
 
 
 def show(plan: dict[str, Any]) -> None:
-    """Print the plan as a table."""
     rows = [(LABELS.get(key, key.replace("_", " ")), readable(key, value)) for key, value in plan.items()]
     rows = [(label, text) for label, text in rows if text]
     width = max((len(label) for label, _ in rows), default=0)

@@ -79,10 +79,7 @@ def serve(settings: Settings, listener: socket.socket, began: float, child: Chil
 
 
 def raise_open_files() -> int:
-    """Raise this process's limit of open files as far as possible, and return it.
-
-    The usual limit of 1,024 is low for a server: each connection is an open file.
-    """
+    """Raise this process's limit of open files, of which each connection is one, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= limit:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
+from server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
 from tests.fakes import TEMPLATE, model_folder, serving
 from tests.server.api.test_tools import CLOCK, WEATHER
 from tests.server.parsers.test_parsers import write

@@ -17,8 +17,9 @@ from engine.grammar import limits, source
 from engine.grammar.table import Table
 from server.grammar.schemas import find_problem
 from server.grammar.tool_calls import arguments, call_grammar
-from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters, join, message_parser
-from server.parsers.formats import BLOCKS
+from server.parsers.formats import BLOCKS, REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
+from server.parsers.parts import join
+from server.parsers.select import message_parser
 from tests.server.parsers.test_parsers import read
 
 TOOLS = {

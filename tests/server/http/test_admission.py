@@ -11,10 +11,9 @@ from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
 
 from server.http import admission as limits_module
-from server.http import retry
-from server.http.admission import Caller, Limits
+from server.http.admission import MAX_RETRY_S, Caller, Limits
 from server.http.auth import Keys, UserDep, user
-from server.http.errors import ApiError
+from server.http.errors import RETRY_S, ApiError
 from server.settings import Settings
 from server.state import AppDep
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
@@ -109,7 +108,7 @@ def test_prompt_tokens_are_bounded_but_one_prompt_alone_always_gets_in(monkeypat
 
 def test_retry_after_is_backlog_over_throughput():
     limits, clock = make(seqs=1, queued=10)
-    assert limits.retry_after() == retry.UNKNOWN_S
+    assert limits.retry_after() == RETRY_S
     tickets = [limits.admit(Caller(flow=str(i)), 1) for i in range(11)]
     for i in range(2):  # one answer every two seconds
         clock.now += 2
@@ -117,7 +116,7 @@ def test_retry_after_is_backlog_over_throughput():
         tickets.append(limits.admit(Caller(flow=f"new {i}"), 1))
     assert limits.retry_after() == 20  # 10 wait, 0.5 end per second
     clock.now += 1000
-    assert limits.retry_after() == retry.MAX_S
+    assert limits.retry_after() == MAX_RETRY_S
 
 
 def test_an_idle_hour_does_not_count_as_slow():
@@ -125,7 +124,7 @@ def test_an_idle_hour_does_not_count_as_slow():
     limits.admit(Caller(), 1).release()
     clock.now += 3600
     tickets = [limits.admit(Caller(), 1) for _ in range(5)]
-    assert limits.retry_after() == retry.UNKNOWN_S
+    assert limits.retry_after() == RETRY_S
     clock.now += 1
     tickets[0].release()
     assert limits.retry_after() == 3

@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from server.parsers import REASONING_FORMATS, TOOL_FORMATS, Formats, detect, ends_reasoning, reasoning_opened
-from server.parsers.formats import delimiters
+from server.parsers.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Formats,
+    delimiters,
+    detect,
+    ends_reasoning,
+    reasoning_opened,
+)
 from server.tokenization.chat_template import ChatTemplates
 
 # Small templates, each with the delimiters of its family.

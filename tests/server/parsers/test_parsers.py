@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server import parsers
-from server.parsers import TOOL_FORMATS, Call, Content, Formats, Message, Reasoning, delimiters, join, message_parser
-from server.parsers.formats import BLOCKS, CALL_DELIMITERS
+from server.parsers import select
+from server.parsers.formats import BLOCKS, CALL_DELIMITERS, TOOL_FORMATS, Formats, delimiters
+from server.parsers.parts import Arguments, Call, Content, Message, Plain, Reasoning, join
+from server.parsers.select import message_parser
 
 PROPERTY = settings(
     max_examples=150,
@@ -283,7 +284,7 @@ def test_arguments_are_streamed_as_they_are_written(formats):
     lengths, length = [], 0
     for char in text:
         for part in reader.feed(char):
-            length += len(part.text) if isinstance(part, parsers.Arguments) else 0
+            length += len(part.text) if isinstance(part, Arguments) else 0
         lengths.append(length)
     middle = text.index("P" * 100) + 50
     assert lengths[middle] - lengths[middle - 10] == 10
@@ -328,8 +329,8 @@ def test_is_reasoning_follows_the_delimiters_at_once(formats):
 
 
 def test_model_without_delimiters_has_the_plain_parser():
-    assert isinstance(parser(Formats()), parsers.Plain)
-    assert isinstance(parser(Formats("hermes"), tools={}), parsers.Plain)
+    assert isinstance(parser(Formats()), Plain)
+    assert isinstance(parser(Formats("hermes"), tools={}), Plain)
     assert read(Formats(), "a", "", "b\n") == Message("ab\n", "", ())
 
 
@@ -486,7 +487,7 @@ def test_gpt_oss_recipient_is_found_in_the_header(header):
 
 def steps(formats: Formats, text: str) -> int:
     """Return the number of lines that the parsers execute for a text."""
-    folder = str(pathlib.Path(parsers.__file__).parent)
+    folder = str(pathlib.Path(select.__file__).parent)
     count = 0
 
     def trace(frame, event, argument):
@@ -525,4 +526,4 @@ def test_time_is_linear_in_the_length_of_the_text(formats, unit):
 def test_adjacent_parts_of_one_kind_are_merged():
     got = parts(Formats("hermes", "think"), [f"<think>hm</think>so it is{write_hermes('', ONE)}"])
     assert got[:2] == [Reasoning("hm"), Content("so it is")]
-    assert got[2:] == [Call(0, "call_0", "find_ship"), parsers.Arguments(0, '{"masts": 3}')]
+    assert got[2:] == [Call(0, "call_0", "find_ship"), Arguments(0, '{"masts": 3}')]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.tokenization.detokenizer import Detokenizer, StopMatcher, TextDelta
+from server.tokenization.detokenizer import Detokenizer, StopMatcher
 from server.tokenization.tokenizer import Tokenizer
 
 Make = Callable[[str], Tokenizer]
@@ -24,17 +24,18 @@ PROPERTY = settings(
 )
 
 
-def run(stream: Detokenizer, feeds: Sequence[Sequence[int]]) -> tuple[str, bool, int, list[int]]:
+def fed(stream: Detokenizer, ids: Sequence[int]) -> str:
+    return "".join(stream.feed(token_id) for token_id in ids)
+
+
+def run(stream: Detokenizer, ids: Sequence[int]) -> tuple[str, bool, int, list[int]]:
     """Feed, finish, and put together: text, stopped, tokens that count, their offsets."""
-    pieces = [stream.feed(ids) for ids in feeds]
-    pieces.append(stream.finish())
-    offsets = [offset for piece in pieces for offset in piece.offsets]
-    return "".join(p.text for p in pieces), pieces[-1].stopped, sum(p.num_tokens for p in pieces), offsets
-
-
-def cut(ids: list[int], places: list[int]) -> list[list[int]]:
-    edges = [0, *sorted(place % (len(ids) + 1) for place in places), len(ids)]
-    return [ids[a:b] for a, b in itertools.pairwise(edges)]
+    text, offsets = "", []
+    for token_id in ids:
+        if not stream.stopped:
+            offsets.append(stream.offset)
+        text += stream.feed(token_id)
+    return text + stream.finish(), stream.stopped, len(offsets), offsets
 
 
 def visible(tokenizer: Tokenizer, ids: Sequence[int], hidden: frozenset[int], final: bool) -> str:
@@ -101,7 +102,6 @@ def test_equals_the_slow_version(tokenizer: Tokenizer, draw: st.DataObject) -> N
     stops = draw.draw(st.lists(stop, max_size=4), "stops") if text else []
     include_stop, skip_special = draw.draw(st.booleans()), draw.draw(st.booleans())
     min_tokens = draw.draw(st.sampled_from([0, 0, 0, 3, 30]))
-    places = draw.draw(st.lists(st.integers(0, 30), max_size=8), "cuts")
 
     options: dict[str, Any] = {
         "include_stop": include_stop,
@@ -110,7 +110,7 @@ def test_equals_the_slow_version(tokenizer: Tokenizer, draw: st.DataObject) -> N
         "min_tokens": min_tokens,
     }
     stream = Detokenizer(tokenizer, stops, **options)
-    assert run(stream, cut(ids, places)) == slow(tokenizer, ids, stops, **options)
+    assert run(stream, ids) == slow(tokenizer, ids, stops, **options)
 
 
 @PROPERTY
@@ -124,10 +124,8 @@ def test_equals_the_library(tokenizer: Tokenizer, draw: st.DataObject) -> None:
         tokenizer._library.decode(part, skip_special_tokens=skip_special) for part in (context, context + ids)
     )
     if "\ufffd" not in whole and "\ufffd" not in prompt:
-        text, *_ = run(
-            Detokenizer(tokenizer, hidden=tokenizer.special_ids if skip_special else (), context=context),
-            [[i] for i in ids],
-        )
+        hidden = tokenizer.special_ids if skip_special else ()
+        text, *_ = run(Detokenizer(tokenizer, hidden=hidden, context=context), ids)
         assert prompt + text == whole
 
 
@@ -143,54 +141,52 @@ def test_half_characters_wait(made: Make) -> None:
     tokenizer = made("byte fallback")
     stream = Detokenizer(tokenizer, context=tokenizer.encode("the"))
     whale = [3 + byte for byte in "🐳".encode()]
-    assert [stream.feed([i]).text for i in whale] == ["", "", "", "🐳"]
-    assert stream.feed(whale[:2]).text == ""
-    assert stream.finish() == TextDelta("\ufffd")
+    assert [stream.feed(i) for i in whale] == ["", "", "", "🐳"]
+    assert fed(stream, whale[:2]) == ""
+    assert stream.finish() == "\ufffd"
 
 
 @pytest.mark.parametrize(("character", "given"), [("é", 1), ("€", 1), ("€", 2), ("🐳", 1), ("🐳", 2), ("🐳", 3)])
 def test_output_completes_the_prompts_half_character(made: Make, character: str, given: int) -> None:
     tokenizer = made("byte fallback")
     data = [3 + byte for byte in character.encode()]
-    assert Detokenizer(tokenizer, context=data[:given]).feed(data[given:]).text == character
+    assert fed(Detokenizer(tokenizer, context=data[:given]), data[given:]) == character
     # Never completed, it is the prompt's U+FFFD and not the output's.
     the = tokenizer.encode("the", add_special=False)
-    assert Detokenizer(tokenizer, context=data[:given]).feed(the).text == " the"
+    assert fed(Detokenizer(tokenizer, context=data[:given]), the) == " the"
 
 
 def test_half_a_surrogate_in_the_prompt_is_the_prompts(made: Make) -> None:
     tokenizer = made("byte fallback")
     half = [3 + byte for byte in b"\xed\xa0"]  # the decoder waits for a third byte, and shows two marks without one
-    assert Detokenizer(tokenizer, context=half).finish().text == ""
-    assert Detokenizer(tokenizer, context=half).feed(tokenizer.encode("the", add_special=False)).text == " the"
+    assert Detokenizer(tokenizer, context=half).finish() == ""
+    assert fed(Detokenizer(tokenizer, context=half), tokenizer.encode("the", add_special=False)) == " the"
 
 
 def test_the_leading_space_stays_after_a_prompt(made: Make) -> None:
     tokenizer = made("byte fallback")
     sea = tokenizer.encode("sea", add_special=False)
     assert tokenizer.decode(sea) == "sea"
-    assert Detokenizer(tokenizer, context=tokenizer.encode("the")).feed(sea).text == " sea"
-    assert Detokenizer(tokenizer, context=[1]).feed(sea).text == "sea"  # behind <s> alone a text begins
+    assert fed(Detokenizer(tokenizer, context=tokenizer.encode("the")), sea) == " sea"
+    assert fed(Detokenizer(tokenizer, context=[1]), sea) == "sea"  # behind <s> alone a text begins
 
 
 def test_stop_text_is_held_until_decided(made: Make) -> None:
     tokenizer = made("byte level")
     stream = Detokenizer(tokenizer, ["abc"])
     letters = [tokenizer.encode(letter)[0] for letter in "xabab"]
-    assert [stream.feed([i]).text for i in letters] == ["x", "", "", "ab", ""]
-    assert stream.finish().text == "ab"
+    assert [stream.feed(i) for i in letters] == ["x", "", "", "ab", ""]
+    assert stream.finish() == "ab"
 
 
 def test_stop_in_one_token_ends_and_counts(made: Make) -> None:
     tokenizer = made("byte level")
     ids = tokenizer.encode("a b. the sea")
     stream = Detokenizer(tokenizer, ["."])
-    piece = stream.feed(ids)
-    assert piece.text == "a b"
-    assert piece.stopped
-    assert tokenizer.decode(ids[: piece.num_tokens]) == "a b."
-    assert stream.feed(ids) == TextDelta(stopped=True)
-    assert stream.finish() == TextDelta(stopped=True)
+    text, stopped, count, _ = run(stream, ids)
+    assert (text, stopped) == ("a b", True)
+    assert tokenizer.decode(ids[:count]) == "a b."
+    assert fed(stream, ids) == stream.finish() == ""
     assert stream.stop == "."
 
 
@@ -198,7 +194,7 @@ def test_the_stop_string_that_ended_the_text_is_known(made: Make) -> None:
     tokenizer = made("byte level")
     for stops, found in ((["ship", "sea"], "sea"), (["the sea", "sea"], "the sea"), (["whale"], None)):
         stream = Detokenizer(tokenizer, stops)
-        stream.feed(tokenizer.encode("a b. the sea"))
+        fed(stream, tokenizer.encode("a b. the sea"))
         stream.finish()
         assert stream.stop == found
 
@@ -206,31 +202,31 @@ def test_the_stop_string_that_ended_the_text_is_known(made: Make) -> None:
 def test_first_complete_stop_wins_then_the_first_to_begin(made: Make) -> None:
     tokenizer = made("byte level")
     letters = [tokenizer.encode(letter)[0] for letter in "abcd"]
-    assert Detokenizer(tokenizer, ["abcd", "bc"]).feed(letters).text == "a"
+    assert fed(Detokenizer(tokenizer, ["abcd", "bc"]), letters) == "a"
     (whole,) = tokenizer.encode(" the")
-    assert Detokenizer(tokenizer, ["e", "th"]).feed([whole]).text == " "
+    assert Detokenizer(tokenizer, ["e", "th"]).feed(whole) == " "
 
 
 def test_include_stop_holds_nothing(made: Make) -> None:
     tokenizer = made("byte level")
     stream = Detokenizer(tokenizer, ["abc"], include_stop=True)
     letters = [tokenizer.encode(letter)[0] for letter in "xabcd"]
-    assert [stream.feed([i]).text for i in letters] == ["x", "a", "b", "c", ""]
+    assert [stream.feed(i) for i in letters] == ["x", "a", "b", "c", ""]
 
 
 def test_special_tokens_are_hidden_or_shown(made: Make) -> None:
     tokenizer = made("byte level")
     end = next(i for i in tokenizer.special_ids if tokenizer.tokens([i]) == ["<|end|>"])
     ids = [*tokenizer.encode("a"), end, *tokenizer.encode("b")]
-    assert Detokenizer(tokenizer).feed(ids).text == "ab"
-    assert Detokenizer(tokenizer, hidden=()).feed(ids).text == "a<|end|>b"
-    assert Detokenizer(tokenizer, ["ab"]).feed(ids) == TextDelta("", True, 3, (0, 1, 1))
+    assert fed(Detokenizer(tokenizer), ids) == "ab"
+    assert fed(Detokenizer(tokenizer, hidden=()), ids) == "a<|end|>b"
+    assert run(Detokenizer(tokenizer, ["ab"]), ids) == ("", True, 3, [0, 1, 1])
 
 
 def test_ids_beyond_the_vocabulary_are_silent(made: Make) -> None:
     tokenizer = made("byte level")
-    piece = Detokenizer(tokenizer, ["x"]).feed([tokenizer.vocab_size, 10**6, 2**40, -1])
-    assert piece == TextDelta("", False, 4, (0, 0, 0, 0))
+    ids = [tokenizer.vocab_size, 10**6, 2**40, -1]
+    assert run(Detokenizer(tokenizer, ["x"]), ids) == ("", False, 4, [0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("length", [1_000, 8_000])
@@ -249,5 +245,5 @@ def test_work_is_linear(made: Make, length: int) -> None:
     tokenizer.decoder = Counting()
     letter = tokenizer.encode("a")[0]
     stream = Detokenizer(tokenizer, ["a" * length + "b"])
-    assert "".join(stream.feed([letter]).text for _ in range(length + 5)) == "a" * 5
+    assert "".join(stream.feed(letter) for _ in range(length + 5)) == "a" * 5
     assert calls == length + 5

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from server.api.anthropic.request import CountTokensRequest, MessagesRequest
 from server.api.anthropic.response import Message, MessagesWriter
 from server.generation.output import Head, Output, Prompt, usage
-from server.parsers import Arguments, Call, Content, Reasoning
+from server.parsers.parts import Arguments, Call, Content, Reasoning
 from tests.fakes import INFO, FakeEngine
 from tests.server.api.anthropic.wire import (
     ASKED,

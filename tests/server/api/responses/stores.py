@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from server.api.responses import store as module
-from server.api.responses.records import Record
 from server.api.responses.store import Store
+from server.api.responses.store_file import Record
 from server.http.errors import ApiError
 from tests.fakes import until
 

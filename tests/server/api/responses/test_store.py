@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from server.api.responses.records import ROW_BYTES
 from server.api.responses.store import MAX_FAILURES, Shares, Store
+from server.api.responses.store_file import ROW_BYTES
 from server.http.errors import ApiError
 from tests.fakes import FakeEngine, model_folder, serving, until
 from tests.server.api.responses.stores import FULL, Faulty, blocked, names, record, reopened, written

@@ -12,9 +12,8 @@ import pytest
 
 from engine import ConfigError
 from server.api.responses import store_file
-from server.api.responses.records import Record
 from server.api.responses.store import Store
-from server.api.responses.store_file import APPLICATION_ID, VERSION
+from server.api.responses.store_file import APPLICATION_ID, VERSION, Record
 from server.settings import Settings
 from tests.fakes import FakeEngine
 from tests.server.api.responses.stores import names, record, written
@@ -55,7 +54,7 @@ async def test_a_killed_process_leaves_a_file_that_opens(tmp_path):
     path = tmp_path / "store.db"
     code = (
         "import asyncio, os, signal, sys, pathlib\n"
-        "from server.api.responses.records import Record\n"
+        "from server.api.responses.store_file import Record\n"
         "from server.api.responses.store import Store\n"
         "async def main():\n"
         "    store = Store(pathlib.Path(sys.argv[1]), 100, 1 << 20)\n"

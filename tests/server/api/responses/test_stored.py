@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from server.api.responses import routes
-from server.api.responses.records import Record
+from server.api.responses.store_file import Record
 from tests.fakes import FakeEngine, listening, serving, until
 from tests.server.api.responses.stores import Faulty, written
 from tests.server.api.responses.wire import CALL, WEATHER, prompts
@@ -180,7 +180,7 @@ async def test_the_event_loop_turns_while_a_long_conversation_is_decoded(folder,
         sizes.append(len(bytes(data)))
         return msgspec.json.decode(data)
 
-    monkeypatch.setattr(routes, "unpacked", unpack)
+    monkeypatch.setattr(routes, "decode", unpack)
     for name in ("page_of", "all_items", "is_background"):
         watch(name)
     async with serving(folder, FakeEngine(saying("the whale")), max_stored_bytes="1GiB") as (client, app):
@@ -210,7 +210,7 @@ def test_a_page_decodes_its_own_items_alone(monkeypatch):
         decoded.append(msgspec.json.decode(data))
         return decoded[-1]
 
-    monkeypatch.setattr(routes, "unpacked", unpack)
+    monkeypatch.setattr(routes, "decode", unpack)
     page = msgspec.json.decode(routes.page_of(stored.items, 2, "desc", items[50]["id"]))
     assert [item["id"] for item in page["data"]] == [items[49]["id"], items[48]["id"]]
     assert (page["first_id"], page["last_id"], page["has_more"]) == (items[49]["id"], items[48]["id"], True)

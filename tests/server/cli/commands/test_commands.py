@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from contextlib import AsyncExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from server.cli import banner
 from server.cli.commands import Parser, add_settings, chat_model, settings_from
 from server.observability import logs
 from server.settings import Settings
+from server.settings_sources import Loaded
 from server.tokenization.tokenizer import Tokenizer
 from tests import fakes
 from tests.engine.test_gguf import write
@@ -255,13 +257,13 @@ def test_complete_warns_of_nonsense_with_the_built_in_model(pequod, fake, monkey
 
 def test_ctrl_c_stops_one_response_and_not_the_conversation(fake, monkeypatch, capsys):
     from server.cli.commands.chat import Talk
-    from server.cli.source import InProcess, Options
+    from server.cli.source import opened
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    stack = AsyncExitStack()
     with asyncio.Runner() as runner:
-        source = InProcess(Settings())
-        runner.run(source.open())
-        talk = Talk(runner, source, Options(), None)
+        source = runner.run(stack.enter_async_context(opened(Loaded(Settings(), {}), None)))
+        talk = Talk(runner, source, {}, None)
         talk.is_terminal = True
         stream = talk._stream
 
@@ -271,6 +273,7 @@ def test_ctrl_c_stops_one_response_and_not_the_conversation(fake, monkeypatch, c
 
         talk._stream = interrupted  # type: ignore[method-assign]
         talk._respond("Hello")
+        runner.run(stack.aclose())
     assert [turn["role"] for turn in talk.turns] == ["user", "assistant"]
     assert talk.turns[1]["content"] == fake.says
     assert "[stopped]" in capsys.readouterr().err

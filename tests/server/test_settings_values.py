@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from server.settings import Settings
-from server.settings_keys import MAX_BYTES, read_keys
 from server.settings_sources import load
-from server.settings_values import SettingsError
+from server.settings_values import MAX_KEY_FILE, SettingsError, read_keys
 
 
 def test_a_key_in_each_line_with_its_weight(tmp_path):
@@ -31,7 +30,7 @@ def test_a_key_in_each_line_with_its_weight(tmp_path):
         ("canary weight=1 more\n", "in line 1"),
         ("canary wait=1\n", "in line 1"),
         ("canary canary\n", "in line 1"),
-        ("a" * (MAX_BYTES + 1), "more than"),
+        ("a" * (MAX_KEY_FILE + 1), "more than"),
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
