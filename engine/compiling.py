@@ -19,7 +19,8 @@ from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
 from .models import ModelSpec, on_gpu, skinny
 from .models.decoder_layer import Layer
-from .models.layers import Linear, RMSNorm
+from .models.layers import Linear
+from .models.norms import RMSNorm
 from .runner.triton_logits import FIELDS, TritonLogits
 
 FEW = 2  # tokens of a chunk

@@ -146,13 +146,13 @@ def unknown_names(text: str) -> list[str]:
 
 
 def definitions(tree: ast.Module) -> set[str]:
-    """The names of all functions, classes and variables of a module and of its classes."""
+    """The names of all functions, classes, variables and attributes that a module defines."""
     found: set[str] = set()
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 found.add(name)
-            case ast.Name(id=name, ctx=ast.Store()):
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 found.add(name)
     return found
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from engine.attention import AttentionLayer, AttentionMeta
 from engine.attention.paged_gpu import HeadNorms, PagedGPU, Rotation, limitation
-from engine.models.layers import RMSNorm
+from engine.models.norms import RMSNorm
 from engine.models.on_gpu import add_norm, gated
 from engine.models.rope import Rope, Rotary, rotate
 from engine.roofline import BYTES, read_rate

@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .gpu_plan import ITEM, MAX_PARTS, SPLIT, HostWork, Kind, Launches, Plan, Work
 from .layer import AttentionLayer
 from .metadata import AttentionMeta, Tables
-from .paged_gpu import ITEM, MAX_PARTS, SPLIT, HostWork, Kind, Launches, Plan, Work, queries_of
+from .paged_gpu import queries_of
 
 
 class StaticPlans:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from ..kernels.library import Choice
 from ..kernels.matmul import Packing, Sources
 from ..types import ModelError
-from . import invariance, multimodal, on_gpu, scaled
+from . import gpu_choice, multimodal
 from .decoder_layer import Layer
 from .decoder_spec import sinks_name
 from .executor import CapturedHead, Eager, Executor
@@ -21,15 +19,12 @@ from .forward import Forward, Outputs
 from .fused import Fused
 from .gpu_weights import CodedRows
 from .layer_inputs import LayerInputs
-from .layers import InFile, Linear, Quantization, make_norm, softcap
-from .on_gpu import OnGPU
+from .layers import InFile, Linear, Quantization, softcap
+from .norms import make_norm
 from .precision import head_bits, layer_bits
 from .rope import Rotary
-from .skinny import Choices
 from .spec import ModelSpec
-from .weights import Checkpoint
-
-WATCH_S = 0.1  # between two reports of the packing's progress
+from .weights import Checkpoint, reported
 
 
 class Decoder:
@@ -168,7 +163,7 @@ class Decoder:
         if self.embedding is not self.head and (in_blocks := in_file.get(self.embedding)) is not None:
             self.embedding.pack(kernels, in_file=in_blocks)
         if packing is not None and in_file:
-            with _watched(packing, lambda num_bytes: progress((done + num_bytes) / total)):
+            with reported(packing, lambda num_bytes: progress((done + num_bytes) / total)):
                 try:
                     packing.run()
                 except OSError as error:
@@ -210,35 +205,15 @@ class Decoder:
         """Choose the executors, after everything is packed."""
         linears = {self.head, *(linear for layer in self.layers for _, linear, *_ in layer.parts())}
         self.saved_bytes = sum(linear.saved_bytes for linear in linears)
-        quantized = [linear.quantized for linear in linears if linear.quantized is not None]
-        in_fp8 = [each for each in quantized if each.can_scale and not self.product.is_uniform]
-        if in_fp8:
-            if reason := scaled.objection(self.norm.weight.device):
-                self.product = replace(self.product, note=f"fp8 weights are dequantized for prompts: {reason}")
-            else:
-                for product in in_fp8:
-                    product.scale()
         parts = self.spec, self.embedding, self.layers, self.rotaries
         fused = Fused.of(self.product.kernels, *parts)
         if fused is not None:
             self.executors.insert(0, fused)
-        device, is_uniform = self.norm.weight.device, self.product.is_uniform
-        objection = on_gpu.objection(self.spec, device, self.product.kernels)
-        if objection is None and not is_uniform:
-            objection = on_gpu.trial(*parts)
-        if objection is None:
-            self.norm.use(lambda x: on_gpu.add_norm(x, None, self.norm))
-            choices: Choices = {}
-            if is_uniform:
-                problem = invariance.settle(*parts, linears=linears, project=self.project)
-                self.product = replace(self.product, note=problem or "", is_proven=problem is None)
-            elif isinstance(found := on_gpu.choose(*parts), str):
-                self.product = replace(self.product, note=f"torch computes all products: {found}")
-            else:
-                choices = found
-            self.executors.insert(0, OnGPU(*parts, choices))
-        elif device.type == "cuda":
-            self.product = replace(self.product, note=f"torch computes norms and gates of layers: {objection}")
+        on_gpu, self.product = gpu_choice.choose(
+            parts, norm=self.norm, linears=linears, product=self.product, project=self.project
+        )
+        if on_gpu is not None:
+            self.executors.insert(0, on_gpu)
 
     @torch.inference_mode()
     def forward(self, forward: Forward) -> Outputs:
@@ -256,22 +231,3 @@ class Decoder:
         if self._cap is not None:
             logits = softcap(logits, self._cap, self.product.kernels)
         return logits if logits.dtype == torch.float64 else logits.float()
-
-
-@contextmanager
-def _watched(packing: Packing, progress: Callable[[int], None]) -> Iterator[None]:
-    """Report the number of packed bytes at intervals, from now until the end."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        progress(packing.num_bytes)
-        while not ended.wait(WATCH_S):
-            progress(packing.num_bytes)
-
-    watcher = threading.Thread(target=watch, name="weights", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()

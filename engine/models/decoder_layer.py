@@ -13,7 +13,8 @@ from .decoder_spec import DecoderSpec, sinks_name
 from .experts import Beside, Experts
 from .forward import Forward
 from .layer_inputs import LayerInput
-from .layers import Gated, InFile, Linear, Quantization, RMSNorm, make_norm
+from .layers import Gated, InFile, Linear, Quantization
+from .norms import RMSNorm, make_norm
 from .precision import LayerBits
 from .rope import Turn, rotate
 from .spec import ModelSpec

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..kernels.library import Kernels
 from .families import NormKind
-from .layers import Clamp, Gated, InFile, Linear, Quantization, make_norm
+from .layers import Clamp, Gated, InFile, Linear, Quantization
+from .norms import make_norm
 from .precision import LayerBits
 
 

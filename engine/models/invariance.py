@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionBackend, AttentionMeta, KVCache, paged_gpu
+from ..attention.gpu_plan import SPLIT
 from ..attention.paged_gpu import PagedGPU
 from ..kernels.library import Choice
 from . import on_gpu, skinny
@@ -102,7 +103,7 @@ def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
     """Yield the hidden states of one sequence behind a layer, in pieces: as one chunk, then as several steps."""
     model, embedding, _, rotaries = parts
     device = embedding.weight.device
-    length = paged_gpu.SPLIT * 5 // 4 + 5  # more than a part of a context, and no multiple of a tile
+    length = SPLIT * 5 // 4 + 5  # more than a part of a context, and no multiple of a tile
     blocks = _blocks(0, length), _blocks(-(-length // BLOCK), OTHERS + 2)
     executor = on_gpu.OnGPU(model, embedding, [layer], rotaries)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..kernels.library import Kernels
 from ..kernels.structures import Gate
 from .decoder_spec import DecoderSpec, InputsSpec
-from .layers import ACTIVATIONS, GATES, InFile, Linear, gated, make_norm
+from .layers import ACTIVATIONS, GATES, InFile, Linear, gated
+from .norms import make_norm
 
 
 class LayerInputs:

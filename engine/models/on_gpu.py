@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
-from ..attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Plan, Rotation, limitation, power_of_two, warps
+from ..attention.gpu_plan import Plan
+from ..attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Rotation, limitation, power_of_two, warps
 from ..kernels.launching import launch
 from ..kernels.library import Kernels
 from .decoder_layer import Layer
 from .executor import Eager
 from .forward import Forward
-from .layers import Gated, Linear, RMSNorm
+from .layers import Gated, Linear
+from .norms import RMSNorm
 from .rope import Rotary
 from .skinny import CANDIDATES, MEASURED_BYTES, Choices, Tile, Tiles, fastest, is_measurable, seconds, tiles_of
 from .spec import ModelSpec

@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,7 +26,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..files import LIST_BYTES, check_values, read_file
-from ..kernels.matmul import Sources, Stored
+from ..kernels.matmul import Packing, Sources, Stored
 from ..types import ModelError
 from .gpu_weights import CodedRows
 from .upload import PIECE_BYTES, Piece, Upload, pieces, read_all
@@ -42,6 +44,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+REPORT_S = 0.1  # between two reports of the packing's progress
 SAMPLE_BYTES = 4096  # of a tensor's start and end, for weights_hash
 
 
@@ -302,3 +305,22 @@ def _files(folder: Path) -> list[Path]:
             "convert the model to safetensors"
         )
     raise ModelError(f"{folder} holds no weights: there is no *.safetensors file in it")
+
+
+@contextmanager
+def reported(packing: Packing, progress: Callable[[int], None]) -> Iterator[None]:
+    """Report the number of packed bytes at intervals, from now until the end."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        progress(packing.num_bytes)
+        while not ended.wait(REPORT_S):
+            progress(packing.num_bytes)
+
+    watcher = threading.Thread(target=watch, name="weights", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
-from ..attention.paged_gpu import Plan
+from ..attention.gpu_plan import Plan
 from ..attention.static_plans import StaticPlans
 from ..graph_sizes import Bucket, Sizes
 from ..models import Forward, Model, ModelSpec

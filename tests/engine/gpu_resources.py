@@ -20,8 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.attention.gpu_plan import SPLIT
 from engine.attention.layer import LARGEST, AttentionLayer
-from engine.attention.paged_gpu import SPLIT, attend_warps, padded, power_of_two, queries_of, tile, tile_rows, warps
+from engine.attention.paged_gpu import attend_warps, padded, power_of_two, queries_of, tile, tile_rows, warps
 from engine.kernels.gpu import attention, changes, layers, logits, matmul, skinny
 from engine.models import gpu_weights
 from engine.models import skinny as few_rows

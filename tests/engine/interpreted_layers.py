@@ -26,7 +26,8 @@ from engine.kernels.gpu import layers as layer_kernels
 from engine.models import Forward, on_gpu
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
-from engine.models.layers import ACTIVATIONS, RMSNorm
+from engine.models.layers import ACTIVATIONS
+from engine.models.norms import RMSNorm
 from engine.models.on_gpu import OnGPU, add_norm, gated
 from engine.models.rope import Rope, Rotary, rotate
 from tests.engine.test_attention import CPU, layer_of, spoil

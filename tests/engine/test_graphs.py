@@ -16,7 +16,8 @@ import torch
 
 from engine import EngineConfig, graph_sizes, memory, models
 from engine.attention import AttentionMeta, paged_gpu
-from engine.attention.paged_gpu import PagedGPU, Plan
+from engine.attention.gpu_plan import Plan
+from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import Reference
 from engine.attention.static_plans import StaticPlans
 from engine.config import resolve

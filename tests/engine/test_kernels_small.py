@@ -23,7 +23,7 @@ from engine.models.decoder import Decoder
 from engine.models.executor import Eager
 from engine.models.families import PLAIN, NormKind
 from engine.models.fused import Fused
-from engine.models.layers import RMSNorm, make_norm
+from engine.models.norms import RMSNorm, make_norm
 from engine.models.rope import Rope, Rotary
 from engine.models.spec import ModelSpec, read_spec
 from engine.runner import Runner

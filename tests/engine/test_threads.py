@@ -20,7 +20,7 @@ from engine.kernels import build
 from engine.kernels.library import BASES, ISAS, Kernels
 from engine.kernels.logits import NativeLogits
 from engine.kernels.matmul import Packed, Quantized
-from engine.models.layers import RMSNorm
+from engine.models.norms import RMSNorm
 from engine.runner.logits import ROW_PARAMS
 from tests.engine.test_attention import Pool, layer_of
 from tests.engine.test_cpu_attention import backend

@@ -1,0 +1,67 @@
+"""Chooses what computes a loaded decoder on a GPU: its layers, and products with weights in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..kernels.library import Choice
+from . import invariance, on_gpu, scaled
+from .decoder_layer import Layer
+from .layers import Linear
+from .norms import RMSNorm
+from .on_gpu import OnGPU
+from .rope import Rotary
+from .skinny import Choices
+from .spec import ModelSpec
+
+Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary]]  # embedding, layers, and rotary embeddings
+
+
+def choose(
+    parts: Parts,
+    *,
+    norm: RMSNorm,
+    linears: Collection[Linear],
+    product: Choice,
+    project: Callable[[Tensor], Tensor],
+) -> tuple[OnGPU | None, Choice]:
+    """Return the executor of the layers, None: not on a GPU, and what computes the matmuls.
+
+    norm: the last one, before the head; it uses the executor's kernel. linears: all linear layers. project: see
+    Decoder.project.
+    """
+    device = norm.weight.device
+    product = _scaled(linears, product, norm)
+    objection = on_gpu.objection(parts[0], device, product.kernels)
+    if objection is None and not product.is_uniform:
+        objection = on_gpu.trial(*parts)
+    if objection is not None:
+        if device.type == "cuda":
+            product = replace(product, note=f"torch computes norms and gates of layers: {objection}")
+        return None, product
+    norm.use(lambda x: on_gpu.add_norm(x, None, norm))
+    choices: Choices = {}
+    if product.is_uniform:
+        problem = invariance.settle(*parts, linears=linears, project=project)
+        product = replace(product, note=problem or "", is_proven=problem is None)
+    elif isinstance(found := on_gpu.choose(*parts), str):
+        product = replace(product, note=f"torch computes all products: {found}")
+    else:
+        choices = found
+    return OnGPU(*parts, choices), product
+
+
+def _scaled(linears: Collection[Linear], product: Choice, norm: RMSNorm) -> Choice:
+    """Let torch multiply many rows by weights in fp8, if that works on this GPU."""
+    quantized = [linear.quantized for linear in linears if linear.quantized is not None]
+    in_fp8 = [each for each in quantized if each.can_scale and not product.is_uniform]
+    if not in_fp8:
+        return product
+    if reason := scaled.objection(norm.weight.device):
+        return replace(product, note=f"fp8 weights are dequantized for prompts: {reason}")
+    for each in in_fp8:
+        each.scale()
+    return product
