@@ -19,7 +19,7 @@ from engine.attention.layer import LARGEST
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import quantize
 from tests.engine.test_attention import CPU, Pool, layer_of
-from tests.engine.test_windows import check_unread
+from tests.engine.test_windows import check_shared_places, check_unread
 from tests.models import make
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -169,6 +169,10 @@ def test_kernels_that_fail_or_err_are_declined(small, monkeypatch):
 def test_nothing_before_a_window_is_read(small, held):
     """In chunks and alone, in one part and in several."""
     check_unread(PagedGPU(), held, 4, 16, [(0, 30), (30, 31), (31, 58), (58, 59), (59, 60)])
+
+
+def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(small):
+    check_shared_places(PagedGPU(), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_neox"])

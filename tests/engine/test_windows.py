@@ -274,9 +274,7 @@ def test_nothing_before_a_window_is_read(backend, held, block_size, dim):
     check_unread(backend, held, block_size, dim, steps)
 
 
-@pytest.mark.parametrize("backend", backends(), ids=lambda backend: type(backend).__name__)
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(backend, held):
+def check_shared_places(backend, held: torch.dtype) -> None:
     """Layers of 2 x 8, 1 x 16 and 2 x 16 numbers: the first two have equal parts of the blocks of the third."""
     shapes = ((2, 8), (1, 16), (2, 16))
     layers = [
@@ -309,6 +307,12 @@ def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(backend, hel
             plan_alone = alone[index].plan(other if index == 2 else replace(meta, others=()))
             found, want = cache.attend(index, q, k, v, shared), alone[index].attend(0, q, k, v, plan_alone)
             assert not found.isnan().any() and torch.equal(found, want), (start, index)
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: type(backend).__name__)
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(backend, held):
+    check_shared_places(backend, held)
 
 
 @pytest.mark.parametrize(
