@@ -273,9 +273,9 @@ def test_tiles_that_round_otherwise_give_way_to_one_for_all_rows(tmp_path, monke
     monkeypatch.setattr(layers, "multiply", rounded)
     assert model_of("qwen3", tmp_path).product.invariant
     assert SMALL[1][ANY] in used
-    monkeypatch.setattr(skinny, "UNIFORM_FLOAT32", SMALL[:1])
+    monkeypatch.setattr(invariance, "proof", lambda *_: "7 of 9 numbers of the head depend on the batch")
     model = model_of("qwen3", tmp_path / "again")
-    assert not model.product.invariant and "depend on the batch on this device" in model.product.note
+    assert (model.product.invariant, model.product.note) == (False, "7 of 9 numbers of the head depend on the batch")
 
 
 def test_what_is_not_invariant_is_refused(tmp_path, monkeypatch):
