@@ -34,7 +34,7 @@ VARIANTS = {
 OBJECTS = {
     f"{kernel}_{isa}": (f"{kernel}.cpp", options)
     for isa, options in VARIANTS.items()
-    for kernel in ("attention", "blocks", "layers", "logits", "lossless", "matmul", "quantized")
+    for kernel in ("attention", "blocks", "layers", "logits", "lossless", "matmul", "quantized", "rounding")
 } | {name: (f"{name}.cpp", []) for name in ("machine", "threads")}
 # Results must not depend on the compiler: no reordering of sums, and multiply-adds are fused only where the source says
 # so. gcc 12 warns about uninitialized variables in its own headers.

@@ -50,12 +50,8 @@ class Kernels:
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self.library, self.isa = library, isa
         self.multiply = {dtype: getattr(library, f"matmul_{name}_{isa}") for dtype, name in DTYPES.items()}
+        self.multiply_int8 = {dtype: getattr(library, f"matmul_int8_{name}_{isa}") for dtype, name in DTYPES.items()}
         # By the weights' bits and the activations' dtype.
-        self.multiply_bits = {
-            (bits, dtype): getattr(library, f"matmul_int{bits}_{name}_{isa}")
-            for bits in (8, 4)
-            for dtype, name in DTYPES.items()
-        }
         self.multiply_blocks = {
             (bits, dtype): getattr(library, f"matmul_blocks{bits}_{name}_{isa}")
             for bits in (4, 5, 6, 8)
@@ -64,19 +60,20 @@ class Kernels:
         self.multiply_codes = {dtype: getattr(library, f"matmul_codes_{name}_{isa}") for dtype, name in DTYPES.items()}
         self.multiply_lossless = getattr(library, f"matmul_lossless_{isa}")
         self.multiply_joined = getattr(library, f"matmul_joined_{isa}")
-        multiply = *self.multiply.values(), *self.multiply_bits.values(), *self.multiply_blocks.values()
+        multiply = *self.multiply.values(), *self.multiply_int8.values(), *self.multiply_blocks.values()
         multiply += (*self.multiply_codes.values(),)
         for function in (*multiply, self.multiply_lossless, self.multiply_joined):
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
-        self.packers = {name: getattr(library, f"{name}_{isa}") for name in ("pack", "quantize", "repack", "compress")}
+        packers = ("pack", "quantize", "round_rows", "repack", "compress")
+        self.packers = {name: getattr(library, f"{name}_{isa}") for name in packers}
         for function in self.packers.values():
             function.argtypes = [pointer, long, pointer, integer]
         self.lookup = getattr(library, f"lookup_{isa}")
         self.lookup.argtypes, self.lookup.restype = [pointer, long, pointer, long, pointer], long
         self.dequantized = getattr(library, f"dequantized_{isa}")
-        self.dequantized.argtypes, self.dequantized.restype = [pointer, integer, long, pointer, long, pointer], long
+        self.dequantized.argtypes, self.dequantized.restype = [pointer, long, pointer, long, pointer], long
         self.scales_bytes = getattr(library, f"scales_bytes_{isa}")
-        self.scales_bytes.argtypes, self.scales_bytes.restype = [integer], long
+        self.scales_bytes.argtypes, self.scales_bytes.restype = [integer, long], long
         self.dequantized_blocks = getattr(library, f"dequantized_blocks_{isa}")
         self.dequantized_blocks.argtypes = [pointer, long, pointer, long, pointer]
         self.dequantized_blocks.restype = long

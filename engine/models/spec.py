@@ -22,7 +22,7 @@ from ..types import ConfigError, ModelError
 from . import layer_kinds, multimodal
 from .decoder_spec import DecoderSpec, sinks_name
 from .families import FAMILIES, architecture
-from .gpu_weights import PIECE_NUMBERS, Form
+from .gpu_weights import PIECE_NUMBERS, ROUNDED, Form
 from .keys import MAX_HEADS, MAX_LAYERS, MAX_SIZE, count_of, number, shown, whole
 from .precision import head_bits, rounded_shapes
 
@@ -77,7 +77,8 @@ class ModelSpec:
             stored = sum(blocks_bytes(kind, count, self.dtype) for kind, count in self.in_blocks.items())
             return plain - sum(self.in_blocks.values()) * self.dtype.itemsize + stored
         saved = (
-            rows * columns * self.dtype.itemsize - quantized_bytes(rows, columns, bits)
+            rows * columns * self.dtype.itemsize
+            - (ROUNDED[bits].num_bytes(rows, columns) if self.on_gpu else quantized_bytes(rows, columns, bits))
             for rows, columns, bits in self.rounded
         )
         return plain - sum(saved)
@@ -89,7 +90,8 @@ class ModelSpec:
             return []
         layers = [list(decoder.layer_linears(index)) for index in range(len(self.layers))]
         values = decoder.num_kv_heads * decoder.head_dim
-        return rounded_shapes(self.quantization, (self.vocab_size, decoder.hidden_size), values, layers)
+        head = self.vocab_size, decoder.hidden_size
+        return rounded_shapes(self.quantization, head, values, layers, self.num_params)
 
     @property
     def loading_bytes(self) -> int:
