@@ -192,7 +192,7 @@ def squares(off: Tensor, matter: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bits", ROUNDED)
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (130, 77), (500, 257)])
-def test_weights_are_rounded_as_for_a_cpu(shape, bits):
+def test_weights_in_4_bits_have_the_best_of_eight_scales(shape, bits):
     torch.manual_seed(0)
     weight, importance = heavy(*shape, dtype=torch.float32), torch.rand(shape[1])
     weight[0] = 0
