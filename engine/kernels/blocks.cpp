@@ -11,7 +11,8 @@
 //
 // Scales. A panel has a record for each block, which is one group or several: for each row the scale and, if the
 // format has them, the minimum, in float16. If several groups share a record, bytes follow for each group: for each row
-// the factor of its scale, and that of its minimum. Q4_Z has a byte in place of the minimum, which is the scale times
+// the factor of its scale, and that of its minimum. I4 and I5 have one record for a row, whose scale and minimum are in
+// bfloat16. Q4_Z has a byte in place of the minimum, which is the scale times
 // that byte. MXFP4 has only a byte: its scale is a power of two, and the byte is the exponent of half of it.
 //
 // Activations. A number of x has one byte, or two: the second has 7 more bits, multiplied by the same weights after the
@@ -19,7 +20,7 @@
 //
 // Order. A group's sum of products is an integer, exact in any order. The groups are added as floats from the first to
 // the last: the sum multiplied by its scales in one fused multiply-add, then the sum of x multiplied by the minimum in
-// another.
+// another. An integer sum starts at the weights' zero times the sum of x, so that stored numbers are multiplied.
 #include "blocks.h"
 #include "bytes.h"
 #include "packing.h"
@@ -72,34 +73,43 @@ struct Group {
 
 // -- scales -----------------------------------------------------------------------------------------------------------
 
-struct Scales {
-  const Format& format;
-  const char* of_panel;
-  int64_t record_bytes;
+// The scale and minimum of a block for LANES rows of a panel. Those of its groups are multiples if several groups share
+// a record.
+class Scales {
+  const char* record = nullptr;  // the factors of the first group's scales
+  bool has_factors = false;
+  int kinds = 1;
+  V scale, minimum;
 
-  static int64_t record(const Format& format) {
+  INLINE V multiple(V of, int64_t line) const { return mul(of, load_bytes((const int8_t*)record + line * WIDTH)); }
+
+ public:
+  // `groups`: of a row.
+  static int64_t record_bytes(const Format& format, int64_t groups) {
     if (format.has_zeros || format.is_coded) return (format.is_coded ? 1 : 3) * WIDTH;
-    return (format.groups == 1 ? 2 : 2 + format.groups) * WIDTH * (1 + format.has_minimum);
+    return (format.groups == 1 ? 2 : 2 + groups_of_record(format, groups)) * WIDTH * (1 + format.has_minimum);
   }
-  Scales(const Matrix& matrix, const Format& format, int64_t panel, int64_t groups)
-      : format(format), record_bytes(record(format)) {
-    of_panel = (const char*)matrix.scales + panel * (groups / format.groups) * record_bytes;
-  }
-  // The scale (0) or minimum (1) of a group, for LANES rows from `row` on.
-  V at(int64_t group, int which, int row) const {
-    const char* from = of_panel + group / format.groups * record_bytes;
-    if (format.is_coded)  // in two factors, because a power below 2^-126 is not a normal number
-      return mul(power_of_two(add(load_bytes((const int8_t*)from + row), set1(64.0f))), set1(0x1p-64f));
-    if (format.has_zeros) {
-      const V scale = load_f16((const uint16_t*)from + row);
-      return which ? mul(scale, load_bytes((const int8_t*)from + 2 * WIDTH + row)) : scale;
+
+  INLINE Scales() {}
+  // `from`: the block's record; `row`: the first of the rows.
+  INLINE Scales(const Format& format, const char* from, int row)
+      : has_factors(format.groups != 1), kinds(1 + format.has_minimum), minimum(zero()) {
+    if (format.is_coded) {  // in two factors, because a power below 2^-126 is not a normal number
+      scale = mul(power_of_two(add(load_bytes((const int8_t*)from + row), set1(64.0f))), set1(0x1p-64f));
+      return;
     }
-    const V scale = load_f16((const uint16_t*)from + which * WIDTH + row);
-    if (format.groups == 1) return scale;
-    const int kinds = 1 + format.has_minimum;
-    const int64_t factors = 2 * WIDTH * kinds + (group % format.groups * kinds + which) * WIDTH;
-    return mul(scale, load_bytes((const int8_t*)from + factors + row));
+    const uint16_t* halves = (const uint16_t*)from + row;
+    record = from + 2 * WIDTH * kinds + row;
+    if (!format.groups) {
+      scale = load_bf16(halves), minimum = load_bf16(halves + WIDTH);
+      return;
+    }
+    scale = load_f16(halves);
+    if (format.has_zeros) minimum = mul(scale, load_bytes((const int8_t*)from + 2 * WIDTH + row));
+    else if (format.has_minimum) minimum = load_f16(halves + WIDTH);
   }
+  INLINE V scale_of(int64_t group) const { return has_factors ? multiple(scale, group * kinds) : scale; }
+  INLINE V minimum_of(int64_t group) const { return has_factors ? multiple(minimum, group * kinds + 1) : minimum; }
 };
 
 // -- the sums ---------------------------------------------------------------------------------------------------------
@@ -109,52 +119,85 @@ template <int BITS, bool CODED>
 struct Sums {
   typedef Group<BITS, CODED> Layout;
   static const int FOURS = Layout::SIZE / 4;
-  static const int BYTES = FOURS * Way::X_BYTES;  // of a row's group
-  // Of a row's group: the sum of its numbers, their scale, the product of both, and the bytes.
+  static const int BYTES = FOURS * Way::X_BYTES;         // of a row's group
+  static const int ZERO = CODED ? 12 : 1 << (BITS - 1);  // of formats without minimums
+  // Of a row's group: -ZERO times the sum of its numbers, their scale, the sum times the scale, and the bytes.
   static constexpr int row_bytes(int planes) { return 12 + planes * BYTES; }
 
-  // The running sums are in `out`, in the first-level cache. Registers hold the sums of the current group.
+  // With several rows a panel's vectors are multiplied one after the other, so that registers can hold the running
+  // sums: to load and store them for each group took a tenth to a quarter of the time.
   template <int M, int P>
   static __attribute__((noinline)) void compute(const Matrix& matrix, int64_t units, int64_t panel, const char* w,
-                                                const char* xs, const char* ahead, int lines, float (&out)[M][P][WIDTH]) {
+                                                const char* xs, const char* ahead, int lines,
+                                                float (&out)[M][P][WIDTH]) {
+    constexpr int J = M < 4 ? 2 * P : 1;
+    for (int first = 0; first < 2 * P * LANES; first += J * LANES, lines = 0)
+      vectors<M, J>(matrix, units, panel, w + first * 4, first, xs, ahead, lines, out[0][0] + first, P * WIDTH);
+  }
+
+  // M rows by J vectors of panels, of which the first starts at the panel's row `first`. Writes M rows of sums, which
+  // are `apart` numbers apart.
+  template <int M, int J>
+  static INLINE void vectors(const Matrix& matrix, int64_t units, int64_t panel, const char* w, int first,
+                             const char* xs, const char* ahead, int lines, float* out, int apart) {
+    // Running sums, sums of the group, weights and scales; otherwise the running sums are in the first-level cache.
+    constexpr bool IN_REGISTERS = 2 * M * J + 3 * J + 1 <= (LANES == 16 ? 32 : 16);
     const Format& format = format_of(matrix.format);
-    const int64_t size = units * WIDTH * 4, groups = units / Layout::UNITS;
-    for (int m = 0; m < M; ++m)
-      for (int j = 0; j < 2 * P; ++j) store(out[m][0] + j * LANES, zero());
-    for (int64_t g = 0; g < groups; ++g, xs += M * row_bytes(matrix.planes), w += Layout::UNITS * WIDTH * 4) {
-      for (int64_t l = 0; l < Layout::UNITS * lines; ++l, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-      U sum[M][2 * P], upper[2 * P];
-      UNROLLED for (int m = 0; m < M; ++m)
-        UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = set1_units(0);
-      UNROLLED for (int j = 0; j < 2 * P; ++j) upper[j] = load_units(w + j / 2 * size + j % 2 * LANES * 4);
-      for (int plane = 0;; ++plane) {
-        Layout::template multiply<M, 2 * P>(sum, upper, w, size, xs + (12 + plane * BYTES) * M);
-        if (plane + 1 == matrix.planes) break;
-        UNROLLED for (int m = 0; m < M; ++m)
-          UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = shift_left<FINE_BITS>(sum[m][j]);
+    const int planes = matrix.planes;
+    const bool has_minimum = format.has_minimum, from_zero = has_minimum || planes == 2;
+    const int64_t size = units * WIDTH * 4, groups = groups_of_record(format, units / Layout::UNITS);
+    const int64_t blocks = units / Layout::UNITS / groups, record_bytes = Scales::record_bytes(format, groups);
+    const char* records = (const char*)matrix.scales + panel * blocks * record_bytes;
+    V total[M][J];
+    UNROLLED for (int m = 0; m < M; ++m)
+      UNROLLED for (int j = 0; j < J; ++j) {
+        total[m][j] = zero();
+        if (!IN_REGISTERS) store(out + m * apart + j * LANES, zero());
       }
-      UNROLLED for (int m = 0; m < M; ++m) {
-        const U offset = set1_units(-format.zero * ((const uint32_t*)xs)[m]);
-        UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = add_ints(sum[m][j], offset);
-      }
-      // Without this the compiler keeps copies of `out` on the stack and writes both, which doubles the time.
-      __asm__ volatile("" ::: "memory");
-      const float *scale = (const float*)xs + M, *scaled = scale + M;
-      UNROLLED for (int j = 0; j < 2 * P; ++j) {
-        const Scales scales(matrix, format, panel + j / 2, groups);
-        const V of_w = scales.at(g, 0, j % 2 * LANES);
-        UNROLLED for (int m = 0; m < M; ++m) {
-          float* to = out[m][0] + j * LANES;
-          store(to, fma(ints_to_floats(sum[m][j]), mul(set1(scale[m]), of_w), load(to)));
+    // total += a * b
+    const auto add_product = [&](int m, int j, V a, V b) __attribute__((always_inline)) {
+      float* to = out + m * apart + j * LANES;
+      if (IN_REGISTERS) total[m][j] = fma(a, b, total[m][j]);
+      else store(to, fma(a, b, load(to)));
+    };
+    for (int64_t block = 0; block < blocks; ++block, records += record_bytes) {
+      Scales scales[J];
+      UNROLLED for (int j = 0; j < J; ++j)
+        scales[j] = Scales(format, records + j / 2 * blocks * record_bytes, first + j % 2 * LANES);
+      for (int64_t g = 0; g < groups; ++g, xs += M * row_bytes(planes), w += Layout::UNITS * WIDTH * 4) {
+        for (int64_t l = 0; l < Layout::UNITS * lines; ++l, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        U sum[M][J], upper[J];
+        if (from_zero) {
+          UNROLLED for (int m = 0; m < M; ++m)
+            UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = set1_units(0);
+        } else {
+          UNROLLED for (int m = 0; m < M; ++m)
+            UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = set1_units(((const uint32_t*)xs)[m]);
         }
-        if (!format.has_minimum) continue;
-        const V minimum = scales.at(g, 1, j % 2 * LANES);
-        UNROLLED for (int m = 0; m < M; ++m) {
-          float* to = out[m][0] + j * LANES;
-          store(to, fma(set1(scaled[m]), minimum, load(to)));
+        UNROLLED for (int j = 0; j < J; ++j) upper[j] = load_units(w + j / 2 * size + j % 2 * LANES * 4);
+        Layout::template multiply<M, J>(sum, upper, w, size, xs + 12 * M);
+        if (planes == 2) {
+          UNROLLED for (int m = 0; m < M; ++m) {
+            const U offset = has_minimum ? set1_units(0) : set1_units(((const uint32_t*)xs)[m]);
+            UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = add_ints(shift_left<FINE_BITS>(sum[m][j]), offset);
+          }
+          Layout::template multiply<M, J>(sum, upper, w, size, xs + (12 + BYTES) * M);
+        }
+        // Without this the compiler keeps copies of `out` on the stack and writes both, which doubles the time.
+        if (!IN_REGISTERS) __asm__ volatile("" ::: "memory");
+        const float *scale = (const float*)xs + M, *scaled = scale + M;
+        UNROLLED for (int j = 0; j < J; ++j) {
+          const V of_w = scales[j].scale_of(g);
+          UNROLLED for (int m = 0; m < M; ++m) add_product(m, j, ints_to_floats(sum[m][j]), mul(set1(scale[m]), of_w));
+          if (!has_minimum) continue;
+          const V minimum = scales[j].minimum_of(g);
+          UNROLLED for (int m = 0; m < M; ++m) add_product(m, j, set1(scaled[m]), minimum);
         }
       }
     }
+    if (!IN_REGISTERS) return;
+    UNROLLED for (int m = 0; m < M; ++m)
+      UNROLLED for (int j = 0; j < J; ++j) store(out + m * apart + j * LANES, total[m][j]);
   }
 };
 
@@ -165,7 +208,7 @@ struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES, CODED>> {
   typedef Sums<BITS, CODED> All;
   typedef Group<BITS> Layout;
 
-  static int64_t units(int64_t columns) { return columns / Layout::SIZE * Layout::UNITS; }
+  static int64_t units(int64_t columns) { return ceil_div(columns, Layout::SIZE) * Layout::UNITS; }
   static int64_t row_bytes(int64_t units) { return units / Layout::UNITS * All::row_bytes(PLANES); }
 
   static void pack_x(const Number* x, int64_t columns, int64_t, int64_t rows, char* to) {
@@ -181,7 +224,7 @@ struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES, CODED>> {
           put(rest, rows, m, to + (12 + All::BYTES) * rows);
         }
         const int32_t sum = bytes.scale > 0 ? bytes.sum : 0;
-        ((int32_t*)to)[m] = sum;
+        ((int32_t*)to)[m] = -All::ZERO * sum;
         ((float*)to)[rows + m] = bytes.scale;
         ((float*)to)[2 * rows + m] = bytes.scale * (float)sum;
       }
@@ -283,7 +326,8 @@ struct Repacker {
     typedef Group<BITS> Layout;
     const Weight& weight = rows.weight;
     const int64_t apart = weight.columns / 4 + LANES, units = weight.columns / Layout::SIZE * Layout::UNITS;
-    const int64_t blocks = weight.columns / Layout::SIZE / format.groups, record = Scales::record(format);
+    const int64_t blocks = weight.columns / Layout::SIZE / format.groups;
+    const int64_t record = Scales::record_bytes(format, format.groups);
     for (int64_t p = rows.first; p < rows.last; ++p)
       for (int half = 0; half < WIDTH; half += LANES) {
         for (int j = 0; j < LANES; ++j) {
@@ -297,7 +341,8 @@ struct Repacker {
               continue;
             }
             const Block block(format, row + b * format.block_bytes);
-            for (int g = 0; g < format.groups; ++g, to += Layout::UNITS) units_of<BITS>(block.numbers + g * Layout::SIZE, to);
+            for (int g = 0; g < format.groups; ++g, to += Layout::UNITS)
+              units_of<BITS>(block.numbers + g * Layout::SIZE, to);
             put_scales(format, &block, half + j, scales);
           }
         }
@@ -334,15 +379,18 @@ void put_number(uint16_t* to, float x) { *to = to_bf16(x); }
 template <int BITS, class Number>
 void dequantize(const Matrix& matrix, const Format& format, int64_t id, Number* to) {
   typedef Group<BITS> Layout;
-  const int64_t panel = id / WIDTH, groups = matrix.columns / Layout::SIZE, units = groups * Layout::UNITS;
+  const int64_t panel = id / WIDTH, groups = ceil_div(matrix.columns, Layout::SIZE), units = groups * Layout::UNITS;
   const uint32_t* from = (const uint32_t*)matrix.panels + panel * units * WIDTH + id % WIDTH;
-  const Scales scales(matrix, format, panel, groups);
+  const int64_t of_record = groups_of_record(format, groups), record_bytes = Scales::record_bytes(format, groups);
+  const char* records = (const char*)matrix.scales + panel * (groups / of_record) * record_bytes;
   const int first = (int)(id % WIDTH) / LANES * LANES;
   for (int64_t g = 0; g < groups; ++g, from += Layout::UNITS * WIDTH, to += Layout::SIZE) {
+    const Scales scales(format, records + g / of_record * record_bytes, first);
+    const int64_t group = g % of_record, left = matrix.columns - g * Layout::SIZE;
     float of_rows[2][LANES] = {};
-    store(of_rows[0], scales.at(g, 0, first));
-    if (format.has_minimum) store(of_rows[1], scales.at(g, 1, first));
-    for (int k = 0; k < Layout::SIZE; ++k) {
+    store(of_rows[0], scales.scale_of(group));
+    if (format.has_minimum) store(of_rows[1], scales.minimum_of(group));
+    for (int k = 0; k < Layout::SIZE && k < left; ++k) {
       const int byte = 8 * (k % 4), four = k / 4;
       int stored;
       if (BITS == 8) stored = (int)(from[four * WIDTH] >> byte & 255);
@@ -372,8 +420,12 @@ EXPORT int32_t NAMED(repack)(const Weight* weights, int64_t count, Progress* pro
   return packing.compute(threads);
 }
 
-// The size of the scales of a panel's block, in bytes.
-EXPORT int64_t NAMED(scales_bytes)(int32_t format) { return Scales::record(format_of(format)); }
+// The size of the scales of a panel, in bytes.
+EXPORT int64_t NAMED(scales_bytes)(int32_t type, int64_t columns) {
+  const Format& format = format_of(type);
+  const int64_t groups = ceil_div(columns, format.bits == 6 ? 16 : 32);
+  return groups / groups_of_record(format, groups) * Scales::record_bytes(format, groups);
+}
 
 // Like `dequantized` in quantized.cpp.
 EXPORT int64_t NAMED(dequantized_blocks)(const Matrix* matrix, int64_t number_bytes, const int64_t* ids, int64_t count,

@@ -7,15 +7,18 @@
 namespace {
 
 // The type's number in a GGUF file. Q4_Z is our own, for quantized safetensors checkpoints: a scale in float16, the
-// negated zero point in a byte, and the numbers like those of Q4_0.
-enum Type { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, MXFP4 = 39, Q4_Z = 256 };
+// negated zero point in a byte, and the numbers like those of Q4_0. I4 and I5 are what rounding.cpp makes of plain
+// weights: each row has a scale and a minimum, in bfloat16, and each of its groups the bytes that multiply them.
+enum Type {
+  Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, MXFP4 = 39, Q4_Z = 256, I4, I5
+};
 
 // A number of a weight is scale * (stored - zero) + minimum. Each group of a row has one scale and one minimum.
 struct Format {
   Type type;
   int bits;          // of a stored number
   int zero;          // 0 if the format has minimums
-  int groups;        // that share a record of scales, see blocks.cpp
+  int groups;        // that share a record of scales, see blocks.cpp; 0: all groups of a row
   int block_bytes;   // in a file; a block is `groups` groups
   bool has_minimum;
   bool has_zeros;    // the minimum is the scale times a byte
@@ -31,7 +34,11 @@ const Format FORMATS[] = {
     {Q8_0, 8, 128, 1, 34, false, false, false}, {Q4_K, 4, 0, 8, 144, true, false, false},
     {Q5_K, 5, 0, 8, 176, true, false, false},   {Q6_K, 6, 32, 16, 210, false, false, false},
     {MXFP4, 4, 12, 1, 17, false, false, true},  {Q4_Z, 4, 0, 1, 19, true, true, false},
+    {I4, 4, 0, 0, 0, true, false, false},       {I5, 5, 0, 0, 0, true, false, false},
 };
+
+// The number of groups that share a record, of a row's groups.
+int64_t groups_of_record(const Format& format, int64_t groups) { return format.groups ? format.groups : groups; }
 
 const Format& format_of(int type) {
   const Format* format = FORMATS;
@@ -89,6 +96,10 @@ struct Block {
         memcpy(factors, from + 192, 16);
         for (int c = 0; c < 2; ++c) nibbles(from + 64 * c, 64, 128 * c);
         for (int i = 0; i < 256; ++i) numbers[i] |= (from[128 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3) << 4;
+        break;
+      case I4:
+      case I5:
+        break;  // in no file
     }
   }
 

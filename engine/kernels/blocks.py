@@ -36,7 +36,7 @@ class Format:
 Q8_0 = 8
 Q4_Z = 256  # our own type
 PIECE_NUMBERS = 1 << 22  # dequantized at once
-# By the type's number in a GGUF file, which has no Q4_Z. blocks.h has the same table.
+# By the type's number in a GGUF file, which has no Q4_Z. blocks.h has the same table, and formats that are in no file.
 FORMATS = {
     2: Format("Q4_0", 32, 18, 4),
     3: Format("Q4_1", 32, 20, 4, has_minimum=True),
@@ -148,8 +148,7 @@ class Blocks(Packed):
         return (self.columns // self._format.group * self._format.group_units, self._kernels.width)
 
     def _allocate_scales(self, num_panels: int) -> Tensor:
-        record = self._kernels.scales_bytes(self.format)
-        return torch.empty(num_panels, self.columns // self._format.block, record, dtype=torch.uint8)
+        return torch.empty(num_panels, self._kernels.scales_bytes(self.format, self.columns), dtype=torch.uint8)
 
     def lookup(self, ids: Tensor) -> Tensor:
         rows = super().lookup(ids)

@@ -32,7 +32,7 @@ VARIANTS = {
     "avx2": ["-DISA_AVX2", "-mfma", "-mf16c", "-mavx2"],
 }
 # Sources of every variant, and those of AMX, which has only matmuls: in everything else it is the avx512 variant.
-KERNELS = ("attention", "blocks", "layers", "logits", "lossless", "matmul", "quantized")
+KERNELS = ("attention", "blocks", "layers", "logits", "lossless", "matmul", "quantized", "rounding")
 AMX_KERNELS = ("lossless", "matmul", "quantized", "trial")
 EMULATED = ("amx", "avx512bf16")  # variants whose instructions can be emulated
 # Object -> its source and options. A source has one object for each variant.

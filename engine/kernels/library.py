@@ -63,29 +63,27 @@ class Kernels:
         self.library, self.isa = library, isa
         own = partial(find, library, isa)
         self.multiply = {dtype: own(f"matmul_{name}") for dtype, name in DTYPES.items()}
+        self.multiply_int8 = {dtype: own(f"matmul_int8_{name}") for dtype, name in DTYPES.items()}
         # By the weights' bits and the activations' dtype.
-        self.multiply_bits = {
-            (bits, dtype): own(f"matmul_int{bits}_{name}") for bits in (8, 4) for dtype, name in DTYPES.items()
-        }
         self.multiply_blocks = {
             (bits, dtype): own(f"matmul_blocks{bits}_{name}") for bits in (4, 5, 6, 8) for dtype, name in DTYPES.items()
         }
         self.multiply_codes = {dtype: own(f"matmul_codes_{name}") for dtype, name in DTYPES.items()}
         self.multiply_lossless = own("matmul_lossless")
         self.multiply_joined = own("matmul_joined")
-        multiply = *self.multiply.values(), *self.multiply_bits.values(), *self.multiply_blocks.values()
+        multiply = *self.multiply.values(), *self.multiply_int8.values(), *self.multiply_blocks.values()
         multiply += (*self.multiply_codes.values(),)
         for function in (*multiply, self.multiply_lossless, self.multiply_joined):
             function.argtypes = [pointer, pointer, pointer, pointer, long, integer]
-        self.packers = {name: own(name) for name in ("pack", "quantize", "repack", "compress")}
+        self.packers = {name: own(name) for name in ("pack", "quantize", "round_rows", "repack", "compress")}
         for function in self.packers.values():
             function.argtypes = [pointer, long, pointer, integer]
         self.lookup = own("lookup")
         self.lookup.argtypes, self.lookup.restype = [pointer, long, pointer, long, pointer], long
         self.dequantized = own("dequantized")
-        self.dequantized.argtypes, self.dequantized.restype = [pointer, integer, long, pointer, long, pointer], long
+        self.dequantized.argtypes, self.dequantized.restype = [pointer, long, pointer, long, pointer], long
         self.scales_bytes = own("scales_bytes")
-        self.scales_bytes.argtypes, self.scales_bytes.restype = [integer], long
+        self.scales_bytes.argtypes, self.scales_bytes.restype = [integer, long], long
         self.dequantized_blocks = own("dequantized_blocks")
         self.dequantized_blocks.argtypes = [pointer, long, pointer, long, pointer]
         self.dequantized_blocks.restype = long

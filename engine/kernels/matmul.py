@@ -19,7 +19,8 @@ from .structures import Joined as JoinedParts
 
 SLAB = 64 << 20  # bytes
 LINE = 64  # bytes of a cache line
-GROUP = 32  # columns of a weight in 4 bits that share a scale: Four::SIZE in quantized.cpp
+GROUP = 32  # columns of a weight in 4 or 5 bits that share a scale
+FORMATS_OF_ROWS = {4: 257, 5: 258}  # by bits: I4 and I5 of blocks.h
 
 
 class Stored(NamedTuple):
@@ -144,9 +145,9 @@ class Packed:
     """
 
     bits: int | None = None  # that the weight is quantized to; None: not quantized
-    format = 0  # of a weight in GGUF blocks
+    format = 0  # of a weight in blocks
     planes = 1  # with such a weight: bytes of an activation
-    importance: Tensor | None = None  # of the columns of a weight in 4 bits: float32, padded to whole groups
+    importance: Tensor | None = None  # of the columns of a weight in 4 or 5 bits: float32, padded to whole groups
     packer = "pack"  # the kernel that packs the weight
     order: Tensor | None = None  # [columns] int32: the column of x that each column of the packed weight belongs to
 
@@ -294,14 +295,13 @@ class Packed:
 
 
 class Quantized(Packed):
-    """Like Packed, with the weight quantized to 8 or 4 bits while it is packed; see quantized.cpp.
+    """Like Packed, with the weight quantized to 8, 5 or 4 bits while it is packed; see quantized.cpp for 8 bits, and
+    rounding.cpp for fewer.
 
-    With 4 bits each group has the scale, among several, with the smallest sum of squared errors times the importance of
-    their columns. Activations are quantized to 8 bits, each group of a row separately. `lookup` returns dequantized
-    rows.
+    With fewer than 8 bits each group has the scale and the minimum, of several, with the smallest sum of squared errors
+    times the importance of their columns. Activations are quantized to 8 bits, each group of a row separately. `lookup`
+    returns dequantized rows.
     """
-
-    packer = "quantize"
 
     def __init__(
         self,
@@ -310,14 +310,16 @@ class Quantized(Packed):
         bias: Tensor | None = None,  # [rows]
         *,
         bits: int,
-        importance: Tensor | None = None,  # [columns], not negative, with 4 bits; None: all columns matter alike
+        importance: Tensor | None = None,  # [columns], not negative; None: all columns matter alike. Not with 8 bits
         gated: bool = False,
         wide: bool = False,
         stride: int | None = None,
         packing: Packing | None = None,
     ) -> None:
         self.bits = bits
-        if bits == 4:
+        self.packer = "quantize" if bits == 8 else "round_rows"
+        if bits < 8:
+            self.format = FORMATS_OF_ROWS[bits]
             columns = (weight if isinstance(weight, Tensor) else weight[0]).shape[1]
             self.importance = torch.zeros(-(-columns // GROUP) * GROUP)
             self.importance[:columns] = 1.0 if importance is None else importance.float()
@@ -325,20 +327,20 @@ class Quantized(Packed):
 
     def _function(self, kernels: Kernels) -> Any:
         assert self.bits is not None
-        return kernels.multiply_bits[self.bits, self.dtype]
+        return kernels.multiply_int8[self.dtype] if self.bits == 8 else kernels.multiply_blocks[self.bits, self.dtype]
 
     def _panel_shape(self) -> tuple[int, ...]:
         assert self.bits is not None
-        return (-(-self.columns * self.bits // 32), self._kernels.width)
+        return (units_of(self.columns, self.bits), self._kernels.width)
 
     def _allocate_scales(self, num_panels: int) -> Tensor | None:
-        assert self.bits is not None
-        shape, dtype = scales_of(self.columns, self.bits)
-        return torch.empty(num_panels, *shape, self._kernels.width, dtype=dtype)
+        if self.bits == 8:
+            return torch.empty(num_panels, self._kernels.width)
+        return torch.empty(num_panels, self._kernels.scales_bytes(self.format, self.columns), dtype=torch.uint8)
 
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
-        arguments = ids.data_ptr(), len(ids), out.data_ptr()
-        return int(self._kernels.dequantized(self._address, self.bits, self.dtype.itemsize, *arguments))
+        look_up = self._kernels.dequantized if self.bits == 8 else self._kernels.dequantized_blocks
+        return int(look_up(self._address, self.dtype.itemsize, ids.data_ptr(), len(ids), out.data_ptr()))
 
 
 class Lossless(Packed):
@@ -427,13 +429,12 @@ class Joined(Packed):
         raise AssertionError("an embedding is one tensor, of one format")
 
 
-def scales_of(columns: int, bits: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and dtype of a row's scales: one for the row with 8 bits, one for each group of columns with
-    4."""
-    return ((), torch.float32) if bits == 8 else ((-(-columns // GROUP),), torch.bfloat16)
+def units_of(columns: int, bits: int) -> int:
+    """Return the number of four-byte units of a row in 8 bits, or in whole groups of fewer."""
+    return -(-columns // 4) if bits == 8 else -(-columns // GROUP) * bits
 
 
 def quantized_bytes(rows: int, columns: int, bits: int) -> int:
     """Return the size of a weight quantized to `bits` with its scales, without the padding of its last panel."""
-    shape, dtype = scales_of(columns, bits)
-    return rows * (-(-columns * bits // 32) * 4 + math.prod(shape) * dtype.itemsize)
+    scales = 4 if bits == 8 else 4 + 2 * -(-columns // GROUP)
+    return rows * (units_of(columns, bits) * 4 + scales)

@@ -21,7 +21,7 @@ struct Matrix {
   int64_t num_panels;
   int32_t gated;  // half of each panel is gate, half up: the result is `gated` of both, see numbers.h
   int32_t wide;   // the result is float32, whatever the input's type
-  int32_t format;  // of a weight in GGUF blocks, see blocks.h; else 0
+  int32_t format;  // of a weight in blocks, see blocks.h; else 0
   int32_t planes;  // with such a weight: bytes of an activation, 1 or 2
   Gate gate;
   float scale;  // of the result, before the residual is added; 0: none
@@ -46,7 +46,7 @@ struct PlainWeight {
   const WeightPart* parts;  // all in memory, or all in files
   void* panels;
   void* scales;             // of a quantized weight
-  const float* importance;  // with 4 bits: of each column, padded to whole groups; see quantized.cpp
+  const float* importance;  // with 4 or 5 bits: of each column, padded to whole groups; see rounding.cpp
   int64_t num_parts, rows, columns, row_bytes, number_bytes, num_panels;
   int32_t bits;    // of a quantized weight
   int32_t gated;   // gate before up

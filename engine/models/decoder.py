@@ -190,7 +190,8 @@ class Decoder:
         self._finish()
 
     def _pack_layer(self, layer: Layer, in_file: Mapping[Linear, InFile] | None = None) -> None:
-        layer.pack(self.product.kernels, layer_bits(self.spec.quantization, layer.index, len(self.layers)), in_file)
+        bits = layer_bits(self.spec.quantization, layer.index, len(self.layers), self.spec.num_params)
+        layer.pack(self.product.kernels, bits, in_file)
 
     def _pack_head(self, in_file: InFile | None = None) -> None:
         # Logits must be float32. A tied head and embedding are stored once, in a form that both can use.

@@ -89,8 +89,8 @@ class Form:
         return rows * (numbers + self.groups(columns) * (self.scale.itemsize + self.has_zeros))
 
 
-# What `quantization` makes of weights: the numbers and scales of our CPU kernels.
-ROUNDED = {8: Form(8), 4: Form(4, GROUP, scale=torch.bfloat16)}
+# What `quantization` makes of weights, by the bits that they have on a CPU: there is no form of 5 bits.
+ROUNDED = {8: Form(8), 5: Form(8), 4: Form(4, GROUP, scale=torch.bfloat16)}
 
 
 class GPUWeight:

@@ -12,6 +12,7 @@ from ..quantized.config import Weights
 BITS = {"int8": (8, 8), "int4": (4, 8)}
 PART = 8  # the first and the last layers: one eighth of all layers each
 STEP = 3  # every third of the layers between them
+SMALL = 400_000_000  # numbers of a model: with fewer, layers have 5 bits instead of 4
 
 
 class LayerBits(NamedTuple):
@@ -27,38 +28,45 @@ def head_bits(quantization: str) -> int | None:
     return BITS[quantization][1] if quantization in BITS else None
 
 
-def layer_bits(quantization: str, layer: int, num_layers: int) -> LayerBits | None:
-    """Return the bits of a layer's weights; None: they are not quantized.
+def layer_bits(quantization: str, layer: int, num_layers: int, num_params: int) -> LayerBits | None:
+    """Return the bits of a layer's weights; None: they are not quantized. `num_params`: the numbers of the model.
 
     With int4 the value projections have 8 bits: in SmolLM2-135M they are 3 % of the numbers and cause a quarter of the
     error. So have the down projections of the first and the last eighth of the layers and of every third layer between
     them. A few of these cause nearly all of the error of down projections, mostly near the ends. llama.cpp's Q4_K_M
-    gives more bits to the same weights.
+    gives more bits to the same weights. In a small model, which loses most by rounding and whose embeddings are a large
+    part of its size, all others have 5 bits, and so have the down projections of all layers.
     """
     if quantization not in BITS:
         return None
     bits, _ = BITS[quantization]
     if bits != 4:
         return LayerBits(bits, bits, bits)
+    if num_params < SMALL:
+        return LayerBits(value=8, down=5, others=5)
     first, last = num_layers // PART, (PART - 1) * num_layers // PART
     in_8 = layer < first or layer >= last or (layer - first) % STEP == STEP - 1
     return LayerBits(value=8, down=8 if in_8 else bits, others=bits)
 
 
 def rounded_shapes(
-    quantization: str, head: tuple[int, int], values: Sequence[int], layers: Iterable[Sequence[Weights]]
+    quantization: str,
+    head: tuple[int, int],
+    values: Sequence[int],
+    layers: Iterable[Sequence[Weights]],
+    num_params: int,
 ) -> list[tuple[int, int, int]]:
     """Return the rows, columns and bits of the weights that `quantization` rounds while they are loaded.
 
     `head`: its rows and columns; `values`: the rows of the value projection of each layer; `layers`: their
-    linear layers.
+    linear layers; `num_params`: the numbers of the model.
     """
     bits_of_head = head_bits(quantization)
     if bits_of_head is None:
         return []
     shapes, found = [(*head, bits_of_head)], list(layers)
     for index, ((_, qkv, hidden), *others) in enumerate(found):
-        bits = layer_bits(quantization, index, len(found))
+        bits = layer_bits(quantization, index, len(found), num_params)
         assert bits is not None
         shapes += [(sum(qkv) - values[index], hidden, bits.others), (values[index], hidden, bits.value)]
         for number, (_, rows, columns) in enumerate(others):  # output, then gate and up before each down

@@ -1,4 +1,8 @@
-"""Rounds weights to 8 or 4 bits with torch, on any device, as our CPU kernels do (see kernels/quantized.cpp)."""
+"""Rounds weights to 8 or 4 bits with torch, on any device.
+
+To 8 bits as our CPU kernels do (see kernels/quantized.cpp). In 4 bits a group has a scale but, other than on a CPU, no
+minimum, which the GPU kernels do not add. They have no form for 5 bits either, and such weights get 8.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ ROUNDED_NUMBERS = 1 << 24  # at once: several float32 copies of them are in memo
 
 
 def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> GPUWeight:
-    """Return a weight [rows, columns] in 8 or 4 bits, on its device.
+    """Return a weight [rows, columns] in 8 or 4 bits, on its device. `bits`: those that it has on a CPU, 8, 5 or 4.
 
     `importance`: [columns], not negative; with 4 bits the squared errors of each column are multiplied by it.
     """
@@ -25,7 +29,7 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> GPUW
     step = max(1, ROUNDED_NUMBERS // columns)
     for first in range(0, rows, step):
         piece = weight[first : first + step].float()
-        found.write(first, *(_to_8(piece) if bits == 8 else _to_4(piece, importance)))
+        found.write(first, *(_to_8(piece) if bits > 4 else _to_4(piece, importance)))
     return found
 
 

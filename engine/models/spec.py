@@ -22,7 +22,7 @@ from ..types import ConfigError, ModelError
 from . import layer_kinds, multimodal
 from .decoder_spec import DecoderSpec, LayerShape, sinks_name
 from .families import FAMILIES, architecture
-from .gpu_weights import PIECE_NUMBERS, Form
+from .gpu_weights import PIECE_NUMBERS, ROUNDED, Form
 from .keys import MAX_HEADS, MAX_LAYERS, MAX_SIZE, count_of, number, shown, whole
 from .precision import head_bits, rounded_shapes
 
@@ -77,7 +77,8 @@ class ModelSpec:
             stored = sum(blocks_bytes(kind, count, self.dtype) for kind, count in self.in_blocks.items())
             return plain - sum(self.in_blocks.values()) * self.dtype.itemsize + stored
         saved = (
-            rows * columns * self.dtype.itemsize - quantized_bytes(rows, columns, bits)
+            rows * columns * self.dtype.itemsize
+            - (ROUNDED[bits].num_bytes(rows, columns) if self.on_gpu else quantized_bytes(rows, columns, bits))
             for rows, columns, bits in self.rounded
         )
         return plain - sum(saved)
@@ -87,10 +88,10 @@ class ModelSpec:
         """The rows, columns and bits of the weights that `quantization` rounds while they are loaded."""
         if (decoder := self.decoder) is None:
             return []
-        count = len(decoder.shapes)
-        layers = [list(decoder.layer_linears(index)) for index in range(count)]
-        values = [decoder.rows(index)[2] for index in range(count)]
-        return rounded_shapes(self.quantization, (self.vocab_size, decoder.hidden_size), values, layers)
+        layers = [list(decoder.layer_linears(index)) for index in range(len(decoder.shapes))]
+        values = [decoder.rows(index)[2] for index in range(len(decoder.shapes))]
+        head = self.vocab_size, decoder.hidden_size
+        return rounded_shapes(self.quantization, head, values, layers, self.num_params)
 
     @property
     def loading_bytes(self) -> int:

@@ -23,15 +23,17 @@ from torch import Tensor
 from engine import ConfigError, EngineConfig, ModelError, plan
 from engine.gguf import folder
 from engine.hub import fetch
+from engine.kernels.matmul import GROUP
 from engine.models import gpu_weights, on_gpu, scaled
 from engine.models.decoder import Decoder
 from engine.models.decoder_layer import Layer
 from engine.models.gpu_weights import MOST_ROWS, ROUNDED, Form, GPUProduct, GPUWeight, random_weight, relative
 from engine.models.on_gpu import OnGPU
-from engine.models.rounding import rounded
+from engine.models.rounding import TOPS, rounded
 from tests.engine import test_gguf
 from tests.engine.test_attention import CPU
-from tests.engine.test_kernels_quantized import heavy, rounded_weight
+from tests.engine.test_kernels_quantized import heavy, in_groups
+from tests.engine.test_kernels_quantized import rounded as rounded_to_8
 from tests.engine.test_models import Bench, prompt, whole
 from tests.engine.test_quantization import quantized_weights
 from tests.engine.test_quantized import KINDS, error
@@ -160,14 +162,42 @@ def test_columns_may_be_stored_in_another_order():
 # -- rounding ---------------------------------------------------------------------------------------------------------
 
 
+def rounded_on_gpu(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
+    """Return the weight quantized to 8 or 4 bits and back. With 4 bits a group has the scale with the smallest error,
+    of its largest magnitude divided by TOPS."""
+    if bits > 4:
+        return rounded_to_8(weight, weight.shape[1])
+    groups = in_groups(weight, GROUP)
+    matter = in_groups(torch.ones(1, weight.shape[1]) if importance is None else importance[None], GROUP)
+    farthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best, least = torch.zeros_like(groups), torch.full_like(farthest, torch.inf)
+    for top in TOPS:
+        scale = (farthest / torch.full_like(farthest, top)).bfloat16().float()
+        scale = torch.where(farthest.abs() < 2.0**-100, 0.0, scale)
+        inverse = torch.where(scale != 0, torch.ones_like(scale) / scale, 0.0)
+        found = (groups * inverse).round().clamp(-8, 7) * scale
+        errors = squares(groups - found, matter)
+        best = torch.where((errors < least) | (top == TOPS[0]), found, best)
+        least = torch.where((errors < least) | (top == TOPS[0]), errors, least)
+    return best.double().flatten(1)[:, : weight.shape[1]]
+
+
+def squares(off: Tensor, matter: Tensor) -> Tensor:
+    """Return each group's sum of matter * off^2, added from the first column to the last by fused multiply-adds."""
+    total = torch.zeros_like(off[..., :1])
+    for column, factor in zip(off.split(1, -1), (matter * off).split(1, -1), strict=True):
+        total = (factor.double() * column.double() + total.double()).float()
+    return total
+
+
 @pytest.mark.parametrize("bits", ROUNDED)
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (130, 77), (500, 257)])
-def test_weights_are_rounded_as_for_a_cpu(shape, bits):
+def test_weights_in_4_bits_have_the_best_of_eight_scales(shape, bits):
     torch.manual_seed(0)
     weight, importance = heavy(*shape, dtype=torch.float32), torch.rand(shape[1])
     weight[0] = 0
     found = rounded(weight, bits, importance).lookup(torch.arange(shape[0]), torch.float32)
-    want = rounded_weight(weight, bits, importance)
+    want = rounded_on_gpu(weight, bits, importance)
     same = torch.isclose(found.double(), want, rtol=1e-6, atol=0).float().mean()
     assert same > 0.999  # sums of errors in another order may find another of two scales that are as good
 
@@ -201,7 +231,7 @@ def test_logits_are_those_of_the_rounded_weights(tmp_path, name, quantization):
     folder = make(name, tmp_path, dtype=torch.float32)
     plain, model = load(folder), load(folder, quantization=quantization)
     assert isinstance(model.executors[0], OnGPU)
-    for linear, weight in quantized_weights(plain, quantization).items():
+    for linear, weight in quantized_weights(plain, quantization, rounded_on_gpu).items():
         linear.weight = weight.float()
     want, got = (Bench(each).step({0: prompt(40)})[0] for each in (plain, model))
     assert relative(got, want) < 1e-4

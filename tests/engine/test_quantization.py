@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,22 +28,24 @@ def load(folder: Path, dtype: str = "float32", **settings: str) -> Decoder:
     return model
 
 
-def quantized_weights(model: Decoder, quantization: str) -> dict[Linear, Tensor]:
+def quantized_weights(
+    model: Decoder, quantization: str, round_: Callable[..., Tensor] = rounded_weight
+) -> dict[Linear, Tensor]:
     """Return the weight of each linear layer of a plain model as the quantized model has it."""
-    found = {model.head: rounded_weight(model.head.weight, 8)}
+    found = {model.head: round_(model.head.weight, 8)}
     for layer in model.layers:
-        bits = layer_bits(quantization, layer.index, len(model.layers))
+        bits = layer_bits(quantization, layer.index, len(model.layers), model.spec.num_params)
         assert bits is not None
         after_attention_norm, after_mlp_norm = (
             norm.weight.float().square() for norm in (layer.attention_norm, layer.mlp_norm)
         )
         queries_and_keys, values = layer.qkv.weight.split([layer.q_size + layer.kv_size, layer.kv_size])
         found[layer.qkv] = torch.cat(
-            [rounded_weight(queries_and_keys, bits.others, after_attention_norm), rounded_weight(values, bits.value)]
+            [round_(queries_and_keys, bits.others, after_attention_norm), round_(values, bits.value)]
         )
-        found[layer.output] = rounded_weight(layer.output.weight, bits.others)
-        found[layer.gate_up] = rounded_weight(layer.gate_up.weight, bits.others, after_mlp_norm)
-        found[layer.down] = rounded_weight(layer.down.weight, bits.down)
+        found[layer.output] = round_(layer.output.weight, bits.others)
+        found[layer.gate_up] = round_(layer.gate_up.weight, bits.others, after_mlp_norm)
+        found[layer.down] = round_(layer.down.weight, bits.down)
     return found
 
 
@@ -75,12 +78,18 @@ def test_logits_equal_those_of_quantized_weights(tmp_path, name, quantization):
 
 
 def test_values_and_some_down_projections_have_8_bits_with_int4():
-    in_8 = [layer for layer in range(30) if layer_bits("int4", layer, 30) == LayerBits(value=8, down=8, others=4)]
+    bits = [layer_bits("int4", layer, 30, 10**9) for layer in range(30)]
+    in_8 = [layer for layer in range(30) if bits[layer] == LayerBits(value=8, down=8, others=4)]
     assert in_8 == [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]
-    assert all(layer_bits("int4", layer, 30) == LayerBits(8, 4, 4) for layer in range(30) if layer not in in_8)
-    assert layer_bits("int4", 0, 1) == LayerBits(value=8, down=8, others=4)
-    assert layer_bits("int8", 0, 30) == LayerBits(8, 8, 8)
-    assert layer_bits("none", 0, 30) is layer_bits("gguf", 0, 30) is None
+    assert all(bits[layer] == LayerBits(8, 4, 4) for layer in range(30) if layer not in in_8)
+    assert layer_bits("int4", 0, 1, 10**9) == LayerBits(value=8, down=8, others=4)
+    assert layer_bits("int8", 0, 30, 10**9) == LayerBits(8, 8, 8)
+    assert layer_bits("none", 0, 30, 10**9) is layer_bits("gguf", 0, 30, 10**9) is None
+
+
+def test_small_models_have_5_bits_with_int4():
+    assert {layer_bits("int4", layer, 30, 135_000_000) for layer in range(30)} == {LayerBits(value=8, down=5, others=5)}
+    assert layer_bits("int8", 0, 30, 135_000_000) == LayerBits(8, 8, 8)
 
 
 @pytest.mark.usefixtures("needs_kernels")
