@@ -16,6 +16,9 @@ settings.load_profile("same")
 
 # What takes long begins first, so that at the end no worker is alone with it.
 LONGEST = [
+    "engine/test_paged_gpu.py",
+    "engine/test_gpu_resources.py",
+    "engine/test_graphs.py",
     "server/api/test_openapi_fuzz.py",
     "test_oracle.py",
     "server/parsers/test_parsers.py",

@@ -32,6 +32,7 @@ from tests.engine.test_plan import GB, qwen3  # noqa: F401
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(1200)  # each is a file of tests
 @pytest.mark.parametrize("name", ["interpreted_graphs", "interpreted_draws"])
 def test_replayed_steps_in_the_interpreter_equal_launched_ones(name):
     pytest.importorskip("triton")

@@ -1,0 +1,59 @@
+"""The Triton kernels, compiled for GPUs that are not there: registers, shared memory and matrix units."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+ATTENTION, LAYERS = {"decode", "chunk", "uniform", "store", "rotate"}, {"norm", "gate"}
+WEIGHTS = {"product", "dequantize", "lookup"}
+LOGITS = {"find_top", "count_digit", "weigh", "sum_digit", "sum_kept", "pick", "tally", "collect"}
+CHANGES = {"penalize", "add", "exclude", "forbid"}
+
+
+@pytest.mark.parametrize(
+    "arch, only, kernels",
+    [
+        (90, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
+        (90, "window bf16 i8", ATTENTION),
+        (90, "window bf16 fp8", ATTENTION),
+        (90, "window fp32 fp32", ATTENTION),
+        (90, "largest", LAYERS),
+        (90, "logits of", LOGITS | CHANGES),
+        (80, "logits of Qwen3", LOGITS | CHANGES),
+        (80, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
+        (90, "bf16 int4", WEIGHTS),
+        (90, "bf16 int8 in rows", WEIGHTS),
+        (90, "bf16 float8 in groups", WEIGHTS),
+        (90, "fp16 int4 in groups of 32", WEIGHTS),
+        (80, "bf16 int8", WEIGHTS),
+        (80, "bf16 float8 in rows", WEIGHTS),
+        (90, "few ", {"few"}),
+        (80, "few ", {"few"}),
+        (90, "alike ", {"alike"}),
+        (80, "alike ", {"alike"}),
+    ],
+)
+def test_compiled_kernels_spill_no_registers(arch, only, kernels, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.gpu_resources", "--arch", str(arch), "--only", only]
+    done = subprocess.run(
+        command, env={**env, "TRITON_CACHE_DIR": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {each["kernel"].split()[0] for each in found} == kernels
+    for each in found:
+        assert each["stack"] == each["spills"] == 0, each
+        assert each["shared"] <= (227 if arch == 90 else 163) * 1024, each
+    chunks = [each for each in found if each["kernel"].startswith("chunk") and "bf16" in each["kernel"]]
+    assert all(each["HGMMA" if arch == 90 else "HMMA"] for each in chunks), "prompts do not use the matrix units"
+    products = [each for each in found if each["kernel"].split()[0] in ("product", "few", "alike")]
+    assert all(each["HMMA"] or each["HGMMA"] for each in products)
+    assert all(each["waits"] == (arch == 90 and each["kernel"].split()[0] in ("few", "alike")) for each in found)
