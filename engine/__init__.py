@@ -5,7 +5,7 @@ This is the whole public surface. Importing it imports no torch.
 
 from .client import Engine, EngineStatus, LocalEngine
 from .config import EngineConfig
-from .fair import FairLock
+from .fair_lock import FairLock
 from .files import LIST_BYTES, read_file, read_json, read_text
 from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial

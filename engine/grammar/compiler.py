@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from llguidance import LLMatcher
 
-from ..fair import FairLock
+from ..fair_lock import FairLock
 from . import GrammarError, limits, shown, source
 from .table import Table
 

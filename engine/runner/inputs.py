@@ -188,12 +188,12 @@ class Inputs:
         if only_samples and self._layout is not None and laid_out == self._laid_out:
             return self._layout
         slots = _ints([self._slot_of[seq_id] for seq_id in seq_ids])
-        layout = _layout(rows, slots, counts, only_samples=only_samples)
+        layout = _new_layout(rows, slots, counts, only_samples=only_samples)
         self._layout, self._laid_out = layout if only_samples else None, laid_out
         return layout
 
 
-def _layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples: bool) -> Layout:
+def _new_layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples: bool) -> Layout:
     query_start = [0, *accumulate(counts)]
     if only_samples:  # nearly always: all logits are of last tokens
         sampled_rows = np.flatnonzero([row.num_logits for row in rows])

@@ -27,7 +27,7 @@ from engine import EngineError, EngineRequest, Pooling, SamplingParams, TokenDel
 from engine import client as client_module
 from engine import loop as loop_module
 from engine import supervisor as supervisor_module
-from engine.fair import FairLock
+from engine.fair_lock import FairLock
 from engine.supervisor import MAX_RESTARTS, ProcessEngine
 from server import state as state_module
 from server.generation import choices as generation_module

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from engine import EngineInfo, EngineRequest, SamplingParams, TokenDelta, channel, worker
 from engine.batch import Batch, Row, RowError, Sampled, StepResult
 from engine.cache_groups import CacheGroups
-from engine.fair import FairLock
+from engine.fair_lock import FairLock
 from engine.loop import EngineLoop, StepOutOfMemory
 from engine.scheduler import Scheduler
 from engine.service import OUTPUT_COST

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.fair import FairLock
+from engine.fair_lock import FairLock
 
 
 async def hold(lock: FairLock, caller: str, order: list[str], name: str, go: asyncio.Event | None = None) -> None:
